@@ -6,6 +6,7 @@ The command line prints the message of a `RlframeError` alone, without a traceba
 
 from __future__ import annotations
 
+import copyreg
 import difflib
 import numbers
 from collections.abc import Iterable
@@ -16,6 +17,10 @@ class RlframeError(Exception):
     """A failure that its message explains: the thing, what was expected, what came, what to do."""
 
     exit_code = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception's own calls `__init__` with the message alone, which a class with more arguments does not take.
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class UsageError(RlframeError, ValueError):

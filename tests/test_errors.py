@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pickle
 
 import pytest
 
-from rlframe.errors import UsageError, check_above, check_at_least, check_share
+from rlframe.coordinator.control.errors import FieldError
+from rlframe.envs.misfit import MisfitError
+from rlframe.errors import RlframeError, UsageError, check_above, check_at_least, check_share
+from rlframe.language.server.errors import RefusedError
+from rlframe.trajectories.service.validation import InvalidGroupError
 
 
 @dataclasses.dataclass
@@ -40,3 +45,20 @@ def test_a_share_is_left_alone(value):
 def test_a_number_that_is_no_share_is_named(value):
     with pytest.raises(UsageError, match=rf"^Config.steps must be in \[0, 1\], got {value}\.$"):
         check_share(Config(value), "steps")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UsageError("no such agent"),
+        FieldError("count", "count must be a number"),
+        InvalidGroupError(("tokens", 0), "There is no token.", "too_short"),
+        MisfitError("observation", "2.0", "in [0, 1]", (0, 3)),
+        RefusedError("Too many requests.", 429, code="busy", retry=2),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
+def test_an_error_survives_pickle_with_all_that_it_holds(error: RlframeError, protocol: int) -> None:
+    again = pickle.loads(pickle.dumps(error, protocol))
+    assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 
 class StopReason(str):
@@ -15,6 +16,9 @@ class StopReason(str):
         made = super().__new__(cls, text)
         made.by = by
         return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.by, str(self))
 
 
 @dataclasses.dataclass(frozen=True)

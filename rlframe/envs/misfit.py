@@ -21,9 +21,6 @@ class MisfitError(UsageError):
         self.name, self.came, self.expected, self.place = name, came, expected, place
         super().__init__(f"{name!r} must be {expected}, got {came}{_at(place)}.")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.name, self.came, self.expected, self.place)
-
     def of_environment(self, env_id: int) -> RlframeError:
         """The same, naming the environment that gave the observation."""
         gave = f"Environment {env_id} gave {self.name!r}"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 
 from rlframe.coordinator.commander import TrainOne, View
 from rlframe.coordinator.messages import StartTask
+from rlframe.coordinator.stop_conditions import StopReason
 from rlframe.errors import UsageError
 
 
@@ -59,6 +62,12 @@ def test_evaluations_are_due_at_multiples_of_their_period() -> None:
     found = [commander.evaluation(view(env_steps=steps, evaluated_at=at)) for steps, at in due]
     assert found == [None, "mine", None, None, "mine", "mine"]
     assert TrainOne(env_steps=10**6).evaluation(view(env_steps=10**5)) is None  # the last version alone
+
+
+def test_a_stop_reason_survives_pickle_and_copy() -> None:
+    reason = StopReason("solved", "the maze is solved")
+    for again in (pickle.loads(pickle.dumps(reason)), copy.deepcopy(reason)):
+        assert (type(again), again, again.by) == (StopReason, "the maze is solved", "solved")
 
 
 @pytest.mark.parametrize("name", ["env_steps", "learner_steps", "seconds"])

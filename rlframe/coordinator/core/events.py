@@ -115,7 +115,7 @@ class Cancelled:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """The job is to end as at its last step: the last version is evaluated."""
+    """The job is to end as at its last step."""
 
     reason: StopReason
 

@@ -264,7 +264,7 @@ class TrainingJob:
         The first failure is kept.
         """
         if self.ending is None:
-            self.reason = reason
+            self.reason = str(reason)  # a plain str: `status` may go where the class of the reason is not
             self.ending = JobEnding(failed, evaluates, self.now, self.limits.close_deadline, by)
             self.become(JobState.DRAINING)
             self.note("draining", f"The job ends: {reason}.", failed=failed)

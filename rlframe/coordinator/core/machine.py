@@ -237,7 +237,7 @@ def _cancelled(job: TrainingJob, event: ev.Cancelled) -> None:
 
 
 def _ended(job: TrainingJob, event: ev.Ended) -> None:
-    job.end(False, event.reason, evaluates=True, by=event.reason.by)
+    job.end(False, event.reason, evaluates=job.evaluates, by=event.reason.by)
 
 
 def _evaluation_asked(job: TrainingJob, event: ev.EvaluationAsked) -> None:

@@ -28,6 +28,7 @@ from rlframe.coordinator.messages import (
     WorkerInfo,
 )
 from rlframe.coordinator.states import JobState, TaskState, WorkerState
+from rlframe.coordinator.stop_conditions import StopReason
 from tests.coordinator.core.test_machine import at_work, learner, running, state
 from tests.coordinator.core.world import LIMITS, SimWorker, World
 
@@ -407,12 +408,26 @@ def test_a_last_evaluation_that_fails_does_not_fail_the_job(monkeypatch) -> None
     assert world.m.ending is not None and world.m.ending.evaluation_error == "EnvError: no license"
 
 
-def test_a_job_without_evaluations_ends_after_its_learner() -> None:
+@pytest.mark.parametrize("by", ["steps", "callback"])
+def test_a_job_without_evaluations_ends_after_its_learner(by: str) -> None:
     world = running(1, commander=TrainOne(env_steps=400))
     world.m.evaluates = False
+    if by == "callback":
+        world.deliver(ev.Ended(StopReason(by, "a callback stopped it")))
     assert world.run(400.0, lambda: world.is_over)
     (over,) = world.over
     assert not over.failed and not any("return_mean" in row.values for row in world.rows)
+    assert world.m.ending is not None and world.m.ending.evaluation_error is None
+    assert world.m.ending.stopped_by == by and world.m.wanted["evaluator"] == 0
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_reason_of_a_job_is_plain_text(ends: bool) -> None:
+    world = running(1, commander=TrainOne(env_steps=400))
+    if ends:
+        world.deliver(ev.Ended(StopReason("callback", "a callback stopped it")))
+    assert world.run(400.0, lambda: world.m.ending is not None)
+    assert type(world.m.reason) is str  # as docs/coordinator.md says of `status()`, which is sent as a pickle
 
 
 def test_who_is_in_a_hurry_waits_no_longer_than_that() -> None:
