@@ -14,7 +14,7 @@ import numpy as np
 from rlframe import handles
 from rlframe.actors.lanes import make_lane
 from rlframe.actors.pace import Pace
-from rlframe.actors.writing import claim_rank
+from rlframe.actors.writing import OnlyAdds, claim_rank
 from rlframe.envs import as_pool
 from rlframe.errors import NoMethodError, StoppedError, UsageError
 from rlframe.inferencers.base import Inference, StatelessInference, as_inference
@@ -76,22 +76,23 @@ class Actor:
 
         replay_buffer = as_replay_buffer(given, specs)
         self._made_buffer = replay_buffer is not given
-        replay_buffer, self.rank, self.incarnation = claim_rank(replay_buffer, rank)
-        self._replay_buffer = replay_buffer
-        # It is not called before the first step, but for specs: a node's constructor does not wait for another node's.
-        self._inferencer = as_inference(
-            handles.resolve(
-                inferencer, "inferencer", deadline=deadline, stop=self._stop, first=self.rank, wrap=InferencerClient
-            )
-        )
-        # Environment steps that it may take in all; and that it has taken at most, which is cheaper than `env_steps`.
-        self._limit = budget if self.incarnation == 0 or budget == math.inf else 0
-        self._taken, self._allowed = 0, threading.Event()
         self._lanes: list[Any] = []
         self._begun = False
         self._max_staleness: int | None = None  # of the replay; known when the first step begins
         self._paces: dict[Any, Pace] = {}
+        self._taken, self._allowed = 0, threading.Event()
+        self._is_ready = False
+        replay_buffer, self.rank, self.incarnation = claim_rank(replay_buffer, rank)
+        self._replay_buffer = replay_buffer
+        # Environment steps that it may take in all; and that it has taken at most, which is cheaper than `env_steps`.
+        self._limit = budget if self.incarnation == 0 or budget == math.inf else 0
         try:
+            # It is not called before the first step, but for specs: a node's constructor does not wait for another's.
+            self._inferencer = as_inference(
+                handles.resolve(
+                    inferencer, "inferencer", deadline=deadline, stop=self._stop, first=self.rank, wrap=InferencerClient
+                )
+            )
             for number in range(num_pools):
                 parts = (seed, self.rank, self.incarnation, number)
                 drawn = env_seed(*(parts if number else parts[:3]))
@@ -100,6 +101,7 @@ class Actor:
                 self._lanes.append(make_lane(env, env_ids, replay_buffer))
             self._size = self.num_envs
             replay_buffer.open_segment(self.rank, self.num_envs)
+            self._is_ready = True
         except BaseException:
             self.close()
             raise
@@ -241,6 +243,8 @@ class Actor:
         self.stop()
         for lane in self._lanes:
             lane.env.close()
+        if isinstance(self._replay_buffer, OnlyAdds):
+            self._replay_buffer.release(was_ready=self._is_ready)
 
     def get_state(self, *, with_envs: bool = True) -> dict[str, Any]:
         """All that a resumed Actor of one pool needs: numpy, ints and bytes.

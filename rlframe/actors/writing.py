@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import inspect
+import threading
 import weakref
 from typing import Any
 
@@ -42,44 +43,66 @@ def claim_rank(replay_buffer: Any, rank: int | None) -> tuple[Any, int, int]:
             "be rank 0, like the Actors of other processes: all would have the same seeds and collect the same "
             "experience. Give each Actor its own rank: Actor(..., rank=0), Actor(..., rank=1)."
         )
-    return (OnlyAdds(replay_buffer), *_claim_here(replay_buffer, rank))
+    writer = OnlyAdds(replay_buffer, rank)
+    return writer, rank or 0, writer.incarnation
 
 
-# By id of each replay buffer in this process that has only `add`: a weak reference, and the claims of each rank.
-_claims: dict[int, tuple[Any, collections.Counter[int | None]]] = {}
+class _Claims:
+    """The ranks of the Actors in this process that add to one object."""
 
-
-def _claim_here(target: Any, rank: int | None) -> tuple[int, int]:
-    """(rank, incarnation) for an Actor of this process. A rank that is claimed again gets the next incarnation."""
-    key = id(target)
-    if key not in _claims:
+    def __init__(self, target: Any) -> None:
+        key = id(target)
         try:
-            reference: Any = weakref.ref(target, lambda _: _claims.pop(key, None))
+            self.target: Any = weakref.ref(target, lambda _: _claims.pop(key, None))
         except TypeError:  # it cannot be referred to weakly: keep it, so that no other object gets its id
-            reference = target
-        _claims[key] = reference, collections.Counter()
-    claims = _claims[key][1]
-    if (rank is None and claims) or (rank == 0 and None in claims):
-        raise UsageError(
-            f"Another Actor in this process adds to the same {type(target).__name__}, which has no claim_rank() to "
-            "hand out ranks. Both would be rank 0, with the same seeds, and collect the same experience. Give each "
-            "Actor its own rank: Actor(..., rank=0), Actor(..., rank=1)."
-        )
-    claims[rank] += 1
-    return rank or 0, claims[rank] - 1
+            self.target = target
+        self.open: list[int | None] = []  # of the Actors that are not closed, as they were given
+        self.incarnations = collections.Counter[int]()  # the next one of each rank
+
+
+_claims: dict[int, _Claims] = {}  # by id of the object
+_CLAIMING = threading.Lock()
 
 
 class OnlyAdds:
-    """A writer of an object that has only `add(env_ids, step)`, or `add(data)` for `data = (env_ids, step)`."""
+    """A writer of an object that has only `add(env_ids, step)`, or `add(data)` for `data = (env_ids, step)`.
 
-    def __init__(self, target: Any) -> None:
-        self._target = target
+    Args:
+        target: the object.
+        rank: of the Actor that writes. A rank that is claimed again gets the next incarnation.
+    """
+
+    def __init__(self, target: Any, rank: int | None) -> None:
+        self._target, self._rank, self._is_open = target, rank, True
         self._takes_pair = False
         if not isinstance(target, handles.Remote):
             parameters = inspect.signature(target.add).parameters.values()
             kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
             many = any(one.kind is one.VAR_POSITIONAL for one in parameters)
             self._takes_pair = not many and sum(one.kind in kinds for one in parameters) == 1
+        with _CLAIMING:
+            if id(target) not in _claims:
+                _claims[id(target)] = _Claims(target)
+            self._claims = claims = _claims[id(target)]
+            if (rank is None and claims.open) or (rank == 0 and None in claims.open):
+                raise UsageError(
+                    f"Another Actor in this process adds to the same {type(target).__name__}, which has no "
+                    "claim_rank() to hand out ranks. Both would be rank 0, with the same seeds, and collect the same "
+                    "experience. Give each Actor its own rank: Actor(..., rank=0), Actor(..., rank=1). Or close the "
+                    "other one first: close()."
+                )
+            claims.open.append(rank)
+            self.incarnation = claims.incarnations[rank or 0]
+            claims.incarnations[rank or 0] += 1
+
+    def release(self, *, was_ready: bool) -> None:
+        """Give the rank back. The next Actor gets the same incarnation if this one was never ready."""
+        with _CLAIMING:
+            if self._is_open:
+                self._is_open = False
+                self._claims.open.remove(self._rank)
+                if not was_ready and self._claims.incarnations[self._rank or 0] == self.incarnation + 1:
+                    self._claims.incarnations[self._rank or 0] -= 1
 
     def open_segment(self, rank: int, num_envs: int) -> None:
         """See `ReplayWriter`; nobody is told."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
+import sys
 import threading
 
 import jax
@@ -11,9 +13,10 @@ import pytest
 
 from rlframe import program_end
 from rlframe.actors import Actor, Evaluator
+from rlframe.actors.writing import claim_rank
 from rlframe.agents import PPO, PPOConfig
 from rlframe.agents.trees import zero_timestep
-from rlframe.errors import UsageError
+from rlframe.errors import EnvError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Learner, LearnerConfig
 from rlframe.replay import ReplayBuffer
@@ -21,6 +24,7 @@ from rlframe.replay.reverb import ReverbReplayBuffer
 from rlframe.types import AgentOutput
 from tests.extras import needs
 from tests.fakes import ACTION_SPEC, OBSERVATION_SPEC, CountingEnv, FixedParams, counting_agent
+from tests.waiting import wait_until
 
 
 class OnlyInference:
@@ -193,6 +197,51 @@ def test_a_rank_that_is_claimed_again_gets_the_next_incarnation_where_the_buffer
     assert [(actor.rank, actor.incarnation) for actor in actors] == [(0, 0), (1, 0), (0, 1)]
     with pytest.raises(UsageError, match="no claim_rank"):
         Actor(CountingEnv(), OnlyInference(), buffer)
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+@pytest.mark.parametrize("fails", ["environment", "inferencer"])
+def test_an_actor_that_could_not_be_made_leaves_its_rank_and_budget_to_the_next_one(rank, fails):
+    buffer, parts = Adds(), {"environment": CountingEnv(), "inferencer": OnlyInference()}
+    for _ in range(2):
+        with pytest.raises((UsageError, EnvError)):
+            Actor(*{**parts, fails: object()}.values(), buffer, rank, budget=4)
+    actor = Actor(*parts.values(), buffer, rank, budget=4)
+    assert (actor.rank, actor.incarnation) == (rank or 0, 0)
+    thread = threading.Thread(target=actor.run)
+    thread.start()
+    wait_until(lambda: actor.env_steps == 4)
+    actor.stop()
+    thread.join()
+
+
+@pytest.mark.parametrize("before", [None, 0])
+@pytest.mark.parametrize("after", [None, 0])
+def test_a_closed_actor_leaves_its_rank_to_the_next_incarnation(before, after):
+    buffer = Adds()
+    for incarnation, rank in enumerate((before, after)):
+        actor = Actor(CountingEnv(), OnlyInference(), buffer, rank)
+        assert (actor.rank, actor.incarnation) == (0, incarnation)
+        actor.close()
+        actor.close()  # gives nothing back that is not its own
+
+
+def test_no_two_threads_get_the_same_rank_and_incarnation_where_the_buffer_gives_none():
+    begin, before = threading.Barrier(4, timeout=60.0), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(4) as threads:
+            for _ in range(100):
+                buffer = Adds()
+
+                def claim(buffer=buffer):
+                    begin.wait()
+                    return claim_rank(buffer, 0)[2]
+
+                claimed = [threads.submit(claim) for _ in range(4)]
+                assert sorted(each.result() for each in claimed) == [0, 1, 2, 3]
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_in_a_node_of_a_program_an_actor_needs_a_rank_where_the_buffer_gives_none(monkeypatch):
