@@ -37,7 +37,7 @@ def tokenize_for_trainer(
     if train_on_all_assistant_turns:
         turns = [index for index, message in enumerate(chat) if message["role"] in ("assistant", "agent")]
     else:
-        turns = [len(chat) - 1]
+        turns = list(range(len(chat)))[-1:]
     stops = set(getattr(tokenizer, "stop_token_ids", None) or (tokenizer.eos_token_id,))
     for turn in turns:
         start, content_end, end = _turn(tokenizer, chat, turn, tokens, stops)
@@ -56,23 +56,34 @@ def tokenize_for_trainer(
 def _turn(
     tokenizer: Any, chat: list[dict[str, Any]], turn: int, tokens: list[int], stops: set[int]
 ) -> tuple[int, int, int]:
-    """Return where the content of a turn begins, where it ends, and where the next turn begins."""
-    start = len(tokenizer.apply_chat_template(chat[:turn], add_generation_prompt=True))
-    end = len(tokenizer.apply_chat_template(chat[: turn + 1])) if turn + 1 < len(chat) else len(tokens)
-    message, part = chat[turn], tokens[start:end]
-    if not isinstance(message.get("content"), str) or message.get("tool_calls"):
-        ends = [position for position, token in enumerate(part, start=start) if token in stops]
-        return start, ends[-1] if ends else end, end
-    others = [
-        list(tokenizer.apply_chat_template([*chat[:turn], {**message, "content": content}]))[start:]
-        for content in _PLACEHOLDERS
-    ]
-    opening = min(_common(part, other) for other in others)
-    closing = min(_common(reversed(part), reversed(other)) for other in others)
-    # Templates may put an empty thought before a content that has none.
-    if message["content"].lstrip().startswith(tokenizer.decode(part[:opening]).strip()):
-        opening = 0
-    return start + opening, max(start + opening, end - closing), end
+    """Return where the content of a turn begins, where it ends, and where the tokens that close the turn end.
+
+    The content is what changes in the whole chat's tokens if a placeholder replaces it. Templates may render a turn
+    differently if it is the last one, so the tokens of the chat up to this turn need not begin the whole chat's.
+    """
+    message, before, after = chat[turn], chat[:turn], chat[turn + 1 :]
+    calls: dict[str, Any] = {"tool_calls": []} if message.get("tool_calls") else {}
+    replaced = [{**message, "content": content, **calls} for content in _PLACEHOLDERS]
+    others = [list(tokenizer.apply_chat_template([*before, other, *after])) for other in replaced]
+    start = min(_common(tokens, other) for other in others)
+    content_end = max(start, len(tokens) - min(_common(reversed(tokens), reversed(other)) for other in others))
+    content = None if calls else message.get("content")
+    prompt = list(tokenizer.apply_chat_template(before, add_generation_prompt=True)) if before else []
+    if prompt and tokens[: len(prompt)] == prompt:
+        # Templates may put an empty thought before a content that has none.
+        added = tokenizer.decode(tokens[len(prompt) : start]).strip()
+        if not isinstance(content, str) or content.lstrip().startswith(added):
+            start = len(prompt)
+    if content == "":  # a line end before it may have become another token
+        start = content_end
+    if not isinstance(content, str):
+        content_end = next((i for i in range(start, len(tokens)) if tokens[i] in stops), content_end)
+        return start, content_end, content_end + 1
+    if not after:
+        return start, content_end, len(tokens)
+    one, other = (list(tokenizer.apply_chat_template([*before, other])) for other in replaced)
+    closing = one[len(one) - _common(reversed(one), reversed(other)) :]
+    return start, content_end, content_end + _common(tokens[content_end:], closing)
 
 
 def _common(one: Iterable[int], other: Iterable[int]) -> int:

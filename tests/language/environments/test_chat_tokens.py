@@ -27,6 +27,23 @@ TEMPLATES = {
     "empty thought": published.CHATML.replace(
         "message.content", "('<think>\n\n</think>\n\n' if message.role == 'assistant' else '') + message.content"
     ),
+    "Qwen3": published.CHATML.replace(
+        "message.content",
+        "('<think>' + (message.content.split('</think>')[0].split('<think>')[1] if '</think>' in message.content "
+        "else '\n\n') + '</think>' if message.role == 'assistant' and loop.last else '') "
+        "+ message.content.split('</think>')[-1]",
+    ),
+    "Mistral": "{% for message in messages %}{{ '[INST]' + message.content + '[/INST]' if message.role == 'user' else "
+    "message.content + '<|im_end|>' }}{% endfor %}",
+}
+# Templates that strip contents.
+STRIPPING = {
+    "Llama 3": published.CHATML.replace("role + '\n'", "role + '\n\n'")
+    .replace("assistant\n", "assistant\n\n")
+    .replace("content + '<|im_end|>\n'", "content | trim + '<|im_end|>'"),
+    "Gemma": published.CHATML.replace("message.role", "message.role | replace('assistant', 'model')")
+    .replace("message.content", "message.content | trim")
+    .replace("start|>assistant", "start|>model"),
 }
 
 
@@ -66,19 +83,43 @@ def test_the_content_may_be_anything(tokenizer, content):
     assert trained(tokenizer, chat)[0] == content + END
 
 
-def test_an_empty_answer_has_only_its_end(tmp_path):
-    tokenizer, chat = load_tokenizer(published.byte_level(tmp_path)), [CHAT[0], {"role": "assistant", "content": ""}]
+def test_every_turn_is_trained_on_without_what_the_template_removes_from_earlier_ones(tmp_path):
+    tokenizer = load_tokenizer(published.byte_level(tmp_path, chat_template=TEMPLATES["Qwen3"]))
+    answers = [{"role": "assistant", "content": content} for content in ("<think>a</think>b", "c", "<think>d</think>e")]
+    chat = [message for answer in answers for message in (CHAT[0], answer)]
+    every = f"b{END}c{END}<think>d</think>e{END}"
+    assert trained(tokenizer, chat, train_on_all_assistant_turns=True)[0] == every
+    every = f"b{END}c{END}e{END}"  # of a chat that ends with the user, no thought stays
+    assert trained(tokenizer, [*chat, CHAT[2]], train_on_all_assistant_turns=True)[0] == every
+
+
+@pytest.mark.parametrize("family", STRIPPING)
+def test_a_content_that_the_template_strips_is_trained_on_as_the_template_writes_it(family, tmp_path):
+    tokenizer = load_tokenizer(published.byte_level(tmp_path, chat_template=STRIPPING[family]))
+    answers = [{"role": "assistant", "content": content} for content in ("  a \n", " \n", "", "b")]
+    chat = [message for answer in answers for message in (CHAT[0], answer)]
+    assert trained(tokenizer, chat, train_on_all_assistant_turns=True)[0] == f"a{END}{END}{END}b{END}"
+    assert trained(tokenizer, chat[:4], finish_reason="length")[0] == ""
+
+
+def test_an_empty_answer_has_only_its_end(tokenizer):
+    chat = [CHAT[0], {"role": "assistant", "content": ""}]
+    assert trained(tokenizer, [*chat, *chat], train_on_all_assistant_turns=True)[0] == END + END
     assert trained(tokenizer, chat)[0] == END
     assert trained(tokenizer, chat, finish_reason="length")[0] == ""
 
 
 def test_a_content_that_is_no_text_is_trained_on_up_to_the_end_of_its_turn(tmp_path):
-    template = published.CHATML.replace("message.content", "(message.content or '') + (message.tool_calls | tojson)")
+    template = published.CHATML.replace(
+        "message.content", "(message.content or '') + (message.tool_calls | tojson if message.tool_calls else '')"
+    )
     tokenizer = load_tokenizer(published.byte_level(tmp_path, chat_template=template))
     calls = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     chat = [{"role": "assistant", "content": None, "tool_calls": calls}]
     assert trained(tokenizer, chat)[0] == json.dumps(calls) + END
     assert trained(tokenizer, chat, finish_reason="length") == (json.dumps(calls), True)
+    every = trained(tokenizer, [*chat, CHAT[0], *chat], train_on_all_assistant_turns=True)
+    assert every[0] == 2 * (json.dumps(calls) + END)
 
 
 def test_the_byte_tokenizer_s_turns_are_trained_on_with_their_end():
@@ -89,7 +130,7 @@ def test_the_byte_tokenizer_s_turns_are_trained_on_with_their_end():
 
 def test_an_end_of_turn_that_the_tokenizer_does_not_name_is_trained_on(tmp_path):
     tokenizer = load_tokenizer(published.byte_level(tmp_path, eos_token=None))
-    assert trained(tokenizer, CHAT)[0] == f"中 two{END}\n"
+    assert trained(tokenizer, CHAT, train_on_all_assistant_turns=True)[0] == f"one, “eins”{END}\n中 two{END}\n"
     assert trained(tokenizer, CHAT, finish_reason="length")[0] == "中 two"
 
 
