@@ -5,6 +5,7 @@ Many environments still follow Gym before 0.26, whose `reset` and `step` return 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,6 @@ from rlframe.envs.layout import Layout
 from rlframe.errors import UsageError
 
 LARGEST = float(np.finfo(np.float32).max)  # rewards and discounts are float32
-_INNER = ("env", "_env", "environment", "_environment")  # attributes in which wrappers keep the wrapped environment
 _OLD = "This looks like the API of Gym before 0.26."
 
 
@@ -152,13 +152,30 @@ def check_not_empty(spec: Any, path: str) -> None:
 
 
 def layers(env: Any) -> Iterator[Any]:
-    """Yield an environment and the environments inside its wrappers, the outermost first."""
-    seen: set[int] = set()
-    while env is not None and id(env) not in seen:
-        seen.add(id(env))
-        yield env
-        inside = [getattr(env, "__dict__", {}).get(name) for name in _INNER]
-        env = next((one for one in inside if hasattr(one, "step") and hasattr(one, "reset")), None)
+    """Yield an environment and those that it holds in its attributes, as wrappers do; the outermost first."""
+    found, seen = [env], set()
+    for one in found:
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            found += [part for part in list(getattr(one, "__dict__", {}).values()) if _is_stepped(type(part))]
+
+
+@functools.lru_cache(maxsize=256)
+def _is_stepped(cls: type) -> bool:
+    """Return True for a class with `reset` and `step(action)`.
+
+    A `step` of more arguments is a function of the state that it is given, as in Brax: environments may share it.
+    """
+    if not hasattr(cls, "reset") or not hasattr(cls, "step"):
+        return False
+    try:
+        inspect.signature(cls.step).bind("self", "action")
+    except TypeError:
+        return False
+    except ValueError:  # a function of C may have no signature
+        pass
+    return True
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

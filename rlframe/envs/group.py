@@ -170,9 +170,10 @@ class EnvGroup:
             env.close()
 
     def _reset_env(self, i: int) -> Any:
-        self._claim.take(self.envs[i].env)
         seed, self._seeds[i] = self._seeds[i], None
-        return self.envs[i].reset(seed)
+        observation = self.envs[i].reset(seed)
+        self._claim.take(self.envs[i].env)
+        return observation
 
     def _numbers(self, rewards: list[Any]) -> Any:
         """The rewards of all environments, as numbers that fit in float32."""

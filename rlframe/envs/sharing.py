@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -33,12 +35,17 @@ class Claim:
         self.taken: str | None = None  # the class of an environment that another pool has reset since
 
     def take(self, env: Any) -> None:
-        """Take an environment, which is about to be reset."""
+        """Take an environment that was reset. Its wrappers may have made a new inner one in that reset."""
         for layer in layers(env):
-            other = _claims.get(id(layer))
-            if other is not None and other is not self:
+            key = id(layer)
+            reference, claim = _claims.get(key, (_nothing, _nothing))
+            other = claim() if reference() is layer else None
+            if other is self:
+                continue
+            if other is not None:
                 other.taken = type(layer).__name__
-            _claims[id(layer)] = self
+            with contextlib.suppress(TypeError):  # a class without weak references: nothing is known about it
+                _claims[key] = weakref.ref(layer, functools.partial(_forget, key)), weakref.ref(self)
 
     def check(self) -> None:
         """Raise UsageError if another pool has reset one of these environments."""
@@ -49,5 +56,14 @@ class Claim:
             )
 
 
-# By `id` of the environment. The pool that holds the claim holds the environment too, so the id stays its own.
-_claims: weakref.WeakValueDictionary[int, Claim] = weakref.WeakValueDictionary()
+def _nothing() -> None:
+    """Stands for a reference to an object that is gone."""
+
+
+def _forget(key: int, reference: Any) -> None:
+    if _claims.get(key, (None,))[0] is reference:
+        del _claims[key]
+
+
+# By id of each environment: weak references to it and to its claim. An object that is made later may have the same id.
+_claims: dict[int, tuple[Any, Any]] = {}

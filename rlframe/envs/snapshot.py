@@ -8,6 +8,8 @@ from typing import Any
 
 import cloudpickle
 
+from rlframe.envs.answers import layers
+
 # A class that defines one of these decides itself what a pickle holds. Gymnasium's EzPickle keeps the constructor's
 # arguments only, so an environment that uses it would come back at its start without a word.
 _HOOKS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
@@ -15,11 +17,9 @@ _HOOKS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getn
 
 def dump(env: Any) -> bytes | None:
     """An environment with its state, or None where it (or a wrapper of it) cannot be saved exactly."""
-    layer = env
-    while layer is not None:
+    for layer in layers(env):
         if any(getattr(type(layer), hook, None) is not getattr(object, hook, None) for hook in _HOOKS):
             return None
-        layer = vars(layer).get("env")
     try:
         return dumps(env)
     except Exception:  # whatever an attribute raises that has no pickle: sockets, surfaces, native handles

@@ -216,14 +216,43 @@ def test_a_wrong_timestep_of_dm_env_is_named(result, message):
         step(lambda: Dm(result), 1)
 
 
+class Holds(Env):
+    """Keeps another object in an attribute of any name, and steps it."""
+
+    def __init__(self, inner, name="inner"):
+        self.__dict__[name] = inner
+
+
 @pytest.mark.parametrize("type", ["loop", "thread"])
-@pytest.mark.parametrize("wrap", [lambda env: env, lambda env: gymnasium.wrappers.TimeLimit(env, 5)])
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda env: env, lambda env: gymnasium.wrappers.TimeLimit(env, 5), Holds, lambda env: Holds(Holds(env, "_game"))],
+)
 def test_one_object_for_several_environments_is_refused(type, wrap):
     env = Env()
     with pytest.raises(UsageError, match=r"Environments 0 and 1 are the same object \(Env\)"):
         SyncEnv(lambda: wrap(env), 2, type, num_workers=2)
     with pytest.raises(UsageError, match="are the same object"):
         AsyncEnv(lambda: wrap(env), 2, 1, "thread", num_workers=2)
+
+
+class OfState:
+    """An environment without state of its own, as those of Brax are."""
+
+    def reset(self, rng): ...
+
+    def step(self, state, action): ...
+
+
+class Clock:
+    def reset(self): ...
+
+    def step(self): ...
+
+
+@pytest.mark.parametrize("shared", [Env, OfState(), Clock(), gymnasium])
+def test_environments_may_share_what_has_no_state_that_actions_change(shared):
+    assert step(lambda: Holds(shared, "env")).reward.tolist() == [1.0, 1.0]
 
 
 def test_one_object_for_several_environments_of_a_worker_process_is_refused():
@@ -253,3 +282,37 @@ def test_one_object_may_be_used_by_one_pool_after_another():
     for pool in (old, new, old):
         pool.reset()
         assert pool.step(np.zeros(1, np.int32)).reward.tolist() == [1.0]
+
+
+class Levels(Env):
+    """Makes a new inner environment in each reset, and ends each episode at once."""
+
+    terminated = True
+    env = None
+
+    def reset(self, *, seed=None, options=None):
+        self.env = Env()  # the next one, here or in another pool, may get the id of the one before
+        return super().reset()
+
+
+def test_environments_that_are_made_anew_in_each_reset_are_not_taken_for_older_ones():
+    with (
+        SyncEnv(Levels, 2) as first,
+        SyncEnv(Levels, 2) as second,
+        SyncEnv(Levels, 2, "thread", num_workers=2) as third,
+    ):
+        pools = (first, second, third)
+        for pool in pools:
+            pool.reset()
+        for _ in range(20):
+            for pool in pools:
+                pool.step(np.zeros(2, np.int32))
+
+
+def test_an_inner_environment_that_another_pool_has_reset_since_is_refused():
+    inner = Env()
+    first, second = as_pool(lambda: Holds(inner)), as_pool(lambda: Holds(inner, "game"))
+    first.reset()
+    second.reset()
+    with pytest.raises(UsageError, match=r"Two pools step the same environment \(Env\) at the same time"):
+        first.step(np.zeros(1, np.int32))

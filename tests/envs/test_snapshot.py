@@ -18,6 +18,11 @@ class Eager(ScriptedEnv, EzPickle):
     """Pickles as its constructor's arguments: its state would be lost."""
 
 
+class HoldsEager(ScriptedEnv):
+    def __init__(self):
+        self.inner = Eager()
+
+
 class Locked(ScriptedEnv):
     def __init__(self):
         self.lock = (x for x in ())  # a generator has no pickle
@@ -64,8 +69,11 @@ def test_a_pool_saved_before_its_first_reset_starts_the_same():
         np.testing.assert_array_equal(pool.reset().observation, start.observation)
 
 
-@pytest.mark.parametrize("type", ["loop", "process"])
-@pytest.mark.parametrize("builder", [Eager, Locked, lambda: gymnasium.wrappers.TimeLimit(Eager(), 10)])
+@pytest.mark.parametrize(
+    ("builder", "type"),
+    [(Eager, "loop"), (Locked, "loop"), (Locked, "process"), (HoldsEager, "loop")]
+    + [(lambda: gymnasium.wrappers.TimeLimit(Eager(), 10), "process")],
+)
 def test_environments_that_cannot_be_saved_say_none(builder, type):
     with SyncEnv(builder, 2, type, num_workers=1) as pool:
         pool.reset()
