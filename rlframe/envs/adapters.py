@@ -69,8 +69,8 @@ class GymnasiumEnv:
     def reset(self, seed: int | None) -> Any:
         try:
             result = self.env.reset() if seed is None else self.env.reset(seed=seed)
-        except TypeError:
-            answers.check_takes_seed(self.env)
+        except TypeError as error:
+            answers.check_takes_seed(self.env, error)
             raise
         answers.check_gymnasium_reset(result)
         return result[0]

@@ -98,9 +98,9 @@ def check_info(info: Any) -> None:
         raise WrongAnswerError(f"gave {info!r} as the info of a step: expected a dict. Return {{}} if there is none.")
 
 
-def check_takes_seed(env: Any) -> None:
-    """Raise WrongAnswerError if the `reset` of an environment, or of one that it wraps, takes no seed."""
-    for layer in layers(env):
+def check_takes_seed(env: Any, error: TypeError) -> None:
+    """Raise WrongAnswerError if `reset` raised `error` as it, or that of a wrapped environment, takes no seed."""
+    for layer in layers(env) if "keyword argument" in str(error) else ():
         if not _takes(layer.reset, "seed"):
             raise WrongAnswerError(
                 f"has a reset() without `seed` ({type(layer).__name__}): expected "
@@ -158,7 +158,8 @@ def layers(env: Any) -> Iterator[Any]:
         if id(one) not in seen:
             seen.add(id(one))
             yield one
-            found += [part for part in list(getattr(one, "__dict__", {}).values()) if _is_stepped(type(part))]
+            parts = list(getattr(one, "__dict__", {}).values())
+            found += [part for part in parts if _is_stepped(type(part))]  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=256)

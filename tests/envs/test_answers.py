@@ -125,8 +125,10 @@ def test_a_type_error_inside_reset_is_the_environment_s_own():
     def reset(self, *, seed=None, options=None):
         return None + 1
 
-    with pytest.raises(EnvError, match=r"raised TypeError in reset\(\): unsupported operand"):
-        step(make(reset=reset))
+    game = make(reset=lambda self: None)  # takes no seed, and is given none
+    for builder in (make(reset=reset), lambda: type("Raises", (Holds,), {"reset": reset})(game())):
+        with pytest.raises(EnvError, match=r"raised TypeError in reset\(\): unsupported operand"):
+            step(builder)
 
 
 @pytest.mark.parametrize("type", ["loop", "thread"])
