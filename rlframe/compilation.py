@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -72,35 +73,45 @@ class jit:
         self._donate_argnums = donate_argnums
         self._differentiates = differentiates
         self._jitted: Callable[..., Any] | None = None
-        self._checked: list[tuple[int, ...]] | None = None  # shapes that the older runtime was chosen for
-        # One function object for both jits of `_choose`: JAX traces it once.
-        self._traced = self._if_small
+        self._choosing = threading.Lock()
 
     def __call__(self, *args: Any) -> Any:
-        """Call the function. New shapes are compiled first."""
-        if self._jitted is None:
-            with COMPILING:
-                self._jitted = self._choose(args)
-                return self._jitted(*args)
-        try:
-            return self._jitted(*args)
-        except _NotSmallError:
-            with COMPILING:
-                self._jitted = self._choose(args)
-                return self._jitted(*args)
+        """Call the function. New shapes are compiled first. Any thread may call it."""
+        jitted = self._jitted
+        if jitted is not None:
+            try:
+                return jitted(*args)
+            except _NotSmallError:
+                pass
+        with COMPILING:
+            with self._choosing:
+                if self._jitted is jitted:  # else another thread has chosen meanwhile
+                    self._jitted = self._choose(args)
+            return self(*args)
 
     def _choose(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        plain = jax.jit(self._traced, donate_argnums=self._donate_argnums)
+        small: list[tuple[int, ...]] | None = _shapes(args)  # shapes that the older runtime is chosen for
+
+        def if_small(*args: Any) -> Any:
+            # JAX runs this only to trace new shapes. A larger batch may make products too large for the older runtime.
+            if small is not None and _shapes(args) != small:
+                jaxpr = jax.make_jaxpr(self._function)(*args).jaxpr
+                if not is_small(jaxpr, self._differentiates):
+                    raise _NotSmallError
+            return self._function(*args)
+
+        # One function object for both jits: JAX traces it once.
+        plain = jax.jit(if_small, donate_argnums=self._donate_argnums)
         if jax.default_backend() != "cpu":
+            small = None
             return plain
-        self._checked = _shapes(args)
         jaxpr = plain.trace(*args).jaxpr.jaxpr
         options = _accepted(self._options(jaxpr))
         if options is None or not _OLDER_RUNTIME.keys() <= options.keys():
-            self._checked = None
+            small = None
         if options is None:
             return plain
-        return jax.jit(self._traced, donate_argnums=self._donate_argnums, compiler_options=options)
+        return jax.jit(if_small, donate_argnums=self._donate_argnums, compiler_options=options)
 
     def _options(self, jaxpr: Any) -> _Options | None:
         """The options to compile it with, or None: as XLA has it."""
@@ -110,14 +121,6 @@ class jit:
         threads = {} if convolves or self._differentiates else _ONE_THREAD
         runtime = _OLDER_RUNTIME if is_small(jaxpr, self._differentiates) else {}
         return {**runtime, **_ONE_BY_ONE, **threads}
-
-    def _if_small(self, *args: Any) -> Any:
-        # JAX runs this only to trace new shapes. A larger batch may make the products too large for the older runtime.
-        if self._checked is not None and _shapes(args) != self._checked:
-            jaxpr = jax.make_jaxpr(self._function)(*args).jaxpr
-            if not is_small(jaxpr, self._differentiates):
-                raise _NotSmallError
-        return self._function(*args)
 
 
 class _NotSmallError(Exception):

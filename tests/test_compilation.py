@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,6 +115,38 @@ def test_a_batch_too_large_for_the_older_runtime_has_the_function_compiled_for_t
     for rows in (1, 2, 256, 1):
         np.testing.assert_allclose(function(np.ones((rows, 256), np.float32)), np.full((rows, 256), 256.0))
     assert [options for options in seen if options] == [{**SMALL, **ONE_THREAD}, ONE_THREAD]
+
+
+@pytest.mark.skipif(not OLD, reason="this XLA has no older runtime")
+def test_what_was_compiled_for_the_older_runtime_never_takes_a_large_batch(monkeypatch):
+    function = compilation.jit(lambda x: x @ jnp.ones((256, 256)), differentiates=False)
+    small, large = np.ones((1, 256), np.float32), np.ones((256, 256), np.float32)
+    function(small)
+    older = function._jitted  # as a thread has it, that has yet to call it while another thread chooses anew
+    function(large)
+    assert function._jitted is not older
+    with pytest.raises(compilation._NotSmallError):
+        older(large)
+    newer = function._jitted
+    monkeypatch.setattr(function, "_jitted", older)
+    np.testing.assert_allclose(function(large), np.full((256, 256), 256.0))
+    assert function._jitted not in (older, newer)
+
+
+@pytest.mark.skipif(not OLD, reason="this XLA has no older runtime")
+def test_threads_that_call_at_the_same_time_compile_once_for_each_runtime(monkeypatch):
+    function = compilation.jit(lambda x: x @ jnp.ones((256, 256)), differentiates=False)
+    function(np.ones((1, 256), np.float32))
+    chosen, begin, choose = [], threading.Barrier(4, timeout=60.0), function._choose
+    monkeypatch.setattr(function, "_choose", lambda args: chosen.append(args) or choose(args))
+
+    def call(rows):
+        begin.wait()
+        return float(function(np.ones((rows, 256), np.float32)).sum())
+
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(call, [256, 256, 2, 300])) == [rows * 256 * 256 for rows in (256, 256, 2, 300)]
+    assert len(chosen) == 1
 
 
 @pytest.mark.skipif(not OLD, reason="this XLA has no older runtime")
