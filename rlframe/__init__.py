@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
+
+from rlframe.interprocess import launchpad_import
 
 __version__ = "0.1.0"
 
@@ -43,8 +44,4 @@ def __dir__() -> list[str]:
     return __all__
 
 
-if "launchpad.launch.worker_manager" in sys.modules:
-    from rlframe.interprocess import launchpad_node, launchpad_pickling
-
-    launchpad_node.start_guard_in_node()
-    launchpad_pickling.register()
+launchpad_import.register_with_launchpad()

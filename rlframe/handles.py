@@ -17,6 +17,7 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.errors import PeerError, RemoteError, StoppedError, UnavailableError, UsageError
+from rlframe.interprocess.launchpad_pickling import refuse_nodes as refuse_nodes
 from rlframe.interprocess.progress import waiting_for
 from rlframe.program_end import is_told_to_end as is_told_to_end
 from rlframe.program_end import program_stop as program_stop
@@ -269,21 +270,8 @@ class Poll:
         return answer
 
 
-def refuse_node(target: Any, name: str) -> None:
-    """Raise `UsageError` for a Launchpad node, or a list with one, where a handle belongs."""
-    for one in target if type(target) in (list, tuple) else [target]:
-        _refuse_node(one, name)
-
-
-def _refuse_node(target: Any, name: str) -> None:
-    if extras.is_instance(target, "launchpad.nodes.base", "Node"):
-        raise UsageError(
-            f"A {type(target).__name__} was given as the {name}: give the handle that program.add_node(node) returns."
-        )
-
-
 def _dereference(target: Any, name: str) -> Any:
-    _refuse_node(target, name)
+    refuse_nodes(target, f"as the {name}")
     is_handle = extras.is_instance(target, "launchpad.nodes.dereference", "Dereferenceable")
     return target.dereference() if is_handle else target
 

@@ -65,7 +65,8 @@ class Inferencer:
     """
 
     def __init__(self, cfg: InferencerConfig, agent: Agent, learner: ParamSource | Any) -> None:
-        handles.refuse_node(learner, "learner")  # now: it may be made in the launcher, and is used in another process
+        # Now: an Inferencer may be made in the launcher, and is used in another process.
+        handles.refuse_nodes(learner, "as the learner")
         self._cfg = cfg
         self._agent = agent
         self._learner_or_handle = learner

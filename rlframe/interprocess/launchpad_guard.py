@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import NamedTuple
 from rlframe.interprocess.processes import ProcessId
 
 ENTRY = "launchpad/nodes/python/process_entry.py"  # the script that runs a node
+DATA_FILE = "job.pkl"  # what Launchpad pickles into, each in a temporary directory of its own
 WRAPPER = "run_locally/decorate_output"  # the shell script before a node's output, with terminal="current_terminal"
 GRACE = 8.0  # seconds from SIGTERM to SIGKILL; Launchpad gives 10
 
@@ -43,9 +43,10 @@ class Guard:
 
     Args:
         node: the node to guard.
-        launcher: the process that called `lp.launch`.
+        launcher: the process that called `lp.launch`; in a terminal of the node's own, the node's parent.
         title: the node's name, such as "actor/0".
-        hides_exit_code: whether the launcher cannot see how the node ends; else Launchpad ends the program itself.
+        hides_exit_code: whether the launcher cannot see how the node ends; else Launchpad ends the program itself, and
+            the guard sends the launcher no signal.
         reports: a file descriptor. The node writes "well", "stopped" or "failed REASON" to it before it ends.
     """
 
@@ -87,7 +88,8 @@ class Guard:
         reason = self._report.partition(" ")[2] or "its process was killed or crashed"
         self._say(f"failed: {reason}. Ending the program")
         self._scan()
-        send(self._launcher, signal.SIGTERM)
+        for process in (self._launcher, *(node.process for node in self._others())):  # PID 1 gets no signal
+            send(process, signal.SIGTERM)
         end = time.monotonic() + GRACE
         while self._launcher.is_alive and self._others() and time.monotonic() < end:
             time.sleep(_LOOK)
@@ -158,14 +160,16 @@ def end_starting_nodes(launcher: int) -> None:
 
 
 def remove_data(nodes: Iterable[Node]) -> None:
-    """Remove the pickled nodes, as Launchpad does unless it is killed."""
-    for directory in {os.path.dirname(node.data_file) for node in nodes if node.data_file}:
-        shutil.rmtree(directory, ignore_errors=True)
+    """Remove the pickled nodes and their directories, as Launchpad does unless it is killed."""
+    for path in {node.data_file for node in nodes if os.path.basename(node.data_file) == DATA_FILE}:
+        with contextlib.suppress(OSError):
+            os.remove(path)
+            os.rmdir(os.path.dirname(path))
 
 
 def kill_tree(process: ProcessId) -> None:
-    """Kill a process and everything it started."""
-    if not process.is_alive:
+    """Kill a process and everything it started, unless it is PID 1: everything descends from that."""
+    if process.pid == 1 or not process.is_alive:
         return
     parents = {pid: parent_of(pid) for pid in _pids()}
     tree = [process.pid]
@@ -178,8 +182,8 @@ def kill_tree(process: ProcessId) -> None:
 
 
 def send(process: ProcessId, number: int) -> None:
-    """Send a signal, unless the process has ended."""
-    if process.is_alive:
+    """Send a signal, unless the process has ended or is PID 1."""
+    if process.pid != 1 and process.is_alive:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, number)
 

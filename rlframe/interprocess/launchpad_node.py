@@ -1,7 +1,6 @@
 """What rlframe does in a node of plain `lp.launch`: it starts the node's guard.
 
-The import of rlframe is the one place that every node passes before its constructor runs, whatever it runs: see
-`launchpad_pickling`.
+`launchpad_pickling.restore` calls it, which every node passes before its constructor runs, whatever it runs.
 """
 
 from __future__ import annotations
@@ -15,41 +14,52 @@ import sys
 import threading
 from types import FrameType, TracebackType
 
-from rlframe.interprocess.launchpad_guard import ENTRY, Node, arguments, command_of, data_file_of, is_wrapper, parent_of
+from rlframe.interprocess.launchpad_guard import ENTRY, Node, arguments, command_of, data_file_of, is_wrapper
 from rlframe.interprocess.processes import ProcessId, this_process
 
 _GUARD = "import sys; sys.path.append({!r}); from rlframe.interprocess.launchpad_guard import main; main()"
 _LONGEST_REASON = 1000  # characters
 
+_has_guard = False
 
-def start_guard_in_node() -> None:
+
+def start_guard_in_node(launcher: ProcessId, session: int) -> None:
     """Start a guard if this process is a node of plain `lp.launch`, and report to it how the node ends.
+
+    Args:
+        launcher: the process that pickled the node. It may be dead.
+        session: the launcher's.
 
     Launchpad starts nodes with SIGTERM ignored and handles it after all imports. Until then, SIGTERM ends the node
     at once.
     """
+    global _has_guard
     entry = sys.modules["__main__"]
     # A child that `multiprocessing` spawns runs the same file under another name.
     if entry.__name__ != "__main__" or not str(getattr(entry, "__file__", "")).endswith(ENTRY):
         return
-    report = _Report(_start_guard())
+    if _has_guard:  # it has unpickled a node before: a node may hold others
+        return
+    _has_guard = True
+    report = _Report(_start_guard(launcher, session))
     report.chain_excepthook()
     atexit.register(report.end)
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
         signal.signal(signal.SIGTERM, report.stop)
 
 
-def _start_guard() -> int:
+def _start_guard(launcher: ProcessId, session: int) -> int:
     """Start the guard. Return the file descriptor that it reads reports from."""
     parent = os.getppid()
     command = command_of(parent)
-    hides_exit_code = is_wrapper(command)
-    launcher = parent_of(parent) if hides_exit_code else parent
+    # A terminal of the node's own has a session of its own, and the node ends with it, not with the launcher.
+    in_terminal = os.getsid(0) != session
+    hides_exit_code = is_wrapper(command) and not in_terminal
     # decorate_output COLOR TITLE COMMAND ...
     title = command[command.index(sys.executable) - 1] if sys.executable in command[1:] else str(os.getpid())
     root = __file__.rpartition("/rlframe/")[0]
     node = Node(this_process(), data_file_of(command_of(os.getpid())))
-    own = arguments(node, ProcessId.of(launcher), title, hides_exit_code)
+    own = arguments(node, ProcessId.of(parent) if in_terminal else launcher, title, hides_exit_code)
     guard = subprocess.Popen([sys.executable, "-I", "-S", "-c", _GUARD.format(root), *own], stdin=subprocess.PIPE)
     assert guard.stdin is not None
     return os.dup(guard.stdin.fileno())

@@ -1,46 +1,46 @@
 """Pickle the nodes of plain `lp.launch`: this is the only code of ours that runs in its launcher.
 
-- The process of each node imports rlframe first, which starts its guard.
+- The process of each node calls `restore` first, which starts its guard.
 - A node that was given where its handle is expected is refused. (Launchpad makes our objects in the nodes' processes.)
 - When the program stops, the launcher ends nodes that still import.
 """
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from rlframe import extras
 from rlframe.errors import UsageError
 from rlframe.interprocess.launchpad_guard import end_starting_nodes
+from rlframe.interprocess.launchpad_node import start_guard_in_node
+from rlframe.interprocess.processes import ProcessId, this_process
 
 _WAITS = "rlframe: waits for lp.launch to start nodes"  # a thread
 _LAUNCHES_WITHIN = 60.0  # seconds from the pickling of a node to the start of nodes
 _LOOK = 0.1  # seconds
 
 
-def register() -> None:
-    """Register a reducer for each class of nodes, as Launchpad registers its own. Launchpad has been imported."""
-    kinds = [sys.modules["launchpad.nodes.python.node"].PyNode]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    for kind in kinds:
-        copyreg.pickle(kind, _reduce)
+def register(kind: Any) -> None:
+    """Give Launchpad's class of nodes, and so its subclasses, a `__reduce_ex__`."""
+    kind.__reduce_ex__ = _reduce
 
 
-def _reduce(node: Any) -> tuple[Any, ...]:
-    register()  # again: a class such as ReverbNode is imported when it is first used
+def _reduce(node: Any, protocol: Any) -> tuple[Any, ...]:
     if not any(thread.name == _WAITS for thread in threading.enumerate()):
         threading.Thread(target=_end_starting_nodes_at_stop, name=_WAITS, daemon=True).start()
-    _refuse_nodes(node)
-    make, arguments, state, *rest = node.__reduce_ex__(4)
-    return restore, (make, *arguments), {**state, "_function": ReportedExit(node._function)}, *rest
+    _refuse_arguments(node)
+    reduced: Any = object.__reduce_ex__(node, protocol)
+    make, arguments, *rest = reduced
+    if rest and isinstance(rest[0], dict) and not isinstance(node._function, ReportedExit):
+        rest[0] = {**rest[0], "_function": ReportedExit(node._function)}
+    return restore, (this_process(), os.getsid(0), make, *arguments), *rest
 
 
 def _end_starting_nodes_at_stop() -> None:
@@ -63,8 +63,9 @@ def _end_starting_nodes() -> None:
     sys.modules["launchpad.launch.worker_manager"].register_stop_handler(_end_starting_nodes)
 
 
-def restore(make: Callable[..., Any], *arguments: Any) -> Any:
-    """Make a node without its state. Unpickled by name: this import of rlframe has started the guard."""
+def restore(launcher: ProcessId, session: int, make: Callable[..., Any], *arguments: Any) -> Any:
+    """Start the guard and make a node without its state."""
+    start_guard_in_node(launcher, session)
     return make(*arguments)
 
 
@@ -83,20 +84,31 @@ class ReportedExit:
             raise
 
 
-def _refuse_nodes(node: Any) -> None:
-    """Raise UsageError if an object of ours gets a node, in place of its handle."""
-    constructor: Any = getattr(node, "_constructor", None)
-    given: list[Any] = []
-    if constructor is not None:
-        given += [*node._args, *node._kwargs.values()]
-    while isinstance(constructor, functools.partial):
-        given += [*constructor.args, *constructor.keywords.values()]
-        constructor = constructor.func
-    is_ours = any(kind.__module__.startswith("rlframe.") for kind in getattr(constructor, "__mro__", ()))
-    given += [one for each in given if type(each) in (list, tuple) for one in each]
-    for each in given:
-        if is_ours and isinstance(each, sys.modules["launchpad.nodes.base"].Node):
-            kind = type(each).__name__
-            raise UsageError(
-                f"A {kind} was given to {constructor.__name__}: give the handle that program.add_node(node) returns."
-            )
+def refuse_nodes(given: Any, where: str) -> None:
+    """Raise UsageError for a Launchpad node in the place of its handle.
+
+    Args:
+        given: may be a node, or hold one: in lists, tuples, dicts and arguments of `functools.partial`.
+        where: it was given: "to Actor", "as the learner".
+    """
+    if extras.is_instance(given, "launchpad.nodes.base", "Node"):
+        kind = type(given).__name__
+        raise UsageError(f"A {kind} was given {where}: give the handle that program.add_node(node) returns.")
+    held: Iterable[Any] = ()
+    if type(given) is functools.partial:
+        held = (given.args, given.keywords)
+    elif type(given) is dict:
+        held = given.values()
+    elif type(given) is list or isinstance(given, tuple):
+        held = given
+    for each in held:
+        refuse_nodes(each, where)
+
+
+def _refuse_arguments(node: Any) -> None:
+    """Refuse nodes that are given to an object of ours."""
+    made_by: Any = getattr(node, "_constructor", None)
+    while isinstance(made_by, functools.partial):
+        made_by = made_by.func
+    if any(kind.__module__.startswith("rlframe.") for kind in getattr(made_by, "__mro__", ())):
+        refuse_nodes((node._constructor, node._args, node._kwargs), f"to {made_by.__name__}")

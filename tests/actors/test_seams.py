@@ -159,7 +159,8 @@ def test_nodes_that_are_not_in_a_program_are_named_with_what_to_write():
         ("EnvServer", lambda: Actor(node, OnlyInference(), Adds())),
         ("replay buffer", lambda: learner(node)),
         ("replay buffer", lambda: learner(lp.ReverbNode(ReverbReplayBuffer.tables(counting_agent())))),
-        ("learner", lambda: inferencer(node).refresh()),
+        ("learner", lambda: inferencer(node)),
+        ("learner", lambda: inferencer([{"of": (functools.partial(print, node),)}])),
     ):
         match = rf"A (Courier|Reverb)Node was given as the {name}: give the handle that program.add_node\(node\)"
         with pytest.raises(UsageError, match=match):

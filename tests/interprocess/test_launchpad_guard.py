@@ -102,7 +102,12 @@ def in_function(statement: str) -> str:
 
 def in_own_class(statement: str) -> str:
     node = OWN_CLASS.format(constructor=statement)
-    return SMALL.format(node=node, added="lp.CourierNode(Own)", terminal="current_terminal")
+    return rlframe_first(SMALL.format(node=node, added="lp.CourierNode(Own)", terminal="current_terminal"))
+
+
+def rlframe_first(script: str) -> str:
+    """The script with `import rlframe` before `import launchpad`."""
+    return "import rlframe\n" + script
 
 
 def in_tables(statement: str) -> str:
@@ -135,15 +140,16 @@ def start(tmp_path: pathlib.Path) -> Iterator[Start]:
             id="raises beside a thread that does not end",
             marks=pytest.mark.system,
         ),
-        pytest.param(in_own_class(RAISES), "ValueError: a fault", id="own class"),
+        pytest.param(in_own_class(RAISES), "ValueError: a fault", id="own class, rlframe imported before launchpad"),
         pytest.param(in_tables(RAISES), "ValueError: a fault", id="tables of Reverb", marks=pytest.mark.system),
-        pytest.param(in_run("sys.exit(3)"), "SystemExit: 3", id="sys.exit", marks=pytest.mark.system),
+        pytest.param(rlframe_first(in_run("sys.exit(3)")), "SystemExit: 3", id="sys.exit", marks=pytest.mark.system),
         pytest.param(
             in_function("sys.exit(3)"), "SystemExit: 3", id="sys.exit of a function", marks=pytest.mark.system
         ),
         pytest.param(in_run("os.kill(os.getpid(), 9)"), "killed or crashed", id="SIGKILL"),
         pytest.param(in_run("os.abort()"), "killed or crashed", id="abort", marks=pytest.mark.system),
         pytest.param(in_run("os._exit(3)"), "killed or crashed", id="exit", marks=pytest.mark.system),
+        pytest.param(in_run("os._exit(0)"), "killed or crashed", id="exit with 0", marks=pytest.mark.system),
     ],
 )
 def test_a_node_that_fails_is_named_and_ends_the_program_with_an_exit_code_that_is_not_0(
@@ -209,16 +215,37 @@ def test_ctrl_c_while_nodes_import_ends_them_before_launchpad_kills_them(start: 
     assert time.monotonic() - begin < 8.0 and "Killing" not in program.output(), program.output()
 
 
-@pytest.mark.system
-def test_ctrl_c_ends_nodes_that_have_not_imported_rlframe_yet(start: Start, tmp_path: pathlib.Path):
-    (tmp_path / "early").mkdir()
-    (tmp_path / "early/sitecustomize.py").write_text(
-        "import time\nif 'process_entry.py' in open('/proc/self/cmdline').read():\n"
-        "    print('starts.', flush=True)\n    time.sleep(99)\n"
+def start_slowly(start: Start, folder: pathlib.Path, ahead: int) -> Program:
+    """A program whose nodes, but for those that are ahead, wait for a file `go_on` before their first import."""
+    (folder / "early").mkdir()
+    (folder / "early/sitecustomize.py").write_text(
+        "import os, time\nif 'process_entry.py' in open('/proc/self/cmdline').read():\n"
+        "    print('starts.', flush=True)\n"
+        "    with open('started', 'a') as file:\n"
+        f"        is_ahead = file.write('.') and file.flush() is None and file.tell() <= {ahead}\n"
+        "    while not is_ahead and not os.path.exists('go_on'): time.sleep(0.1)\n"
     )
     early = "def main():\n    os.environ['PYTHONPATH'] = 'early:' + os.environ['PYTHONPATH']\n"
     program = start(in_constructor("pass").replace("def main():\n", early))
     program.wait_for(lambda: program.output().count("starts.") == 2)
+    return program
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_nodes_whose_launcher_is_killed_before_their_imports_end(start: Start, tmp_path: pathlib.Path, ahead: int):
+    program = start_slowly(start, tmp_path, ahead)
+    program.wait_for(lambda: len(program.guards()) == ahead)
+    program.process.kill()
+    program.process.wait()
+    (tmp_path / "go_on").touch()
+    assert program.ends_within() == -signal.SIGKILL
+    assert "ends: its launcher died" in program.output(), program.output()
+
+
+@pytest.mark.system
+def test_ctrl_c_ends_nodes_that_have_not_imported_rlframe_yet(start: Start, tmp_path: pathlib.Path):
+    program = start_slowly(start, tmp_path, 0)
     os.killpg(program.process.pid, signal.SIGINT)
     assert program.ends_within(8.0) == 0, program.output()
     assert "Killing" not in program.output() and "failed" not in program.output(), program.output()
@@ -287,10 +314,11 @@ def test_a_learner_without_data_stops_after_its_own_deadline_and_ends_the_progra
         "lp.CourierNode(Actor, print, inferencer, replay)",
         pytest.param("lp.CourierNode(Actor, print, [inferencer], replay)", marks=pytest.mark.system),
         pytest.param("lp.CourierNode(partial(Actor, print), inferencer=inferencer)", marks=pytest.mark.system),
+        pytest.param("lp.CourierNode(Actor, print, {'of': (inferencer,)}, replay)", marks=pytest.mark.system),
     ],
 )
 def test_a_node_in_the_place_of_its_handle_is_refused_in_the_launcher(start: Start, actor: str):
-    program = start(OURS.format(timeout=600.0, added=BARE_NODE.format(actor=actor)))
+    program = start(rlframe_first(OURS.format(timeout=600.0, added=BARE_NODE.format(actor=actor))))
     assert program.ends_within(120.0) == 1, program.output()
     refused = "UsageError: A CourierNode was given to Actor: give the handle that program.add_node(node) returns."
     assert refused in program.output() and "[learner/0]" not in program.output()

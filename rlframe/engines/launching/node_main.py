@@ -63,6 +63,8 @@ def pickle_node(label: str, node: Any) -> bytes:
 
     try:
         pickled: bytes = cloudpickle.dumps(node)
+    except UsageError:  # an argument that is refused
+        raise
     except Exception as error:
         raise UsageError(
             f"The nodes of the group {label!r} cannot be sent to their processes: {type(error).__name__}: {error}. "
