@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlframe import extras
 from rlframe.errors import UsageError
-from rlframe.language.model.chat_messages import plain_messages
+from rlframe.language.model.chat_messages import joined_text, plain_messages
 from rlframe.language.model.token_bytes import BYTE_LEVEL, TokenBytes
 
 with extras.needed("A published tokenizer", "lm"):
@@ -68,18 +69,26 @@ class PublishedTokenizer:
         if self._template is None:
             raise UsageError(f"The tokenizer in {self._folder} has no chat template: it takes plain text only.")
         plain = plain_messages(messages)
+        render = functools.partial(self._render, add_generation_prompt=add_generation_prompt)
+        text = render(plain)
+        if lost := _lost(plain, text, render):
+            raise UsageError(f"The chat template in {self._folder} does not write what it was given{_hint(lost)}")
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def _render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
+        assert self._template is not None
         try:
-            text = self._template.render(
-                messages=plain,
+            return self._template.render(
+                messages=messages,
                 tools=None,  # templates ask whether they are None
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special,
             )
         except (jinja2.TemplateError, TypeError, AttributeError) as error:
-            hint = "" if isinstance(error, jinja2.TemplateError) else _not_text(plain)
+            plain_text = isinstance(error, (jinja2.UndefinedError, TypeError, AttributeError))
+            hint = _hint(_not_text(messages)) if plain_text else ""
             raise UsageError(f"The chat template in {self._folder} refuses the messages: {error}{hint}") from error
-        return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def _id(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(self._special[name]) if name in self._special else None
@@ -99,15 +108,42 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _not_text(messages: Sequence[dict[str, Any]]) -> str:
-    """Name the fields that a template for plain text cannot take."""
-    fields = []
-    for i, message in enumerate(messages):
-        fields += [f"messages[{i}].tool_calls"] * bool(message.get("tool_calls"))
-        fields += [f"messages[{i}].content"] * (not isinstance(message.get("content"), str))
+def _hint(fields: Collection[str]) -> str:
     if not fields:
         return ""
     return f". A template for plain text cannot take {', '.join(fields)}: write each as text, in the content."
+
+
+def _not_text(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields that a template for plain text cannot take, by name."""
+    fields = {}
+    for i, message in enumerate(messages):
+        if message.get("tool_calls"):
+            fields[f"messages[{i}].tool_calls"] = message["tool_calls"]
+        if not isinstance(message.get("content"), str):
+            fields[f"messages[{i}].content"] = message.get("content")
+    return fields
+
+
+def _lost(messages: Sequence[dict[str, Any]], text: str, render: Callable[[Any], str]) -> list[str]:
+    """Return the fields that are not text and that `text` leaves out, or shows as Python does (`None`)."""
+    fields = _not_text(messages)
+    if not fields:
+        return []
+    no_content = [one if isinstance(one.get("content"), str) else {**one, "content": ""} for one in messages]
+    no_calls = [{**one, "tool_calls": []} if one.get("tool_calls") else one for one in no_content]
+    try:
+        without_content, without_calls = render(no_content), render(no_calls)
+    except UsageError:  # the template tells such messages apart by itself
+        return []
+    lost = []
+    for name, value in fields.items():
+        pair = (without_content, without_calls) if name.endswith("tool_calls") else (text, without_content)
+        written = [str(one) for one in (value, *(value if isinstance(value, list) else ())) if not isinstance(one, str)]
+        missing = joined_text(value) and pair[0] == pair[1]
+        if missing or any(pair[0].count(words) > pair[1].count(words) for words in written):
+            lost.append(name)
+    return lost
 
 
 def _compile(text: str | None, folder: Path) -> jinja2.Template | None:

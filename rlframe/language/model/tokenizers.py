@@ -110,7 +110,9 @@ class ByteTokenizer:
             if message.get("tool_calls"):
                 raise UsageError(f"messages[{i}].tool_calls has no form in bytes: write the calls into its content.")
             if not isinstance(content, str):
-                raise UsageError(f"The content of a message must be text, got {content!r}.")
+                raise UsageError(
+                    f"messages[{i}].content must be text, or a list of text parts, got {content!r}: write it as text."
+                )
             text += f"<|{role}|>{content}<|eos|>"
         text += "<|assistant|>" * add_generation_prompt
         return self.encode(text) if tokenize else text

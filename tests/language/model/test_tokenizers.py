@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -53,7 +54,9 @@ def test_a_conversation_in_bytes_marks_roles_and_the_ends_of_turns():
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == "<|user|>añ😀<|eos|><|assistant|>no<|eos|>"
     with pytest.raises(UsageError, match="role must be one of system, user, assistant, tool, got 'god'"):
         tokenizer.apply_chat_template([{"role": "god", "content": ""}])
-    with pytest.raises(UsageError, match="content of a message must be text, got None"):
+    with pytest.raises(
+        UsageError, match=r"messages\[0\].content must be text, or a list of text parts, got None: write it as text"
+    ):
         tokenizer.apply_chat_template([{"role": "user", "content": None}])
 
 
@@ -156,6 +159,39 @@ def test_a_template_for_plain_text_names_the_message_that_calls_tools(folder):
     with pytest.raises(UsageError, match=r"cannot take messages\[0\].content: write"):
         tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "text", "text": "hello"}]}])
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hello"}]) == [5, 3]
+
+
+@pytest.mark.parametrize(
+    "write", ["{{ message.content }}", "{{ message.content | trim }}", "{{ 'x' ~ message.content }}"]
+)
+def test_a_template_that_writes_what_is_no_text_as_python_does_is_refused_by_the_field(write, folder):
+    write_config(folder, chat_template="{% for message in messages %}<turn>" + write + "{% endfor %}")
+    tokenizer, calls = load_tokenizer(folder), [{"id": "1", "type": "function", "function": {"name": "f"}}]
+    for message, fields in (
+        ({"content": None}, ["content"]),
+        ({"content": None, "tool_calls": calls}, ["tool_calls", "content"]),
+        ({"content": "None", "tool_calls": calls}, ["tool_calls"]),
+        ({"content": [{"type": "text", "text": "hello"}]}, ["content"]),
+        ({"content": 7}, ["content"]),
+    ):
+        named = ", ".join(rf"messages\[1\].{field}" for field in fields)
+        with pytest.raises(UsageError, match=rf"does not write .*cannot take {named}: write each as text"):
+            tokenizer.apply_chat_template([{"role": "user", "content": "None"}, {"role": "assistant", **message}])
+
+
+def test_a_template_that_writes_calls_and_parts_takes_them(folder):
+    write_config(
+        folder,
+        chat_template="{% for message in messages %}<turn>{% if message.content is string %}{{ message.content }}"
+        "{% else %}{% for part in message.content or [] %}{{ part.text }}{% endfor %}{% endif %}"
+        "{% for call in message.tool_calls %}{{ call | tojson }}{% endfor %}{{ message.no_such_field }}{% endfor %}",
+    )
+    render = functools.partial(load_tokenizer(folder).apply_chat_template, tokenize=False)
+    assert render([{"role": "assistant", "tool_calls": [{"id": None}]}]) == '<turn>{"id": null}'
+    assert render([{"role": "user", "content": [{"type": "text", "text": "None"}]}]) == "<turn>None"
+    assert render([{"role": "user", "content": [{"type": "text", "text": ""}]}, {"role": "user"}]) == "<turn><turn>"
+    with pytest.raises(UsageError, match=r"cannot take messages\[0\].content"):
+        render([{"role": "user", "content": [{"type": "image", "url": "x"}]}])
 
 
 def test_what_cannot_be_is_said(folder, tmp_path):
