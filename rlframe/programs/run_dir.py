@@ -250,8 +250,8 @@ class Result:
 
     @classmethod
     def read(cls, path: pathlib.Path) -> Result:
-        """Reads what `RunDir.write_result` wrote."""
-        return cls(**json.loads(path.read_text()))
+        """Read what `RunDir.write_result` wrote. The run may have been moved since."""
+        return cls(**{**json.loads(path.read_text()), "run_dir": str(path.parent)})
 
     def to_json(self) -> dict[str, Any]:
         """The object that `--json` prints."""

@@ -161,6 +161,8 @@ def train(
             except ProgramError as error:
                 raise ProgramError(f"{error}\n{directory.what_is_saved()}") from called.error or error
             result = _read_result(directory, run, number)
+            if called.error is not None:
+                result = dataclasses.replace(result, stopped_by="error")
             if result.evaluation_error is not None:
                 problem = directory.say_not_evaluated(result.evaluation_error)
                 result = dataclasses.replace(result, evaluation_error=problem)
@@ -237,7 +239,7 @@ def _read_result(directory: RunDir, run: Run, number: int | None) -> Result:
         env_steps = int(ActorCounts(directory.progress, run.session).total()["env_steps"])
         result = Result(env_steps, 0, None, None, 0, 0.0, time.time() - run.began, 0, str(directory.path))
     by = result.stopped_by if number is None else "interrupt"
-    return dataclasses.replace(result, signal=number, stopped_by=by, run_dir=str(directory.path))
+    return dataclasses.replace(result, signal=number, stopped_by=by)
 
 
 def make_engine(

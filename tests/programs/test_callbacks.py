@@ -162,7 +162,7 @@ def test_what_is_raised_with_the_last_evaluation_comes_after_the_result_is_writt
     with pytest.raises(MyError):
         train(tmp_path / "run", "single_process", None, steps=300, callbacks=[callback])
     written = Result.read(RunDir(tmp_path / "run").result)
-    assert written.stopped_by == "steps" and written.return_mean is not None
+    assert written.stopped_by == "error" and written.return_mean is not None
 
 
 def test_a_row_with_an_evaluation_comes_after_the_checkpoint_of_the_evaluated_policy(tmp_path):
