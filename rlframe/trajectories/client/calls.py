@@ -340,7 +340,13 @@ class BaseClient:
         if not listed:
             raise UsageError("There is no group to send: the list is empty.")
         dicts = [group.to_dict(binary=binary) for group in listed]
-        body = (msgspec.msgpack if binary else msgspec.json).encode(dicts[0] if one else dicts)
+        try:
+            body = (msgspec.msgpack if binary else msgspec.json).encode(dicts[0] if one else dicts)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UsageError(
+                f"A group cannot be sent: {error}. Apart from the arrays, a group holds what JSON has: text, numbers, "
+                "lists and dicts with text keys."
+            ) from error
         headers = {"Content-Type": MSGPACK if binary else JSON, "Idempotency-Key": key or new_key()}
         if self._compress:
             body, headers["Content-Encoding"] = _compressed(body), "zstd"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rlframe.trajectories.client.groups import Group
+from rlframe.trajectories.client.groups import Group, finite_temperature
 from rlframe.trajectories.messages import IGNORED
 
 _log = logging.getLogger(__name__)
@@ -30,6 +30,12 @@ class GroupWarnings:
     def _found(self, group: Group) -> Iterator[tuple[str, str]]:
         """Return pairs of a kind and a sentence about it."""
         overrides = [override or {} for override in group.overrides or []]
+        for source in (*overrides, group.generation_params or {}, group.group_overrides or {}):
+            if (given := source.get("temperature")) is not None and finite_temperature(given) is None:
+                yield (
+                    "unused temperature",
+                    f"has the temperature {str(given)[:40]}, which is not used: it is no finite float32.",
+                )
         other = group.temperatures[group.temperatures != 1]
         if len(other) and group.inference_logprobs is not None:
             yield (

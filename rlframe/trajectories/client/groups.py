@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,8 @@ _KINDS = {
     np.dtype(np.float32): ("iuf", "numbers"),
     np.dtype(np.float64): ("biuf", "numbers"),  # of scores, which may be `answer == right`
 }
+_LISTS = (list, tuple, np.ndarray)
+_ROWS = (*_LISTS, type(None))
 _LEAST_TEMPERATURE = 0.01
 _NAMES = (*INTS, "scores", *FLOATS, *_REST, *_DISTILL, "policy_version")
 
@@ -76,8 +78,16 @@ class Group:
         object.__setattr__(self, "scores", _row("scores", self.scores, np.dtype(np.float64)))
         if self.overrides is not None:
             object.__setattr__(self, "overrides", _overrides(self.overrides))
+        for name in ("generation_params", "group_overrides"):
+            if not isinstance(value := getattr(self, name), (dict, type(None))):
+                raise UsageError(f"{name} is a dict, such as {{'temperature': 0.7}}; got {type(value).__name__}.")
+        for name in ("env_id", "policy_version"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _int64(name, getattr(self, name)))
         for name in ("scores", *_DISTILL):
             value = getattr(self, name)
+            if value is not None and not isinstance(value, _LISTS):
+                raise UsageError(f"{name} is a list with an entry for each sequence; got {type(value).__name__}.")
             if value is not None and len(value) != len(self):
                 raise UsageError(f"A group of {len(self)} sequences has as many {name}; got {len(value)}.")
 
@@ -92,7 +102,7 @@ class Group:
 
     @property
     def temperatures(self) -> np.ndarray:
-        """[S] float32: the temperature that each sequence was sampled at. 1 where the group does not give a number.
+        """[S] float32: the temperature that each sequence was sampled at. 1 where the group gives no finite number.
 
         As in the published trainer, `temperature` of the sequence's override comes first, then that of
         `generation_params`, then that of `group_overrides`, and 0 or less counts as 1. At least 0.01, as in vLLM.
@@ -133,12 +143,7 @@ class Group:
         if isinstance(fields["scores"], bytes):
             fields["scores"] = np.frombuffer(fields["scores"], "<f4")
         if (rows := fields[ANY_LENGTH]) is not None:
-            tokens = () if fields["tokens"] is None else fields["tokens"]
-            fits = len(rows) == len(tokens)
-            fields[ANY_LENGTH] = [
-                rows[index] if fits and len(rows[index]) == len(sequence) else None
-                for index, sequence in enumerate(tokens)
-            ]
+            fields[ANY_LENGTH] = _fitting(rows, fields["tokens"])
         return cls(**fields)
 
     def _check_rows(self, name: str) -> None:
@@ -202,6 +207,26 @@ def _row(name: str, row: Any, dtype: np.dtype) -> np.ndarray:
     return converted
 
 
+def _fitting(rows: Any, tokens: Any) -> Any:
+    """Return the rows that are as long as their tokens; None in place of others. What is no list of rows stays."""
+    if not all(isinstance(each, _LISTS) and all(isinstance(row, _ROWS) for row in each) for each in (rows, tokens)):
+        return rows
+    fits = len(rows) == len(tokens)
+    return [
+        rows[index] if fits and rows[index] is not None and len(rows[index]) == len(sequence) else None
+        for index, sequence in enumerate(tokens)
+    ]
+
+
+def _int64(name: str, given: Any) -> int:
+    try:
+        if not isinstance(given, bool) and -(2**63) <= (number := operator.index(given)) < 2**63:
+            return number
+    except TypeError:
+        pass
+    raise UsageError(f"{name} is an integer of 64 bits; got {str(given)[:40]} ({type(given).__name__}).")
+
+
 def _overrides(given: Any) -> list[dict[str, Any]]:
     """One dict for each sequence."""
     rows = [row or {} for row in given] if isinstance(given, (list, tuple)) else [given]
@@ -214,10 +239,18 @@ def _overrides(given: Any) -> list[dict[str, Any]]:
     return rows
 
 
+def finite_temperature(given: Any) -> float | None:
+    """Return a temperature as a float, or None if it is not a finite float32."""
+    try:
+        number = float(given)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if abs(number) <= LARGEST else None
+
+
 def _temperature(sources: Iterable[dict[str, Any] | None]) -> float:
     for source in sources:
-        with contextlib.suppress(TypeError, ValueError):  # None, or no number
-            given = float((source or {}).get("temperature"))  # type: ignore[arg-type]
+        if (given := finite_temperature((source or {}).get("temperature"))) is not None:
             return max(given, _LEAST_TEMPERATURE) if given > 0 else 1.0
     return 1.0
 

@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 
+import numpy as np
 import pytest
 
 from rlframe.errors import PeerError, StoppedError, TooOldError, UnavailableError, UsageError
@@ -384,6 +385,16 @@ def test_the_service_says_when_to_come_again(service, run, monkeypatch):
         proxy.faults.extend(["busy"])
         with pytest.raises(UnavailableError, match="1 attempts"):  # it would be too late
             client.status(timeout=0.5)
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), "\ud800", {(1, 2): 3}], ids=["numpy", "surrogate", "tuple"])
+def test_a_group_with_what_json_does_not_have_is_refused_before_it_is_sent(value):
+    group = a_group(generation_params={"temperature": value})
+    with (
+        TrajectoryClient("http://127.0.0.1:1") as client,
+        pytest.raises(UsageError, match="group cannot be sent: .*JSON"),
+    ):
+        client.post(group)
 
 
 def test_a_service_that_is_killed_while_groups_are_posted_has_each_of_them_once(tmp_path):

@@ -23,6 +23,8 @@ from tests.trajectories.client.test_groups import a_group
             {"group_overrides": {"group_size": 2, "set_advantage_to_zero": True}},
             "has group_overrides that change nothing here: set_advantage_to_zero.",
         ),
+        ({"overrides": [{"temperature": 10**400}, {}]}, "has the temperature 1000000000"),
+        ({"generation_params": {"temperature": 1e39}}, "has the temperature 1e+39, which is not used"),
         ({"images": ["x"]}, "has images, which nothing is learned from here."),
         ({"distill_token_ids": [[[1]] * 3, [[1]] * 2]}, "has distill_token_ids"),
         (
@@ -30,7 +32,7 @@ from tests.trajectories.client.test_groups import a_group
             "has masks that differ from both the token and -100: 0 for the token 1, at position 0 of sequence 0",
         ),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_a_field_that_changes_nothing_here_is_warned_of_once(fields, said, caplog):
     warnings = GroupWarnings()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import msgspec
 import numpy as np
 import pytest
@@ -122,11 +124,41 @@ def test_binary_scores_are_read():
         ({"advantages": [[1.0, 0.0, 1e39], [1.0, 0.0]]}, r"advantages\[0\] must be finite float32; got 1e\+39"),
         ({"advantages": [[1.0, 0.0], [1.0, 0.0]]}, "Sequence 0 has 3 tokens, but 2 advantages"),
         ({"distill_token_ids": [[[1]]]}, "as many distill_token_ids; got 1"),
+        ({"distill_logprobs": 5}, "distill_logprobs is a list with an entry for each sequence; got int"),
+        ({"generation_params": [1]}, "generation_params is a dict, such as .*; got list"),
+        ({"group_overrides": "x"}, "group_overrides is a dict, such as .*; got str"),
+        ({"advantages": 5}, "advantages is a list of rows, one for each sequence; got int"),
+        (
+            {"advantages": [[1.0, 2.0, 3.0], 6]},
+            r"advantages\[1\] is a row of numbers; got an array of int64 with 0 axes",
+        ),
+        ({"scores": [10**400, 1.0]}, "scores is a row of numbers; got an array of object"),
+        ({"env_id": True}, r"env_id is an integer of 64 bits; got True \(bool\)"),
+        ({"policy_version": 10**400}, r"policy_version is an integer of 64 bits; got 10{39} \(int\)"),
+        ({"policy_version": 1.5}, r"policy_version is an integer of 64 bits; got 1.5 \(float\)"),
     ],
 )
 def test_what_cannot_be_a_group_is_refused_before_it_is_sent(fields, message):
     with pytest.raises(UsageError, match=message):
         a_group(**fields)
+
+
+@pytest.mark.parametrize("advantages", [5, [5, 6], [[1.0, 2.0, 3.0], 6], "ab", [[1.0, 2.0, "x"], [1.0, 2.0]]], ids=str)
+def test_an_item_with_advantages_that_are_no_rows_of_numbers_is_refused(advantages):
+    item = a_group().to_dict(binary=False)
+    with pytest.raises(UsageError, match="advantages.* is a (row of numbers|list of rows)"):
+        Group.from_item({**item, "advantages": advantages})
+    rows = Group.from_item({**item, "advantages": [None, [1.0, 2.0]]}).advantages
+    assert rows[0] is None and rows[1].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("given", [10**400, -(10**400), 1e300, 1e39, float("inf"), float("nan"), "hot", [0.5], {}])
+def test_a_temperature_that_is_no_finite_number_is_not_used(given):
+    for source in ({"generation_params": {"temperature": given}}, {"overrides": [{"temperature": given}, {}]}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert a_group(**source).temperatures.tolist() == [1, 1]
+            assert a_group(**source, group_overrides={"temperature": "0.5"}).temperatures[0] == 0.5
 
 
 @pytest.mark.parametrize("lengths", [[3, 3], [-1, 6], []])
