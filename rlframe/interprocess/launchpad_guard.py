@@ -88,8 +88,10 @@ class Guard:
         reason = self._report.partition(" ")[2] or "its process was killed or crashed"
         self._say(f"failed: {reason}. Ending the program")
         self._scan()
-        for process in (self._launcher, *(node.process for node in self._others())):  # PID 1 gets no signal
-            send(process, signal.SIGTERM)
+        send(self._launcher, signal.SIGTERM)
+        if self._launcher.pid == 1:  # of a container: it gets no signal, so it does not stop its nodes
+            for node in self._others():
+                send(node.process, signal.SIGTERM)
         end = time.monotonic() + GRACE
         while self._launcher.is_alive and self._others() and time.monotonic() < end:
             time.sleep(_LOOK)

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlframe.interprocess import launchpad_node
-from rlframe.interprocess.launchpad_guard import Node, kill_tree, remove_data, send
+from rlframe.interprocess import launchpad_guard, launchpad_node
+from rlframe.interprocess.launchpad_guard import Guard, Node, kill_tree, remove_data, send
 from rlframe.interprocess.processes import ProcessId, this_process
 from tests.extras import needs
 from tests.plain_launchpad import Program
@@ -103,6 +103,26 @@ def test_pid_1_gets_no_signal(monkeypatch):
     assert sent == []
     send(this_process(), signal.SIGTERM)
     assert sent == [os.getpid()]
+
+
+def test_a_node_that_fails_under_a_launcher_with_pid_1_stops_the_other_nodes(monkeypatch, capfd):
+    kill = os.kill
+
+    def kill_others(pid: int, number: int) -> None:
+        assert pid != 1
+        kill(pid, number)
+
+    for wait in ("_LOOK", "_CONFIRM", "_KILL_WITHIN"):
+        monkeypatch.setattr(launchpad_guard, wait, 0.01)
+    monkeypatch.setattr(os, "kill", kill_others)
+    with subprocess.Popen(["sleep", "99"]) as other, open(os.devnull) as reports:
+        nodes = [Node(ProcessId.of(other.pid), "")]
+        monkeypatch.setattr(
+            launchpad_guard, "nodes_of", lambda launcher: [node for node in nodes if node.process.is_alive]
+        )
+        Guard(Node(ProcessId(other.pid, 1), ""), ProcessId.of(1), "actor/0", True, reports.fileno()).run()
+        assert other.wait(30) == -signal.SIGTERM
+    assert "actor/0 failed" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(("name", "left"), [("job.pkl", []), ("other.pkl", ["other.pkl"])])
