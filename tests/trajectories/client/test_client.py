@@ -387,7 +387,7 @@ def test_the_service_says_when_to_come_again(service, run, monkeypatch):
             client.status(timeout=0.5)
 
 
-@pytest.mark.parametrize("value", [np.float32(0.5), "\ud800", {(1, 2): 3}], ids=["numpy", "surrogate", "tuple"])
+@pytest.mark.parametrize("value", [np.float32(0.5), "\ud800"], ids=["numpy", "surrogate"])
 def test_a_group_with_what_json_does_not_have_is_refused_before_it_is_sent(value):
     group = a_group(generation_params={"temperature": value})
     with (
