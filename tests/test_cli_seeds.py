@@ -14,9 +14,11 @@ import sys
 import pytest
 
 import rlframe
+from rlframe.cli import seeds as cli_seeds
 from rlframe.cli.main import main
 from rlframe.cli.seeds import parse_seeds
 from rlframe.errors import UsageError
+from rlframe.programs.run_dir import Result
 from rlframe.programs.run_lock import RunLock
 from tests.waiting import wait_until
 
@@ -101,6 +103,15 @@ def test_one_seed_has_no_spread(both, tmp_path, capfd):
     err = capfd.readouterr().err
     returned = json.loads((folder / "seed-3" / "result.json").read_text())["return_mean"]
     assert f"1 seed: return {returned:.1f}; see" in err and "± 0.0" not in err
+
+
+@pytest.mark.parametrize(("episodes", "spread"), [(1, ""), (2, "1.5")])
+def test_the_table_has_no_spread_of_a_single_episode(episodes, spread, capfd):
+    result = Result(100, 7, 20.0, 1.5, episodes, 50.0, 2.0, 8, "run")
+    summary = {"return_mean": 20.0, "return_std": 0.0}
+    cli_seeds._print_table([(3, result)], summary, pathlib.Path("curve.png"))
+    row = capfd.readouterr().err.splitlines()[1]
+    assert row.split() == ["3", "20.0", *spread.split(), "100", "7", "50", "2"]
 
 
 def test_runs_that_are_gone_on_with_keep_their_options(both, capfd):

@@ -163,7 +163,7 @@ def _print_table(done: list[tuple[int, Result]], summary: dict[str, Any], pictur
         table.add_row(
             str(seed),
             f"{result.return_mean:.1f}",
-            f"{result.return_std:.1f}",
+            plus_minus(result.return_std, result.episodes).removeprefix(" ± "),
             *(f"{number:,.0f}" for number in numbers),
         )
     console(sys.stderr).print(table)

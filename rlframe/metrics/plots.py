@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import os
 import pathlib
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,10 +52,19 @@ def plot_learning_curve(
         The path of the picture.
 
     Raises:
-        UsageError: a directory holds no metrics, or is named twice; or the format is unknown.
+        UsageError: an argument is of a wrong type, a directory holds no metrics or is named twice, or the format is
+            unknown.
         RlframeError: the picture could not be written.
     """
-    directories = [run_dirs] if isinstance(run_dirs, (str, os.PathLike)) else list(run_dirs)
+    is_one = isinstance(run_dirs, (str, bytes)) or not isinstance(run_dirs, Iterable)
+    directories: list[Any] = [run_dirs] if is_one else list(run_dirs)  # type: ignore[arg-type]
+    for path in [*directories, *([] if out is None else [out])]:
+        if not isinstance(path, (str, os.PathLike)):
+            raise UsageError(f"plot_learning_curve takes paths of run directories and of the picture, got {path!r}.")
+    if target is not None and not isinstance(target, numbers.Real):
+        raise UsageError(f"target must be a number, got {target!r}.")
+    if over not in ("steps", "seconds"):
+        raise UsageError(f"over must be 'steps' or 'seconds', got {over!r}.")
     if not directories:
         raise UsageError("plot_learning_curve needs at least one run directory.")
     paths = [pathlib.Path(directory).resolve() for directory in directories]

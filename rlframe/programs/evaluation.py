@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, Union
 
 from rlframe.actors import Evaluator
 from rlframe.actors.actor import env_seed
@@ -17,7 +17,8 @@ from rlframe.errors import EnvError, RlframeError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.progress import STARTING
 from rlframe.programs.env_backend import check_backend
-from rlframe.programs.experiment import Experiment
+from rlframe.programs.experiment import MAX_SEED, Experiment
+from rlframe.programs.jsonable import convert
 from rlframe.programs.restored import restored
 from rlframe.programs.run_dir import open_run
 from rlframe.programs.topologies.parts import make_agent, make_pool
@@ -204,14 +205,12 @@ def evaluate(
         CheckpointError: it has no checkpoint, or a damaged one.
         EnvError: no environment could be built, one failed, or an episode was too long.
     """
+    episodes = convert(int, episodes, "episodes")
+    given = _given(seed=seed, num_envs=num_envs, max_episode_length=max_episode_length, episodes=episodes)
     directory, experiment = open_run(run_dir, {"env": env, "agent": agent, "network": network})
     check_backend(directory, experiment)
-    given = {"eval_num_envs": num_envs, "eval_max_episode_length": max_episode_length}
-    changes = {name: value for name, value in given.items() if value is not None}
-    for name, value in {"episodes": episodes, **changes}.items():
-        if value < 1:
-            raise UsageError(f"{name.removeprefix('eval_')} must be at least 1, got {value}.")
-    topology = dataclasses.replace(experiment.topology, eval_episodes=episodes, **changes)
+    seed = given.pop("seed", experiment.seed)
+    topology = dataclasses.replace(experiment.topology, **{f"eval_{name}": value for name, value in given.items()})
     experiment = dataclasses.replace(experiment, topology=topology)
     made = make_agent(experiment)
     return Evaluations(experiment, made, restored(made, directory), seed).evaluate()
@@ -241,16 +240,30 @@ def record(
         UsageError: the environment does not render, or a package that is needed is missing.
         CheckpointError: the run has no checkpoint, or a damaged one.
     """
+    episodes = convert(int, episodes, "episodes")
+    given = _given(seed=seed, max_episode_length=max_episode_length, episodes=episodes)
     directory, experiment = open_run(run_dir, {})
     check_backend(directory, experiment)
-    seed = experiment.seed if seed is None else seed
-    limit = experiment.topology.eval_max_episode_length if max_episode_length is None else max_episode_length
+    seed = given.get("seed", experiment.seed)
+    limit = given.get("max_episode_length", experiment.topology.eval_max_episode_length)
     with Film(experiment, path) as film:
         pool = film.make_pool(seed=env_seed(seed, EVALUATOR_RANK))
         agent = make_agent(experiment, pool.codec)
         inferencer = Inferencer(InferencerConfig(greedy=True, seed=seed), agent, restored(agent, directory))
         result = Evaluator(pool, inferencer, episodes, seed=seed, max_episode_length=limit).evaluate()
     return {**result, "frames": film.frames}
+
+
+def _given(**options: Any) -> dict[str, int]:
+    """The options of an evaluation that are not None. Raise UsageError for one of a wrong type, or out of range."""
+    found = {name: convert(Union[int, None], value, name) for name, value in options.items()}
+    found = {name: value for name, value in found.items() if value is not None}
+    for name, value in found.items():
+        if name == "seed" and not 0 <= value <= MAX_SEED:
+            raise UsageError(f"seed must be between 0 and {MAX_SEED}, got {value}.")
+        if name != "seed" and value < 1:
+            raise UsageError(f"{name} must be at least 1, got {value}.")
+    return found
 
 
 def _make_pool(experiment: Experiment, num_envs: int, seed: int) -> Any:

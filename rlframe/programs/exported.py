@@ -13,8 +13,9 @@ import numpy as np
 from rlframe.envs.codec import ActionLeaf, ObservationLeaf
 from rlframe.envs.spaces import canonical_dtype
 from rlframe.envs.wrappers import joined
-from rlframe.errors import UsageError
+from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import write_atomically
+from rlframe.programs.jsonable import convert
 from rlframe.programs.trained import trained
 from rlframe.types import FIRST, MID, TimeStep, Tree
 
@@ -50,10 +51,11 @@ def export(
 
     Raises:
         UsageError, CheckpointError: as `load`; or a space starts beyond int32.
+        RlframeError: the file could not be written.
     """
     from jax import export as jax_export
 
-    path = pathlib.Path(file).absolute()  # before an environment may change the working directory
+    path = pathlib.Path(convert(str, file, "file")).absolute()  # before an environment may change the working directory
     made, codec, source, experiment = trained(run_dir, checkpoint, agent, network)
     _, params = source.get_params()
     count, check_finite = experiment.topology.frame_stack, experiment.topology.check_finite is not False
@@ -91,7 +93,13 @@ def export(
     state = [jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for leaf in (*frames, *initial)]
     begins, seed = jax.ShapeDtypeStruct((size,), bool), jax.ShapeDtypeStruct((), np.uint32)
     exported = jax_export.export(jax.jit(act), platforms=("cpu", "cuda", "tpu"))(observation, begins, state, seed)
-    write_atomically(path, bytes(exported.serialize()))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, bytes(exported.serialize()))
+    except OSError as error:
+        raise RlframeError(
+            f"Could not write {path}: {error.strerror or error}. Name another place, or make this one writable."
+        ) from error
     return path
 
 

@@ -21,6 +21,7 @@ from rlframe.learners.checkpoints import Checkpointer
 from rlframe.metrics import CSVLogger, JSONLLogger, LenientLogger, Logger, TensorBoardLogger
 from rlframe.programs import run_lock
 from rlframe.programs.experiment import Experiment, load_experiment, save_experiment
+from rlframe.programs.jsonable import convert
 from rlframe.programs.presets import plain_name
 from rlframe.user_files import forget_changed
 
@@ -36,6 +37,7 @@ class RunDir:
     """Paths of one run. Nothing is created before `create`."""
 
     def __init__(self, path: str | os.PathLike) -> None:
+        path = convert(str, path, "run_dir")
         self.path = pathlib.Path(os.path.abspath(path))  # once: an environment may change the directory
         self.config = self.path / "config.json"
         self.checkpoints = self.path / "checkpoints"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any
+from typing import Any, Union
 
 import dm_env
 import numpy as np
@@ -15,11 +15,12 @@ from rlframe.agents import Agent
 from rlframe.envs.codec import Codec
 from rlframe.envs.misfit import MisfitError
 from rlframe.envs.wrappers import FrameStack
-from rlframe.errors import UsageError
+from rlframe.errors import CheckpointError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners.checkpoints import Checkpointer
 from rlframe.params.source import NewestParams
 from rlframe.programs.experiment import Experiment
+from rlframe.programs.jsonable import convert
 from rlframe.programs.restored import restored
 from rlframe.programs.run_dir import open_run
 from rlframe.programs.topologies.parts import make_agent
@@ -102,7 +103,7 @@ class TrainedPolicy:
             begins, observation = np.atleast_1d(observation.step_type) == FIRST, observation.observation
         leaves, is_single = self._encoded(codec, observation)
         size = len(leaves[0])
-        inferencer = self._inferencers[greedy]
+        inferencer = self._inferencers[convert(bool, greedy, "greedy")]
         initial = inferencer.initial_state(size)
         if not len(self._env_ids):
             self._env_ids = global_env_ids(EVALUATOR_RANK, np.arange(size))
@@ -178,11 +179,18 @@ def trained(
     run_dir: str | os.PathLike[str], checkpoint: int | None, agent: Any, network: Any
 ) -> tuple[Agent, Codec, NewestParams, Experiment]:
     """Read an agent, the codec of its environments and its parameters from a checkpoint; arguments as for `load`."""
+    checkpoint = convert(Union[int, None], checkpoint, "checkpoint")
     directory, experiment = open_run(run_dir, {"agent": agent, "network": network})
     checkpointer = Checkpointer(directory.checkpoints)
     try:
-        codec = checkpointer.extras(checkpoint)["codec"]
+        codec = checkpointer.extras(checkpoint).get("codec")
     finally:
         checkpointer.close()
+    if codec is None:
+        raise CheckpointError(
+            f"The checkpoint {'' if checkpoint is None else f'{checkpoint} '}in {directory.checkpoints} was written by "
+            "an earlier version of rlframe: it lacks the codec of its environments, by which a policy acts. Load it "
+            f"with that version, or train again: rlframe train --config {directory.config}"
+        )
     made = make_agent(experiment, codec)
     return made, codec, restored(made, directory, checkpoint), experiment

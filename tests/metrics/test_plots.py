@@ -169,3 +169,17 @@ def test_options_are_drawn_over_the_ranges_asked_for_and_failed_trials_are_cross
     assert [failed[0] for _, (failed,) in drawn] == [2e-3, 4.0, 1.0]
     ordinary, best = epochs.collections[0].get_facecolors()
     assert ordinary.tolist() != best.tolist() == hidden.collections[0].get_facecolors()[1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"run_dirs": 5}, "takes paths of run directories and of the picture, got 5"),
+        ({"run_dirs": "a", "out": 5}, "takes paths of run directories and of the picture, got 5"),
+        ({"run_dirs": "a", "target": "475"}, "target must be a number, got '475'"),
+        ({"run_dirs": "a", "over": "minutes"}, "over must be 'steps' or 'seconds', got 'minutes'"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_named(arguments, why):
+    with pytest.raises(UsageError, match=why):
+        plot_learning_curve(**arguments)

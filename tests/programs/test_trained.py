@@ -10,7 +10,8 @@ import rlframe
 from rlframe.actors.actor import env_seed
 from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
-from rlframe.errors import CheckpointError, UsageError
+from rlframe.errors import CheckpointError, RlframeError, UsageError
+from rlframe.learners.checkpoints import Checkpointer
 from rlframe.programs import naming
 from rlframe.programs.experiment import make_experiment
 from rlframe.programs.run_dir import RunDir
@@ -234,7 +235,7 @@ def test_exploration_draws_and_its_state_is_kept(tmp_path):
     np.testing.assert_array_equal(again, kept.action)  # it repeats the actions that it is told it took
 
 
-def test_checkpoints_by_name_and_what_is_not_there(tmp_path):
+def test_checkpoints_by_name_and_what_is_not_there(tmp_path, monkeypatch):
     values = []
     result = rlframe.train("ppo", CARTPOLE, run_dir=tmp_path / "run", steps=512, num_envs=4, preset="none",
                            unroll_length=16, checkpoint_every=256, eval_episodes=1, quiet=True,
@@ -247,6 +248,11 @@ def test_checkpoints_by_name_and_what_is_not_there(tmp_path):
         rlframe.load(tmp_path / "run", 99999)
     with pytest.raises(UsageError, match="There is no run in"):
         rlframe.load(tmp_path)
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match=r"earlier version.* train --config .*"):
+        patched.setattr(Checkpointer, "extras", lambda self, step: {"counters": {}})  # as before there were codecs
+        rlframe.load(tmp_path / "run")
+    with pytest.raises(RlframeError, match="Could not write /proc/nope/policy: No such file"):
+        rlframe.export(tmp_path / "run", "/proc/nope/policy")
     more = rlframe.train(run_dir=tmp_path / "run", resume=True, steps=700, quiet=True)
     assert more.env_steps >= 700 and more.learner_steps > result.learner_steps
 
@@ -263,3 +269,30 @@ def test_bad_input_to_train_is_named(tmp_path):
     directory.write_config(make_experiment("ppo"), {})
     with pytest.raises(UsageError, match="There is no option 'stepz' of an experiment with ppo"):
         rlframe.train(run_dir=tmp_path / "run", resume=True, stepz=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"episodes": "5"}, r"^episodes: expected int, got '5' \(str\)\.$"),
+        ({"episodes": 2.5}, r"^episodes: expected int, got 2\.5\.$"),
+        ({"episodes": 0}, r"^episodes must be at least 1, got 0\.$"),
+        ({"num_envs": 1.5}, r"^num_envs: expected int or None, got 1\.5\.$"),
+        ({"max_episode_length": "9"}, r"^max_episode_length: expected int or None, got '9' \(str\)\.$"),
+        ({"seed": -1}, r"^seed must be between 0 and 2147483647, got -1\.$"),
+        ({"seed": 2**31}, r"^seed must be between 0 and 2147483647, got 2147483648\.$"),
+        ({"run_dir": None}, r"^run_dir: expected str, got None\.$"),
+    ],
+)
+def test_bad_input_to_evaluate_is_named(options, why):
+    with pytest.raises(UsageError, match=why):
+        rlframe.evaluate(**{"run_dir": "nowhere", **options})
+
+
+def test_bad_input_to_load_and_export_is_named():
+    with pytest.raises(UsageError, match=r"^checkpoint: expected int or None, got '256' \(str\)\.$"):
+        rlframe.load("nowhere", "256")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"^run_dir: expected str, got b'nowhere' \(bytes\)\.$"):
+        rlframe.load(b"nowhere")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"^file: expected str, got 3 \(int\)\.$"):
+        rlframe.export("nowhere", 3)  # type: ignore[arg-type]
