@@ -37,11 +37,12 @@ def answer(content: Any, status: int = 200, headers: dict[str, str] | None = Non
 
 
 def encoded(content: Any) -> bytes:
-    """Return a value as JSON. Paths in it need not be UTF-8: their other bytes become escapes, `"\\udcff"`."""
+    """Return a value as JSON, with null for NaN and infinities. Bytes of paths that are not UTF-8 become escapes."""
     try:
         return msgspec.json.encode(content)
     except UnicodeEncodeError:
-        return json.dumps(content).encode()
+        plain = json.dumps(msgspec.to_builtins(content))
+        return json.dumps(json.loads(plain, parse_constant=lambda _: None)).encode()
 
 
 Refusal = Callable[[str, int, dict[str, str] | None], Response]  # (error, status, headers) -> what the client sees

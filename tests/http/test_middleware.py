@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import math
 import os
 
 import pytest
@@ -70,3 +71,9 @@ def test_bytes_that_are_not_utf_8_are_escapes_in_an_answer():
     path = os.fsdecode(b"/a\xff")
     answered = answer({"run_dir": path, "steps": 3})
     assert answered.body == b'{"run_dir": "/a\\udcff", "steps": 3}' and json.loads(answered.body)["run_dir"] == path
+
+
+@pytest.mark.parametrize("path", ["/a", os.fsdecode(b"/a\xff")])
+def test_numbers_that_json_does_not_have_are_null_in_an_answer(path):
+    answered = answer({"run_dir": path, "values": [math.nan, math.inf, -math.inf, 1.5], "text": "NaN"})
+    assert json.loads(answered.body) == {"run_dir": path, "values": [None, None, None, 1.5], "text": "NaN"}
