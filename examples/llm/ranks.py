@@ -56,7 +56,9 @@ if __name__ == "__main__":
     ranks.append(context.Process(target=rank_0, args=(url, [pipe[0] for pipe in pipes.values()])))
     for process in ranks:
         process.start()
+    for end in sum(pipes.values(), ()):  # only the ranks hold them: if one dies, the other's send or recv raises
+        end.close()
     send_groups(url)
     for process in ranks:
         process.join()
-    sys.exit(max(process.exitcode for process in ranks))
+    sys.exit(any(process.exitcode for process in ranks))  # negative: killed by a signal

@@ -203,3 +203,15 @@ def test_the_example_of_two_ranks_trains_on_the_same_batches(service, api):
     assert done.returncode == 0, done.stderr
     lines = sorted(done.stdout.splitlines())
     assert lines == [f"rank {rank}, step {step}: 2 sequences" for rank in range(2) for step in range(1, 4)]
+
+
+@pytest.mark.system
+def test_the_example_of_two_ranks_ends_with_an_error_if_rank_0_is_killed_before_its_broadcast(service, api, tmp_path):
+    text = (ROOT / "examples/llm/ranks.py").read_text()
+    broadcast = "            for other in others:"
+    assert broadcast in text
+    killed = broadcast.replace("for", "__import__('os').kill(__import__('os').getpid(), 9)\n            for")
+    (tmp_path / "ranks.py").write_text(text.replace(broadcast, killed))
+    example = [sys.executable, str(tmp_path / "ranks.py"), service.url]
+    done = subprocess.run(example, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 1 and "EOFError" in done.stderr, done.stderr
