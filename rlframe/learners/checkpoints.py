@@ -123,7 +123,7 @@ class Checkpointer:
         """End Orbax's threads."""
         manager, native = self._open_manager, self._native
         self._open_manager = self._native = None
-        with _without_new_handlers(), contextlib.ExitStack() as closing:
+        with _root_handler(), contextlib.ExitStack() as closing:
             for each in filter(None, (native, manager)):  # the manager first
                 closing.callback(each.close)
 
@@ -160,7 +160,7 @@ class Checkpointer:
     @contextlib.contextmanager
     def _explain(self, what: str, step: int) -> Iterator[None]:
         try:
-            with _without_new_handlers():
+            with _root_handler():
                 yield
         except Exception as error:
             path = self.directory / str(step)
@@ -178,15 +178,17 @@ class Checkpointer:
 
 
 @contextlib.contextmanager
-def _without_new_handlers() -> Iterator[None]:
-    """Take from the root logger the handler that absl, with which Orbax logs, gives it for good if it has none."""
-    root = logging.getLogger()
-    before = list(root.handlers)
+def _root_handler() -> Iterator[None]:
+    """Give the root logger a handler meanwhile, if it has none. Otherwise absl, for Orbax, adds one for good."""
+    root, handler = logging.getLogger(), logging.lastResort or logging.NullHandler()
+    if root.handlers:
+        yield
+        return
+    root.addHandler(handler)
     try:
         yield
     finally:
-        if not before:
-            root.handlers.clear()
+        root.removeHandler(handler)
 
 
 def _checksum(array: np.ndarray) -> int:

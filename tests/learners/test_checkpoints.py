@@ -38,12 +38,17 @@ def test_restore_gives_back_the_tree_and_the_extras(checkpointer):
 
 def test_logging_is_as_before_where_nobody_set_it_up(tmp_path, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    opened = Checkpointer(tmp_path)
+    opened, added = Checkpointer(tmp_path), logging.NullHandler()
     opened.save(1, np.zeros(2))
     opened.close()
     opened.extras(1)
     opened.close()
     assert logging.getLogger().handlers == []
+    # Another thread may set logging up during a save.
+    manager = opened._manager
+    monkeypatch.setattr(opened, "_manager", lambda: logging.getLogger().addHandler(added) or manager())
+    opened.save(2, np.zeros(2))
+    assert logging.getLogger().handlers == [added]
 
 
 def test_the_last_n_are_kept(checkpointer):
