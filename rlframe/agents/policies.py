@@ -231,9 +231,8 @@ def default_policy(action_spec: Tree) -> Policy:
     if isinstance(action_spec, specs.BoundedArray) and np.issubdtype(action_spec.dtype, np.floating):
         return ClippedGaussian(action_spec)
     if is_multi_discrete(action_spec):
-        sizes = np.broadcast_to(
-            np.asarray(action_spec.maximum, np.int64) + 1, action_spec.shape
-        )  # uint8 would overflow
+        largest = np.asarray(action_spec.maximum, np.int64)  # as uint8, 255 + 1 would be 0
+        sizes = np.broadcast_to(largest + 1, action_spec.shape)
         return MultiCategorical(tuple(int(n) for n in sizes), action_spec.dtype)
     raise UsageError(
         f"No policy for the action spec {action_spec!r}. Actions may be Discrete, MultiDiscrete or a Box of floats; "

@@ -17,15 +17,10 @@ import warnings
 from collections.abc import Iterator
 from typing import TextIO
 
-_ENCODING = {
-    "encoding": "utf-8",
-    "errors": "backslashreplace",
-}  # of the files: paths of which a line is may be any bytes
-
-
-_NATIVE_LEVEL = (
-    "TF_CPP_MIN_LOG_LEVEL"  # of what TensorFlow and XLA print, which is read when they are imported; 3: errors
-)
+# Of log files. A line may hold a path that is not UTF-8.
+_ENCODING = {"encoding": "utf-8", "errors": "backslashreplace"}
+# The environment variable that limits what TensorFlow and XLA print. They read it on import; 3: errors only.
+_NATIVE_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
 
 class Nowhere(io.TextIOBase):

@@ -95,7 +95,7 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
 
 
 def app_from_environment() -> FastAPI:
-    """The application, for `uvicorn --factory`, with its settings from the environment (see `Settings`)."""
+    """The application of `rlframe.trajectories.server`, with its settings from the environment (see `Settings`)."""
     settings = Settings.from_environment()
     if settings.no_token:
         print(no_token_means(CAN), file=sys.stderr)
