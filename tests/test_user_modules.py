@@ -15,6 +15,7 @@ import pytest
 import rlframe
 from rlframe.errors import UsageError
 from rlframe.programs import naming
+from rlframe.programs.env_backend import is_other_backend
 from rlframe.user_files import forget_changed
 from tests.programs.running import WITH_ELASTIC, options_of
 from tests.test_user_files import ENV
@@ -101,15 +102,31 @@ def test_a_run_whose_id_means_another_environment_now_is_refused(tmp_path):
 
     gymnasium.register("Acrobot-v1", Nine)
     run_dir = run("Acrobot-v1", run_dir=tmp_path / "run").run_dir
-    gymnasium.register("Acrobot-v1", "gymnasium.envs.classic_control:AcrobotEnv", max_episode_steps=500)
-    for go_on in (lambda: rlframe.train(run_dir=run_dir, resume=True, steps=128), lambda: rlframe.evaluate(run_dir)):
-        with pytest.raises(
-            UsageError, match=r"Acrobot-v1 was made by Gymnasium \(.*Nine\)\. Here Acrobot-v1 is made by"
-        ):
-            go_on()
+    for other in ("gymnasium.envs.classic_control:AcrobotEnv", "another_module:Nine", type("Ten", (Nine,), {})):
+        gymnasium.register("Acrobot-v1", other)
+        for go_on in (lambda: rlframe.train(run_dir=run_dir, resume=True), lambda: rlframe.evaluate(run_dir)):
+            with pytest.raises(
+                UsageError, match=r"Acrobot-v1 was made by Gymnasium \(.*Nine\)\. Here Acrobot-v1 is made by"
+            ):
+                go_on()
     del gymnasium.registry["Acrobot-v1"]
     gymnasium.register("Acrobot-v1", Nine)
     assert rlframe.train(run_dir=run_dir, resume=True, steps=128, quiet=True).return_mean == 9.0
+
+
+@pytest.mark.parametrize(
+    ("noted", "now", "is_other"),
+    [
+        ("EnvPool", "Gymnasium (gymnasium.envs:CartPoleEnv)", False),  # the same game
+        ("EnvPool", "Gymnasium (gymnasium.envs:CartPoleEnv, as your code has registered it)", True),
+        ("Gymnasium (gymnasium.envs:CartPoleEnv, as your code has registered it)", "EnvPool", True),
+        ("Gymnasium (__main__:Maze)", "Gymnasium (my_script:Maze)", False),
+        ("Gymnasium (__main__:Maze)", "Gymnasium (my_script:Other)", True),
+        ("Gymnasium (a:Maze)", None, True),
+    ],
+)
+def test_backends_are_compared_if_the_user_registered_either(noted, now, is_other):
+    assert is_other_backend(noted, now) == is_other
 
 
 def test_an_agents_module_is_loaded_again_and_a_module_of_a_package_too(tmp_path):

@@ -21,6 +21,7 @@ from rlframe.errors import EnvError, RlframeError, UsageError, suggest
 from rlframe.user_files import import_module, look_in, places
 
 PREFIXES = ("gymnasium", "envpool", "dm_control")
+CHANGED = ", as your code has registered it"  # in `describe_backend`, of a class of Gymnasium's
 
 
 def envpool_tasks() -> Collection[str]:
@@ -60,10 +61,9 @@ def backend(name: str) -> str:
     prefix, task = split(name)
     if prefix is not None:
         return prefix
-    tasks = envpool_tasks()  # first: `users_spec` compares with them
     if users_spec(task) is not None:
         return "gymnasium"
-    if task in tasks:
+    if task in envpool_tasks():
         return "envpool"
     if task in gymnasium_ids() or ":" in task:
         return "gymnasium"
@@ -121,7 +121,6 @@ def unknown(name: str, known: Any) -> UsageError:
 def envpool_task(name: str) -> str:
     """The EnvPool task that a name means under `type='envpool'`. Raises UsageError where EnvPool has none."""
     prefix, task = split(name)
-    envpool_tasks()  # first: `users_spec` compares with them
     if prefix is None and (spec := users_spec(task)) is not None:
         raise UsageError(
             f"{name!r} is {registered.describe(spec)}, which your code has registered with Gymnasium: use type 'loop', "
@@ -204,7 +203,9 @@ def describe_backend(name: str) -> str:
     """Return a text that says which library makes an environment: "EnvPool", or "Gymnasium (my_envs:Maze)"."""
     library = backend(name)
     if library == "gymnasium" and (spec := registration(name)) is not None:
-        return f"Gymnasium ({registered.describe(spec)})"
+        made_by = registered.describe(spec)
+        is_changed = made_by.startswith("gymnasium.") and users_spec(split(name)[1]) is not None
+        return f"Gymnasium ({made_by}{CHANGED if is_changed else ''})"
     return {"envpool": "EnvPool", "gymnasium": "Gymnasium", "dm_control": "dm_control"}[library]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 import functools
 import importlib.metadata
+import importlib.util
 import pathlib
-import sys
 import traceback
+import types
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -34,14 +36,13 @@ def gymnasium_ids() -> Collection[str]:
 def users_spec(task: str) -> Any:
     """The `gymnasium.EnvSpec` of `Id` or `module:Id` if the user registered it; None for any other name.
 
-    Gymnasium's own ids, ours, and those of plugins that Gymnasium loads by itself are not the user's.
+    Gymnasium's own ids, ours, and those of plugins that Gymnasium loads by itself are not the user's, unless they were
+    registered again with anything changed.
     """
     spec = spec_of(task)
-    if spec is None or spec.id in OURS:
+    if spec is None or _fields(spec) == _original_fields(spec.id):
         return None
-    made_by = spec.entry_point
-    source = made_by.partition(":")[0] if isinstance(made_by, str) else getattr(made_by, "__module__", "")
-    return None if source.partition(".")[0] in _not_the_users() and not _has_other_limit(spec) else spec
+    return None if _module(spec).partition(".")[0] in _plugins() else spec
 
 
 def spec_of(task: str) -> Any:
@@ -68,23 +69,59 @@ def restore(spec: Any) -> None:
 def describe(spec: Any) -> str:
     """Name what makes the environment of a spec."""
     made_by = spec.entry_point
-    return made_by if isinstance(made_by, str) else f"{made_by.__module__}:{getattr(made_by, '__qualname__', made_by)}"
+    if isinstance(made_by, str):
+        return made_by
+    made_by = getattr(made_by, "func", made_by)  # of a partial
+    named = made_by if hasattr(made_by, "__qualname__") else type(made_by)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def _module(spec: Any) -> str:
+    return describe(spec).partition(":")[0]
+
+
+def _fields(spec: Any) -> str:
+    """All that a spec says, in words: a function is another object where Gymnasium's code has run again."""
+    return repr({**vars(spec), "entry_point": (isinstance(spec.entry_point, str), describe(spec))})
+
+
+@functools.lru_cache(maxsize=64)
+def _original_fields(env_id: str) -> str | None:
+    """The fields of an id as Gymnasium, or rlframe, registers it; None for any other id."""
+    if env_id not in _originals():
+        return None
+    from gymnasium.envs.registration import EnvSpec
+
+    args, kwargs = _originals()[env_id]
+    return _fields(EnvSpec(env_id, *args, **kwargs))
 
 
 @functools.lru_cache(maxsize=1)
-def _not_the_users() -> frozenset[str]:
+def _originals() -> dict[str, tuple[Any, Any]]:
+    """Run what Gymnasium runs when it is imported, but note what is registered: its registry may be changed by now."""
+    from gymnasium.envs import registration
+
+    noted = {name: ((entry_point,), {"max_episode_steps": limit}) for name, (entry_point, limit) in OURS.items()}
+
+    def register(id: str, *args: Any, **kwargs: Any) -> None:
+        noted[id] = args, kwargs
+
+    own = {**vars(registration), "register": register, "load_plugin_envs": lambda: None}
+
+    def import_(name: str, *args: Any) -> Any:
+        return types.SimpleNamespace(**own) if name == registration.__name__ else __import__(name, *args)
+
+    loader: Any = importlib.util.find_spec("gymnasium.envs").loader  # type: ignore[union-attr]
+    code = loader.get_code("gymnasium.envs")
+    exec(code, {"__name__": "gymnasium.envs", "__builtins__": {**vars(builtins), "__import__": import_}})
+    return noted
+
+
+@functools.lru_cache(maxsize=1)
+def _plugins() -> frozenset[str]:
+    """The packages whose environments Gymnasium registers when it is imported."""
     plugins = importlib.metadata.entry_points(group="gymnasium.envs")
-    return frozenset({"gymnasium", *(one.value.partition(":")[0].partition(".")[0] for one in plugins)})
-
-
-def _has_other_limit(spec: Any) -> bool:
-    """Return True if the user registered a class of Gymnasium's with a time limit that differs from EnvPool's."""
-    if "envpool" not in sys.modules:
-        return False
-    from envpool.registration import registry
-
-    limit = registry.specs[spec.id][2].get("max_episode_steps") if spec.id in registry.specs else None
-    return limit is not None and spec.max_episode_steps not in (None, limit)
+    return frozenset(one.value.partition(":")[0].partition(".")[0] for one in plugins)
 
 
 def make(task: str, kwargs: Mapping[str, Any]) -> Any:

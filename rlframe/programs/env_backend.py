@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlframe.envs.names import describe_backend
+from rlframe.envs.names import CHANGED, describe_backend
 from rlframe.errors import UsageError
 from rlframe.programs import naming
 from rlframe.programs.experiment import Experiment
@@ -25,7 +25,7 @@ def check_backend(directory: RunDir, experiment: Experiment) -> None:
         now, problem = None, str(error)
     else:
         problem = f"Here {experiment.env} is made by {now}."
-    if noted is not None and _is_users(noted) != _is_users(now):
+    if noted is not None and is_other_backend(noted, now):
         raise UsageError(
             f"The run's environment {experiment.env} was made by {noted}. {problem} Before you resume or "
             "evaluate the run, register the id as it was: import its module, from Python. A run imports the module by "
@@ -33,6 +33,17 @@ def check_backend(directory: RunDir, experiment: Experiment) -> None:
         )
 
 
+def is_other_backend(noted: str, now: str | None) -> bool:
+    """Return True if the user registered either, and they are not the same. EnvPool's and Gymnasium's own are alike."""
+    if not (_is_users(noted) or _is_users(now)):
+        return False
+    if now is not None and "Gymnasium (__main__" in (noted.partition(":")[0], now.partition(":")[0]):
+        # The module of a script has another name where the script is imported.
+        return noted.partition(":")[2] != now.partition(":")[2]
+    return noted != now
+
+
 def _is_users(backend: str | None) -> bool:
-    ours = ("Gymnasium (gymnasium.", "Gymnasium (rlframe.")
-    return backend is not None and backend.startswith("Gymnasium (") and not backend.startswith(ours)
+    if backend is None or not backend.startswith("Gymnasium ("):
+        return False
+    return backend.endswith(f"{CHANGED})") or not backend.startswith(("Gymnasium (gymnasium.", "Gymnasium (rlframe."))

@@ -273,7 +273,7 @@ def with_preset(preset: Preset | None, agent: str, env: str) -> Experiment:
         return complete(from_flat(values))
     values.update(preset.values("run"), agent_config=config_cls(**preset.values("agent")))
     of_env = {"env_kwargs", "eval_env_kwargs"} & values.keys()
-    if of_env and naming.is_library_env(env) and users_spec(split(env)[1]) is not None:
+    if of_env and naming.is_library_env(env) and split(env)[0] != "envpool" and users_spec(split(env)[1]) is not None:
         values = {name: value for name, value in values.items() if name not in of_env}  # they are EnvPool's
     described = complete(from_flat(values))
     network = preset.values("network")

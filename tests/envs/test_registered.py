@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -9,9 +11,12 @@ import sys
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
+from gymnasium.envs.registration import WrapperSpec
 
 from rlframe.envs import AsyncEnv, SyncEnv, default_type
 from rlframe.envs.names import backend, describe_backend, envpool_task
+from rlframe.envs.registered import gymnasium_ids, users_spec
 from rlframe.errors import EnvError, UsageError
 
 
@@ -75,11 +80,45 @@ def test_an_id_of_the_user_s_comes_before_envpool_s_task(task):
     assert backend(f"envpool:{task}") == "envpool" and envpool_task(f"envpool:{task}") == task
 
 
-def test_gymnasium_s_class_with_another_time_limit_is_the_user_s():
+CHANGES = [
+    {"max_episode_steps": 50},
+    {"max_episode_steps": None},
+    {"kwargs": {"sutton_barto_reward": True}},
+    {"additional_wrappers": (WrapperSpec("Own", "tests:Own", {}),)},
+    {"entry_point": CartPoleEnv},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_gymnasium_s_id_registered_again_with_any_change_is_the_user_s(change, registry):
     assert describe_backend("CartPole-v1") == "EnvPool"
-    entry_point = gymnasium.registry["CartPole-v1"].entry_point
-    gymnasium.register("CartPole-v1", entry_point, max_episode_steps=50)
+    registry["CartPole-v1"] = dataclasses.replace(registry["CartPole-v1"], **change)
     assert backend("CartPole-v1") == "gymnasium"
+    assert describe_backend("CartPole-v1").endswith(":CartPoleEnv, as your code has registered it)")
+    with pytest.raises(UsageError, match="CartPoleEnv, which your code has registered .* 'envpool:CartPole-v1'"):
+        SyncEnv("CartPole-v1", 1, "envpool")
+
+
+def test_ids_that_gymnasium_and_rlframe_register_are_not_the_user_s():
+    assert [name for name in gymnasium_ids() if users_spec(name) is not None] == []
+    with pytest.raises(ImportError):
+        gymnasium.make("Ant-v3")  # by a function of Gymnasium's, not by a class
+    assert backend("Ant-v3") == "envpool"
+    gymnasium.register("PositionOnlyCartPole-v1", Seven)
+    assert users_spec("PositionOnlyCartPole-v1") is not None
+
+
+@pytest.mark.parametrize(
+    ("entry_point", "words"),
+    [
+        (functools.partial(Seven), "tests.envs.test_registered:Seven"),
+        (Seven(), "tests.envs.test_registered:Seven"),
+        ("my_envs:Maze", "my_envs:Maze"),
+    ],
+)
+def test_an_entry_point_is_described_alike_in_each_session(entry_point, words):
+    gymnasium.register("Seven-v0", entry_point)
+    assert describe_backend("Seven-v0") == f"Gymnasium ({words})"
 
 
 def test_a_type_error_inside_a_constructor_is_not_blamed_on_the_options():

@@ -110,6 +110,7 @@ def test_options_of_envpools_task_are_not_given_to_an_environment_that_a_user_re
     monkeypatch.setitem(gymnasium.envs.registration.registry, "Breakout-v5", EnvSpec("Breakout-v5", "my_envs:Breakout"))
     users = make_experiment("dqn", "Breakout-v5")
     assert users.env_kwargs == {} and users.topology.eval_env_kwargs == {}
+    assert make_experiment("dqn", "envpool:Breakout-v5").env_kwargs["episodic_life"]
     assert users.agent_config == make_experiment("dqn", "Pong-v5").agent_config
 
 
