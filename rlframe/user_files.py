@@ -17,20 +17,11 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
+from rlframe import user_directories
 from rlframe.errors import UsageError, suggest
 
-
-class _Loaded(NamedTuple):
-    """A loaded file or module: its directory, the names of it and of the modules near it that it imports, contents."""
-
-    directory: pathlib.Path
-    names: list[str]
-    contents: dict[pathlib.Path, bytes]
-
-
-_loaded: dict[str, _Loaded] = {}  # by the name of the module
 _places: dict[str, str] = {}  # directories of the modules of the run, by the name of the outermost package
 _lock = threading.Lock()
 _runs = 0  # sessions under way in this process
@@ -40,7 +31,6 @@ _UNGUARDED = (
     "{} starts a run whenever it is loaded, and other processes load it for the classes in it. Put the call of "
     'rlframe.train(...) under `if __name__ == "__main__":`, or the classes into another file.'
 )
-INSTALLED = {"site-packages", "dist-packages"}  # parts of the paths of installed modules
 
 
 @contextlib.contextmanager
@@ -59,13 +49,10 @@ def kept() -> Iterator[None]:
 def forget_changed() -> None:
     """Forget where modules are, and files that have changed since. Does nothing during a run in this process."""
     with _lock:
-        if _runs:
-            return
-        _places.clear()
-        for name, loaded in list(_loaded.items()):
-            if any(_content(path) != content for path, content in loaded.contents.items()):
-                _forget(name)
-        importlib.invalidate_caches()
+        if not _runs:
+            _places.clear()
+            user_directories.forget_changed()
+            importlib.invalidate_caches()
 
 
 def places(names: Iterable[Any]) -> dict[str, str]:
@@ -89,15 +76,13 @@ def import_module(module: str, name: str) -> ModuleType:
         raise UsageError(f"{name!r} should read module:Id or file.py:NAME, and {module!r} is not the name of a module.")
     top, here = module.partition(".")[0], os.getcwd()
     place = next((each for each in (_places.get(top), here) if each is not None and _has(each, top)), None)
-    with _lock:
-        for each, loaded in list(_loaded.items()):  # another module of this name
-            is_other = place is not None and os.path.realpath(place) != os.path.realpath(loaded.directory)
-            if each.partition(".")[0] == top and is_other and not _runs:
-                _forget(each)
-    if place is not None and top not in sys.modules:
-        sys.path[:] = [place, *(entry for entry in sys.path if entry != place)]  # as `python -m` does
+    directory = user_directories.find_directory(top, place)
     try:
-        found = importlib.import_module(module)
+        if directory is None or user_directories.is_current(directory, module):
+            found = importlib.import_module(module)
+        else:
+            with user_directories.loading(directory, module, place, put_back=_runs > 0):
+                found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise UsageError(f"{name!r} needs a package that is not installed here: {error}") from error
@@ -106,25 +91,9 @@ def import_module(module: str, name: str) -> ModuleType:
             f"There is no module {module!r} for {name!r}: it is not installed, and not in the working directory {here}."
             f"{before}"
         ) from error
-    _remember(module)
+    if directory is not None:
+        _places[top] = directory
     return found
-
-
-def _remember(module: str) -> None:
-    """Keep the contents of an imported module and of those near it, if it is the user's."""
-    top = sys.modules[module.partition(".")[0]]
-    path = next(iter(getattr(top, "__path__", [])), None) or getattr(top, "__file__", None) or ""
-    directory = pathlib.Path(path).absolute().parent
-    if top.__name__ in sys.stdlib_module_names or not _is_near(sys.modules[module], directory):
-        return
-    _places[top.__name__] = str(directory)
-    if module not in _loaded:
-        parts = module.split(".")
-        names = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
-        names += [each for each in _neighbors(module, directory) if each not in names]
-        files = [getattr(sys.modules[each], "__file__", None) for each in names]
-        paths = [pathlib.Path(file) for file in files if file is not None]
-        _loaded[module] = _Loaded(directory, names, {path: _content(path) for path in paths})
 
 
 def _has(directory: str, top: str) -> bool:
@@ -148,26 +117,24 @@ def load_file(path: pathlib.Path, what: str) -> ModuleType:
     name = f"rlframe_file_{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # as `python file.py` would: it may import its neighbours
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    place = str(path.parent)
+    directory = os.path.realpath(place)
     try:
-        content = path.read_bytes()
-        with _while_loading(path):
+        loading = user_directories.loading(directory, name, place, put_back=_runs > 0)
+        with _while_loading(path), loading as contents:
+            contents[os.path.join(directory, path.name)] = content = path.read_bytes()
+            sys.modules[name] = module
             # Not by the loader: it takes bytecode for current if the file was written again within the same second.
             exec(compile(content, path, "exec"), vars(module))
         pickle_by_value(module)
     except BaseException as error:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
         if not isinstance(error, (Exception, SystemExit)):
             raise
         raise UsageError(f"Cannot load {path} for the {what}: {describe(error)}.") from error
-    names = [name, *_neighbors(name, path.parent)]
-    files = {pathlib.Path(sys.modules[each].__file__ or path) for each in names[1:]}
-    _loaded[name] = _Loaded(path.parent, names, {path: content, **{each: _content(each) for each in files}})
     return module
 
 
@@ -201,7 +168,10 @@ def check_main_is_guarded(names: Iterable[str]) -> None:
         frame = frame.f_back
     if frame is None:
         return
-    for node in ast.parse(_content(pathlib.Path(file))).body:
+    body: list[ast.stmt] = []
+    with contextlib.suppress(OSError, SyntaxError, ValueError):  # it may have been edited since it was started
+        body = ast.parse(pathlib.Path(file).read_bytes()).body
+    for node in body:
         if node.lineno <= frame.f_lineno <= (node.end_lineno or node.lineno) and not is_guard(node):
             raise UsageError(_UNGUARDED.format(file))
 
@@ -211,67 +181,6 @@ def is_guard(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and any(
         isinstance(each, ast.Name) and each.id == "__name__" for each in ast.walk(node.test)
     )
-
-
-def _content(path: pathlib.Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
-
-
-def _neighbors(name: str, directory: pathlib.Path) -> list[str]:
-    """The modules in `directory` that a module imports, and those that these import."""
-    found: list[str] = []
-    waiting = [name]
-    while waiting:
-        module = sys.modules[waiting.pop()]
-        for each in _imported(module):
-            if each not in found and each != name and _is_near(sys.modules.get(each), directory):
-                found.append(each)
-                waiting.append(each)
-    return found
-
-
-def _imported(module: ModuleType) -> Iterator[str]:
-    """The absolute names that the import statements of a module mention."""
-    for node in ast.walk(ast.parse(_content(pathlib.Path(module.__file__ or "")))):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                parts = alias.name.split(".")
-                yield from (".".join(parts[: depth + 1]) for depth in range(len(parts)))
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                package = (module.__package__ or "").split(".")
-                base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
-            parts = base.split(".")
-            yield from (".".join(parts[: depth + 1]) for depth in range(len(parts)))
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-def _is_near(module: ModuleType | None, directory: pathlib.Path) -> bool:
-    file = getattr(module, "__file__", None)
-    if module is None or file is None or not file.endswith(".py") or module.__name__.partition(".")[0] == "rlframe":
-        return False
-    path = pathlib.Path(file)
-    return path.is_relative_to(directory) and not INSTALLED & set(path.parts)
-
-
-def _forget(name: str) -> None:
-    for each in _loaded.pop(name).names:
-        _remove(each)
-
-
-def _remove(name: str) -> None:
-    module = sys.modules.pop(name, None)
-    parent, _, last = name.rpartition(".")
-    if parent in sys.modules and getattr(sys.modules[parent], last, None) is module:
-        delattr(sys.modules[parent], last)
-    cached = getattr(module, "__cached__", None)
-    if cached is not None:
-        with contextlib.suppress(OSError):
-            os.unlink(cached)  # it may count as current: see `load_file`
 
 
 def pickle_by_value(module: ModuleType) -> None:

@@ -20,7 +20,8 @@ from typing import Any
 
 from rlframe.envs import snapshot
 from rlframe.errors import UsageError
-from rlframe.user_files import INSTALLED, is_guard, pickle_by_value
+from rlframe.user_directories import INSTALLED
+from rlframe.user_files import is_guard, pickle_by_value
 
 _MAIN, _LIVE = "__main__", "__live__"
 

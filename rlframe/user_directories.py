@@ -1,0 +1,205 @@
+"""The modules that a user's files import from their own directory, which are loaded and forgotten together.
+
+Files of two directories may have neighbors of the same name: each file gets those of its own directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import sys
+from collections.abc import Iterator, Mapping
+from types import FunctionType, ModuleType
+
+INSTALLED = {"site-packages", "dist-packages"}  # parts of the paths of installed modules
+_STDLIB = {os.path.dirname(os.__file__), os.path.dirname(os.path.realpath(os.__file__))}
+
+
+@dataclasses.dataclass
+class _Directory:
+    """The user's modules in a directory and under it."""
+
+    own: dict[str, ModuleType] = dataclasses.field(default_factory=dict)  # imported by the script: it may need them
+    modules: dict[str, ModuleType] = dataclasses.field(default_factory=dict)  # imported by loaded files and modules
+    contents: dict[str, bytes] = dataclasses.field(default_factory=dict)  # of the files of both, when they were loaded
+    own_changed: bool = False
+
+
+_directories: dict[str, _Directory] = {}  # by path, without symbolic links
+
+
+def find_directory(top: str, place: str | None) -> str | None:
+    """Return the directory of a user's module or package; None if there is none, or if it is installed.
+
+    Args:
+        top: its name, without dots.
+        place: a directory that has a module of this name. One that the script has imported comes first.
+    """
+    module = sys.modules.get(top)
+    if place is not None and (module is None or _is_loaded(module)):
+        return os.path.realpath(place)
+    spec = getattr(module, "__spec__", None) if module is not None else importlib.util.find_spec(top)
+    folder = next(iter(getattr(spec, "submodule_search_locations", None) or getattr(module, "__path__", [])), None)
+    file = folder or getattr(spec, "origin", None) or getattr(module, "__file__", None)
+    if not file or not _is_users(top, os.path.join(folder, "__init__.py") if folder else file):
+        return None
+    return os.path.dirname(_real(file))
+
+
+def is_current(path: str, name: str) -> bool:
+    """Return whether a module of a directory is loaded, and is the one that an import would give."""
+    directory, module = _directories.get(path, _Directory()), sys.modules.get(name)
+    is_own = not directory.own_changed and _is_in(directory.own, name, module)
+    return is_own or _is_in(directory.modules, name, module)
+
+
+@contextlib.contextmanager
+def loading(path: str, name: str, place: str | None, *, put_back: bool) -> Iterator[dict[str, bytes]]:
+    """Load a file or module, and what it imports from its directory.
+
+    Args:
+        path: of the directory, without symbolic links.
+        name: of the module.
+        place: what to put first into `sys.path`; None: nothing.
+        put_back: whether other code needs modules of other directories that have the same names.
+
+    Yields:
+        The contents of the files that are loaded, by path.
+    """
+    before = _users_modules()
+    directory = _directories.setdefault(path, _Directory())
+    if not directory.modules:
+        found = {each: module for each, (module, file) in before.items() if _is_under(file, path)}
+        directory.own.update({each: module for each, module in found.items() if not _is_loaded(module)})
+        directory.contents.update({before[each][1]: _content(before[each][1]) for each in directory.own})
+    aside = {}
+    for each, (module, file) in before.items():
+        if _is_shadowed(each, file, path) or (directory.own_changed and _is_in(directory.own, each, module)):
+            aside[each] = module
+            _take_out(each)
+    if directory.own_changed:
+        directory.own.pop(name, None)  # other code imports it by its name, and is to get the new version
+    for each in aside.keys() & directory.modules.keys():
+        _put_in(each, directory.modules[each])
+    if place is not None and name.partition(".")[0] not in sys.modules:
+        sys.path[:] = [place, *(entry for entry in sys.path if entry != place)]  # as `python file.py` does
+    try:
+        yield directory.contents
+    finally:
+        for each, (module, file) in _users_modules().items():
+            is_new = each not in before or before[each][0] is not module
+            if is_new and _is_under(file, path):
+                directory.modules[each] = module
+                directory.contents.setdefault(file, _content(file))
+        for each, module in aside.items():
+            if put_back or (not _is_loaded(module) and each != name):
+                _put_in(each, module)
+
+
+def forget_changed() -> None:
+    """Forget the loaded files and modules of each directory in which one has changed."""
+    users = _users_modules()
+    changed = [
+        path
+        for path, directory in _directories.items()
+        if any(_content(file) != was for file, was in directory.contents.items())
+        or (directory.modules and any(_is_late(name, module, file, path) for name, (module, file) in users.items()))
+    ]
+    for path in changed:
+        for each in _directories:
+            if each == path or _is_under(each, path):
+                _forget(each)
+
+
+def _forget(path: str) -> None:
+    directory, users = _directories[path], _users_modules()
+    late = {name: module for name, (module, file) in users.items() if _is_late(name, module, file, path)}
+    for name, module in {**late, **directory.modules}.items():
+        if sys.modules.get(name) is module:
+            _take_out(name)
+    for module in (*late.values(), *directory.modules.values(), *directory.own.values()):
+        if (cached := getattr(module, "__cached__", None)) is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(cached)  # it counts as current if the file was written again within the same second
+    own = {_real(module.__file__ or "") for module in directory.own.values()}
+    directory.own_changed |= any(_content(file) != directory.contents.get(file) for file in own)
+    directory.contents = {} if directory.own_changed else {file: directory.contents[file] for file in own}
+    directory.modules = {}
+
+
+def _is_late(name: str, module: ModuleType, file: str, path: str) -> bool:
+    """Whether code of a directory has imported a module of it since that code was loaded."""
+    if not _is_under(file, path) or _is_loaded(module) or _is_in(_directories[path].own, name, module):
+        return False
+    of_script = list(vars(sys.modules["__main__"]).values())
+    return not any(
+        each is module or (isinstance(each, (type, FunctionType)) and each.__module__ == name) for each in of_script
+    )
+
+
+def _is_loaded(module: ModuleType) -> bool:
+    return any(module is each for directory in _directories.values() for each in directory.modules.values())
+
+
+def _is_in(modules: Mapping[str, ModuleType], name: str, module: ModuleType | None) -> bool:
+    return module is not None and modules.get(name) is module
+
+
+def _is_shadowed(name: str, file: str, path: str) -> bool:
+    """Whether an import in `path` gives another module than the one of this name, which is in `file`."""
+    top = os.path.join(path, name.partition(".")[0])
+    if file == f"{top}.py" or file.startswith(f"{top}{os.sep}"):
+        return False
+    whole = os.path.join(path, *name.split("."))
+    return any(map(os.path.isfile, (f"{top}.py", os.path.join(top, "__init__.py"), f"{whole}.py")))
+
+
+def _users_modules() -> dict[str, tuple[ModuleType, str]]:
+    """The modules that a user may have written, by name, with their files."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        # Not getattr: some modules import others then.
+        file = object.__getattribute__(module, "__dict__").get("__file__") if isinstance(module, ModuleType) else None
+        if isinstance(file, str) and _is_users(name, file):
+            found[name] = (module, _real(file))
+    return found
+
+
+def _is_users(name: str, file: str) -> bool:
+    if name in ("__main__", "__mp_main__") or name.partition(".")[0] == "rlframe" or not file.endswith(".py"):
+        return False
+    return INSTALLED.isdisjoint(file.split(os.sep)) and not any(_is_under(file, path) for path in _STDLIB)
+
+
+def _is_under(file: str, path: str) -> bool:
+    return file.startswith(path.rstrip(os.sep) + os.sep)
+
+
+def _real(file: str) -> str:
+    """The path of a file in its directory without symbolic links; the file itself may be one."""
+    directory, name = os.path.split(os.path.abspath(file))
+    return os.path.join(os.path.realpath(directory), name)
+
+
+def _content(file: str) -> bytes:
+    try:
+        return pathlib.Path(file).read_bytes()
+    except OSError:
+        return b""
+
+
+def _take_out(name: str) -> None:
+    module = sys.modules.pop(name)
+    parent, _, last = name.rpartition(".")
+    if parent in sys.modules and getattr(sys.modules[parent], last, None) is module:
+        delattr(sys.modules[parent], last)
+
+
+def _put_in(name: str, module: ModuleType) -> None:
+    sys.modules[name] = module
+    parent, _, last = name.rpartition(".")
+    if parent in sys.modules:
+        setattr(sys.modules[parent], last, module)
