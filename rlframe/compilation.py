@@ -85,7 +85,7 @@ class jit:
                 pass
         with COMPILING:
             with self._choosing:
-                if self._jitted is jitted:  # else another thread has chosen meanwhile
+                if self._jitted is jitted:  # otherwise another thread has chosen already
                     self._jitted = self._choose(args)
             return self(*args)
 

@@ -122,7 +122,7 @@ def test_what_was_compiled_for_the_older_runtime_never_takes_a_large_batch(monke
     function = compilation.jit(lambda x: x @ jnp.ones((256, 256)), differentiates=False)
     small, large = np.ones((1, 256), np.float32), np.ones((256, 256), np.float32)
     function(small)
-    older = function._jitted  # as a thread has it, that has yet to call it while another thread chooses anew
+    older = function._jitted  # another thread may still hold it
     function(large)
     assert function._jitted is not older
     with pytest.raises(compilation._NotSmallError):

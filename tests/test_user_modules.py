@@ -182,6 +182,7 @@ def returns_of(program, tmp_path, *arguments):
     return [float(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.system
 def test_nodes_find_a_module_and_may_change_the_directory(tmp_path):
     assert returns_of("local heavy_env", tmp_path, "short") == [6.0]
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from rlframe.interprocess.processes import ProcessId
 
 ENTRY = "launchpad/nodes/python/process_entry.py"  # the script that runs a node
-DATA_FILE = "job.pkl"  # what Launchpad pickles into, each in a temporary directory of its own
+DATA_FILE = "job.pkl"  # the pickled nodes; Launchpad makes a temporary directory for each such file
 WRAPPER = "run_locally/decorate_output"  # the shell script before a node's output, with terminal="current_terminal"
 GRACE = 8.0  # seconds from SIGTERM to SIGKILL; Launchpad gives 10
 

@@ -52,7 +52,7 @@ def _start_guard(launcher: ProcessId, session: int) -> int:
     """Start the guard. Return the file descriptor that it reads reports from."""
     parent = os.getppid()
     command = command_of(parent)
-    # A terminal of the node's own has a session of its own, and the node ends with it, not with the launcher.
+    # A node that has a terminal is in another session than the launcher, and ends with its terminal.
     in_terminal = os.getsid(0) != session
     hides_exit_code = is_wrapper(command) and not in_terminal
     # decorate_output COLOR TITLE COMMAND ...

@@ -1,7 +1,7 @@
 """Pickle the nodes of plain `lp.launch`: this is the only code of ours that runs in its launcher.
 
 - The process of each node calls `restore` first, which starts its guard.
-- A node that was given where its handle is expected is refused. (Launchpad makes our objects in the nodes' processes.)
+- A node is refused where its handle is expected. (Launchpad makes our objects in the nodes' processes.)
 - When the program stops, the launcher ends nodes that still import.
 """
 
@@ -85,11 +85,11 @@ class ReportedExit:
 
 
 def refuse_nodes(given: Any, where: str) -> None:
-    """Raise UsageError for a Launchpad node in the place of its handle.
+    """Raise UsageError for a Launchpad node: its handle is expected.
 
     Args:
         given: may be a node, or hold one: in lists, tuples, dicts and arguments of `functools.partial`.
-        where: it was given: "to Actor", "as the learner".
+        where: the end of the message, such as "to Actor" or "as the learner".
     """
     if extras.is_instance(given, "launchpad.nodes.base", "Node"):
         kind = type(given).__name__

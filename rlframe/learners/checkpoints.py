@@ -179,7 +179,7 @@ class Checkpointer:
 
 @contextlib.contextmanager
 def _root_handler() -> Iterator[None]:
-    """Give the root logger a handler meanwhile, if it has none. Otherwise absl, for Orbax, adds one for good."""
+    """Give a root logger without handlers one for now. Otherwise absl, which Orbax logs with, adds one that stays."""
     root, handler = logging.getLogger(), logging.lastResort or logging.NullHandler()
     if root.handlers:
         yield

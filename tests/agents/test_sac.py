@@ -163,6 +163,7 @@ def test_a_temperature_that_is_not_learned_stays():
     assert after.log_temperature == params.log_temperature
 
 
+@pytest.mark.system
 def test_it_learns_the_best_action_of_a_bandit_at_the_entropy_that_it_is_to_keep():
     agent = SAC(SACConfig(learning_rate=1e-2, target_update_rate=1.0), VECTOR, BOX, MLPConfig((32,), "relu"))
     params, learner_state = started(agent)

@@ -120,6 +120,7 @@ def test_the_policy_and_the_targets_move_every_other_step():
     assert learner_state.steps == 4
 
 
+@pytest.mark.system
 def test_it_learns_the_best_action_of_a_bandit():
     agent = TD3(TD3Config(learning_rate=1e-2, target_update_rate=1.0), VECTOR, BOX, MLPConfig((32,), "relu"))
     params, learner_state = started(agent)

@@ -19,7 +19,7 @@ def start(what: str) -> subprocess.Popen[str]:
     return processes.start("tests.engines.small_program", what, "local")
 
 
-@pytest.mark.parametrize("what", ["once", "stop"])
+@pytest.mark.parametrize("what", [pytest.param("once", marks=pytest.mark.system), "stop"])
 def test_a_program_ends_well_with_the_node_that_decides_or_when_one_ends_it(what: str):
     code, output, lines = finish(start(what))
     assert (code, output) == (0, "ran: None\n")

@@ -239,7 +239,7 @@ def test_one_object_for_several_environments_is_refused(type, wrap):
 
 
 class OfState:
-    """An environment without state of its own, as those of Brax are."""
+    """An environment whose `step` gets the state, as in Brax."""
 
     def reset(self, rng): ...
 
@@ -293,7 +293,7 @@ class Levels(Env):
     env = None
 
     def reset(self, *, seed=None, options=None):
-        self.env = Env()  # the next one, here or in another pool, may get the id of the one before
+        self.env = Env()  # a later environment may get the id of an earlier one
         return super().reset()
 
 

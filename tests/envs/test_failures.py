@@ -228,6 +228,7 @@ def test_workers_outlive_the_thread_that_made_their_pool():
         until = time.monotonic() + 4.0  # the kernel would end them 3 s after that thread
         while time.monotonic() < until:
             pool.step(np.zeros(2, np.int32))
+            time.sleep(0.1)
 
 
 def test_a_failed_start_leaves_no_worker_behind():

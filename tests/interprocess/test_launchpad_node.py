@@ -88,7 +88,7 @@ def test_a_parent_that_did_not_pickle_the_node_is_not_taken_for_its_launcher(mon
         monkeypatch.setattr(launchpad_node, "is_wrapper", lambda command: True)
         os.close(launchpad_node._start_guard(killed, os.getsid(0) + in_terminal))
     parent = ProcessId.of(os.getppid())
-    # In a terminal of its own the node ends with its parent; the guard sends that no signal: "False".
+    # A node with a terminal ends with its parent, which gets no signal: "False".
     watched = [*parent, False] if in_terminal else [*killed, True]
     assert started[0][-7:-2] == [str(each) for each in (*this_process(), *watched)]
 

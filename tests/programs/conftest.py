@@ -3,6 +3,8 @@ from __future__ import annotations
 import jax
 import pytest
 
+from rlframe.programs import session
+
 
 @pytest.fixture(autouse=True, scope="package")
 def compile_once(tmp_path_factory):
@@ -14,3 +16,14 @@ def compile_once(tmp_path_factory):
     yield
     for name, value in before.items():
         jax.config.update(name, value)
+
+
+@pytest.fixture
+def learning_curves():
+    """The runs of a test that asks for this draw their learning curves. It takes a fifth of a small run's time."""
+
+
+@pytest.fixture(autouse=True)
+def without_learning_curves(request, monkeypatch):
+    if "learning_curves" not in request.fixturenames:
+        monkeypatch.setattr(session, "_draw", lambda directory: None)

@@ -103,6 +103,7 @@ def test_what_a_callback_raises_is_raised_once_all_is_saved_and_the_run_can_go_o
     goes_on(tmp_path / "run", Result.read(RunDir(tmp_path / "run").result).env_steps)
 
 
+@pytest.mark.system
 def test_a_callback_of_a_program_of_processes_raises_in_the_caller(tmp_path):
     raises(tmp_path / "run", "heavy_env", "local")
 

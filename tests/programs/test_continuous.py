@@ -33,7 +33,8 @@ def test_normalised_runs_repeat_exactly_and_their_statistics_are_saved(tmp_path)
     assert evaluate(tmp_path / "whole", episodes=1)["return_mean"] == whole.return_mean
 
 
-@pytest.mark.parametrize("agent", ["sac", pytest.param("td3", marks=pytest.mark.system)])
+@pytest.mark.system
+@pytest.mark.parametrize("agent", ["sac", "td3"])
 def test_a_run_may_be_stopped_and_resumed_and_its_policy_loaded(agent, tmp_path):
     described = experiment(agent)
     whole = train(described, run_dir=tmp_path / "whole")
@@ -61,8 +62,8 @@ def test_a_program_learns_at_the_ratio_that_the_agent_asks_for(agent, topology, 
     ("replay", "options"),
     [
         ("shared_memory", {}),
-        ("service", {}),
-        ("service", {"replay_shards": 2}),
+        pytest.param("service", {}, marks=pytest.mark.system),
+        pytest.param("service", {"replay_shards": 2}, marks=pytest.mark.system),
         pytest.param("reverb", {}, marks=pytest.mark.system),
     ],
 )

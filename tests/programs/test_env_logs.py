@@ -53,7 +53,7 @@ def test_a_run_in_one_process_writes_the_means_of_each_row(tmp_path, more):
     assert len(rows) == 4
 
 
-@pytest.mark.parametrize("topology", ["heavy_env", "light_env"])
+@pytest.mark.parametrize("topology", ["heavy_env", pytest.param("light_env", marks=pytest.mark.system)])
 def test_so_does_a_topology_of_several_actors(tmp_path, topology):
     more = ["--topology", topology, "--engine", "threads", "--run-dir", str(tmp_path / "run")]
     assert main(["train", *OPTIONS, *more]) == 0

@@ -106,7 +106,7 @@ def test_where_no_environment_starts_the_first_error_is_raised():
         most_of(fail, 20)
 
 
-@pytest.mark.parametrize("topology", [{}, THREADS])
+@pytest.mark.parametrize("topology", [{}, pytest.param(THREADS, marks=pytest.mark.system)])
 def test_all_episodes_are_played_in_the_environments_that_can_be_built(env, tmp_path, caplog, topology):
     result = trained(env, tmp_path, eval_episodes=7, **licensed(tmp_path, 5), **topology)
     assert (result.episodes, result.return_mean, result.evaluation_error) == (7, 5.0, None)

@@ -28,7 +28,7 @@ def experiment(agent: str, topology: str, **fields) -> Experiment:
 
 
 @pytest.mark.parametrize("topology", ["heavy_env", "light_env"])
-def test_a_program_has_the_files_and_the_result_of_a_single_process(tmp_path, topology):
+def test_a_program_has_the_files_and_the_result_of_a_single_process(tmp_path, topology, learning_curves):
     rows = []
     described = experiment("impala", topology, unroll_length=8, batch_size=4)
     result = train(described, run_dir=tmp_path / "run", callbacks=[lambda info: rows.append((info.step, info.values))])

@@ -70,7 +70,7 @@ def logged(folder: pathlib.Path) -> str:
 @pytest.mark.parametrize(
     ("topology", "engine", "extras"),
     [
-        ("heavy_env", "threads", ()),
+        pytest.param("heavy_env", "threads", (), marks=pytest.mark.system),
         pytest.param("heavy_env", "local", (), marks=pytest.mark.system),
         pytest.param("light_env", "local", (), marks=pytest.mark.system),
         pytest.param("elastic", "local", ("trajectories",), marks=pytest.mark.system),

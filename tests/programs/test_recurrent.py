@@ -31,7 +31,7 @@ def experiment(agent: str, **fields) -> Experiment:
     ("agent", "fields"),
     [
         pytest.param("ppo", {}, marks=pytest.mark.system),
-        ("ppo", NORMALISED),
+        pytest.param("ppo", NORMALISED, marks=pytest.mark.system),
         pytest.param("impala", {}, marks=pytest.mark.system),
     ],
     ids=["ppo", "normalised ppo", "impala"],

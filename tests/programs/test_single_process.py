@@ -87,7 +87,7 @@ def assert_same_arrays(run_dir, other) -> None:
         np.testing.assert_array_equal(array, expected)
 
 
-def test_a_run_leaves_everything_in_its_directory(tmp_path):
+def test_a_run_leaves_everything_in_its_directory(tmp_path, learning_curves):
     result = train(ppo(), run_dir=tmp_path / "run")
     assert 600 <= result.env_steps < 602
     assert 18 <= result.learner_steps <= 20  # 600 // 32, and what steps after an episode's end add
@@ -177,7 +177,7 @@ def test_evaluate_repeats_the_evaluation_of_the_run(tmp_path):
     assert again["params_version"] == result.params_version
 
 
-@pytest.mark.parametrize("make", [ppo, dqn, pytest.param(impala, marks=pytest.mark.system)])
+@pytest.mark.parametrize("make", [ppo, *(pytest.param(make, marks=pytest.mark.system) for make in (dqn, impala))])
 def test_one_seed_gives_the_same_numbers_twice_and_another_does_not(make, tmp_path):
     for name, seed in [("a", 1), ("b", 1), ("c", 2)]:
         train(make(seed=seed), run_dir=tmp_path / name)

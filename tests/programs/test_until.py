@@ -28,7 +28,7 @@ def test_a_run_ends_at_an_evaluation_that_reaches_a_return(tmp_path, place):
     check(tmp_path / "run", place, {"until_return": 5.0})
 
 
-@pytest.mark.parametrize("place", PLACES[:2])
+@pytest.mark.parametrize("place", [PLACES[0], pytest.param(PLACES[1], marks=pytest.mark.system)])
 def test_a_run_ends_at_exactly_so_many_updates(tmp_path, place):
     result = check(tmp_path / "run", place, {"until_learner_steps": 7})
     assert result.learner_steps == 7 == Checkpointer(tmp_path / "run/checkpoints").steps()[-1]
@@ -36,7 +36,7 @@ def test_a_run_ends_at_exactly_so_many_updates(tmp_path, place):
     assert (more.learner_steps, more.stopped_by) == (9, "until_learner_steps")
 
 
-@pytest.mark.parametrize("place", PLACES[:2])
+@pytest.mark.parametrize("place", [PLACES[0], pytest.param(PLACES[1], marks=pytest.mark.system)])
 def test_a_run_ends_after_so_many_seconds(tmp_path, place):
     result = check(tmp_path / "run", place, {"until_seconds": 1.0})
     assert result.wall_seconds >= 1.0

@@ -147,7 +147,7 @@ def test_an_environment_that_is_back_after_its_steps_left_begins_anew(make: Any,
     buffer, twin, stream = make("uniform", item, 8, 40), ReplayTwin(item), StepStream(4, end=0.1)
     buffer.claim_rank(4)
     twin.claim_rank(4, 0)
-    for t in range(300):
+    for t in range(120):
         ids, step = stream.step(np.arange(0 if t % 30 < 5 else 1, 4))
         buffer.add(ids, step)
         twin.add(ids, step)

@@ -208,7 +208,7 @@ def _row(name: str, row: Any, dtype: np.dtype) -> np.ndarray:
 
 
 def _fitting(rows: Any, tokens: Any) -> Any:
-    """Return the rows that are as long as their tokens; None in place of others. What is no list of rows stays."""
+    """Return the rows, with None for each that is not as long as its tokens; anything but lists as it is."""
     if not all(isinstance(each, _LISTS) and all(isinstance(row, _ROWS) for row in each) for each in (rows, tokens)):
         return rows
     fits = len(rows) == len(tokens)

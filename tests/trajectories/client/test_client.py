@@ -397,6 +397,7 @@ def test_a_group_with_what_json_does_not_have_is_refused_before_it_is_sent(value
         client.post(group)
 
 
+@pytest.mark.system
 def test_a_service_that_is_killed_while_groups_are_posted_has_each_of_them_once(tmp_path):
     with running_service(tmp_path) as service, TrajectoryClient(service.url, timeout=DEADLINE) as client:
         client.register(**SETTINGS)
