@@ -161,8 +161,9 @@ def _users_modules() -> dict[str, tuple[ModuleType, str]]:
     """The modules that a user may have written, by name, with their files."""
     found = {}
     for name, module in list(sys.modules.items()):
-        # Not getattr: some modules import others then.
-        file = object.__getattribute__(module, "__dict__").get("__file__") if isinstance(module, ModuleType) else None
+        if not issubclass(type(module), ModuleType):  # `isinstance` believes objects that only pretend, as cffi's do
+            continue
+        file = object.__getattribute__(module, "__dict__").get("__file__")  # getattr may import lazy modules
         if isinstance(file, str) and _is_users(name, file):
             found[name] = (module, _real(file))
     return found

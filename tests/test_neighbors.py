@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import types
 
 import cloudpickle
 import pytest
@@ -163,3 +164,17 @@ def test_what_a_notebook_has_imported_since_stays_its_own(tmp_path, monkeypatch)
     write(tmp_path, env="VALUE = 22\n")
     forget_changed()
     assert load(tmp_path) == 22 and sys.modules["agent_beside"] is agent_beside
+
+
+class PretendedModule:
+    """As the modules that cffi makes: without `__dict__`."""
+
+    __slots__ = ()
+    __class__ = types.ModuleType
+
+
+def test_objects_that_pretend_to_be_modules_are_left_alone(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pretended", PretendedModule())
+    assert isinstance(sys.modules["pretended"], types.ModuleType)
+    forget_changed()
+    assert type(sys.modules["pretended"]) is PretendedModule
