@@ -72,7 +72,9 @@ class PublishedTokenizer:
         render = functools.partial(self._render, add_generation_prompt=add_generation_prompt)
         text = render(plain)
         if lost := _lost(plain, text, render):
-            raise UsageError(f"The chat template in {self._folder} leaves out a part of the messages{_hint(lost)}")
+            raise UsageError(
+                f"The chat template in {self._folder} does not write all of the messages as text{_hint(lost)}"
+            )
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def _render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
