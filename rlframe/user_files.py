@@ -70,7 +70,7 @@ def import_module(module: str, name: str) -> ModuleType:
     """Import the module of `module:Id`, also from the working directory.
 
     Raises:
-        UsageError: there is none, or it needs a package that is not installed.
+        UsageError: there is none, it raises, or it needs a package that is not installed.
     """
     if "" in module.split("."):
         raise UsageError(f"{name!r} should read module:Id or file.py:NAME, and {module!r} is not the name of a module.")
@@ -91,6 +91,8 @@ def import_module(module: str, name: str) -> ModuleType:
             f"There is no module {module!r} for {name!r}: it is not installed, and not in the working directory {here}."
             f"{before}"
         ) from error
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"Cannot import {module!r} for {name!r}: {describe(error)}.") from error
     if directory is not None:
         _places[top] = directory
     return found

@@ -141,7 +141,7 @@ def make(task: str, kwargs: Mapping[str, Any]) -> Any:
         # The pool never steps before a reset; this wrapper and the checker cost 10 to 30% of a CartPole step.
         spec.order_enforce = False
         return gymnasium.make(spec, disable_env_checker=True, **kwargs)
-    except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
+    except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         if "box2d" in str(error).lower():
             extras.require(f"The environment {task}", "box2d")
         raise UsageError(f"{task!r} needs a package that is not installed here: {error}") from error

@@ -17,7 +17,7 @@ from rlframe.envs.names import PREFIXES
 from rlframe.envs.registered import spec_of
 from rlframe.errors import UsageError, suggest
 from rlframe.programs.object_names import ObjectName, attribute_of, find_live, is_live
-from rlframe.user_files import describe, import_module, load_file
+from rlframe.user_files import import_module, load_file
 
 if TYPE_CHECKING:
     from rlframe.agents import Agent
@@ -244,7 +244,7 @@ def load_object(name: str, what: str) -> Any:
     source, _, attribute = name.rpartition(":")
     if not is_file_name(name) and not (source and attribute):
         raise UsageError(f"The {what} {name!r} should read file.py:Name.")
-    module = load_file(pathlib.Path(source), what) if source.endswith(".py") else _load_module(source, what)
+    module = load_file(pathlib.Path(source), what) if source.endswith(".py") else _load_module(source, name)
     try:
         return attribute_of(module, attribute)
     except AttributeError:
@@ -258,13 +258,8 @@ def absolute_name(name: str) -> str:
     return f"{os.path.abspath(source)}:{attribute}" if colon and source.endswith(".py") else name
 
 
-def _load_module(name: str, what: str) -> ModuleType:
+def _load_module(module: str, name: str) -> ModuleType:
     main = sys.modules["__main__"]
-    if getattr(getattr(main, "__spec__", None), "name", None) == name:
+    if getattr(getattr(main, "__spec__", None), "name", None) == module:
         return main  # as `load_file`, of `python -m package.module`
-    try:
-        return import_module(name, f"{what} {name}")
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(f"Cannot import {name} for the {what}: {describe(error)}.") from error
+    return import_module(module, name)

@@ -129,6 +129,52 @@ def test_a_type_error_inside_a_constructor_is_not_blamed_on_the_options():
         SyncEnv("Broken-v0", 1, env_kwargs={"height": 2})
 
 
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (
+            ImportError("the level is broken"),
+            EnvError,
+            r"^Building environment 0 failed: ImportError: the level is brok",
+        ),
+        (
+            ModuleNotFoundError("No module named 'maze'"),
+            UsageError,
+            "'Seven-v0' needs a package .*: No module named 'ma",
+        ),
+        (gymnasium.error.DependencyNotInstalled("maze is missing"), UsageError, "needs a package .*: maze is missing"),
+    ],
+)
+def test_only_a_module_that_is_not_found_is_called_a_missing_package(error, kind, message):
+    def raises():
+        raise error
+
+    gymnasium.register("Seven-v0", raises)
+    with pytest.raises(kind, match=message):
+        SyncEnv("Seven-v0", 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("from json import nothing", "ImportError: cannot import name 'nothing' from 'json'"),
+        ("1 / 0", "ZeroDivisionError: division by zero."),
+        ("def f(:", r"SyntaxError: invalid syntax \(line 1\)."),
+        ("raise SystemExit(3)", "SystemExit: 3."),
+    ],
+)
+def test_a_module_that_raises_is_named_with_its_error(code, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "raises_at_import.py").write_text(code)
+    with pytest.raises(
+        UsageError, match=f"^Cannot import 'raises_at_import' for 'raises_at_import:Maze-v0': {message}"
+    ):
+        SyncEnv("raises_at_import:Maze-v0", 1)
+    gymnasium.register("Maze-v0", "raises_at_import:Maze")
+    with pytest.raises(EnvError, match=f"^Building environment 0 failed: {message[:9]}"):
+        SyncEnv("Maze-v0", 1)
+
+
 def test_a_module_in_the_working_directory_registers_its_ids(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text(
