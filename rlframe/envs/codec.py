@@ -84,6 +84,8 @@ class ObservationLeaf:
             categories = categories - self.first
         # As an unsigned number, one below 0 is above all others.
         wrong = np.asarray(categories).view(np.uint64) >= self.num_values
+        if array.dtype == np.uint64:
+            wrong = wrong | (array >= np.uint64(2**63))  # which int64 takes for a number below 0
         if np.count_nonzero(wrong):
             last = self.first + (self.num_values.astype(np.int64) - 1)
             raise self._outside(array, wrong, f"whole numbers from {self.first} to {last}")

@@ -59,6 +59,8 @@ OUTSIDE = [
     (DISCRETE, 2**32, "4294967296: expected whole numbers from -1 to 1"),
     (MULTI, np.array([1, 3]), "3 at (1,): expected whole numbers from [0 0] to [1 2]"),
     (MULTI, [-1, 0], "-1 at (0,): expected"),
+    (DISCRETE, np.uint64(2**64 - 1), "18446744073709551615: expected whole numbers from -1 to 1"),
+    (g.MultiDiscrete([2, 3], start=[-1, 5]), np.array([2**64 - 1, 5], np.uint64), "18446744073709551615 at (0,)"),
 ]  # fmt: skip
 
 
