@@ -91,6 +91,8 @@ def import_module(module: str, name: str) -> ModuleType:
             f"There is no module {module!r} for {name!r}: it is not installed, and not in the working directory {here}."
             f"{before}"
         ) from error
+    except UsageError:  # as where a module of ours needs an extra
+        raise
     except (Exception, SystemExit) as error:
         raise UsageError(f"Cannot import {module!r} for {name!r}: {describe(error)}.") from error
     if directory is not None:
@@ -196,4 +198,4 @@ def describe(error: BaseException) -> str:
     """The type, the message and, of a syntax error, the line of an exception."""
     line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
     message = error.msg if isinstance(error, SyntaxError) else str(error)
-    return f"{type(error).__name__}: {message}{line}".rstrip(".")
+    return f"{type(error).__name__}: {message}{line}".rstrip(".: ")

@@ -6,6 +6,7 @@ import io
 import json
 import pathlib
 import shutil
+import sys
 
 import pytest
 
@@ -216,6 +217,16 @@ def test_a_bug_is_one_sentence_unless_the_traceback_is_asked_for(capsys, monkeyp
     )
     assert main(["agents", "--traceback"]) == 1
     assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "printed"),
+    [(None, 0, ""), (3, 3, ""), ("no licence", 1, "rlframe: no licence\n"), (2.5, 1, "rlframe: 2.5\n")],
+)
+def test_sys_exit_ends_a_command_as_it_ends_python(capsys, monkeypatch, code, exit_code, printed):
+    monkeypatch.setattr("rlframe.cli.agents.run", lambda arguments: sys.exit(code))
+    assert main(["agents"]) == exit_code
+    assert capsys.readouterr().err == printed
 
 
 def test_the_last_line_of_stdout_is_the_result(capsys, tmp_path):

@@ -55,8 +55,10 @@ def _run(arguments: list[str]) -> int:
             return _dispatch(arguments)
     except KeyboardInterrupt:
         return _failed("interrupted.", INTERRUPTED)
-    except SystemExit as stop:  # tyro's --help
-        return stop.code if isinstance(stop.code, int) else 0
+    except SystemExit as stop:  # tyro's --help, or a user's code
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        return _failed(str(stop.code), 1)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and streams.has_lost_reader(sys.stdout):
             return 0

@@ -7,6 +7,8 @@ import sys
 import cloudpickle
 import pytest
 
+from rlframe.envs import registered
+from rlframe.envs.names import check_name
 from rlframe.errors import UsageError
 from rlframe.programs import naming
 
@@ -105,6 +107,23 @@ def test_a_name_that_means_nothing_is_explained(agent_file, tmp_path, name, mess
     with pytest.raises(UsageError) as raised:
         naming.agent_class(name.format(dir=tmp_path))
     assert str(raised.value) == message.format(dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("class class\n", "Cannot import 'unloadable' for '{name}': SyntaxError: invalid syntax (line 1)."),
+        ("import sys\nsys.exit()\n", "Cannot import 'unloadable' for '{name}': SystemExit."),
+        ("from rlframe import extras\nraise extras.missing('A maze', 'box2d')\n", "A maze needs the extra"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_explained_wherever_it_is_named(tmp_path, monkeypatch, text, message):
+    (tmp_path / "unloadable.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    for load in (naming.env_name_or_builder, check_name, lambda name: registered.make(name, {}), naming.agent_class):
+        with pytest.raises(UsageError) as raised:
+            load("unloadable:Own")
+        assert str(raised.value).startswith(message.format(name="unloadable:Own"))
 
 
 def test_a_class_that_is_no_agent_is_refused(agent_file):
