@@ -221,7 +221,7 @@ def epsilon_greedy(
 
 
 def default_policy(action_spec: Tree) -> Policy:
-    """The distribution for an action spec: Discrete, MultiDiscrete, or a box of floats.
+    """The distribution for an action spec: Discrete, a MultiDiscrete of one axis, or a box of floats.
 
     Raises:
         UsageError: any other spec, by name.
@@ -234,9 +234,15 @@ def default_policy(action_spec: Tree) -> Policy:
         largest = np.asarray(action_spec.maximum, np.int64)  # as uint8, 255 + 1 would be 0
         sizes = np.broadcast_to(largest + 1, action_spec.shape)
         return MultiCategorical(tuple(int(n) for n in sizes), action_spec.dtype)
+    if isinstance(action_spec, specs.Array) and action_spec.dtype.kind in "iu" and len(action_spec.shape) > 1:
+        raise UsageError(
+            f"The actions are whole numbers of shape {action_spec.shape}: expected a MultiDiscrete of one axis. "
+            "Flatten the action space of the environment (`MultiDiscrete(nvec.ravel())`) and reshape the action in its "
+            "step(), or give a policy_factory."
+        )
     raise UsageError(
-        f"No policy for the action spec {action_spec!r}. Actions may be Discrete, MultiDiscrete or a Box of floats; "
-        "for others give a policy_factory."
+        f"No policy for the action spec {action_spec!r}: expected Discrete, a MultiDiscrete of one axis, or a Box of "
+        "floats. For others give a policy_factory."
     )
 
 

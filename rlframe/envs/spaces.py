@@ -40,10 +40,21 @@ def canonical_dtype(dtype: Any) -> np.dtype:
 def _tree(node: Any, leaf: Callable[[Any, str], ObservationLeaf], path: str = "observation") -> Any:
     """The leaves of a space or of a tree of specs. A Dict space is a Mapping, and a Tuple space a Sequence."""
     if isinstance(node, Mapping):
+        _check_keys(node, path)
         return {key: _tree(sub, leaf, f"{path}.{key}") for key, sub in node.items()}
     if isinstance(node, Sequence):
         return tuple(_tree(sub, leaf, f"{path}.{i}") for i, sub in enumerate(node))
     return leaf(node, path)
+
+
+def _check_keys(node: Mapping[Any, Any], path: str) -> None:
+    try:
+        sorted(node)
+    except TypeError:
+        raise UsageError(
+            f"The space of {path!r} has the keys {list(node)}, which JAX cannot sort: expected text, or other keys of "
+            "one type."
+        ) from None
 
 
 def _space_leaf(space: Any, path: str) -> ObservationLeaf:

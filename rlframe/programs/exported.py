@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlframe.envs.codec import ActionLeaf, ObservationLeaf
+from rlframe.envs.codec import ActionLeaf, Codec, ObservationLeaf
 from rlframe.envs.spaces import canonical_dtype
 from rlframe.envs.wrappers import joined
 from rlframe.errors import RlframeError, UsageError
@@ -40,7 +40,7 @@ def export(
         without recurrent state whose frames are not stacked).
     seed: [] uint32, another in each call, of agents that draw random numbers.
     action: [B, ...] as the environments take it, of at most 32 bits. Where an observation is not in its space, NaN or
-        the least integer, which no environment takes: a compiled function raises no error.
+        the least integer (of an unsigned dtype, the largest): a compiled function raises no error.
 
     Args:
         run_dir, checkpoint, agent, network: as for `load`.
@@ -50,7 +50,7 @@ def export(
         The file's path.
 
     Raises:
-        UsageError, CheckpointError: as `load`; or a space starts beyond int32.
+        UsageError, CheckpointError: as `load`; or a space starts beyond int32, or has keys that are not text.
         RlframeError: the file could not be written.
     """
     from jax import export as jax_export
@@ -59,7 +59,7 @@ def export(
     made, codec, source, experiment = trained(run_dir, checkpoint, agent, network)
     _, params = source.get_params()
     count, check_finite = experiment.topology.frame_stack, experiment.topology.check_finite is not False
-    _check_starts([*codec.leaves, codec.action])
+    check_codec(codec)
     initial, structure = jax.tree.flatten(jax.tree.map(np.asarray, made.initial_state(1)))
     shapes = [(count, *leaf.spec.shape) for leaf in codec.leaves] if count > 1 else []
     frames = [np.zeros((1, *shape), leaf.spec.dtype) for shape, leaf in zip(shapes, codec.leaves)]
@@ -103,8 +103,17 @@ def export(
     return path
 
 
-def _check_starts(leaves: list[Any]) -> None:
+def check_codec(codec: Codec) -> None:
+    """Raise UsageError unless a file can hold a function of these observations and actions."""
+    paths = jax.tree_util.tree_flatten_with_path(codec.observation_spec)[0]
+    for key in (getattr(part, "key", "") for path, _ in paths for part in path):
+        if not isinstance(key, str):
+            raise UsageError(
+                f"The observation space has the key {key!r}, and the keys in an exported file are text: the policy "
+                "cannot be exported. `rlframe.load` acts in it."
+            )
     limits = np.iinfo(np.int32)
+    leaves: list[Any] = [*codec.leaves, codec.action]
     for leaf in leaves:
         start, count = np.asarray(leaf.start), np.asarray(getattr(leaf.spec, "num_values", 1))
         if np.any(start < limits.min) or np.any(start + (count - 1) > limits.max):
@@ -124,7 +133,7 @@ def _encode(leaf: ObservationLeaf, value: jax.Array, check_finite: bool) -> tupl
 
 
 def _decode(leaf: ActionLeaf, action: jax.Array, fits: jax.Array) -> jax.Array:
-    """As `ActionLeaf.decode`, in at most 32 bits; NaN or the least integer where the observation did not fit."""
+    """As `ActionLeaf.decode`, in at most 32 bits. Without `fits`, NaN or the least integer (unsigned: the largest)."""
     spec: Any = leaf.spec
     dtype: Any = np.dtype(np.float16) if leaf.dtype == np.float16 else canonical_dtype(leaf.dtype)
     if leaf.bounds is not None:

@@ -110,6 +110,12 @@ def test_other_action_specs_are_refused_by_name(spec):
         default_policy(spec)
 
 
+@pytest.mark.parametrize("maximum", [1, np.array([[1, 2], [3, 4]])])
+def test_whole_numbers_of_several_axes_are_refused_with_their_shape_and_the_fix(maximum):
+    with pytest.raises(UsageError, match=r"of shape \(2, 2\): expected a MultiDiscrete of one axis.*nvec\.ravel\(\)"):
+        default_policy(specs.BoundedArray((2, 2), np.int32, 0, maximum, "action"))
+
+
 def test_squashed_gaussian_agrees_with_distrax():
     params = 0.3 * jax.random.normal(RNG, (6, 4))  # further out the oracle loses digits in the inverse of tanh
     policy = SquashedGaussian(box([-1.0, -1.0], [1.0, 1.0], (2,)))

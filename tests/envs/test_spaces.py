@@ -80,6 +80,15 @@ def test_an_observation_space_without_a_fixed_shape_is_refused_with_its_path():
         observed_in(g.Dict(a=g.Tuple((g.Text(5),))))
 
 
+@pytest.mark.parametrize("keys", [(1, "a"), (None, "a"), ((1, 2), ("a", 2))])
+def test_keys_that_cannot_be_sorted_are_refused_with_their_path(keys):
+    mixed = {key: g.Discrete(2) for key in keys}
+    with pytest.raises(UsageError, match=r"The space of 'observation\.in' has the keys .*, which JAX cannot sort"):
+        observed_in(g.Dict({"in": g.Dict(mixed)}))
+    with pytest.raises(UsageError, match="The space of 'observation' has the keys"):
+        spaces.codec_of_specs({key: specs.DiscreteArray(2) for key in keys}, specs.DiscreteArray(2))
+
+
 def test_dtypes_are_narrowed_and_bounds_with_them():
     spec = observed_in(g.Box(-np.inf, np.finfo(np.float64).max, (2,), np.float64))
     assert spec.dtype == np.float32

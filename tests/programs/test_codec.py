@@ -17,7 +17,9 @@ import rlframe
 from rlframe.agents.networks import MLPConfig
 from rlframe.envs import EnvServer, as_pool
 from rlframe.envs.codec import Codec
+from rlframe.envs.spaces import codec_of_spaces
 from rlframe.errors import UsageError
+from rlframe.programs.exported import check_codec
 from tests.envs.test_server import served
 
 ENVIRONMENT = """
@@ -134,6 +136,20 @@ def test_an_environment_that_trains_takes_what_the_policy_gives(tmp_path_factory
 @given(**cases)
 def test_every_environment_that_trains_takes_what_the_policy_gives(tmp_path_factory, **case):
     check(tmp_path_factory.mktemp("run"), **case)
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        (g.Dict(a=g.Dict({1: g.Discrete(2)})), "has the key 1, and the keys in an exported file are text"),
+        (g.Dict({("a", 1): g.Discrete(2)}), r"has the key \('a', 1\), and the keys"),
+        (g.Discrete(3, start=2**31 - 2), "'observation' starts at 2147483646"),
+    ],
+)
+def test_spaces_that_no_exported_file_can_hold_are_refused(space, message):
+    check_codec(codec_of_spaces(g.Dict(a=g.Tuple((g.Discrete(3, start=2**31 - 3),))), g.Discrete(2)))
+    with pytest.raises(UsageError, match=message):
+        check_codec(codec_of_spaces(space, g.Discrete(2)))
 
 
 def test_a_policy_refuses_what_is_not_in_the_space_it_was_trained_in(tmp_path):
