@@ -79,6 +79,15 @@ def test_a_module_that_has_gone_is_named_with_the_directory_where_it_was(tmp_pat
     (tmp_path / "renamed" / "gone_module.py").write_text("VALUE = 1\n")  # so that its old version is forgotten
     code = "import rlframe, sys; rlframe.train(run_dir=sys.argv[1], resume=True, steps=128, quiet=True)"
     root = str(pathlib.Path(__file__).parents[1])
+    forget_changed()
+    config = tmp_path / "run" / "config.json"
+    saved = config.read_text()
+    for name in ("gone_module:Own-v0", "gymnasium:gone_module:Own-v0", "gone_module:Env"):
+        config.write_text(saved.replace("gone_module:Own-v0", name))
+        assert rlframe.load(run_dir).act(np.zeros(2, np.float32)) in (0, 1)  # a policy acts without the environment
+    config.write_text(saved)
+    with pytest.raises(UsageError, match="^There is no module 'gone_module' for 'gone_module:Own-v0'"):
+        rlframe.evaluate(run_dir)
     done = subprocess.run(
         [sys.executable, "-c", code, run_dir],
         env={**os.environ, "PYTHONPATH": root},

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from rlframe.envs.names import CHANGED, describe_backend
+from rlframe.envs.names import CHANGED, describe_backend, registration, split
 from rlframe.errors import UsageError
 from rlframe.programs import naming
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.run_dir import RunDir
+
+
+def import_env(experiment: Experiment) -> None:
+    """Import the module of an environment `module:Id` before the run, which would keep an older module of this name."""
+    is_game = experiment.topology.learns_from == "steps"
+    if is_game and naming.is_library_env(experiment.env) and ":" in split(experiment.env)[1]:
+        registration(experiment.env)
 
 
 def backend_note(experiment: Experiment) -> dict[str, str]:
@@ -18,6 +25,7 @@ def backend_note(experiment: Experiment) -> dict[str, str]:
 
 def check_backend(directory: RunDir, experiment: Experiment) -> None:
     """Raise UsageError if the id of a run's environment, which the user registered, means another now, or nothing."""
+    import_env(experiment)
     noted = directory.notes().get("env_backend")
     try:
         now = backend_note(experiment).get("env_backend")

@@ -283,12 +283,9 @@ def with_preset(preset: Preset | None, agent: str, env: str) -> Experiment:
 
 
 def complete(experiment: Experiment) -> Experiment:
-    """Fill in `agent_config` and `network_config` where they are None, and import the module of an env `module:Id`."""
+    """Fill in `agent_config` and `network_config` where they are None."""
     from rlframe.agents.net_factory import own_config  # imports JAX, as any agent does
 
-    env, is_game = experiment.env, experiment.topology.learns_from == "steps"
-    if is_game and naming.is_library_env(env) and ":" in split(env)[1]:
-        registration(env)  # during the run, an older module of this name would be kept
     agent_cls = naming.agent_class(experiment.agent)
     if experiment.agent_config is None:
         experiment = dataclasses.replace(experiment, agent_config=agent_cls.config_cls())

@@ -22,7 +22,7 @@ from rlframe.programs import naming
 from rlframe.programs.actor_counts import ActorCounts
 from rlframe.programs.callbacks import Callback, Callbacks
 from rlframe.programs.control import Control, serve_control_of
-from rlframe.programs.env_backend import backend_note, check_backend
+from rlframe.programs.env_backend import backend_note, check_backend, import_env
 from rlframe.programs.evaluation import describe_evaluation
 from rlframe.programs.experiment import Experiment, complete, continued, load_experiment
 from rlframe.programs.guests import OPEN_GROUPS
@@ -97,11 +97,11 @@ def train(
     check_extras(experiment, with_control=control is not None)
     _check_place(experiment.topology, listen, profile)
     called = Callbacks(callbacks)
+    directory = RunDir(run_dir if run_dir is not None else default_path(experiment))
+    import_env(experiment)
     config, is_program = experiment.topology, isinstance(experiment.topology, ProgramConfig)
     with kept(), contextlib.ExitStack() as opened, contextlib.ExitStack() as undo:
-        experiment, directory = opened.enter_context(
-            open_session(experiment, run_dir, resume, stop_at, take_over, resume_from)
-        )
+        experiment = opened.enter_context(open_session(experiment, directory, resume, stop_at, take_over, resume_from))
         if resume:
             check_backend(directory, experiment)
         if resume and resume_from is None and (finished := _finished(directory, experiment)) is not None:
@@ -280,20 +280,19 @@ def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:
 @contextlib.contextmanager
 def open_session(
     experiment: Experiment,
-    run_dir: str | os.PathLike | None,
+    directory: RunDir,
     resume: bool,
     stop_at: int | None,
     take_over: bool = False,
     resume_from: int | None = None,
-) -> Iterator[tuple[Experiment, RunDir]]:
-    """The experiment and the directory of a session, a new one or the one to go on in: ours in the context.
+) -> Iterator[Experiment]:
+    """The experiment of a session, and its directory, a new one or the one to go on in: ours in the context.
 
     Raises:
         UsageError: the directory, or what a resumed run would change, cannot be; or another process writes there; or
             the checkpoint to go on from is damaged.
     """
     experiment = complete(experiment)
-    directory = RunDir(run_dir if run_dir is not None else default_path(experiment))
     if stop_at is not None and stop_at < 1:
         raise UsageError(f"stop_at must be at least 1 environment step, got {stop_at}.")
     if resume:
@@ -310,4 +309,4 @@ def open_session(
             settle(directory.checkpoints, replays, directory.path / "aside", resume_from)
         else:
             directory.create()  # again: it may have been another's meanwhile
-        yield experiment, directory
+        yield experiment

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Union
 
 from rlframe.errors import UsageError
+from rlframe.programs.env_backend import import_env
 from rlframe.programs.experiment import Experiment, default_env, load_experiment, with_preset
 from rlframe.programs.given import name_of
 from rlframe.programs.options import with_options
@@ -65,11 +66,14 @@ def starting_point(
     if saved is not None:
         if agent is not None and agent != saved.agent:
             raise UsageError(f"The config is of the agent {saved.agent!r}: agent {agent!r} cannot replace it.")
+        import_env(saved)
         return saved, None
     agent = agent or Experiment.agent
     env = env or default_env(agent)
     preset = find_preset(session.preset, agent, env)
-    return with_preset(preset, agent, env), preset
+    defaults = with_preset(preset, agent, env)
+    import_env(defaults)
+    return defaults, preset
 
 
 def _saved(session: SessionOptions, given: Mapping[str, Any]) -> Experiment | None:
