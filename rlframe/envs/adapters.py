@@ -84,11 +84,10 @@ class GymnasiumEnv:
             terminated = answers.flag("terminated", terminated)
         if truncated is not False and truncated is not _NO:
             truncated = answers.flag("truncated", truncated)
-        if info:
-            if type(info) is not dict:
-                answers.check_info(info)
-            if "log" in info or "episode" in info:
-                self._log_info(info)
+        if type(info) is not dict:
+            answers.check_info(info)
+        if info and ("log" in info or "episode" in info):
+            self._log_info(info)
         if terminated:
             return observation, reward, 0.0, True
         return observation, reward, 1.0, truncated is True
@@ -129,7 +128,7 @@ class DmEnv:
         result = self.env.step(action)
         answers.check_dm_env_answer("step", result)
         step_type, reward, discount, observation = result
-        if self._log_values is not None and (logged := self._log_values()):
+        if self._log_values is not None and (logged := self._log_values()) is not None:
             self.log(logged)
         if type(discount) is not float or not 0.0 <= discount <= 1.0:
             discount = 1.0 if discount is None else answers.discount(discount)

@@ -84,18 +84,23 @@ def check_gymnasium_reset(result: Any) -> None:
     """Raise WrongAnswerError unless `reset` returned an observation and a dict."""
     if isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], Mapping):
         return
-    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
-    came = f"(observation, {result[1]!r})" if is_pair else type(result).__name__
+    came, old = type(result).__name__, f" {_OLD}"
+    if isinstance(result, (tuple, list)) and len(result) == 2:
+        came = f"(observation, {reprlib.repr(result[1])})"
+    elif isinstance(result, tuple):
+        came, old = f"{len(result)} value{'' if len(result) == 1 else 's'}", ""
     raise WrongAnswerError(
-        f"returned {came} from reset(): expected (observation, info) with a dict as info. {_OLD} "
+        f"returned {came} from reset(): expected (observation, info) with a dict as info.{old} "
         "Return `observation, {}`."
     )
 
 
 def check_info(info: Any) -> None:
-    """Raise WrongAnswerError unless the info of a step is a dict, or empty."""
-    if info and not isinstance(info, Mapping):
-        raise WrongAnswerError(f"gave {info!r} as the info of a step: expected a dict. Return {{}} if there is none.")
+    """Raise WrongAnswerError unless the info of a step is a dict or None."""
+    if info is not None and not isinstance(info, Mapping):
+        raise WrongAnswerError(
+            f"gave {reprlib.repr(info)} as the info of a step: expected a dict. Return {{}} if there is none."
+        )
 
 
 def check_takes_seed(env: Any, error: TypeError) -> None:

@@ -88,6 +88,6 @@ def log_shapes() -> list[tuple[tuple[int, ...], Any]]:
 def _as_number(value: Any) -> float | None:
     try:
         number = float(value) if np.ndim(value) == 0 and not isinstance(value, (str, bytes)) else math.nan
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None

@@ -29,7 +29,7 @@ class RemoteAsyncEnv:
     Raises (every method):
         EnvError: an environment raised, or a server was restarted, or another Actor has its environments now.
         PeerError: a server did not answer within the deadline.
-        UsageError: what is sent does not fit; nothing was sent then.
+        UsageError: an action or an answer does not fit. The actions for other servers may have been sent.
     """
 
     def __init__(self, servers: Sequence[tuple[handles.Remote, ServedSpecs]]) -> None:

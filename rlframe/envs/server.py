@@ -101,17 +101,18 @@ class EnvServer:
             )
 
     def _once(self, number: int, act: Callable[[], ServedStep | None]) -> ServedStep | None:
+        """Return what `act` returns, or raise its UsageError; for a repeated call the same again, without `act`."""
         if self._stop.is_set():
             raise UnavailableError("The EnvServer has stopped.")
         if number < self._number:
-            return None  # nobody waits for it: the call that it repeats was answered
+            return None  # the Actor has the answer, and made its next call
         if number > self._number:
             try:
                 with self._stepping:
                     self._answer = act()
-            except UsageError as error:  # nothing was stepped: the Actor may make its next call
+            except UsageError as error:  # an action or an environment's answer does not fit: the server goes on
                 self._answer = error
-            except BaseException as error:  # a new pool is needed: whoever restarts the node brings one
+            except BaseException as error:  # only a new pool can go on: the node ends, to be started again
                 self._failure = error
                 self.stop()
                 raise

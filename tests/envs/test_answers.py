@@ -90,8 +90,9 @@ def test_flags_may_be_numpy_s_or_zero_and_one(yes):
 
 def test_the_info_of_a_step_is_a_dict_or_none():
     assert step(make(info=None)).reward.tolist() == [1.0, 1.0]
-    with pytest.raises(UsageError, match="Environment 0 gave 5 as the info of a step: expected a dict"):
-        step(make(info=5))
+    for info, came in ((5, "5"), (np.zeros(2), r"array\(\[0\., 0\.\]\)"), ([], r"\[\]")):
+        with pytest.raises(UsageError, match=f"Environment 0 gave {came} as the info of a step: expected a dict"):
+            step(make(info=info))
 
 
 @pytest.mark.parametrize(
@@ -112,6 +113,19 @@ def test_a_step_without_five_values_is_refused_and_four_are_the_old_api(result, 
 def test_a_reset_without_a_dict_is_refused_as_the_old_api(info):
     with pytest.raises(UsageError, match=rf"returned \(observation, {info}\) from reset\(\).*dict.*Gym before 0\.26"):
         step(make(reset=lambda self, seed=None, options=None: (np.zeros(2), info)))
+
+
+@pytest.mark.parametrize("result", [(), (np.zeros(2),), (np.zeros(2), {}, 0), (np.zeros(2), 0.0, False, False, {})])
+def test_a_reset_that_returns_another_number_of_values_is_not_taken_for_the_old_api(result):
+    with pytest.raises(UsageError, match=rf"returned {len(result)} values? from reset\(\): expected \(obs") as caught:
+        step(make(reset=lambda self, seed=None, options=None: result))
+    assert "Gym before" not in str(caught.value) and "Return `observation, {}`." in str(caught.value)
+
+
+@pytest.mark.parametrize("result", [np.zeros(2), [0.0, 0.0], [0.0] * 3, {"a": 1}, None])
+def test_a_reset_that_returns_only_an_observation_is_refused_as_the_old_api(result):
+    with pytest.raises(UsageError, match=r"from reset\(\).*Gym before 0\.26"):
+        step(make(reset=lambda self, seed=None, options=None: result))
 
 
 @pytest.mark.parametrize("wrap", [lambda env: env, lambda env: gymnasium.wrappers.TimeLimit(env, 5)])

@@ -87,7 +87,7 @@ class Plain(Logging):
 class Misusing(Logging):
     def step(self, action):
         observation, reward, terminated, truncated, info = super().step(action)
-        info["log"].update({"text": "much", "nan": np.nan, "array": np.ones(2), 3: 1.0, "n" * 57: 1.0})
+        info["log"].update({"text": "much", "nan": np.nan, "array": np.ones(2), 3: 1.0, "n" * 57: 1.0, "huge": 10**400})
         return observation, reward, terminated, truncated, info if self.t < 2 else {"log": [1.0], "episode": 7}
 
 
@@ -95,11 +95,12 @@ def test_what_is_no_number_is_named_once_and_left_out(caplog):
     sums = play("sync", "loop", functools.partial(Misusing))
     assert sums == {"t": [12.0, 12.0]}
     messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 6
+    assert len(messages) == 7
     assert messages[0].startswith("Environment 0 logged 'text' as 'much': expected a finite number. It is left out")
     assert "'nan' as nan" in messages[1] and "'array' as array([1., 1.])" in messages[2]
     assert "logged 3: expected a name of 1 to 56 bytes" in messages[3] and "nnn': expected a name" in messages[4]
-    assert "logged [1.0]: expected a dict of names and numbers" in messages[5]
+    assert "logged 'huge' as 1000" in messages[5]
+    assert "logged [1.0]: expected a dict of names and numbers" in messages[6]
 
 
 def test_names_beyond_the_last_are_left_out(caplog):
