@@ -7,10 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from rlframe.cli.main import main
+from rlframe.cli.trials import Trials
 from rlframe.cli.varied import Varied, parse_varied
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import load_experiment
@@ -128,6 +130,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(arguments, why, tm
     assert main(["sweep", "--quiet", "--run-dir", str(folder), *arguments.split()]) == 2
     assert why in capfd.readouterr().err
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(("returns", "spread"), [([20.0], []), ([20.0, 23.0], ["1.5"])])
+def test_a_trial_of_one_seed_has_no_spread(returns, spread, capfd):
+    row = {"trial": 2, "returns": returns, "value": 20.0, "options": {"num-epochs": 4}}
+    Trials._print(SimpleNamespace(_varied=[Varied("num-epochs", ("4",))]), [row])
+    assert capfd.readouterr().err.splitlines()[1].split() == ["2", "20.0", *spread, "4"]
 
 
 def test_a_grid_makes_every_combination_and_says_which_was_best(sweep, tmp_path, capfd):

@@ -42,8 +42,8 @@ def imports():
     gymnasium.registry.update(before)
 
 
-def run(env, **options):
-    return rlframe.train("ppo", env, num_envs=2, steps=64, unroll_length=8, num_minibatches=2, quiet=True, **options)
+def run(env, quiet=True, **options):
+    return rlframe.train("ppo", env, num_envs=2, steps=64, unroll_length=8, num_minibatches=2, quiet=quiet, **options)
 
 
 def test_the_next_run_uses_the_new_version_of_a_module_and_of_its_neighbor(tmp_path):
@@ -98,7 +98,7 @@ def test_a_module_that_has_gone_is_named_with_the_directory_where_it_was(tmp_pat
     assert f"The run was started with the one in {tmp_path}/here." in done.stderr
 
 
-def test_a_run_whose_id_means_another_environment_now_is_refused(tmp_path):
+def test_a_run_says_what_makes_its_environment_and_is_refused_where_the_id_means_another(tmp_path, capsys):
     class Nine(gymnasium.Env):
         observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
         action_space = gymnasium.spaces.Discrete(2)
@@ -110,7 +110,9 @@ def test_a_run_whose_id_means_another_environment_now_is_refused(tmp_path):
             return np.zeros(2, np.float32), 9.0, True, False, {}
 
     gymnasium.register("Acrobot-v1", Nine)
-    run_dir = run("Acrobot-v1", run_dir=tmp_path / "run").run_dir
+    run_dir = run("Acrobot-v1", quiet=False, run_dir=tmp_path / "run").run_dir
+    said = capsys.readouterr().err
+    assert "The environment Acrobot-v1 is made by Gymnasium (tests.test_user_modules:" in said and ".Nine)." in said
     for other in ("gymnasium.envs.classic_control:AcrobotEnv", "another_module:Nine", type("Ten", (Nine,), {})):
         gymnasium.register("Acrobot-v1", other)
         for go_on in (lambda: rlframe.train(run_dir=run_dir, resume=True), lambda: rlframe.evaluate(run_dir)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import pathlib
 import pickle
 
 import gymnasium
@@ -152,6 +153,31 @@ def test_stacked_categories_stay_categories():
     assert vectors(spec, stacked).tolist() == [[1, 0, 0, 0, 0, 1]]
     cube = MultiDiscreteArray(np.full((2, 2, 2), 3))
     assert jax.eval_shape(lambda rows: vectors(cube, rows), np.zeros((1, 2, 2, 2), np.int32)).shape == (1, 24)
+
+
+# Spaces of the rows of docs/own-network.md, and how many inputs each gives a network.
+SEEN = {
+    "Box of floats": (g.Box(-1, 1, (3,), np.float64), 3),
+    "Box of integers": (g.Box(0, 9, (3,), np.int64), 3),
+    "Discrete": (DISCRETE, 3),
+    "MultiDiscrete": (MULTI, 5),
+    "Discrete or MultiDiscrete, with `--frame-stack`": (MULTI, 10),
+    "MultiBinary": (g.MultiBinary(3), 3),
+    "Dict, Tuple": (g.Dict(a=DISCRETE, b=g.Tuple((MULTI,))), 8),
+}
+
+
+def test_the_page_of_networks_says_what_each_space_becomes():
+    page = (pathlib.Path(__file__).parents[2] / "docs/own-network.md").read_text()
+    table = page.partition("| space (or dm_env spec) |")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = {name.strip(): spec for _, name, _, spec, *_ in (line.split("|") for line in table)}
+    assert rows.keys() == SEEN.keys()
+    for name, (space, inputs) in SEEN.items():
+        frames = 2 if "frame-stack" in name else 1
+        with SyncEnv(lambda space=space: Gives(space, [space.sample()]), 1, frame_stack=frames) as pool:
+            spec, observation = pool.observation_spec, pool.reset().observation
+        assert type(spec).__name__.lower() in rows[name].lower(), name
+        assert vectors(spec, observation).shape == (1, inputs), name
 
 
 def test_a_codec_survives_a_pickle_and_differs_where_spaces_start_elsewhere():

@@ -11,7 +11,8 @@ import rlframe
 from rlframe.cli import main
 from rlframe.errors import EnvError, UsageError
 from rlframe.metrics import read_jsonl
-from rlframe.programs.evaluation import most_of
+from rlframe.programs import make_experiment
+from rlframe.programs.evaluation import describe_evaluation, most_of
 from rlframe.programs.run_dir import Result, RunDir
 
 # An environment of which `most` may be open at a time, as with licenses. With `fails` it does not start in evaluations,
@@ -128,6 +129,12 @@ def test_eval_num_envs_says_how_many_environments_are_built(env, tmp_path, caplo
     options = {"eval_episodes": 5, "eval_num_envs": 2, **licensed(tmp_path, 4)}
     assert trained(env, tmp_path, **options).episodes == 5
     assert "environments; more did not start" not in caplog.text
+
+
+def test_the_default_is_twenty_episodes_of_at_most_108_000_steps_in_as_many_environments():
+    """As recorded results were evaluated."""
+    said = "The evaluation after training: 20 episodes, each of at most 108,000 steps, in 20 more environments."
+    assert describe_evaluation(make_experiment("ppo", "CartPole-v1")) == said
 
 
 @pytest.mark.parametrize("topology", [{}, pytest.param(THREADS, marks=pytest.mark.system)])
