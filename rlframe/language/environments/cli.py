@@ -92,6 +92,7 @@ def main(env_cls: type[BaseEnv], arguments: Sequence[str] | None = None) -> None
 
 def run(env_cls: type[BaseEnv], arguments: Sequence[str]) -> int:
     """Run a command as `main` does, and return the exit code."""
+    streams.prepare()
     _log()
     try:
         return _dispatch(env_cls, arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -257,6 +258,15 @@ def test_errors_and_help_are_printed_with_their_codes(capsys):
     printed = capsys.readouterr().out
     assert "--env.words ['a']" in printed and "--openai.model_name m" in printed and "--slurm False" in printed
     assert cli.run(CommandLine, []) == 2
+
+
+def test_help_is_printed_with_escapes_where_text_is_ascii(monkeypatch):
+    class Backwards(CommandLine):
+        name = "rückwärts"
+
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed := io.BytesIO(), "ascii"))
+    assert cli.run(Backwards, ["serve", "--help"]) == 0
+    assert b"r\\xfcckw\\xe4rts" in printed.getvalue()
 
 
 def test_the_config_of_a_class_refuses_what_nothing_reads():
