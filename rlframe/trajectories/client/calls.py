@@ -342,10 +342,12 @@ class BaseClient:
         dicts = [group.to_dict(binary=binary) for group in listed]
         try:
             body = (msgspec.msgpack if binary else msgspec.json).encode(dicts[0] if one else dicts)
-        except (TypeError, ValueError, OverflowError) as error:
+            for group in listed:
+                group.check_json()
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise UsageError(
-                f"A group cannot be sent: {error}. Apart from the arrays, a group holds what JSON has: text, numbers, "
-                "lists and dicts with text keys."
+                f"A group cannot be sent: {error}. Apart from the arrays, a group holds what JSON has: text, finite "
+                "numbers, lists and dicts with text keys."
             ) from error
         headers = {"Content-Type": MSGPACK if binary else JSON, "Idempotency-Key": key or new_key()}
         if self._compress:

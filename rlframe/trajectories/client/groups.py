@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ import numpy as np
 from rlframe.errors import UsageError
 from rlframe.trajectories.messages import ANY_LENGTH, FLOATS, INTS, LARGEST
 
-_REST = ("messages", "generation_params", "overrides", "group_overrides", "images", "env_id")
+_CARRIED = ("messages", "generation_params", "overrides", "group_overrides", "images")
+_REST = (*_CARRIED, "env_id")
 _DISTILL = ("distill_token_ids", "distill_logprobs")
 _KINDS = {
     np.dtype(np.int32): ("iu", "integers"),
@@ -124,6 +126,20 @@ class Group:
             fields["lengths"] = self.lengths.tobytes()
         fields["scores"] = self.scores.tolist()
         return fields
+
+    def check_json(self) -> None:
+        """Raise ValueError for keys that are not text and numbers that are not finite, which encoders let pass."""
+        for name in _CARRIED:
+            values = [getattr(self, name)]
+            for value in values:  # it grows by what each value holds
+                if isinstance(value, dict):
+                    if wrong := [key for key in value if not isinstance(key, str)]:
+                        raise ValueError(f"{name} has the key {wrong[0]!r} ({type(wrong[0]).__name__})")
+                    values.extend(value.values())
+                elif isinstance(value, (list, tuple)):
+                    values.extend(value)
+                elif isinstance(value, float) and not math.isfinite(value):
+                    raise ValueError(f"{name} holds {value}")
 
     @classmethod
     def from_item(cls, item: Mapping[str, Any]) -> Group:

@@ -387,14 +387,29 @@ def test_the_service_says_when_to_come_again(service, run, monkeypatch):
             client.status(timeout=0.5)
 
 
-@pytest.mark.parametrize("value", [np.float32(0.5), "\ud800"], ids=["numpy", "surrogate"])
-def test_a_group_with_what_json_does_not_have_is_refused_before_it_is_sent(value):
+@pytest.mark.parametrize(
+    "value",
+    [np.float32(0.5), "\ud800", {(1, 2): 0}, {1: 0}, [{"deep": ({None: 0},)}, "after"], float("nan")],
+    ids=["numpy", "surrogate", "tuple as key", "number as key", "None as key", "nan"],
+)
+@pytest.mark.parametrize("binary", [True, False])
+def test_a_group_with_what_json_does_not_have_is_refused_before_it_is_sent(value, binary):
     group = a_group(generation_params={"temperature": value})
     with (
         TrajectoryClient("http://127.0.0.1:1") as client,
         pytest.raises(UsageError, match="group cannot be sent: .*JSON"),
     ):
-        client.post(group)
+        client.post([a_group(), group], binary=binary)
+
+
+def test_a_group_that_holds_itself_is_refused_before_it_is_sent():
+    circle: dict = {}
+    circle["again"] = [circle]
+    with (
+        TrajectoryClient("http://127.0.0.1:1") as client,
+        pytest.raises(UsageError, match="cannot be sent: .*recursion"),
+    ):
+        client.post(a_group(group_overrides=circle))
 
 
 @pytest.mark.system
