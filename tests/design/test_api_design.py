@@ -366,6 +366,13 @@ def test_replay_buffer_add_as_the_document_writes_it_is_refused_with_the_form_he
     env.close()
 
 
+def test_run_takes_no_queues_and_the_page_of_differences_says_why():
+    assert list(inspect.signature(Actor.run).parameters) == ["self"]
+    page = (pathlib.Path(__file__).parents[2] / "docs/differences.md").read_text()
+    ((_, document, here, reason, _),) = (line.split("|") for line in page.splitlines() if "`run` with queues" in line)
+    assert "gRPC or local queues" in document and "`Actor.run()` takes nothing" in here and "a queue" in reason
+
+
 def test_a_learner_makes_its_dataset_from_its_data_cfg():
     assert list(inspect.signature(Learner._make_dataset).parameters) == ["self", "data_cfg"]
 

@@ -186,6 +186,16 @@ def test_ranks_above_zero_wait_for_the_step_that_rank_zero_pulls(service, api):
         assert steps == [6]
 
 
+def test_every_arrow_of_the_diagrams_is_an_endpoint_and_ranks_above_zero_ask_for_the_status(api):
+    page = (ROOT / "docs/trajectories.md").read_text()
+    diagrams = re.findall(r"```mermaid\nsequenceDiagram\n(.*?)```", page, re.DOTALL)
+    asked = [re.findall(r"(\w)->>S: (GET|POST) (/[\w-]*)", diagram) for diagram in diagrams]
+    paths = api.get("/openapi.json").json()["paths"]
+    assert all(method.lower() in paths[path] for diagram in asked for _, method, path in diagram)
+    (ranks,) = (diagram for diagram in asked if any(asks == "R" for asks, *_ in diagram))
+    assert ranks == [("R", "POST", "/register"), ("R", "GET", "/status")]
+
+
 def test_a_rank_that_waits_while_the_run_starts_afresh_is_told(service, api):
     api.post("/register", json={**REGISTRATION, "starting_step": 5})
 
