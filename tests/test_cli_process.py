@@ -89,6 +89,7 @@ def make():
 """
 
 
+@pytest.mark.system
 def test_a_second_signal_before_it_has_saved_is_a_failure_that_names_what_was_saved_last(tmp_path):
     run_dir = tmp_path / "run"
     (tmp_path / "slow.py").write_text(SLOW)
@@ -177,7 +178,9 @@ def test_a_run_that_goes_on_is_resumed_by_nobody_else_unless_it_is_taken_over(tm
     assert not (run_dir / "run.lock").exists()
 
 
-@pytest.mark.parametrize("command", ["--help", "train --help", "envs"])
+@pytest.mark.parametrize(
+    "command", ["train --help", *(pytest.param(one, marks=pytest.mark.system) for one in ("--help", "envs"))]
+)
 def test_output_whose_reader_is_gone_ends_without_a_word(command):
     assert piped_to_nobody([sys.executable, "-m", "rlframe", *command.split()]) == (0, "")
 

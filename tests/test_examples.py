@@ -51,10 +51,8 @@ def test_a_script_of_one_process_learns(page: str):
     assert float(re.findall(r"^return ([\d.]+) over 20 episodes$", done.stdout, re.MULTILINE)[0]) >= LEARNED
 
 
-@pytest.mark.parametrize(
-    "topology",
-    ["single_process", *(pytest.param(name, marks=pytest.mark.system) for name in ("heavy_env", "light_env"))],
-)
+@pytest.mark.system
+@pytest.mark.parametrize("topology", ["single_process", "heavy_env", "light_env"])
 def test_a_callback_stops_a_solved_run_whose_policy_is_loaded_in_every_topology(tmp_path: pathlib.Path, topology: str):
     done = run(str(ROOT / "examples/stop_when_solved.py"), topology, cwd=tmp_path)
     assert re.findall(r"^stopped by (\w+) after", done.stdout, re.MULTILINE) == ["callback"]

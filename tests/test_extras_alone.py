@@ -201,6 +201,7 @@ def test_the_core_alone_runs_what_needs_no_more_and_says_what_the_rest_needs(tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["RUN"]  # nothing was made for what was refused
 
 
+@pytest.mark.system
 def test_with_each_extra_alone_what_needs_others_says_which(tmp_path):
     calls = {
         extra: [call for call in REFUSED if extra in call.needs and expected(call, installed_with(extra))]

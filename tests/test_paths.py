@@ -91,7 +91,8 @@ def check_runs(tmp_path, options, variables):
     return run_dir
 
 
-@pytest.mark.parametrize("variables", [ASCII, pytest.param({}, marks=pytest.mark.system)], ids=["ascii", "utf-8"])
+@pytest.mark.system
+@pytest.mark.parametrize("variables", [ASCII, {}], ids=["ascii", "utf-8"])
 def test_a_run_is_trained_resumed_filmed_and_drawn(variables, tmp_path):
     needs("gymnasium")
     check_runs(tmp_path, PPO, variables)

@@ -19,9 +19,13 @@ from rlframe.agents.policies import (
 from rlframe.errors import UsageError
 from tests.extras import import_or_skip
 
-distrax = import_or_skip("distrax", "pip install 'rlframe[test]'")
-
 RNG = jax.random.PRNGKey(0)
+
+
+@pytest.fixture(scope="module")
+def distrax():
+    """Imported by those tests alone that use it: it brings TensorFlow, for two seconds."""
+    return import_or_skip("distrax", "pip install 'rlframe[test]'")
 
 
 def box(low, high, shape=(1,)):
@@ -41,7 +45,7 @@ def test_categorical_never_samples_an_action_of_no_weight(excluded):
     assert excluded not in np.asarray(Categorical(3).sample(RNG, logits))
 
 
-def test_categorical_agrees_with_distrax():
+def test_categorical_agrees_with_distrax(distrax):
     logits, actions = jax.random.normal(RNG, (7, 4)), jnp.array([0, 1, 2, 3, 0, 1, 2])
     ours, oracle = Categorical(4), distrax.Categorical(logits)
     np.testing.assert_allclose(ours.log_prob(logits, actions), oracle.log_prob(actions), rtol=1e-5)
@@ -49,7 +53,7 @@ def test_categorical_agrees_with_distrax():
     np.testing.assert_array_equal(ours.mode(logits), oracle.mode())
 
 
-def test_multi_categorical_is_the_product_of_its_parts():
+def test_multi_categorical_is_the_product_of_its_parts(distrax):
     policy, logits = MultiCategorical((2, 3)), jax.random.normal(RNG, (6, 5))
     samples = policy.sample(RNG, logits)
     assert samples.shape == (6, 2) and samples.dtype == jnp.int32
@@ -65,7 +69,7 @@ def test_multi_categorical_parts_are_drawn_independently():
     np.testing.assert_allclose(np.mean(samples[:, 0] == samples[:, 1]), 0.5, atol=0.015)
 
 
-def test_gaussian_agrees_with_distrax():
+def test_gaussian_agrees_with_distrax(distrax):
     policy = ClippedGaussian(box(-1.0, 1.0, (2,)))
     params = jnp.array([[0.3, -0.2, 0.1, -0.7], [1.0, 2.0, 0.0, 0.5]])
     oracle = distrax.MultivariateNormalDiag(params[:, :2], jnp.exp(params[:, 2:]))
@@ -116,7 +120,7 @@ def test_whole_numbers_of_several_axes_are_refused_with_their_shape_and_the_fix(
         default_policy(specs.BoundedArray((2, 2), np.int32, 0, maximum, "action"))
 
 
-def test_squashed_gaussian_agrees_with_distrax():
+def test_squashed_gaussian_agrees_with_distrax(distrax):
     params = 0.3 * jax.random.normal(RNG, (6, 4))  # further out the oracle loses digits in the inverse of tanh
     policy = SquashedGaussian(box([-1.0, -1.0], [1.0, 1.0], (2,)))
     samples = policy.sample(RNG, params)

@@ -205,6 +205,7 @@ def test_the_target_network_is_copied_every_period():
         assert_trees_equal(learner_state.target_params, first)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("network", "error"), [(GRUConfig(hidden=(8,), size=8), 0.0), (MLPConfig((8,)), 0.67)])
 def test_it_learns_what_only_a_memory_can_tell(network, error):
     """The third action is rewarded by what the first observation was: by it, by 0 or by its opposite."""

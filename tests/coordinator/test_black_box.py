@@ -326,6 +326,7 @@ def test_stale_and_repeated_answers_change_nothing(stage: Stage) -> None:
     assert np.all(np.diff(stage.scene.store.versions) > 0)
 
 
+@pytest.mark.system
 def test_a_job_outlives_a_full_disk_and_is_written_down_when_there_is_room_again(stage: Stage, small_disk) -> None:
     stage.path = small_disk.path
     coordinator = stage.running(learner_steps=400)

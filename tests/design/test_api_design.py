@@ -163,7 +163,7 @@ class Rows(list):
         self.append((step, values))
 
 
-@pytest.mark.parametrize("type", ["single env", "thread", "process"])
+@pytest.mark.parametrize("type", ["single env", "thread", pytest.param("process", marks=pytest.mark.system)])
 def test_single_process_rl(type):
     env_builder = an_env if type == "single env" else functools.partial(a_pool, type)
 

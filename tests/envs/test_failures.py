@@ -218,6 +218,7 @@ def test_a_pool_that_nobody_refers_to_ends_its_workers():
     assert not any(map(alive, pids))
 
 
+@pytest.mark.system
 def test_workers_outlive_the_thread_that_made_their_pool():
     made = []
     thread = threading.Thread(target=lambda: made.append(SyncEnv(ScriptedEnv, 2, "process", num_workers=2)))

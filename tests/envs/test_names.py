@@ -42,7 +42,7 @@ def test_a_prefix_decides_which_library_makes_it():
         assert pool.reset().observation.shape == (2, 4)
 
 
-@pytest.mark.parametrize("type", ["loop", "process"])
+@pytest.mark.parametrize("type", ["loop", pytest.param("process", marks=pytest.mark.system)])
 def test_dm_control_suite_tasks_work_and_are_seeded(type):
     needs("dm_control")
     starts = []

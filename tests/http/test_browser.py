@@ -130,6 +130,7 @@ def test_an_address_to_which_browsers_say_nothing_of_the_page_is_guarded_too(bro
             assert page.evaluate(pause) == 200
 
 
+@pytest.mark.system
 def test_a_link_of_another_page_opens_the_live_page_and_erases_nothing(browser, elsewhere):
     with trajectories() as target, page_of(browser, f"http://localhost:{elsewhere}") as page:
         before = target.state()

@@ -49,6 +49,7 @@ def test_answers_and_their_ends_are_trained_on_and_nothing_else():
     assert not data.tokens[0, 6:].any() and not data.tokens[1, 2:].any()
 
 
+@pytest.mark.system
 def test_the_model_learns_what_it_is_shown_and_grpo_starts_from_there(tmp_path):
     rows = Rows()
     agent = GRPO(CONFIG)

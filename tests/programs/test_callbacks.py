@@ -97,7 +97,9 @@ def test_stop_ends_a_run_early_with_all_saved_and_evaluated_and_it_can_go_on(tmp
     goes_on(tmp_path / "run", Result.read(RunDir(tmp_path / "run").result).env_steps)
 
 
-@pytest.mark.parametrize(("topology", "engine"), PLACES)
+@pytest.mark.parametrize(
+    ("topology", "engine"), [PLACES[0], pytest.param(*PLACES[1], marks=pytest.mark.system), PLACES[2]]
+)
 def test_what_a_callback_raises_is_raised_once_all_is_saved_and_the_run_can_go_on(tmp_path, topology, engine):
     raises(tmp_path / "run", topology, engine)
     goes_on(tmp_path / "run", Result.read(RunDir(tmp_path / "run").result).env_steps)

@@ -44,7 +44,11 @@ def make_env():
 
 
 @pytest.mark.parametrize(
-    "more", [["--env-type", "loop"], ["--env-type", "process", "--num-workers", "2"]], ids=["loop", "process"]
+    "more",
+    [
+        pytest.param(["--env-type", "loop"], id="loop"),
+        pytest.param(["--env-type", "process", "--num-workers", "2"], id="process", marks=pytest.mark.system),
+    ],
 )
 def test_a_run_in_one_process_writes_the_means_of_each_row(tmp_path, more):
     assert main(["train", *OPTIONS, *more, "--run-dir", str(tmp_path / "run")]) == 0

@@ -73,6 +73,7 @@ def test_classes_of_cells_train_and_a_cell_that_is_run_again_counts_from_then_on
     assert rlframe.train(**given, run_dir=run_dir, resume=True, steps=96, quiet=True).return_mean == 4.0
 
 
+@pytest.mark.system
 def test_a_notebooks_class_that_has_moved_to_a_file_goes_on_with_its_run(notebook, tmp_path):
     notebook.run(ENV)
     run_dir = rlframe.train("ppo", notebook["Catch"], **SMALL).run_dir

@@ -212,6 +212,7 @@ class LedActor(StoppedActor):
         return {**said, "rank": 0}
 
 
+@pytest.mark.system
 def test_actors_are_let_go_as_far_as_the_run_goes_whoever_of_them_is_silent(tmp_path):
     run = make_run(tmp_path, steps=200)
     (tmp_path / "gate").touch()

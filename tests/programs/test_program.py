@@ -53,6 +53,7 @@ def test_a_program_learns_from_a_replay_at_the_ratio_that_the_agent_asks_for(tmp
     assert 0.8 * due <= result.learner_steps <= 1.1 * due
 
 
+@pytest.mark.system
 def test_evaluations_go_on_beside_the_training(tmp_path):
     described = experiment("impala", "heavy_env", unroll_length=8, batch_size=4, eval_every=300, steps=10_000)
     train(described, run_dir=tmp_path / "run")

@@ -108,7 +108,7 @@ RUNS = {
 }
 
 
-SLOW = ("ppo", "impala", "a file's", "images")
+SLOW = ("ppo", "repeating dqn", "impala", "a file's", "images")
 
 
 @pytest.fixture(
@@ -160,6 +160,7 @@ def test_a_policy_acts_as_evaluate_has_it_act(run):
     assert policy.version == expected["params_version"] > 1
 
 
+@pytest.mark.system
 def test_a_policy_of_sac_normalises_as_its_run_did(tmp_path):
     options = {"min_replay_size": 100, "batch_size": 16, "network": "mlp", "network_config": MLPConfig((16,))}
     result = rlframe.train("sac", "gymnasium:Pendulum-v1", run_dir=tmp_path / "run", steps=200, num_envs=2, seed=SEED,

@@ -23,7 +23,10 @@ def check(run_dir: pathlib.Path, place: tuple[str, Any], limit: dict[str, Any]) 
     return result
 
 
-@pytest.mark.parametrize("place", [*PLACES[:2], pytest.param(("light_env", "threads"), marks=pytest.mark.system)])
+@pytest.mark.parametrize(
+    "place",
+    [PLACES[0], *(pytest.param(place, marks=pytest.mark.system) for place in (PLACES[1], ("light_env", "threads")))],
+)
 def test_a_run_ends_at_an_evaluation_that_reaches_a_return(tmp_path, place):
     check(tmp_path / "run", place, {"until_return": 5.0})
 
@@ -51,12 +54,12 @@ def test_each_limit_ends_a_run_in_every_topology_and_engine(tmp_path, place, lim
         assert result.learner_steps == 20
 
 
-def test_a_run_that_reaches_its_last_step_says_so(tmp_path):
-    for place in PLACES[:2]:
-        run_dir = tmp_path / place[0]
-        assert train(run_dir, *place, steps=600, stop_at=300, until_learner_steps=NEVER).stopped_by == "stop_at"
-        result = rlframe.train(run_dir=run_dir, resume=True, quiet=True)
-        assert result.stopped_by == "steps" and result.to_json()["stopped_by"] == "steps"
+@pytest.mark.parametrize("place", [PLACES[0], pytest.param(PLACES[1], marks=pytest.mark.system)])
+def test_a_run_that_reaches_its_last_step_says_so(tmp_path, place):
+    run_dir = tmp_path / "run"
+    assert train(run_dir, *place, steps=600, stop_at=300, until_learner_steps=NEVER).stopped_by == "stop_at"
+    result = rlframe.train(run_dir=run_dir, resume=True, quiet=True)
+    assert result.stopped_by == "steps" and result.to_json()["stopped_by"] == "steps"
 
 
 @pytest.mark.parametrize("topology", ["single_process", "heavy_env", "elastic"])

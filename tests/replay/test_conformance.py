@@ -142,7 +142,7 @@ def test_a_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scene: str, 
     assert must_stay <= drawn
 
 
-@pytest.mark.parametrize("item", [Transition(1), Transition(3)], ids=str)
+@pytest.mark.parametrize("item", [pytest.param(Transition(1), marks=pytest.mark.system), Transition(3)], ids=str)
 def test_an_environment_that_is_back_after_its_steps_left_begins_anew(make: Any, item: Any) -> None:
     buffer, twin, stream = make("uniform", item, 8, 40), ReplayTwin(item), StepStream(4, end=0.1)
     buffer.claim_rank(4)

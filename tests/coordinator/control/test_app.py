@@ -9,22 +9,12 @@ import time
 from collections.abc import Iterator
 
 import httpx
-import hypothesis
 import pytest
 
 from tests.extras import needs
 from tests.waiting import wait_until
 
 needs("trajectories")
-import schemathesis
-from hypothesis import HealthCheck
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
-
-from rlframe.coordinator.control.app import make_app
 from rlframe.coordinator.control.calls import AT_ONCE, STATUS_AGE
 from rlframe.coordinator.control.client import ControlClient
 from rlframe.coordinator.control.errors import ConflictError
@@ -371,23 +361,3 @@ def test_an_unknown_path_and_method_are_typed_errors(shared):
     http = shared[1]
     assert error_of(http.get("/nothing"), 404)["type"] == "not_found"
     assert error_of(http.get("/pause"), 405)["type"] == "method_not_allowed"
-
-
-schema = schemathesis.openapi.from_dict(make_app(ScriptedCoordinator()).openapi()).exclude(path="/events/stream")
-FUZZ = hypothesis.settings(deadline=None, derandomize=True, max_examples=5, suppress_health_check=list(HealthCheck))
-
-
-@pytest.fixture(scope="module")
-def fuzzed() -> Iterator[str]:
-    with serve_control(ScriptedCoordinator(), port=0) as server:
-        yield server.url
-
-
-@schema.parametrize()
-@FUZZ
-def test_every_answer_is_as_described(case, fuzzed):
-    response = case.call(base_url=fuzzed, timeout=DEADLINE)
-    assert response.status_code < 500 or response.status_code == 503, response.text[:500]
-    case.validate_response(
-        response, checks=[status_code_conformance, content_type_conformance, response_schema_conformance]
-    )

@@ -460,7 +460,7 @@ def test_nobody_is_lost_where_that_is_turned_off() -> None:
     limits = dataclasses.replace(LIMITS, lost_after=math.inf, lost_after_starting=math.inf)
     world = running(1, limits=limits)
     world.stop(world.live("collector")[0])
-    world.run(1000.0)
+    world.run(3.0 * LIMITS.lost_after_starting)
     assert world.m.accounts.restarts == 0
 
 

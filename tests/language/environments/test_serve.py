@@ -553,6 +553,7 @@ def test_what_others_sent_does_not_stop_one_with_a_minimum(url, model):
             assert running.env.status_dict["self_queue_size"] == 2 and len(model.requests) == 2
 
 
+@pytest.mark.system
 def test_two_environments_share_and_a_minimum_is_kept(url, model):
     class Others(Letters):
         name = "others"

@@ -297,6 +297,7 @@ def kill_under_load(tmp_path, rounds: int, groups: int) -> None:
     assert set(load.acked) == set(first)
 
 
+@pytest.mark.system
 def test_what_was_acknowledged_is_served_once_over_three_kills(tmp_path):
     kill_under_load(tmp_path, rounds=3, groups=60)
 

@@ -22,7 +22,7 @@ from tests.chromium import NEEDS_CHROMIUM, checked_pages, running_browser
 from tests.trajectories.api import Api
 from tests.trajectories.serving import ServiceProcess, running_service
 
-pytestmark = NEEDS_CHROMIUM
+pytestmark = [NEEDS_CHROMIUM, pytest.mark.system]
 MARKUP = "<img/src=x/onerror=window.injected=true>"
 WEIGHTS = (("maths", 1.0), ("code", 3.0))
 WORDS = ["[UNK]", "the", "sum", "is", "42", MARKUP]

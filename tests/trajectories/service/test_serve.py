@@ -98,6 +98,7 @@ def test_a_start_says_what_the_store_holds_and_fresh_begins_anew(tmp_path):
         assert (status["current_step"], status["queue_size"], status["stored_bytes"]) == (0, 0, 0)
 
 
+@pytest.mark.system
 def test_a_disk_that_groups_have_filled_can_be_emptied(tmp_path, small_disk):
     """A file system of 16 MB, of which half is kept for commands."""
     large = [[number] * 50_000 for number in range(2)]  # 400 kB as JSON
@@ -129,6 +130,7 @@ def test_a_disk_that_groups_have_filled_can_be_emptied(tmp_path, small_disk):
         assert service.stop() == 0
 
 
+@pytest.mark.system
 def test_two_processes_on_one_redis_and_its_loss(tmp_path):
     folders = [tmp_path / name for name in ("redis", "one", "other")]
     for folder in folders:

@@ -73,7 +73,7 @@ def write_and_kill(url, round_, delay, once_it_appends):
     return Said(lines)
 
 
-@pytest.mark.parametrize("option", ["", "?sync=off"])
+@pytest.mark.parametrize("option", ["", pytest.param("?sync=off", marks=pytest.mark.system)])
 def test_what_was_acknowledged_survives_kill_9_once_and_in_order(path, opened, option):
     acknowledged, said_forgotten, before = {}, set(), 0
     for round_ in range(5):
