@@ -169,6 +169,7 @@ def test_a_grid_makes_every_combination_and_says_which_was_best(sweep, tmp_path,
         assert "wait for its end, stop it, or have it ended" in sweep("--resume", "--run-dir", str(folder))[2]
 
 
+@pytest.mark.system
 def test_a_sweep_that_is_gone_on_with_draws_as_one_that_was_not_interrupted(sweep, tmp_path):
     arguments = ["--vary", "learning-rate=1e-5..1e-1:log", "--vary", "num-epochs=2..9", "--vary", "discount=0..0.5"]
     _, whole, err = sweep(*arguments, "--quiet", "--trials", "5", "--run-dir", str(tmp_path / "whole"))

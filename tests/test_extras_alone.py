@@ -232,7 +232,10 @@ def check_refusals(calls: dict[str, list[Call]], folder) -> None:
 
 @pytest.mark.parametrize(
     ("package", "topology", "by"),
-    [("launchpad", "heavy_env --engine launchpad", "--engine launchpad"), ("reverb", "distributed", "--replay reverb")],
+    [
+        pytest.param("launchpad", "heavy_env --engine launchpad", "--engine launchpad", marks=pytest.mark.system),
+        ("reverb", "distributed", "--replay reverb"),
+    ],
 )
 def test_a_damaged_install_is_not_called_a_missing_one_and_leaves_no_run_directory(tmp_path, package, topology, by):
     needs("launchpad", "reverb")

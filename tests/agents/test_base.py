@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import pickle
 import re
 import subprocess
 import sys
+from typing import Any
 
 import cloudpickle
 import jax
@@ -54,6 +56,7 @@ MATRIX = specs.BoundedArray((2, 1), np.float32, np.array([[-2.0], [0.0]]), np.ar
 SMALL_MLP = MLPConfig((8,), "relu")
 
 
+@functools.cache  # nothing changes an agent: each is compiled once for all tests
 def make(name: str) -> Agent:
     return {
         "ppo": lambda: PPO(PPO_CONFIG, VECTOR, DISCRETE),
@@ -87,6 +90,12 @@ def make(name: str) -> Agent:
     }[name]()
 
 
+@functools.cache
+def ready(name: str) -> tuple[Agent, Any, Any]:
+    """An agent, its parameters and its learner's state."""
+    return (make(name), *started(make(name)))
+
+
 ONE_OF_EACH = ["ppo dict", "ppo continuous", "dqn images", "dqn noisy", "impala multi-discrete", "pqn"]
 ONE_OF_EACH += ["r2d2", "sac matrix", "td3"]
 MORE = ["ppo", "ppo multi-discrete", "ppo images", "ppo normalised"]
@@ -104,8 +113,7 @@ def batch_for(agent, params, learner_state):
 
 @pytest.mark.parametrize("name", ["ppo", "impala", "dqn", "pqn", "r2d2", "sac", "td3"])
 def test_the_page_about_metrics_has_what_each_agent_logs(name):
-    agent = make(name)
-    params, learner_state = started(agent)
+    agent, params, learner_state = ready(name)
     logs = jax.eval_shape(agent.learner_step, params, learner_state, batch_for(agent, params, learner_state))[2]
     page = (pathlib.Path(__file__).parents[2] / "docs/metrics.md").read_text()
     (row,) = (line for line in page.splitlines() if line.startswith("| `loss` and what the agent logs"))
@@ -116,8 +124,7 @@ def test_the_page_about_metrics_has_what_each_agent_logs(name):
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_acting_twice_with_one_key_gives_the_same_and_matches_the_specs(name):
-    agent = make(name)
-    params, learner_state = started(agent)
+    agent, params, learner_state = ready(name)
     first, again = (batches.act(agent, params, learner_state) for _ in range(2))
     batches.assert_trees_equal(first, again)
     spec = agent.step_spec
@@ -130,8 +137,7 @@ def test_acting_twice_with_one_key_gives_the_same_and_matches_the_specs(name):
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_learning_is_pure(name):
-    agent = make(name)
-    params, learner_state = started(agent)
+    agent, params, learner_state = ready(name)
     batch = batch_for(agent, params, learner_state)
     kept = jax.tree.map(np.array, (params, learner_state, batch))
     step = jax.jit(agent.learner_step) if agent.jit_learner_step else agent.learner_step
@@ -145,8 +151,7 @@ def test_learning_is_pure(name):
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_pickled_agent_acts_and_learns_as_the_one_it_was(name):
-    agent = make(name)
-    params, learner_state = started(agent)
+    agent, params, learner_state = ready(name)
     agent.optimizer, agent.step_spec  # noqa: B018 (built now, and still not pickled)
     copied = pickle.loads(pickle.dumps(agent))
     batches.assert_trees_equal(started(copied), (params, learner_state))
@@ -156,8 +161,7 @@ def test_a_pickled_agent_acts_and_learns_as_the_one_it_was(name):
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_evaluating_ignores_the_key(name):
-    agent = make(name)
-    params, learner_state = started(agent)
+    agent, params, learner_state = ready(name)
     actor_params = agent.actor_params(params, learner_state)
     seen = batches.timestep(agent.observation_spec, 4)
     actions = [

@@ -173,7 +173,9 @@ def test_an_override_takes_its_sequence_out_of_the_policy_s_gradient_alone():
     np.testing.assert_allclose(advantages, relative[:, None] * data.mask[:, 1:], rtol=1e-5)
 
 
-@pytest.mark.parametrize("loss", ["grpo", "policy_gradient", "dpo"])
+@pytest.mark.parametrize(
+    "loss", ["grpo", *(pytest.param(one, marks=pytest.mark.system) for one in ("policy_gradient", "dpo"))]
+)
 @pytest.mark.parametrize("normalise_std", [True, False])
 def test_the_largest_scores_and_advantages_give_finite_parameters(loss, normalise_std):
     agent = GRPO(dataclasses.replace(CONFIG, loss=loss, normalise_std=normalise_std))

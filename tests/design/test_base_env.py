@@ -323,6 +323,7 @@ def test_true_is_no_number_in_a_file_either(tmp_path):
         cli.parse(Document, "serve", ["--config", str(file)])
 
 
+@pytest.mark.system
 def test_help_whose_reader_is_gone_ends_without_a_word():
     script = "from tests.design.test_base_env import Document; Document.cli()"
     for command in (["serve", "--help"], ["--help"]):

@@ -21,7 +21,7 @@ from tests.chromium import DEADLINE, NEEDS_CHROMIUM, running_browser
 from tests.http.services import COMPLETION, control, policy, trajectories
 from tests.trajectories.serving import outer_address
 
-pytestmark = NEEDS_CHROMIUM
+pytestmark = [NEEDS_CHROMIUM, pytest.mark.system]
 
 # Each returns once the browser has an answer, or a refusal.
 FIRE = """async ([images, posts]) => {
@@ -130,7 +130,6 @@ def test_an_address_to_which_browsers_say_nothing_of_the_page_is_guarded_too(bro
             assert page.evaluate(pause) == 200
 
 
-@pytest.mark.system
 def test_a_link_of_another_page_opens_the_live_page_and_erases_nothing(browser, elsewhere):
     with trajectories() as target, page_of(browser, f"http://localhost:{elsewhere}") as page:
         before = target.state()

@@ -111,6 +111,7 @@ def test_a_third_of_the_environments_is_waited_for_unless_another_number_is_give
     assert experiment("impala", num_envs=num_envs).synchronous.waits_for == num_envs
 
 
+@pytest.mark.system
 def test_a_pool_runs_in_the_quickest_way_that_can_be_asynchronous():
     for env, kind in ((slow_env, "AsyncProcesses"), ("CartPole-v1", "EnvPoolPool")):
         pool = make_pool(experiment("impala"), 4, {}, 1, env=env)

@@ -48,9 +48,8 @@ def test_a_run_may_be_stopped_and_resumed_and_its_policy_loaded(agent, tmp_path)
     assert action.shape == (1,) and np.all(np.abs(action) <= 2.0)
 
 
-@pytest.mark.parametrize(
-    ("agent", "topology"), [("sac", "heavy_env"), pytest.param("td3", "light_env", marks=pytest.mark.system)]
-)
+@pytest.mark.system
+@pytest.mark.parametrize(("agent", "topology"), [("sac", "heavy_env"), ("td3", "light_env")])
 def test_a_program_learns_at_the_ratio_that_the_agent_asks_for(agent, topology, tmp_path):
     described = experiment(agent, topology=topology, engine="threads", num_envs=4, update_period=4, steps=1_000)
     result = train(described, run_dir=tmp_path / "run")

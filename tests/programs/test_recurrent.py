@@ -48,9 +48,8 @@ def test_a_run_may_be_stopped_and_resumed_and_its_policy_loaded(agent, fields, t
     assert policy.act(np.zeros(2, np.float32)) in (0, 1)
 
 
-@pytest.mark.parametrize(
-    ("agent", "topology"), [("ppo", "heavy_env"), pytest.param("impala", "light_env", marks=pytest.mark.system)]
-)
+@pytest.mark.system
+@pytest.mark.parametrize(("agent", "topology"), [("ppo", "heavy_env"), ("impala", "light_env")])
 def test_a_program_carries_the_state(agent, topology, tmp_path):
     described = experiment(agent, topology=topology, engine="threads")
     assert train(described, run_dir=tmp_path / "run").learner_steps >= 8

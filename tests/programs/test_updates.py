@@ -46,7 +46,7 @@ def test_the_least_updates_leave_out_what_writers_are_ahead_by_and_first_sequenc
     [
         ("ppo", {"unroll_length": 16, "steps": 320}),
         pytest.param("impala", {"unroll_length": 8, "batch_size": 4, "steps": 640}, marks=pytest.mark.system),
-        ("dqn", {"min_replay_size": 100, "batch_size": 8, "steps": 400}),
+        pytest.param("dqn", {"min_replay_size": 100, "batch_size": 8, "steps": 400}, marks=pytest.mark.system),
     ],
 )
 def test_a_run_makes_as_many_updates_as_were_said(agent, fields, tmp_path):

@@ -31,15 +31,15 @@ from rlframe.types import Sequence, Transition
 from tests.replay.factories import FACTORIES, local, reverb, shared_memory
 from tests.waiting import wait_until
 
-# Every sixth of them in `make test`: each item, and each scene. The buffer in memory, which completes the items of
-# Reverb, goes through all; Reverb, with a server for each, only through every third.
+# The buffer in memory, which completes the items of Reverb, goes through all; Reverb, with a server for each, only
+# through every third. In `make test`: every sixth in memory, each item and each scene; every twelfth elsewhere.
 EACH_SCENE = pytest.mark.parametrize(
     ("make", "item", "scene"),
     [
         pytest.param(
             *(factory, item, scene),
             id=f"{factory.__name__}-{item}-{scene}",
-            marks=[pytest.mark.system] if (i + j) % 6 else [],
+            marks=[pytest.mark.system] if (i + j) % (6 if factory is local else 12) else [],
         )
         for factory in FACTORIES
         for i, item in enumerate(ITEMS)

@@ -93,7 +93,7 @@ def pixel_agent(item: Any, capacity: int = 300, shape: Any = SHAPE) -> Any:
     return fake_agent("uniform", item, 16, capacity, spec)
 
 
-@pytest.mark.parametrize("subsets", [False, True], ids=["lockstep", "subsets"])
+@pytest.mark.parametrize("subsets", [pytest.param(False, marks=pytest.mark.system), True], ids=["lockstep", "subsets"])
 @pytest.mark.parametrize("first", ["zeros", "repeated", "random", "kept", "mixed"])
 @pytest.mark.parametrize("item", [Transition(1), Transition(3), Sequence(5, 3)], ids=str)
 def test_what_comes_out_is_what_went_in(item: Any, first: str, subsets: bool) -> None:

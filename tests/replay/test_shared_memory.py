@@ -156,6 +156,7 @@ def test_what_is_overwritten_while_it_is_copied_is_drawn_again(scene: Scene) -> 
     assert 20 < reads[1] < 64
 
 
+@pytest.mark.system
 def test_ranks_are_claimed_across_processes(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = scene.buffer("uniform", Transition(1), 8, 1000, num_writers=3)
     writers = [scene.process(processes.claim, buffer) for _ in range(3)]

@@ -17,7 +17,7 @@ from rlframe.coordinator.states import JobState, TaskState, WorkerState, is_over
 from tests.coordinator.core.world import World
 
 # RLFRAME_SCHEDULES=2000 for a long look.
-SCHEDULES = int(os.environ.get("RLFRAME_SCHEDULES", "12"))
+SCHEDULES = int(os.environ.get("RLFRAME_SCHEDULES", "8"))
 ENDLESS = 10**9
 
 which = st.integers(0, 7)

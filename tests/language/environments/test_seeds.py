@@ -64,7 +64,7 @@ def ask(configs, way, **options):
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("server_type", ["openai", "sglang"])
+@pytest.mark.parametrize("server_type", ["openai", pytest.param("sglang", marks=pytest.mark.system)])
 @pytest.mark.parametrize("way", WAYS)
 def test_sixteen_seeded_answers_differ_and_are_repeated_by_their_seed(server, way, server_type):
     config = APIServerConfig(base_url=server.url(), model_name="policy", server_type=server_type)

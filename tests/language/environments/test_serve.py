@@ -538,6 +538,7 @@ def test_without_a_trainer_or_with_too_small_a_batch_it_ends(url, model):
         env.join()
 
 
+@pytest.mark.system
 def test_what_others_sent_does_not_stop_one_with_a_minimum(url, model):
     other = Group([[1, 1]] * 2, [[1, 1]] * 2, [0, 1])
     make = lambda: made(Letters, model, url=url, max_batches_offpolicy=2, min_batch_allocation=0.5)  # noqa: E731
