@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Literal, Union
 
 from rlframe.agents.losses_lm import Average
@@ -49,6 +50,8 @@ class GRPOConfig:
     supervised_learning_rate: float = 1e-5
 
     def __post_init__(self) -> None:
+        if self.weights is not None:  # once: an environment may change the directory
+            object.__setattr__(self, "weights", os.path.abspath(self.weights))
         check_at_least(self, 1, "max_tokens", "batch_size", "micro_batch_size", "logits_chunk", "supervised_batch_size")
         check_above(self, 0, "learning_rate", "supervised_learning_rate", "max_grad_norm")
         check_above(self, 0, "clip_epsilon", "clip_epsilon_high", "ratio_cap", "dpo_beta")

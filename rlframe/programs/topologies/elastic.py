@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import time
 from collections.abc import Callable
 from typing import Any, Union
@@ -72,6 +73,8 @@ class Elastic(GameProgram):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.workers is not None:  # once: an environment may change the directory
+            object.__setattr__(self, "workers", os.path.abspath(self.workers))
         if self.mean_staleness is not None and self.mean_staleness <= 0:
             raise UsageError(f"mean_staleness must be more than 0, got {self.mean_staleness}.")
         if self.max_actors < self.min_actors:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import socket
 from typing import Any, ClassVar, Union
 
@@ -45,6 +46,8 @@ class Language(ProgramConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.tokenizer and self.tokenizer != "byte":  # once: an environment may change the directory
+            object.__setattr__(self, "tokenizer", os.path.abspath(self.tokenizer))
         for name in ("service_port", "policy_port"):
             if not 0 <= getattr(self, name) < 2**16:
                 raise UsageError(f"{name} must be from 0 to 65535, got {getattr(self, name)}.")
