@@ -85,7 +85,7 @@ def train(
         defaults, preset = starting_point(agent, env, asked, options.get("network"))
         if env is not None:
             options["env"] = env
-        return run_session(changed(defaults, options, own), asked, preset, callbacks, silent=quiet)
+        return run_session(changed(defaults, options, [*own, "callbacks"]), asked, preset, callbacks, silent=quiet)
 
 
 def run_session(

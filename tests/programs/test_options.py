@@ -167,6 +167,7 @@ def test_a_resumed_run_takes_the_options_that_it_began_with(tmp_path):
         ({"http": "on"}, "http: expected 'auto' or int or None, got 'on' (str)."),
         ({"wandb": "yes"}, "wandb: expected bool, got 'yes' (str)."),
         ({"stepz": 3}, "There is no option 'stepz' of an experiment with ppo. Did you mean 'steps'?"),
+        ({"callback": print}, "There is no option 'callback' of an experiment with ppo. Did you mean 'callbacks'?"),
         ({"wandbb": True}, "There is no option 'wandbb' of an experiment with ppo. Did you mean 'wandb'?"),
         ({"at-once": 2}, "at_once is an option of the command line, and not of rlframe.train: it is of several seeds: "
          "run `rlframe train --seeds`."),
