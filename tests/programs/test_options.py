@@ -13,7 +13,7 @@ from rlframe.agents import PPOConfig
 from rlframe.cli.main import main
 from rlframe.cli.train import TrainOptions, read_arguments
 from rlframe.errors import UsageError
-from rlframe.programs import api, make_experiment, session
+from rlframe.programs import api, make_experiment, naming, session
 from rlframe.programs.experiment import config_classes, field_names, flat, flat_fields
 from rlframe.programs.run_dir import Result
 from rlframe.programs.session_options import SessionOptions
@@ -123,6 +123,38 @@ def test_a_saved_config_is_run_again_with_other_options(asked, tmp_path):
         rlframe.train(config=tmp_path / "run", run_dir=tmp_path / "run", resume=True)
     with pytest.raises(UsageError, match="The config is of the agent 'dqn'"):
         rlframe.train("ppo", run_dir=tmp_path / "run", resume=True)
+
+
+OWN = """
+import dataclasses
+from rlframe.agents import PPO, PPOConfig
+
+@dataclasses.dataclass(frozen=True)
+class Config(PPOConfig):
+    learning_rate: float = {value}
+
+class Mine(PPO):
+    config_cls = Config
+
+def make_net(observation_spec, action_spec):
+    return {value}
+
+def wire(engine, run):
+    return {value}
+"""
+
+
+def test_the_next_run_uses_the_new_version_of_an_agents_a_networks_and_a_topologys_file(asked, tmp_path):
+    files = {name: tmp_path / f"{name}.py" for name in ("agent", "network", "topology")}
+    for value in (0.25, 0.0625):
+        for file in files.values():
+            file.write_text(OWN.format(value=value))
+        rlframe.train(f"{files['agent']}:Mine", network=f"{files['network']}:make_net",
+                      topology=f"{files['topology']}:wire")  # fmt: skip
+        experiment, _ = asked[-1]
+        assert experiment.agent_config.learning_rate == value
+        assert naming.network_factory(experiment.topology.network, None)(None, None) == value
+        assert naming.topology(experiment.topology.name)(None, None) == value
 
 
 def test_a_resumed_run_takes_the_options_that_it_began_with(tmp_path):
