@@ -241,8 +241,8 @@ def default_policy(action_spec: Tree) -> Policy:
             "step(), or give a policy_factory."
         )
     raise UsageError(
-        f"No policy for the action spec {action_spec!r}: expected Discrete, a MultiDiscrete of one axis, or a Box of "
-        "floats. For others give a policy_factory."
+        f"No policy for the action spec {action_spec!r}: expected Discrete, a MultiDiscrete of one axis (with "
+        "`start=` for numbers that do not begin at 0), or a Box of floats. For others give a policy_factory."
     )
 
 

@@ -108,9 +108,12 @@ def test_default_policies():
     assert isinstance(default_policy(box(-1.0, 1.0)), ClippedGaussian)
 
 
-@pytest.mark.parametrize("spec", [specs.Array((3,), np.int32, "move"), {"a": specs.DiscreteArray(2)}])
+@pytest.mark.parametrize(
+    "spec",
+    [specs.Array((3,), np.int32, "move"), {"a": specs.DiscreteArray(2)}, specs.BoundedArray((2,), np.int8, -5, 5)],
+)
 def test_other_action_specs_are_refused_by_name(spec):
-    with pytest.raises(UsageError, match=r"No policy for the action spec .*policy_factory"):
+    with pytest.raises(UsageError, match=r"No policy for the action spec .*`start=`.*policy_factory"):
         default_policy(spec)
 
 
