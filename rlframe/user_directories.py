@@ -56,6 +56,18 @@ def is_current(path: str, name: str) -> bool:
     return is_own or _is_in(directory.modules, name, module)
 
 
+def import_path() -> list[str]:
+    """Return the `sys.path` of a child process, which finds the modules that this process has imported.
+
+    In an interactive session the path has the working directory as "". It may have been another one at an import.
+    """
+    path = [entry or os.getcwd() for entry in sys.path]
+    if "" in sys.path:
+        files = [file for name, (_, file) in _users_modules().items() if "." not in name]
+        path += [os.path.dirname(file.removesuffix(f"{os.sep}__init__.py")) for file in files]
+    return list(dict.fromkeys(path))
+
+
 @contextlib.contextmanager
 def loading(path: str, name: str, place: str | None, *, put_back: bool) -> Iterator[dict[str, bytes]]:
     """Load a file or module, and what it imports from its directory.

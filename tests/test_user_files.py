@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import sys
 
 import pytest
 
 import rlframe
+from rlframe.errors import UsageError
 from rlframe.programs import naming
+from rlframe.user_directories import import_path
 from rlframe.user_files import forget_changed, kept
 
 ENV = """
@@ -70,6 +74,29 @@ def test_a_default_run_directory_is_made_where_the_run_began(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     assert run().run_dir.startswith(f"{tmp_path}/runs/ppo-")
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_paths_in_options_are_of_the_directory_in_which_the_run_began(tmp_path, monkeypatch):
+    (tmp_path / "moves.py").write_text("import os\nfrom rlframe.agents.ppo import PPO\nos.chdir('/')\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=f"There is no file {tmp_path}/own.py for the topology"):
+        rlframe.train("moves.py:PPO", "CartPole-v1", topology="own.py:Own")
+
+
+def test_a_child_process_finds_modules_that_an_interactive_session_imported_in_another_directory(tmp_path, monkeypatch):
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package" / "__init__.py").write_text("")
+    (tmp_path / "own_package" / "own_module.py").write_text("")
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.chdir(tmp_path / "own_package")
+    importlib.import_module("own_module")
+    monkeypatch.chdir(tmp_path)
+    importlib.import_module("own_package")
+    monkeypatch.chdir("/")
+    try:
+        assert import_path()[0] == "/" and {str(tmp_path), f"{tmp_path}/own_package"} <= set(import_path())
+    finally:
+        del sys.modules["own_module"], sys.modules["own_package"]
 
 
 @pytest.mark.parametrize("what", ["agent", "network", "topology"])

@@ -21,6 +21,7 @@ from rlframe.interprocess.clock import Clock
 from rlframe.interprocess.memory import SUPPORTED, anonymous_file
 from rlframe.interprocess.processes import start_process
 from rlframe.metrics.sums import Sums, add_up
+from rlframe.user_directories import import_path
 
 _CLOSE_TIMEOUT = 5.0  # seconds for the environments' own close(); then the worker is killed
 
@@ -128,7 +129,7 @@ class WorkerProcesses:
 
 
 def _spawn(descriptors: Descriptors) -> subprocess.Popen[bytes]:
-    code = _COMMAND.format(path=[path or os.getcwd() for path in sys.path], descriptors=tuple(descriptors))
+    code = _COMMAND.format(path=import_path(), descriptors=tuple(descriptors))
     # Numerical libraries in an environment would otherwise start a thread per core in every worker.
     env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **os.environ}
     # A session of its own: Ctrl-C at the terminal reaches the pool only, which then closes its workers.

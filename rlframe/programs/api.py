@@ -15,6 +15,7 @@ from rlframe.programs import session
 from rlframe.programs.callbacks import Callback
 from rlframe.programs.control import Control
 from rlframe.programs.experiment import Experiment, changed, field_names
+from rlframe.programs.given import named
 from rlframe.programs.jsonable import to_jsonable
 from rlframe.programs.presets import Preset
 from rlframe.programs.profile import Profile
@@ -82,9 +83,10 @@ def train(
     if asked.profile and asked.quiet:
         raise UsageError("profile prints a table, and quiet prints nothing: leave one of them out.")
     with logs.silent(asked.quiet):
-        defaults, preset = starting_point(agent, env, asked, options.get("network"))
         if env is not None:
             options["env"] = env
+        options = named(options)  # before the files are loaded: a file may change the directory
+        defaults, preset = starting_point(agent, env, asked, options.get("network"))
         return run_session(changed(defaults, options, [*own, "callbacks"]), asked, preset, callbacks, silent=quiet)
 
 

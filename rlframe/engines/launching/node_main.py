@@ -25,6 +25,7 @@ from rlframe.interprocess import heartbeat
 from rlframe.interprocess.arenas import use_one_arena
 from rlframe.interprocess.processes import die_with_parent
 from rlframe.interprocess.progress import ENDING
+from rlframe.user_directories import import_path
 
 LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"
 
@@ -90,9 +91,7 @@ def main() -> None:
 
 def command_of(module: str, *arguments: str) -> list[str]:
     """The command line of a process that calls `main` of a module, and imports from where this one does."""
-    code = (
-        f"import sys; sys.path[:] = {[entry or os.getcwd() for entry in sys.path]!r}; from {module} import main; main()"
-    )
+    code = f"import sys; sys.path[:] = {import_path()!r}; from {module} import main; main()"
     return [sys.executable, "-c", code, *arguments]
 
 
