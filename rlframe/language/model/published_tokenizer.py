@@ -173,7 +173,7 @@ def _compile(text: str | None, folder: Path) -> jinja2.Template | None:
 
 def _template(folder: Path, config: dict[str, Any]) -> str | None:
     if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text()
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     found = config.get("chat_template")
     if isinstance(found, list):  # several, by name
         return {entry["name"]: entry["template"] for entry in found}.get("default")
@@ -188,7 +188,7 @@ def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return json.loads(file.read_text())
+        return json.loads(file.read_bytes())
     except ValueError as error:
         raise UsageError(f"The file {file} cannot be read: {error}") from error
 

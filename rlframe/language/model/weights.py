@@ -158,7 +158,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(file.read_text())
+        fields = json.loads(file.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"There is no file {file}: a published model has one.") from error
     except (ValueError, OSError) as error:
