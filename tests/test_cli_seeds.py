@@ -191,7 +191,7 @@ def test_a_seed_that_fails_is_named_and_the_others_are_not_lost(tmp_path, capfd)
         (folder / "seed-2" / name).unlink()  # what is left of it cannot be gone on with
     assert main([*command, "--resume"]) == 2
     err = capfd.readouterr().err
-    assert "seed 2: ended with exit code 2; see" in err and "1 seed: mean" in err
+    assert "seed 2: ended with exit code 2; see" in err and "1 seed: return" in err
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,7 @@ def test_every_topology_and_every_replay_of_one_is_tried():
         assert f"--topology {topology}{' --replay reverb' if replay == 'reverb' else ''}" in tried
 
 
+@pytest.mark.system
 def test_the_core_alone_runs_what_needs_no_more_and_says_what_the_rest_needs(tmp_path):
     calls = [*CORE, *REFUSED]
     results = made({"": calls}, tmp_path)[""]

@@ -141,11 +141,13 @@ def test_the_loss_is_at_the_temperature_of_each_sequence_as_published():
         log_reference=log_probs_of(state.reference_params, data.tokens, counted),
     )
     for changes in ({}, {"logits_chunk": 3}):
-        found, logs = make(kl_cost=0.3, **changes).loss(params, state, BATCH._replace(data=data))
+        found, logs = jax.jit(make(kl_cost=0.3, **changes).loss)(params, state, BATCH._replace(data=data))
         np.testing.assert_allclose([found, logs["policy_loss"], logs["kl"]], expected[:3], rtol=1e-4, atol=1e-6)
-    assert abs(found - make(kl_cost=0.3).loss(params, state, BATCH)[0]) > 1e-3
-    whole = make().compute_gradients(params, state, BATCH._replace(data=data))[1]
-    parts = make(micro_batch_size=2).compute_gradients(params, state, BATCH._replace(data=data))[1]
+    assert abs(found - jax.jit(make(kl_cost=0.3).loss)(params, state, BATCH)[0]) > 1e-3
+    whole, parts = (
+        gradients(make(**changes), params, state, BATCH._replace(data=data))
+        for changes in ({}, {"micro_batch_size": 2})
+    )
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), whole, parts)
 
 

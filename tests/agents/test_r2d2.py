@@ -173,7 +173,8 @@ def test_the_ladder_is_even_and_an_environment_keeps_its_rung_however_many_there
         np.testing.assert_array_equal(ladder(count), ladder(40)[:count])
 
 
-@pytest.mark.parametrize("anneals", [pytest.param(False, marks=pytest.mark.system), True])
+@pytest.mark.system
+@pytest.mark.parametrize("anneals", [False, True])
 def test_its_optimizer_is_adam_with_a_clipped_gradient(anneals):
     agent = make(max_grad_norm=0.01, adam_epsilon=0.1, anneal_learning_rate=anneals, total_learner_steps=4)
     params, learner_state = started(agent)

@@ -129,7 +129,9 @@ def test_pendulum_is_cut_by_its_limit_with_discount_one(maker):
     assert observation.dtype == np.float32 and observation.shape == (203, 3, 3)
 
 
-@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize(
+    "maker", [pytest.param(name, marks=[pytest.mark.system] * (name == "async process")) for name in MAKERS]
+)
 def test_seeds_decide_every_step(maker):
     run, make = MAKERS[maker]
     first, again, other = [run(functools.partial(make, "CartPole-v1", seed=seed), 25, 1) for seed in (1, 1, 2)]

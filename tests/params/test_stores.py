@@ -339,6 +339,7 @@ def test_hparams_that_are_none_are_refused(make: Make, hparams: dict[str, Any]) 
         make().put("main", 1, params(1), hparams)
 
 
+@pytest.mark.parametrize("make", ["shared", pytest.param("files", marks=pytest.mark.system)], indirect=True)
 def test_a_second_process_never_sees_half_a_version(make: Make, process: Callable[..., Process]) -> None:
     store = make(kept=1)  # the one that is read is overwritten after the next
     reader = process(processes.read, store, 100)

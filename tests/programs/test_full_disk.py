@@ -35,7 +35,8 @@ def test_a_run_outlives_a_full_disk_and_saves_when_there_is_room_again(small_dis
     assert any(f"A row of the logs is lost: Could not write {run_dir}/metrics.jsonl" in text for text in warnings)
 
 
-@pytest.mark.parametrize("make", [pytest.param(ppo, marks=pytest.mark.system), dqn])
+@pytest.mark.system
+@pytest.mark.parametrize("make", [ppo, dqn])
 def test_a_last_checkpoint_that_cannot_be_written_fails_and_names_the_one_before(make, small_disk):
     run_dir = small_disk.path / "run"
 

@@ -83,7 +83,9 @@ def test_what_is_promised_is_kept(make: Any, kind: str, check: Any) -> None:
     check(make.factory, kind)
 
 
-@pytest.mark.parametrize("item", PRIORITY_ITEMS, ids=str)
+@pytest.mark.parametrize(
+    "item", [pytest.param(item, marks=[pytest.mark.system] * (i > 0)) for i, item in enumerate(PRIORITY_ITEMS)], ids=str
+)
 @pytest.mark.parametrize("check", PRIORITY_CHECKS)
 def test_priorities_are_kept(make: Any, item: Any, check: Any) -> None:
     check(make.factory, item)
