@@ -1,12 +1,14 @@
-"""Standard streams, which may be closed (`2>&-`), or whose reader may go away (`rlframe envs | head`)."""
+"""Standard streams, which may be closed (`2>&-`) or have lost their reader (`| head`), and the root logger."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import select
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -53,3 +55,17 @@ def flush() -> None:
                     stream.flush()
             except BrokenPipeError:
                 has_lost_reader(stream)
+
+
+@contextlib.contextmanager
+def root_handler(handler: logging.Handler | None) -> Iterator[None]:
+    """Give the root logger a handler for the time of a `with`, if it has none. Otherwise absl gives it one for good."""
+    root = logging.getLogger()
+    if root.handlers or handler is None:
+        yield
+        return
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)

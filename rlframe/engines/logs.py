@@ -17,6 +17,8 @@ import warnings
 from collections.abc import Iterator
 from typing import TextIO
 
+from rlframe.streams import root_handler
+
 # Of log files. A line may hold a path that is not UTF-8.
 _ENCODING = {"encoding": "utf-8", "errors": "backslashreplace"}
 # The environment variable that limits what TensorFlow and XLA print. They read it on import; 3: errors only.
@@ -48,26 +50,12 @@ def silent(quiet: bool = True) -> Iterator[None]:
     is_captured = getattr(warnings.showwarning, "__module__", "") == "logging"  # by the caller
     logging.captureWarnings(True)
     try:
-        with _root_handler(logging.NullHandler()):
+        with root_handler(logging.NullHandler()):
             yield
     finally:
         logging.captureWarnings(is_captured)
         if level is None:
             os.environ.pop(_NATIVE_LEVEL, None)
-
-
-@contextlib.contextmanager
-def _root_handler(handler: logging.Handler | None) -> Iterator[None]:
-    """Give the root logger a handler for the time of a `with`, if it has none. Otherwise absl gives it one for good."""
-    root = logging.getLogger()
-    if root.handlers or handler is None:
-        yield
-        return
-    root.addHandler(handler)
-    try:
-        yield
-    finally:
-        root.removeHandler(handler)
 
 
 def set_up(node: str) -> None:
@@ -135,7 +123,7 @@ def kept(logs: pathlib.Path, node: str) -> Iterator[None]:
     logger.addHandler(file)
     try:
         # Python's last resort is for loggers without any handler, and this one has one now.
-        with _root_handler(None if has_own else logging.lastResort):
+        with root_handler(None if has_own else logging.lastResort):
             yield
     finally:
         logger.removeHandler(file)

@@ -20,6 +20,7 @@ import numpy as np
 from rlframe.errors import CheckpointError
 from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.paths import NativePath
+from rlframe.streams import root_handler
 from rlframe.types import Tree
 
 # Versions are reserved in a file, so many at a time that writing it takes 1 part in 200 of the time: one where updates
@@ -123,7 +124,7 @@ class Checkpointer:
         """End Orbax's threads."""
         manager, native = self._open_manager, self._native
         self._open_manager = self._native = None
-        with _root_handler(), contextlib.ExitStack() as closing:
+        with root_handler(logging.lastResort or logging.NullHandler()), contextlib.ExitStack() as closing:
             for each in filter(None, (native, manager)):  # the manager first
                 closing.callback(each.close)
 
@@ -160,7 +161,7 @@ class Checkpointer:
     @contextlib.contextmanager
     def _explain(self, what: str, step: int) -> Iterator[None]:
         try:
-            with _root_handler():
+            with root_handler(logging.lastResort or logging.NullHandler()):
                 yield
         except Exception as error:
             path = self.directory / str(step)
@@ -175,20 +176,6 @@ class Checkpointer:
             free = _free_megabytes(self.directory)
             hint = f" Only {free:.1f} MB are free there: make room." if free < 1_000 else ""
             raise CheckpointError(f"Cannot write checkpoint {path}: {_first_line(error)}.{kept}{hint}") from error
-
-
-@contextlib.contextmanager
-def _root_handler() -> Iterator[None]:
-    """Give a root logger without handlers one for now. Otherwise absl, which Orbax logs with, adds one that stays."""
-    root, handler = logging.getLogger(), logging.lastResort or logging.NullHandler()
-    if root.handlers:
-        yield
-        return
-    root.addHandler(handler)
-    try:
-        yield
-    finally:
-        root.removeHandler(handler)
 
 
 def _checksum(array: np.ndarray) -> int:
