@@ -20,6 +20,7 @@ from rlframe.programs.restored import restored
 from rlframe.programs.run_dir import Result, RunDir, open_run, rows_after
 from rlframe.programs.topologies.parts import make_agent
 from tests.extras import needs
+from tests.ray_home import ray_home
 
 PLACES = [
     ("single_process", None),
@@ -35,6 +36,12 @@ PROCESSES = [
     ("elastic", "ray"),
 ]
 NEVER = 10**8  # steps
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch):
+    """Where Ray keeps its token: the one that this process may have read already."""
+    monkeypatch.setenv("HOME", ray_home())
 
 
 class MyError(Exception):

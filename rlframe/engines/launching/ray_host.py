@@ -13,8 +13,9 @@ import dataclasses
 import os
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlframe import extras
@@ -28,6 +29,7 @@ from rlframe.interprocess.memory import MACHINE
 from rlframe.transport.base import CALL_TIMEOUT
 from rlframe.transport.ray import Packed, Station, as_arrays, as_parts, ask_relay
 from rlframe.transport.sockets import SocketClient, SocketServer, SocketTransport
+from rlframe.user_directories import import_path
 
 with extras.needed("--engine ray", "ray"):
     import ray
@@ -78,6 +80,7 @@ class HostedNode:
         policy: of its group.
         token: of the run.
         hang_timeout: see `Supervisor`.
+        imports: where the launcher imports from. Ray tells its actors only of two of these directories.
     """
 
     name: str
@@ -86,6 +89,7 @@ class HostedNode:
     policy: GroupPolicy
     token: str
     hang_timeout: float
+    imports: Sequence[str] = dataclasses.field(default_factory=import_path)
 
 
 class NodeHost:
@@ -106,6 +110,7 @@ class NodeHost:
         pulse = HeartbeatMonitor(node.hang_timeout, 0.0) if node.hang_timeout else None
         env = {**node.policy.env, **self._relay.station.variables, MACHINE: ray_node}
         policy = dataclasses.replace(node.policy, env=env)
+        sys.path += [path for path in node.imports if path not in sys.path]  # the node's is the same
         with node_processes(run_ray_node, {node.name: [node.pickled]}, {node.name: policy}) as (process,):
             self._node = process.start(pulse, self._end, self._take)
 
