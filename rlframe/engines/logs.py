@@ -46,7 +46,7 @@ def silent(quiet: bool = True) -> Iterator[None]:
         yield
         return
     level = os.environ.get(_NATIVE_LEVEL)
-    os.environ.setdefault(_NATIVE_LEVEL, "3")
+    os.environ[_NATIVE_LEVEL] = "3"  # JAX sets 1 when it is imported
     is_captured = getattr(warnings.showwarning, "__module__", "") == "logging"  # by the caller
     logging.captureWarnings(True)
     try:
@@ -56,6 +56,8 @@ def silent(quiet: bool = True) -> Iterator[None]:
         logging.captureWarnings(is_captured)
         if level is None:
             os.environ.pop(_NATIVE_LEVEL, None)
+        else:
+            os.environ[_NATIVE_LEVEL] = level
 
 
 def set_up(node: str) -> None:

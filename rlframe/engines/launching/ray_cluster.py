@@ -107,6 +107,11 @@ def _connected_to_ray(address: str | None) -> Iterator[None]:
                 opened.callback(directory.close)
                 cpus = max(1, len(os.sched_getaffinity(0)))
                 ray.init("local", num_cpus=cpus, include_dashboard=False, _temp_dir=directory.path, **quiet)
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"Ray takes no directory whose path is not UTF-8: got {error.object!r}. Start the run, and the script, "
+                "from another directory, or choose another engine."
+            ) from error
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise UsageError(f"Ray cannot be reached (--ray-address {address}): {error}") from error
         opened.callback(ray.shutdown)

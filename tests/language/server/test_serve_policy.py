@@ -144,7 +144,7 @@ def test_bytes_are_not_guessed_where_a_model_has_thousands_of_tokens(tmp_path):
 @pytest.mark.system
 def test_input_that_cannot_be_is_one_sentence(tmp_path, folder):
     assert "Name the folder of a model, or a run by --run-dir" in refusal(tmp_path)
-    assert "There is no run in nothing" in refusal(tmp_path, "--run-dir", "nothing")
+    assert f"There is no run in {tmp_path / 'nothing'}" in refusal(tmp_path, "--run-dir", "nothing")
     assert "A learner is at HOST:PORT, got 'here'" in refusal(tmp_path, folder, "--learner", "here")
     assert "Did you mean '--model-name'" in refusal(tmp_path, folder, "--model-nam", "x")
     with socket.create_server(("127.0.0.1", 0)) as taken:
