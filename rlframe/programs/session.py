@@ -24,7 +24,7 @@ from rlframe.programs.callbacks import Callback, Callbacks
 from rlframe.programs.control import Control, serve_control_of
 from rlframe.programs.env_backend import backend_note, check_backend, import_env
 from rlframe.programs.evaluation import describe_evaluation
-from rlframe.programs.experiment import Experiment, complete, continued, load_experiment
+from rlframe.programs.experiment import Experiment, complete, continued, load_experiment, with_fields
 from rlframe.programs.guests import OPEN_GROUPS
 from rlframe.programs.profile import Profile
 from rlframe.programs.resume_point import settle
@@ -177,11 +177,18 @@ def train(
 
 
 def _finished(directory: RunDir, experiment: Experiment) -> Result | None:
-    """Return the result of a run that reached its last step with these options; None if there is more to do."""
-    if not directory.result.exists() or load_experiment(directory.config, experiment.names) != experiment:
+    """Return the result of a run that reached its last step with these options; None if there is more to do.
+
+    A run may have gone beyond its last step, and so have made the steps that a later session asks for.
+    """
+    if not directory.result.exists():
         return None
-    result = Result.read(directory.result)
-    return result if result.stopped_by == "steps" and result.evaluation_error is None else None
+    saved, result = load_experiment(directory.config, experiment.names), Result.read(directory.result)
+    is_same = continued(saved, with_fields(saved, steps=experiment.steps)) == experiment
+    has_them = experiment.topology.learns_from == "steps" and result.env_steps >= experiment.steps > saved.steps
+    is_over = saved.steps == experiment.steps or has_them
+    is_well = result.stopped_by == "steps" and result.evaluation_error is None
+    return result if is_same and is_over and is_well else None
 
 
 def _draw(directory: RunDir) -> None:

@@ -233,6 +233,9 @@ def test_nothing_is_left_to_do_in_a_finished_run(tmp_path, capsys):
     assert f"Nothing is left to do: {tmp_path}/run reached its 600 steps." in capsys.readouterr().err
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json*")}
     assert after == before and json.loads(before[tmp_path / "run" / "config.json"])["notes"]["preset"] == "ppo/cartpole"
+    assert first.env_steps > 600  # of which each call makes some more than are left
+    beyond = dataclasses.replace(ppo(), steps=first.env_steps)
+    assert train(beyond, run_dir=tmp_path / "run", resume=True) == first
     (tmp_path / "run").rename(tmp_path / "moved")
     moved = dataclasses.replace(first, run_dir=str(tmp_path / "moved"))
     assert train(ppo(), run_dir=tmp_path / "moved", resume=True) == moved
