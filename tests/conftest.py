@@ -31,7 +31,7 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
     return True if collection_path.name == "test_openapi.py" and "not system" in config.option.markexpr else None
 
 
-_MUCH = 1.5e9  # bytes; each compiled function takes some, and four of these processes share the machine
+_MUCH = 1.5e9  # bytes; each compiled function takes some, and three of these processes share the machine
 
 
 @pytest.hookimpl(wrapper=True)

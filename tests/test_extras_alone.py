@@ -231,10 +231,11 @@ def check_refusals(calls: dict[str, list[Call]], folder) -> None:
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("package", "topology", "by"),
     [
-        pytest.param("launchpad", "heavy_env --engine launchpad", "--engine launchpad", marks=pytest.mark.system),
+        ("launchpad", "heavy_env --engine launchpad", "--engine launchpad"),
         ("reverb", "distributed", "--replay reverb"),
     ],
 )

@@ -178,7 +178,7 @@ def test_an_override_takes_its_sequence_out_of_the_policy_s_gradient_alone():
 @pytest.mark.parametrize(
     "loss", ["grpo", *(pytest.param(one, marks=pytest.mark.system) for one in ("policy_gradient", "dpo"))]
 )
-@pytest.mark.parametrize("normalise_std", [True, False])
+@pytest.mark.parametrize("normalise_std", [True, pytest.param(False, marks=pytest.mark.system)])
 def test_the_largest_scores_and_advantages_give_finite_parameters(loss, normalise_std):
     agent = GRPO(dataclasses.replace(CONFIG, loss=loss, normalise_std=normalise_std))
     params, state = started(agent)

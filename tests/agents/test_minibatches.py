@@ -109,6 +109,7 @@ class SeveralEpochs(GRPO):
         return self._updates(params, learner_state, batch)
 
 
+@pytest.mark.system
 def test_grpo_may_go_over_a_batch_several_times():
     model = ModelConfig(
         vocab_size=11,

@@ -179,6 +179,7 @@ def test_a_replay_of_ppo_holds_what_the_newest_version_acted_unless_told_otherwi
         make(max_staleness=-1)
 
 
+@pytest.mark.system
 def test_the_loop_for_images_gives_what_the_scan_gives(monkeypatch):
     cfg = dataclasses.replace(CONFIG, num_epochs=2, num_minibatches=4)
     looped = PPO(cfg, IMAGE, DISCRETE, SMALL_CNN)

@@ -116,6 +116,7 @@ def test_a_learning_rate_that_anneals_ends_at_zero():
     batches.assert_trees_equal(learn(agent, params, learner_state, batch)[0], params)
 
 
+@pytest.mark.system
 def test_a_step_is_one_of_radam_from_a_clipped_gradient():
     agent = make(max_grad_norm=0.1, learning_rate=3e-3)
     params, learner_state = started(agent)

@@ -94,7 +94,7 @@ def test_processes_of_every_topology_learn_the_pendulum(agent, which, tmp_path):
 @pytest.mark.parametrize(
     ("env", "type", "package"),
     [
-        ("envpool:HalfCheetah-v4", "envpool", "envpool"),
+        pytest.param("envpool:HalfCheetah-v4", "envpool", "envpool", marks=pytest.mark.system),
         pytest.param("gymnasium:HalfCheetah-v5", "loop", "mujoco", marks=pytest.mark.system),
         # A dict of observations.
         pytest.param("dm_control:cheetah-run", "loop", "dm_control", marks=pytest.mark.system),

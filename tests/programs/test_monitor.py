@@ -120,7 +120,8 @@ def running(monitor: GameMonitor) -> Iterator[threading.Thread]:
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("learns_on", [False, pytest.param(True, marks=pytest.mark.system)])
+@pytest.mark.system
+@pytest.mark.parametrize("learns_on", [False, True])
 def test_what_is_evaluated_is_what_was_saved_though_the_learner_dies_meanwhile(tmp_path, learns_on):
     run = make_run(tmp_path, steps=200)
     with contextlib.ExitStack() as stack:

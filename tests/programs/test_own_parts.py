@@ -100,6 +100,7 @@ def test_a_name_that_means_nothing_is_explained(own):
         make_experiment("grpo", topology=f"{own}:twice")
 
 
+@pytest.mark.system
 def test_the_replay_store_of_the_example_serves_a_run_and_is_filled_again_when_that_is_resumed(tmp_path):
     store = pathlib.Path(__file__).parents[2] / "examples" / "own_replay_store.py"
     small = (

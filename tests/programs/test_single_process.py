@@ -177,7 +177,8 @@ def test_evaluate_repeats_the_evaluation_of_the_run(tmp_path):
     assert again["params_version"] == result.params_version
 
 
-@pytest.mark.parametrize("make", [ppo, *(pytest.param(make, marks=pytest.mark.system) for make in (dqn, impala))])
+@pytest.mark.system
+@pytest.mark.parametrize("make", [ppo, dqn, impala])
 def test_one_seed_gives_the_same_numbers_twice_and_another_does_not(make, tmp_path):
     for name, seed in [("a", 1), ("b", 1), ("c", 2)]:
         train(make(seed=seed), run_dir=tmp_path / name)

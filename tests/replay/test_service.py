@@ -83,7 +83,9 @@ def test_over_a_transport_items_are_those_that_were_added():
     served.server.stop()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("uniform", marks=pytest.mark.system), "prioritised", "queue"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(one, marks=pytest.mark.system) for one in ("uniform", "prioritised")), "queue"]
+)
 def test_of_two_shards_each_item_is_drawn_with_its_chance(kind):
     agent, twin, count = fake_agent(kind, Transition(1), 8, 10_000), ReplayTwin(Transition(1)), 4_000
     buffer = ServiceReplayBuffer(agent, [ReplayService(agent, seed=shard) for shard in range(2)])

@@ -119,7 +119,8 @@ def test_a_queue_gives_every_item_of_every_writer_once(scene: Scene, item: Any, 
     assert stats["added"] == len(expected)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("uniform", marks=pytest.mark.system), "prioritised"])
+@pytest.mark.system
+@pytest.mark.parametrize("kind", ["uniform", "prioritised"])
 def test_a_writer_that_stands_still_keeps_its_items(scene: Scene, kind: str) -> None:
     buffer = scene.buffer(kind, Transition(1), 64, 200, num_writers=2, max_envs=4)
     for _ in (0, 1):

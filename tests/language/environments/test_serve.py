@@ -529,6 +529,7 @@ def test_several_groups_of_one_item_are_sent_together(url, model):
     assert [group.scores.tolist() for group in groups] == [[0, 1], [5, 6]]
 
 
+@pytest.mark.system
 def test_without_a_trainer_or_with_too_small_a_batch_it_ends(url, model):
     told = pytest.raises(UnavailableError, match="'letters' waited 0.3 s to join")
     with trainer(url, once=False), serving_env(lambda: made(Letters, model, url=url, service_timeout=0.3)) as env, told:

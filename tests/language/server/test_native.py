@@ -41,6 +41,7 @@ def check_log_probs(tokens, log_probs):
     assert log_probs == pytest.approx(computed[0, len(PROMPT) - 1 :].tolist(), abs=1e-4)
 
 
+@pytest.mark.system
 def test_vllm_s_dialect_is_answered_in_its_form(server):
     body = {"prompt": {"prompt_token_ids": PROMPT}, "logprobs": 0, "max_tokens": 6, "temperature": 0.0, "top_p": 1.0}
     answer = ask(server, {**body, "n": 2, "ignore_eos": True})

@@ -77,6 +77,7 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path):
             assert api.marks() == [5, 6]
 
 
+@pytest.mark.system
 def test_a_start_says_what_the_store_holds_and_fresh_begins_anew(tmp_path):
     with running_service(tmp_path) as service:
         assert "Found" not in service.printed
