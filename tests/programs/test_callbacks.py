@@ -194,7 +194,7 @@ def test_in_elastic_a_callback_finds_the_evaluated_policy_in_a_checkpoint(tmp_pa
     def callback(info):
         if "return_mean" in info.values and not logged:
             logged.append(info.values["return_mean"])
-            directory, experiment = open_run(tmp_path / "run")
+            directory, experiment = open_run(tmp_path / "run", {})
             agent = make_agent(experiment)
             steps = Checkpointer(directory.checkpoints).steps()  # two, if the next evaluation has begun
             for policy in [restored(agent, directory, step) for step in steps]:
