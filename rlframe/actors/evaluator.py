@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlframe.actors.actor import env_seed
-from rlframe.actors.lanes import zero_at_first
+from rlframe.actors.stepper import zero_at_first
 from rlframe.envs import as_pool
 from rlframe.envs.pool import stepping
 from rlframe.errors import EnvError, StoppedError, UsageError

@@ -10,7 +10,7 @@ import dm_env
 import numpy as np
 
 from rlframe.actors.evaluator import EVALUATOR_RANK
-from rlframe.actors.lanes import zero_at_first
+from rlframe.actors.stepper import zero_at_first
 from rlframe.agents import Agent
 from rlframe.envs.codec import Codec
 from rlframe.envs.misfit import MisfitError

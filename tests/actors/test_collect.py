@@ -11,7 +11,7 @@ import pytest
 
 from rlframe import AsyncEnv, SyncEnv
 from rlframe.actors import Actor
-from rlframe.actors.pace import Pace
+from rlframe.actors.on_policy import VersionWait
 from rlframe.errors import StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.types import ReplaySpec, Sequence
@@ -33,7 +33,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    for module in ("actor", "pace"):
+    for module in ("actor", "on_policy"):
         monkeypatch.setattr(f"rlframe.actors.{module}.time", made)
     return made
 
@@ -121,7 +121,7 @@ def test_collect_waits_for_the_next_version_no_longer_than_its_time_and_says_so(
     actor.close()
 
 
-def test_slices_that_wait_add_up_to_the_patience_of_the_pace(clock):
+def test_waits_of_several_slices_add_up_to_the_patience(clock):
     actor, buffer = on_policy(OneVersion(clock), lapse_after=10.0)
     began, slices = clock.now, 0
     while len(buffer.steps) < 10:
@@ -133,15 +133,19 @@ def test_slices_that_wait_add_up_to_the_patience_of_the_pace(clock):
 
 
 def test_waiting_is_counted_only_while_somebody_waits(clock):
-    pace, learner, stop = Pace(dataclasses.replace(UNROLLS, lapse_after=10.0)), OneVersion(clock), threading.Event()
+    wait, learner, stop = (
+        VersionWait(dataclasses.replace(UNROLLS, lapse_after=10.0)),
+        OneVersion(clock),
+        threading.Event(),
+    )
     for _ in range(5):
-        pace.acted(1)
-    pace.wait(learner, stop, clock.now + 5.0)
+        wait.acted(1)
+    wait.wait(learner, stop, clock.now + 5.0)
     clock.now += 40.0  # a paused job: nobody collects, for longer than the patience
-    pace.wait(learner, stop, clock.now + 20.0)
-    assert pace.waits
-    pace.wait(learner, stop, clock.now + 10.0)
-    assert not pace.waits
+    wait.wait(learner, stop, clock.now + 20.0)
+    assert wait.waits
+    wait.wait(learner, stop, clock.now + 10.0)
+    assert not wait.waits
 
 
 def test_steps_that_end_with_an_unroll_wait_for_nothing():

@@ -13,7 +13,7 @@ import pytest
 
 from rlframe import program_end
 from rlframe.actors import Actor, Evaluator
-from rlframe.actors.writing import claim_rank
+from rlframe.actors.ranks import claim_rank
 from rlframe.agents import PPO, PPOConfig
 from rlframe.agents.trees import zero_timestep
 from rlframe.errors import EnvError, UsageError

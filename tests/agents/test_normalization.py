@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from dm_env import specs
 
-from rlframe.actors.lanes import zero_at_first
+from rlframe.actors.stepper import zero_at_first
 from rlframe.agents import (
     DQN,
     IMPALA,

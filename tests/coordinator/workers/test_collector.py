@@ -206,7 +206,7 @@ def test_an_environment_that_fails_is_an_answer_and_the_next_attempt_a_new_actor
     def fail(*args):
         raise EnvError("environment 1 fell over")
 
-    made[0]._lanes[0].env.step = fail
+    made[0]._steppers[0].env.step = fail
     failed = call.until_done("get_data", GetData(steps=2, seconds=60.0))
     assert (failed.error, failed.message, failed.for_good) == ("EnvError", "environment 1 fell over", False)
     call.attempt = 1

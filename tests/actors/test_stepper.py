@@ -1,4 +1,4 @@
-"""How long a lane gives its environments."""
+"""The time that a pool has to answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlframe import AsyncEnv, SyncEnv
-from rlframe.actors.lanes import stepping
+from rlframe.actors.stepper import stepping
 from rlframe.interprocess.progress import ThreadProgress
 from tests.fakes import CountingEnv
 

@@ -1,4 +1,4 @@
-"""The one adapter to what an Actor adds its steps to."""
+"""Claim the rank of an Actor from its replay buffer. Adapt a buffer that has only `add`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ONE_ARGUMENT = "add() takes 2 positional arguments but 3 were given"  # Python'
 
 
 def claim_rank(replay_buffer: Any, rank: int | None) -> tuple[Any, int, int]:
-    """(what to add to, rank, incarnation) for an Actor.
+    """Return (writer, rank, incarnation) for an Actor.
 
     Args:
         replay_buffer: a writer of a replay, a handle to one, or anything with `add` alone, which hands out no ranks.
@@ -43,7 +43,7 @@ def claim_rank(replay_buffer: Any, rank: int | None) -> tuple[Any, int, int]:
             "be rank 0, like the Actors of other processes: all would have the same seeds and collect the same "
             "experience. Give each Actor its own rank: Actor(..., rank=0), Actor(..., rank=1)."
         )
-    writer = OnlyAdds(replay_buffer, rank)
+    writer = AddOnlyWriter(replay_buffer, rank)
     return writer, rank or 0, writer.incarnation
 
 
@@ -64,8 +64,8 @@ _claims: dict[int, _Claims] = {}  # by id of the object
 _CLAIMING = threading.Lock()
 
 
-class OnlyAdds:
-    """A writer of an object that has only `add(env_ids, step)`, or `add(data)` for `data = (env_ids, step)`.
+class AddOnlyWriter:
+    """A `ReplayWriter` around an object that has only `add(env_ids, step)`, or `add((env_ids, step))`.
 
     Args:
         target: the object.
@@ -105,7 +105,7 @@ class OnlyAdds:
                     self._claims.incarnations[self._rank or 0] -= 1
 
     def open_segment(self, rank: int, num_envs: int) -> None:
-        """See `ReplayWriter`; nobody is told."""
+        """Do nothing: the object has no segments."""
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         """See `ReplayWriter`."""

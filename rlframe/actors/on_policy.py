@@ -1,4 +1,4 @@
-"""The pace of on-policy acting: an unroll for each version of the parameters, then the next version."""
+"""On-policy acting: collect one unroll with each version of the parameters, then wait for the next version."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from rlframe.types import ReplaySpec, Sequence
 
 _log = logging.getLogger(__name__)
 
-_POLL = 0.2  # seconds that an inferencer is asked to wait at once: a stop waits for no longer than this
-_ANEW = 1.0  # seconds after which versions that are older than what acted before are taken for a learner's new start
+_POLL = 0.2  # seconds of one request for a version: a stop takes no longer than this
+_RESTARTED = 1.0  # seconds after which a version older than the last one means that the learner was restarted
 
 
-class Pace:
-    """Has a lane wait, before each unroll, for the version that keeps it from being too old when it is learned from.
+class VersionWait:
+    """Waits, before each unroll, for a version that is new enough when the learner learns from the unroll.
 
-    A learner that takes one unroll for each version learns from this one at the version after that of the unroll
-    before. What is waited for may never come (a replay server that lost the unroll, a learner that began anew). So
-    nobody waits for longer than three times the `lapse_after` of the spec, and then acts on by the newest parameters.
+    A learner that takes one unroll for each version learns from this one at the version after that of the previous
+    unroll. The version may never come (a replay server lost the unroll, or the learner was restarted). So the wait ends
+    after three times the `lapse_after` of the spec, and the next unroll uses the newest parameters.
 
     Args:
-        spec: of the replay; its `max_staleness` is not None.
+        spec: the replay's; its `max_staleness` is not None.
     """
 
     def __init__(self, spec: ReplaySpec) -> None:
@@ -32,36 +32,37 @@ class Pace:
         self._length, self._max_staleness = spec.item.length, spec.max_staleness
         self._patience = 3 * spec.lapse_after  # longer than a learner waits for other actors
         self._steps = 0  # of the unroll
-        self._version = self._learned_at = -1  # that acted in the unroll's first step, and that will learn from it
+        self._version = -1  # that acted in the unroll's first step
+        self._learned_at = -1  # the version at which the learner learns from the unroll
         self._free = True  # to take the next step
         self._waited = 0.0  # seconds, for the next unroll
 
     def acted(self, version: int) -> None:
-        """Notes a step, and the version that acted in it."""
+        """Count a step that `version` acted in."""
         if self._steps == 0:
-            # Of its first step: where the learner went on meanwhile, without this actor, the unroll counts as old.
+            # The first step's version counts: if the learner went on without this actor meanwhile, the unroll is old.
             self._version, self._learned_at = version, max(version, self._learned_at + 1)
         self._steps = (self._steps + 1) % self._length
         self._free = self._steps > 0 or self._version > self.too_old
 
     @property
     def waits(self) -> bool:
-        """Whether `wait` comes before the next step."""
+        """Whether to call `wait` before the next step."""
         return not self._free
 
     @property
     def too_old(self) -> int:
-        """The newest version by which the next unroll would be too old."""
+        """The newest version that is too old for the next unroll."""
         return self._learned_at - self._max_staleness
 
     def release(self, version: int) -> None:
-        """Lets the next unroll begin by `version`, where that is not too old for it."""
+        """Let the next unroll begin if `version` is new enough for it."""
         self._free = self._free or version > self.too_old
 
     def wait(self, inferencer: Any, stop: threading.Event, until: float = math.inf) -> int:
-        """Returns when the next unroll may begin, or `stop` is set; and the newest version that is known then.
+        """Wait until the next unroll may begin, or `stop` is set. Return the newest known version.
 
-        At `until`, by `time.monotonic()`, it returns too; then it still `waits`, and is to be called again.
+        It also returns at `until` (of `time.monotonic()`). Then it still `waits`: call it again.
         """
         began, version, before = time.monotonic(), -1, self._waited
         while not stop.is_set():
@@ -70,8 +71,8 @@ class Pace:
                 break
             now = time.monotonic()
             self._waited = before + now - began
-            if self._waited > self._patience or (version < self._version and self._waited > _ANEW):
-                _log.warning("No version after %d came within %.1f s: acting on by it.", version, self._waited)
+            if self._waited > self._patience or (version < self._version and self._waited > _RESTARTED):
+                _log.warning("No version after %d came within %.1f s: acting with it again.", version, self._waited)
                 self._learned_at = version - 1
                 break
             if now >= until:
