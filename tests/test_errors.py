@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 from rlframe.coordinator.control.errors import FieldError
-from rlframe.envs.misfit import MisfitError
+from rlframe.envs.layout import MisfitError
 from rlframe.errors import RlframeError, UsageError, check_above, check_at_least, check_share
 from rlframe.language.server.errors import RefusedError
 from rlframe.trajectories.service.validation import InvalidGroupError

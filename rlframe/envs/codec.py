@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from dm_env import specs
 
-from rlframe.envs.layout import Layout
-from rlframe.envs.misfit import MisfitError
+from rlframe.envs.layout import Layout, MisfitError
 from rlframe.types import MultiDiscreteArray, Tree
 
 # All terms of a sum of squares below this fit float32. The sum takes a fifth of the time of comparing each term.

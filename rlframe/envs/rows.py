@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlframe.envs.codec import FITS_FLOAT32, NUMBER_TYPES, Codec, ObservationLeaf
-from rlframe.envs.misfit import MisfitError
+from rlframe.envs.layout import MisfitError
 
 _ARRAYS = frozenset([np.ndarray, *NUMBER_TYPES])
 

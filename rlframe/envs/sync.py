@@ -13,14 +13,12 @@ import numpy as np
 
 from rlframe import handles
 from rlframe.envs.adapters import env_seed, is_environment, wrap
-from rlframe.envs.envpool import EnvPoolPool
+from rlframe.envs.envpool import EnvPoolPool, RepeatingEnvPool
 from rlframe.envs.group import ANSWER_TIMEOUT, EnvGroup, LoopPool, build_group, build_groups
 from rlframe.envs.names import Builder, takes_seed
 from rlframe.envs.pool import AsyncEnvPool, EnvPool, OwnPool, PoolHandle
 from rlframe.envs.process import AsyncProcesses, ProcessPool
-from rlframe.envs.remote import RemoteEnv, ServedSpecs
-from rlframe.envs.remote_async import RemoteAsyncEnv
-from rlframe.envs.repeat import RepeatingEnvPool
+from rlframe.envs.remote import RemoteAsyncEnv, RemoteEnv, ServedSpecs
 from rlframe.envs.thread import AsyncThreads, ThreadPool
 from rlframe.envs.wrappers import check_wrappers
 from rlframe.errors import UsageError, suggest

@@ -13,7 +13,7 @@ from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.actors.stepper import zero_at_first
 from rlframe.agents import Agent
 from rlframe.envs.codec import Codec
-from rlframe.envs.misfit import MisfitError
+from rlframe.envs.layout import MisfitError
 from rlframe.envs.wrappers import FrameStack
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
