@@ -48,7 +48,6 @@ EXTRAS = {
     "launchpad": [f"dm-launchpad[tensorflow]==0.5.1; {REFERENCE}", f"protobuf<3.21; {REFERENCE}"],
     "reverb": [f"dm-reverb[tensorflow]==0.7.1; {REFERENCE}", f"protobuf<3.21; {REFERENCE}"],
     "ray": ["ray"],
-    "kubernetes": ["kubernetes", "pyyaml"],  # workers as Pods
     "trajectories": [
         "fastapi>=0.132",  # the first that takes JSON without a Content-Type when told to
         *("httptools", "httpx", "msgspec>=0.18.5", "orjson", "prometheus-client", "pydantic>=2", "redis>=5"),
@@ -66,6 +65,7 @@ EXTRAS = {
     "test": [
         *("dockerfile-parse", "jsonschema"),  # of deploy/
         "hypothesis",
+        "kubernetes",  # checks the manifest of a Job in deploy/
         *("ipykernel", "nbclient"),  # a notebook with a real kernel
         "playwright",  # drives the system's Chromium (`make chromium`)
         "pytest",

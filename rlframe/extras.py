@@ -23,7 +23,6 @@ MODULES = {
     "launchpad": ("launchpad", "courier"),
     "reverb": ("reverb", "tensorflow"),
     "ray": ("ray",),
-    "kubernetes": ("kubernetes", "urllib3", "yaml"),
     "trajectories": (
         *("anyio", "fastapi", "httptools", "httpx", "msgspec", "prometheus_client", "pydantic", "redis", "starlette"),
         *("uvicorn", "zstandard"),

@@ -148,7 +148,7 @@ def test_a_config_is_repeated_and_changed(trained):
         ("envs NoSuchThing", "No environment has 'NoSuchThing' in its name."),
         (
             "trian",
-            "there are train, sweep, join, evaluate, plot, envs, agents, serve, "
+            "there are train, sweep, evaluate, plot, envs, agents, serve, "
             "status, scale, pause, resume, stop, bench. Did you mean 'train'?",
         ),
     ],

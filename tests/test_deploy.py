@@ -215,8 +215,7 @@ def test_a_run_that_was_killed_before_it_had_saved_begins_again(replacing):
 
 
 def test_the_job_is_one_that_kubernetes_takes():
-    needs("kubernetes")
-    import kubernetes
+    kubernetes = import_or_skip("kubernetes", "pip install 'rlframe[test]'")
     import yaml
 
     client = kubernetes.client.ApiClient()
@@ -247,9 +246,8 @@ def test_the_environment_of_a_ray_job_is_one_that_ray_takes():
 
 
 def test_the_ray_job_is_one_that_kuberay_takes():
-    needs("kubernetes")
+    kubernetes = import_or_skip("kubernetes", "pip install 'rlframe[test]'")
     jsonschema = import_or_skip("jsonschema", "pip install 'rlframe[test]'")
-    import kubernetes
     import yaml
 
     schema = yaml.safe_load((ROOT / "tests/rayjob-schema.yaml").read_text())

@@ -47,8 +47,8 @@ def test_what_is_missing_is_said_with_who_asked_and_how_to_get_it(monkeypatch):
 
 def test_an_extra_without_a_wheel_for_this_python_names_what_does_its_work(monkeypatch):
     monkeypatch.setattr(extras, "_MINOR", 13)
-    assert str(extras.missing("rlframe join", "launchpad", "trajectories")) == (
-        "rlframe join needs the extra 'launchpad', which has no wheel for Python 3.13: use "
+    assert str(extras.missing("--engine launchpad", "launchpad", "trajectories")) == (
+        "--engine launchpad needs the extra 'launchpad', which has no wheel for Python 3.13: use "
         "Python 3.10, or in its place --engine local, on one machine"
     )
     assert str(extras.missing("--env dm_control:x", "dm_control")) == (

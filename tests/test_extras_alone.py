@@ -88,7 +88,6 @@ TRAINING = [
 OTHERS = [
     Call("evaluate RUN --video RUN/film.mp4", "--video", ("gymnasium",)),
     of_command("sweep --vary learning-rate=1e-3,1e-2", "sweep"),
-    Call("join localhost:5000", "rlframe join", ("launchpad", "reverb")),
     *(
         of_command(f"{command} --url http://localhost:1", "trajectories")
         for command in ("status", "scale", "pause", "resume", "stop")
@@ -108,7 +107,6 @@ IMPORTS = [
     Call("import rlframe.language PolicyServer", "PolicyServer", ("trajectories",)),
     Call("import rlframe.language.model.published_tokenizer", "A published tokenizer", ("lm",)),
     Call("import rlframe.engines.launching.ray_cluster RayCluster", "--engine ray", ("ray",)),
-    Call("import rlframe.coordinator.operators.kubernetes", "KubernetesOperator", ("kubernetes",)),
 ]
 CORE = [
     *(Call(f"{command} --help") for command in COMMANDS),

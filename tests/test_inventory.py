@@ -29,7 +29,6 @@ WRITTEN = pathlib.Path(__file__).with_name("inventory.txt")
 PACKAGE = pathlib.Path(__file__).parent.parent / "rlframe"
 
 COMMANDS = (
-    "join",
     "evaluate",
     "plot",
     "envs",

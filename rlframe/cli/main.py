@@ -18,7 +18,6 @@ from rlframe.errors import RlframeError, UsageError, suggest
 COMMANDS = {
     "train": "train an agent on an environment",
     "sweep": "search the options of train for values that learn best",
-    "join": "add actors on this machine to a run on another",
     "evaluate": "play episodes with a trained agent, or write a video of one",
     "plot": "draw the learning curves of runs",
     "envs": "list the environments that can be named",

@@ -21,7 +21,7 @@ from rlframe.programs.run_lock import RunLock
 
 # Not handed on as they are:
 _ONE_RUN = ("seeds", "at_once", "run_dir", "config", "resume", "take_over", "preset", "json", "quiet")
-_REFUSED = ("resume_from", "listen", "token_file", "stop_at", "profile", "profile_trace")
+_REFUSED = ("resume_from", "token_file", "stop_at", "profile", "profile_trace")
 _LOOKS = 0.1  # seconds between two looks at the runs
 
 

@@ -17,7 +17,6 @@ _PUBLIC = {
     "LocalOperator": "rlframe.coordinator.operators.local",
     "SharedParamStore": "rlframe.params.shared",
     "StartTask": "rlframe.coordinator.messages",
-    "StaticOperator": "rlframe.coordinator.operators.static",
     "TrainOne": "rlframe.coordinator.commander",
     "save_workers": "rlframe.coordinator.workers.records",
 }

@@ -7,7 +7,6 @@ Steps and parameters never travel in them: those go through the replay buffer an
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import json
 from typing import Any, Literal
@@ -32,14 +31,6 @@ OVERRIDES: dict[Kind, tuple[str, ...]] = {
 WorkerKey = tuple[str, int]  # (worker_id, incarnation): exactly one life of one worker
 
 
-class WorkerHealth(enum.Enum):
-    """Of one incarnation of a worker, as its operator sees it."""
-
-    LIVE = "live"  # or starting
-    LEAVING = "leaving"  # somebody has told it to end
-    DEAD = "dead"  # there is something left of it, to be cleared away
-
-
 @dataclasses.dataclass(frozen=True)
 class WorkerInfo:
     """One incarnation of a worker, as its operator lists it or is to start it."""
@@ -50,8 +41,7 @@ class WorkerInfo:
     address: str | None = None  # where the operator's transport calls it; None until it serves
     host: str = ""
     pid: int | None = None  # on that host; None where it is not known
-    stays: bool = False  # its operator does not end it: it may be let go, and be wanted again
-    health: WorkerHealth = WorkerHealth.LIVE
+    has_ended: bool = False  # what is left of it has yet to be cleared away
     problem: str = ""  # why it does not start, or how it ended, where that is known
     started: int = -1  # when the process `pid` was, in clock ticks since boot; -1 where it is not known
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.messages import ROLES, Role, WorkerHealth, WorkerInfo, WorkerKey
+from rlframe.coordinator.messages import ROLES, Role, WorkerInfo, WorkerKey
 from rlframe.coordinator.operators.base import Operator, OperatorError
 from rlframe.coordinator.operators.reconciler import Backoff, Reconciler
 from rlframe.interprocess.files import write_atomically
@@ -114,7 +114,7 @@ class OperatorThread:
                 self._outage, self._has_answered, failures = "", True, 0
                 self._happened(ev.OperatorAnswered(tuple(live)))
                 self._wake.wait(self._until_due())
-        why = self._stop_all() if self._stops_workers and self._operator.starts else ""
+        why = self._stop_all() if self._stops_workers else ""
         self._operator.close()
         if self._stops_workers:
             self._happened(ev.Disconnected(why))
@@ -139,10 +139,7 @@ class OperatorThread:
         seen = [worker for worker in self._operator.list() if worker.role in ROLES]
         seen.sort(key=lambda worker: (ROLES.index(worker.role), worker.index, worker.incarnation))
         self._seen = seen
-        live = [worker for worker in seen if worker.health is WorkerHealth.LIVE]
-        if not self._operator.starts:
-            self._problems = {worker.worker_id: worker.problem for worker in seen if worker.problem}
-            return live
+        live = [worker for worker in seen if not worker.has_ended]
         starts, stops = self._reconciler.plan(seen, time.monotonic())
         self._incarnations.write(self._reconciler.incarnations())  # before anything is started
         for worker, kill in stops:

@@ -22,7 +22,7 @@ Watch = Callable[[bool, list[dict[str, Any]]], None]
 SAVING_GROUPS = ("learner", "replay", "coordinator")
 
 # The groups whose end is the program's: of the first that it has, with its one node. Without any, of the last node.
-_DECIDING_GROUPS = ("coordinator", "monitor", "guest", "learner")
+_DECIDING_GROUPS = ("coordinator", "monitor", "learner")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,6 @@ class EngineOptions:
     max_restarts: int = 3  # how often each node may die and be started again
     hang_timeout: float = TIMEOUT  # seconds without a heartbeat after which a node is killed; 0: none that hangs is
     grace_seconds: float = GRACE  # that nodes have to save and end, once they are told to, before they are killed
-    ports: Mapping[str, int] = dataclasses.field(default_factory=dict)  # group -> port of its first node
     accelerators: tuple[str, ...] = ("learner",)  # the groups whose nodes may use accelerators
     ray_address: str | None = None  # of a Ray cluster: "auto" or "HOST:PORT"; None: one of the program's own
     logs: pathlib.Path | None = None  # the directory in which the nodes' lines are kept; None: nowhere

@@ -11,7 +11,7 @@ from rlframe import extras, handles
 from rlframe.engines.base import Engine, EngineOptions, Watch
 from rlframe.engines.launching.launcher import launch
 from rlframe.engines.launching.placement import policies
-from rlframe.engines.launching.ports import check_free, pick_free_port
+from rlframe.engines.launching.ports import pick_free_port
 from rlframe.engines.logs import NodeLogs
 from rlframe.interprocess.progress import STARTING
 
@@ -21,12 +21,9 @@ class LaunchpadEngine(Engine):
 
     Args:
         options: see `EngineOptions`.
-
-    Raises:
-        UsageError: one of the ports that are asked for is in use.
     """
 
-    options = ("max_restarts", "hang_timeout", "grace_seconds", "ports", "accelerators")
+    options = ("max_restarts", "hang_timeout", "grace_seconds", "accelerators")
     requires = ("launchpad",)
     operator = "local"
 
@@ -37,8 +34,7 @@ class LaunchpadEngine(Engine):
         self.program = lp.Program("rlframe")
         self._asked = options
         self._logs = NodeLogs(options.logs)
-        self._ports = dict(options.ports)
-        check_free(self._ports)
+        self._ports: dict[str, int] = {}  # by group, of its first node, where that is known
         self._resources = contextlib.ExitStack()
 
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -39,7 +39,7 @@ def write_atomically(
 def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     """Give a path to write to, which takes the place of `path` at the end, or is removed after an error."""
     path = pathlib.Path(path)
-    # Nobody else's: threads of other machines, or Pods, that share the folder may have the same ids.
+    # Nobody else's: threads of other machines that share the folder may have the same ids.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.new")
     try:
         yield temporary

@@ -126,7 +126,6 @@ def run_session(
             progress=progress,
             profile=profile,
             notes={"preset": preset.name if preset is not None else None},
-            listen=options.listen,
             control=control_of(experiment, options),
             quiet=silent,
         )

@@ -13,7 +13,6 @@ from typing import Any
 from rlframe import handles
 from rlframe.errors import PeerError
 from rlframe.programs.evaluation import Evaluations
-from rlframe.programs.guests import GuestRegistry
 from rlframe.programs.monitor import Monitor
 from rlframe.programs.rows import RowWriter
 from rlframe.programs.run import Run
@@ -25,13 +24,10 @@ from rlframe.types import Logs
 _log = logging.getLogger(__name__)
 
 _ENDS_WITHIN = 15.0  # seconds that an actor has to close its environments
-_GUESTS_WITHIN = 3.0  # seconds that programs on other machines have to hear of the end
 
 
 class GameMonitor(Monitor):
     """Counts the steps of actors, tells them how far they may go, and evaluates in environments of its own.
-
-    Programs on other machines are taken in by it: `admit`, `attend` and `leave` are those of `GuestRegistry`.
 
     Args:
         run: the session.
@@ -46,8 +42,6 @@ class GameMonitor(Monitor):
         self._saved = SavedPolicy(run.agent, run.directory, self._learner)
         self._evaluations = Evaluations(self._experiment, run.agent, self._saved)
         self._evaluation: _Evaluation | None = None  # under way
-        self._guests = GuestRegistry(run, settles=self._counts.goes_on)
-        self.admit, self.attend, self.leave = self._guests.admit, self._guests.attend, self._guests.leave
 
     @property
     def step(self) -> int:
@@ -61,8 +55,6 @@ class GameMonitor(Monitor):
 
     def _end(self) -> None:
         self._evaluations.stop()
-        self._guests.end()
-        self._guests.wait_until_left(_GUESTS_WITHIN)
 
     def _say_what_is_missing(self) -> None:
         super()._say_what_is_missing()
@@ -77,22 +69,13 @@ class GameMonitor(Monitor):
             )
 
     def _took_all(self) -> bool:
-        if self.step < self._run.until:
-            return False
-        self._guests.end()
-        return True
+        return self.step >= self._run.until
 
     def _look(self) -> None:
-        for stats in self._guests.heard():
-            self._counts.add(stats)
-        num_actors = len(self._actors) + self._guests.num_actors
-        share = math.ceil(max(0, self._run.until - self.step) / max(1, num_actors))
-        self._guests.lead(share)
-        self._lead_actors(share)
+        self._lead_actors(math.ceil(max(0, self._run.until - self.step) / len(self._actors)))
         self._learned = self._ask_learner() or self._learned
 
     def _hold(self) -> None:
-        self._guests.end()
         self._lead_actors(0)
 
     def _lead_actors(self, share: int) -> None:

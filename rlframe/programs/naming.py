@@ -54,8 +54,6 @@ REPLAYS = (
 )  # each is made by `rlframe.programs.topologies.parts.add_replay`
 OPERATORS = {
     "local": "rlframe.coordinator.operators.local:LocalOperator",
-    "static": "rlframe.coordinator.operators.static:StaticOperator",
-    "kubernetes": "rlframe.coordinator.operators.kubernetes:KubernetesOperator",
     "ray": "rlframe.coordinator.operators.ray:RayOperator",
 }
 # By what agents learn from (`Agent.learns_from`); the first one is the default.

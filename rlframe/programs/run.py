@@ -31,7 +31,6 @@ class Run:
     began: float  # seconds since the epoch
     resumes: bool = False  # goes on with what is in the directory
     resumed_at: int = 0  # environment steps of the sessions before
-    listen: int | None = None  # the port at which other machines may join it
     quiet: bool = False  # prints nothing
     # Of a single process:
     loggers: tuple[Logger, ...] = ()  # they are told of each row as it is written

@@ -25,7 +25,6 @@ from rlframe.programs.control import Control, serve_control_of
 from rlframe.programs.env_backend import backend_note, check_backend, import_env
 from rlframe.programs.evaluation import describe_evaluation
 from rlframe.programs.experiment import Experiment, complete, continued, load_experiment, with_fields
-from rlframe.programs.guests import OPEN_GROUPS
 from rlframe.programs.profile import Profile
 from rlframe.programs.resume_point import settle
 from rlframe.programs.row_followers import TolerantLogger, closing, following
@@ -55,7 +54,6 @@ def train(
     progress: Logger | None = None,
     profile: Profile | None = None,
     notes: dict[str, Any] | None = None,
-    listen: int | None = None,
     control: Control | None = None,
     quiet: bool = False,
 ) -> Result:
@@ -79,7 +77,6 @@ def train(
         progress: a logger that is also written to, without values, a few times a second, by a single process.
         profile: measures where the time of a single process goes.
         notes: kept in `config.json` for a reader; those of a resumed run stay as they are.
-        listen: of the topology distributed, the port at which programs on other machines may `join` the run.
         control: where the run is shown, and can be told what to do, over HTTP; None: nowhere.
         quiet: show nothing of the nodes, and print nothing else.
 
@@ -95,7 +92,8 @@ def train(
     if not experiment.topology.engine_class.in_process:
         check_main_is_guarded(filter(None, experiment.names.values()))
     check_extras(experiment, with_control=control is not None)
-    _check_place(experiment.topology, listen, profile)
+    if profile is not None and isinstance(experiment.topology, ProgramConfig):
+        raise UsageError(f"A profile is of a single process; the topology is {experiment.topology.name}.")
     called = Callbacks(callbacks)
     directory = RunDir(run_dir if run_dir is not None else default_path(experiment))
     import_env(experiment)
@@ -126,7 +124,6 @@ def train(
             began=time.time(),
             resumes=resume,
             resumed_at=int(ActorCounts(directory.progress, "").total()["env_steps"]),
-            listen=listen,
             quiet=quiet,
             profile=profile,
             codec=codec,
@@ -136,7 +133,7 @@ def train(
                 print(f"The environment {experiment.env} is made by {backend}.", file=sys.stderr)
         if config.learns_from == "steps":
             _say_what_comes(experiment, run.agent, resume, progress)
-        engine = make_engine(experiment, directory.logs, listen, quiet)
+        engine = make_engine(experiment, directory.logs, quiet)
         trackers = opened.enter_context(closing(open_loggers(directory.path) if open_loggers is not None else []))
         shown = [TolerantLogger(each) for each in ([progress] if progress else []) + trackers]
         loggers: list[Logger] = [
@@ -206,17 +203,6 @@ def _say_what_comes(experiment: Experiment, agent: Any, resume: bool, progress: 
         print(f"{updates}{describe_evaluation(experiment)}", file=sys.stderr)
 
 
-def _check_place(config: Any, listen: int | None, profile: Profile | None) -> None:
-    """Raises UsageError where a topology takes no guests, or has no single process to measure."""
-    if listen is not None and not (config.joinable and "ports" in config.engine_class.options):
-        raise UsageError(
-            "Other machines can join (listen) a run of the topology distributed and the engine launchpad, "
-            f"got {config.name} and {config.engine_name}."
-        )
-    if profile is not None and isinstance(config, ProgramConfig):
-        raise UsageError(f"A profile is of a single process; the topology is {config.name}.")
-
-
 def _run_programs(
     engine: Engine, follower: Topology | None, run: Run, status: StatusFile, callbacks: Callbacks
 ) -> int | None:
@@ -224,7 +210,7 @@ def _run_programs(
     _connect(callbacks, engine)
     number = engine.run(status.watch)
     while follower is not None and number is None and callbacks.error is None:
-        engine = make_engine(run.experiment, run.directory.logs, run.listen, run.quiet)
+        engine = make_engine(run.experiment, run.directory.logs, run.quiet)
         follower = follower(engine, run)
         _connect(callbacks, engine)
         number = engine.run(status.watch)
@@ -249,21 +235,17 @@ def _read_result(directory: RunDir, run: Run, number: int | None) -> Result:
     return dataclasses.replace(result, signal=number, stopped_by=by)
 
 
-def make_engine(
-    experiment: Experiment, logs: pathlib.Path | None, listen: int | None = None, quiet: bool = False
-) -> Engine:
-    """The engine that the experiment asks for.
+def make_engine(experiment: Experiment, logs: pathlib.Path | None, quiet: bool = False) -> Engine:
+    """Make the engine that the experiment asks for.
 
     Args:
         experiment: the experiment.
         logs: the directory in which the nodes' lines are kept; None: nowhere.
-        listen: port of the first of the nodes that other machines may call, whose ports follow each other.
         quiet: show no line of the nodes.
     """
     config = experiment.topology
-    ports = config.ports if listen is None else {group: listen + i for i, group in enumerate(OPEN_GROUPS)}
     told = {name: getattr(config, name) for name in ENGINE_OPTIONS if name in vars(config)}
-    return config.engine_class(EngineOptions(**told, ports=ports, logs=logs, quiet=quiet))
+    return config.engine_class(EngineOptions(**told, logs=logs, quiet=quiet))
 
 
 def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:

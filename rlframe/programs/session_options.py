@@ -28,7 +28,6 @@ class SessionOptions:
     resume: bool = False  # go on with the run in --run-dir from its latest checkpoint
     resume_from: Union[int, None] = None  # with --resume: go on from this one of RUN_DIR/checkpoints, not the newest
     take_over: bool = False  # with --resume: end the process that still writes to --run-dir, and go on in its place
-    listen: Union[int, None] = None  # distributed: the first of 3 ports at which `rlframe join` reaches this run
     # port of /status, /metrics, /healthz and a live page; 0: a free one; None: nowhere; auto: 0 for elastic, else None
     http: Union[Literal["auto"], int, None] = "auto"
     http_host: str = "127.0.0.1"  # address that these listen at

@@ -9,7 +9,7 @@ from rlframe.transport.base import CALL_TIMEOUT, Client, Derived, Future, Server
 
 __all__ = ["CALL_TIMEOUT", "DEFAULT", "Client", "Derived", "Future", "Server", "Transport", "locate"]
 
-# Where nobody says otherwise: nodes of Launchpad programs, workers on other machines, addresses that users give.
+# Where nobody says otherwise: nodes of Launchpad programs, addresses that users give.
 DEFAULT: Transport = courier.CourierTransport()
 
 

@@ -225,7 +225,7 @@ class FakeOperator:
     """Has workers in this process. See `Operator`."""
 
     transport = InProcess()
-    every, grace, starts = 0.05, 5.0, True
+    every, grace = 0.05, 5.0
 
     def __init__(self, scene: Scene) -> None:
         self._scene, self._lock = scene, threading.Lock()

@@ -119,9 +119,9 @@ class Client:
 
 
 def main(what: str, name: str, ray_address: str | None = None) -> None:
-    engine = naming.engine_class(name)(EngineOptions(max_restarts=1, ray_address=ray_address))
+    engine = naming.engine_class(name)(EngineOptions(max_restarts=int(what != "raise"), ray_address=ray_address))
     server = engine.add("server", Server)
-    engine.add("guest" if what == "raise" else "monitor", Client, server, what)
+    engine.add("monitor", Client, server, what)
     if what == "wait":
         engine.add("actor", Client, server, what)
     if what in ("gather", "publish"):

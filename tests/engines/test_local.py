@@ -32,7 +32,7 @@ def test_a_program_ends_well_with_the_node_that_decides_or_when_one_ends_it(what
 def test_a_node_that_raises_is_told_with_its_traceback():
     code, output, _ = finish(start("raise"))
     assert code == 1
-    assert output.startswith("failed: The node guest failed with exit code 1. Its last lines:\nTraceback (most")
+    assert output.startswith("failed: The node monitor failed with exit code 1. Its last lines:\nTraceback (most")
     assert output.rstrip().endswith("ValueError: the client is unhappy")
 
 

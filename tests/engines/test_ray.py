@@ -81,7 +81,7 @@ def test_a_node_can_end_the_program(start):
 def test_a_node_that_raises_is_told_with_its_traceback(start):
     code, output, _ = finish(start("raise"))
     assert code == 1
-    assert output.startswith("failed: The node guest failed with exit code 1. Its last lines:\nTraceback (most")
+    assert output.startswith("failed: The node monitor failed with exit code 1. Its last lines:\nTraceback (most")
     assert output.rstrip().endswith("ValueError: the client is unhappy")
 
 

@@ -32,13 +32,9 @@ def test_config_json_keeps_paths_absolute(tmp_path, monkeypatch):
     save_experiment(make_experiment("ppo", "env.py:make"), tmp_path / "config.json", {})
     assert load_experiment(tmp_path).env == f"{tmp_path}/env.py:make"
     grpo = make_experiment("grpo", weights="model", tokenizer="words/tokenizer.json")
-    static = make_experiment(
-        "dqn", topology="elastic", operator="static", workers="workers.json", replay_at="head:7500"
-    )
     monkeypatch.chdir("/")  # as an environment may do, or the reader of the config
     assert grpo.agent_config.weights == f"{tmp_path}/model"
     assert grpo.topology.tokenizer == f"{tmp_path}/words/tokenizer.json"
-    assert static.topology.workers == f"{tmp_path}/workers.json"
     assert make_experiment("grpo", tokenizer="byte").topology.tokenizer == "byte"
 
 

@@ -89,16 +89,16 @@ def test_every_option_of_the_command_is_one_of_the_function_or_is_named_as_none(
 
 def test_what_the_command_line_and_a_script_ask_for_is_the_same(asked):
     words = "--agent dqn --env Acrobot-v1 --network mlp --network.hidden 32 16 --network.no-orthogonal --seed 3 --async"
-    words += ' --env-type process --learning-rate 1 --no-double --eval-env-kwargs {"a":1} --run-dir run --listen 5'
+    words += ' --env-type process --learning-rate 1 --no-double --eval-env-kwargs {"a":1} --run-dir run --stop-at 5'
     words += " --profile-trace --project mine --take-over"
     experiment, options, _ = read_arguments(words.split())
     rlframe.train("dqn", "Acrobot-v1", network="mlp", agent_config=None, num_envs=experiment.num_envs,
                   **{"network.hidden": [32, 16]}, network_orthogonal=False, seed=3,
                   async_envs=True, env_type="process", learning_rate=1, double=False, eval_env_kwargs={"a": 1},
-                  run_dir="run", listen=5, profile_trace=True, project="mine", take_over=True)  # fmt: skip
+                  run_dir="run", stop_at=5, profile_trace=True, project="mine", take_over=True)  # fmt: skip
     ((same, told),) = asked
     assert same == experiment
-    assert (str(told["run_dir"]), told["listen"], told["take_over"]) == (options.run_dir, 5, True)
+    assert (str(told["run_dir"]), told["stop_at"], told["take_over"]) == (options.run_dir, 5, True)
     assert told["profile"] is not None and told["notes"] == {"preset": "dqn/acrobot"}
 
 

@@ -17,7 +17,6 @@ from rlframe.learners import Checkpointer
 from rlframe.metrics import read_jsonl
 from rlframe.programs import evaluate, load_experiment, make_experiment, train
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.topologies.operators import read_addresses
 
 SMALL = {"network": "mlp", "network_config": MLPConfig((16,)), "env_type": "loop", "eval_episodes": 2, "num_envs": 4}
 
@@ -128,51 +127,6 @@ def test_where_the_workers_of_elastic_come_from_is_what_the_engine_says_or_refus
         elastic(operator="locale")
     with pytest.raises(UsageError, match="The engine threads has no operator"):
         elastic(engine="threads")
-
-
-def test_workers_on_other_machines_have_addresses_or_templates_and_a_replay_that_they_reach(tmp_path):
-    def elastic(**options):
-        return make_experiment("impala", **{"topology": "elastic", "operator": "static", **options}).topology
-
-    config = elastic(workers="workers.json", replay_at="head:7500")
-    assert (config.engine_name, config.replay_kind, config.ports) == ("launchpad", "reverb", {"replay": 7500})
-    assert config.crosses_machines
-    with pytest.raises(UsageError, match="operator static needs workers: --workers goes with --operator kubernetes or"):
-        elastic(replay_at="head:7500")
-    with pytest.raises(UsageError, match="operator kubernetes needs replay_at: --replay-at goes with"):
-        elastic(operator="kubernetes", workers="templates")
-    with pytest.raises(UsageError, match="operator local does not read workers: --workers goes with"):
-        elastic(operator="local", workers="workers.json")
-    for options in ({"engine": "local"}, {"replay": "service"}):
-        with pytest.raises(
-            UsageError, match="static has workers on other machines.*--engine launchpad --replay reverb"
-        ):
-            elastic(workers="workers.json", replay_at="head:7500", **options)
-    with pytest.raises(UsageError, match="An address is HOST:PORT, .* got 'head'"):
-        elastic(workers="workers.json", replay_at="head")
-
-
-def test_the_addresses_of_workers_are_read_from_a_file_or_refused(tmp_path):
-    path = tmp_path / "workers.json"
-
-    def read(text):
-        path.write_text(text)
-        return read_addresses(str(path))
-
-    assert read('{"learner": ["a:1"], "collector": ["b:1", "c:1"]}') == {
-        "learner": ["a:1"],
-        "collector": ["b:1", "c:1"],
-    }
-    with pytest.raises(UsageError, match="workers.json holds .*It must hold"):
-        read('["a:1"]')
-    with pytest.raises(UsageError, match="has the role 'actor'; there are learner, collector, evaluator"):
-        read('{"actor": ["a:1"]}')
-    with pytest.raises(UsageError, match="has no collector. It must hold"):
-        read('{"learner": ["a:1"]}')
-    with pytest.raises(UsageError, match="got 'a'"):
-        read('{"learner": ["a"], "collector": ["b:1"]}')
-    with pytest.raises(UsageError, match="cannot be read: .*It must hold"):
-        read("{")
 
 
 def test_environments_are_shared_out_evenly_among_actors_and_their_pools():

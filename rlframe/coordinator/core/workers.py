@@ -44,19 +44,14 @@ def _see(job: TrainingJob, seen: WorkerInfo) -> None:
     newest = job.roster.newest(seen.worker_id)
     if newest is not None and newest.incarnation >= seen.incarnation:
         worker = newest
-        if newest.incarnation > seen.incarnation or (is_over(newest.state) and not seen.stays):
+        if newest.incarnation > seen.incarnation or is_over(newest.state):
             return  # it has not gone yet
-        if is_over(newest.state):
-            if newest.state is WorkerState.LOST or _here(job, seen.role) >= job.wanted[seen.role]:
-                return
-            worker = job.roster.add(seen, job.now)  # it was let go, and waits for being wanted again
-    elif seen.stays and _here(job, seen.role) >= job.wanted[seen.role]:
-        return
     else:
         if newest is not None and not is_over(newest.state):
             lose(job, newest, REPLACED)
         worker = job.roster.add(seen, job.now)
-        if _here(job, worker.role) > job.wanted[worker.role] and job.ending is None:
+        here = [each for each in job.roster.of(worker.role) if each.is_here]
+        if len(here) > job.wanted[worker.role] and job.ending is None:
             remove(job, worker)
             return
     if worker.state is WorkerState.REQUESTED and seen.address is not None:
@@ -64,10 +59,6 @@ def _see(job: TrainingJob, seen: WorkerInfo) -> None:
         worker.become(WorkerState.CONNECTING)
         job.emit(ev.Open(worker.worker_id, worker.incarnation, seen.address))
         _ping(job, worker)
-
-
-def _here(job: TrainingJob, role: Role) -> int:
-    return len([worker for worker in job.roster.of(role) if worker.is_here])
 
 
 def answered_ping(job: TrainingJob, worker: KnownWorker, reply: WorkerReply) -> None:

@@ -1,1 +1,1 @@
-"""Where a coordinator's workers come from: given addresses, processes of this machine, Kubernetes, Ray."""
+"""Where a coordinator's workers come from: processes of this machine, Ray."""

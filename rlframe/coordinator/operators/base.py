@@ -23,16 +23,14 @@ class Operator(Protocol):
         transport: by which its workers are called.
         every: seconds between two lists where nothing else happens.
         grace: seconds that a worker is given to end by itself.
-        starts: whether it starts and stops workers; False: it only lists those that others start.
     """
 
     transport: Transport
     every: float
     grace: float
-    starts: bool
 
     def list(self) -> list[WorkerInfo]:
-        """Lists all workers that there are now, whoever started them, the dead that are to be cleared away too."""
+        """List all workers that exist now, whoever started them, and those that have ended but still need clearing."""
 
     def start(self, worker: WorkerInfo) -> None:
         """Starts a worker. Raises UsageError where it has none of that role."""

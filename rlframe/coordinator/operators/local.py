@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import TextIO
 
-from rlframe.coordinator.messages import ROLES, WorkerHealth, WorkerInfo, WorkerKey
+from rlframe.coordinator.messages import ROLES, WorkerInfo, WorkerKey
 from rlframe.coordinator.operators.base import OperatorError
 from rlframe.coordinator.workers.process import CLOSING, SILENCE, Life, command
 from rlframe.coordinator.workers.records import Records, record_of, this_host
@@ -51,7 +51,6 @@ class LocalOperator:
     transport: Transport = SocketTransport()
     every = 0.1
     grace = CLOSING + 2.0  # a worker that cannot close ends itself before
-    starts = True
 
     def __init__(
         self,
@@ -103,13 +102,13 @@ class LocalOperator:
     def stop(self, worker: WorkerInfo, kill: bool) -> None:
         """See `Operator`."""
         key = worker.key
-        if worker.health is not WorkerHealth.DEAD and not kill:
+        if not (worker.has_ended or kill):
             if key not in self._told:
                 self._told.add(key)
                 _signal(worker, signal.SIGTERM)
                 _signal(worker, signal.SIGCONT)  # one that was stopped would not hear of it
             return
-        if worker.health is WorkerHealth.DEAD and worker.problem and key not in self._told:
+        if worker.has_ended and worker.problem and key not in self._told:
             self._show_logs()  # before this line
             problem = worker.problem.removeprefix(f"{worker.worker_id} ")
             show(self._output, worker.worker_id, f"(incarnation {worker.incarnation}) {problem}")
@@ -147,7 +146,7 @@ class LocalOperator:
         is_ending = child is not None and _exit_code(child.popen) is None
         if record.host == this_host() and (record.process.is_alive or is_ending):
             return record
-        return dataclasses.replace(record, health=WorkerHealth.DEAD, problem=self._how_it_ended(record))
+        return dataclasses.replace(record, has_ended=True, problem=self._how_it_ended(record))
 
     def _how_it_ended(self, info: WorkerInfo) -> str:
         child = self._children.get(info.key)

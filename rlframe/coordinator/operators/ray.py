@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from rlframe.coordinator.messages import WorkerHealth, WorkerInfo
+from rlframe.coordinator.messages import WorkerInfo
 from rlframe.coordinator.operators.base import OperatorError
 from rlframe.coordinator.workers.process import CLOSING
 from rlframe.errors import PeerError, StoppedError, UsageError
@@ -30,7 +30,6 @@ class RayOperator:
     transport: Transport = RayTransport()
     every = 0.2
     grace = CLOSING + 2.0
-    starts = True
 
     def __init__(self, workers: Any) -> None:
         self._workers = workers
@@ -47,7 +46,7 @@ class RayOperator:
                 each.address,
                 each.host,
                 each.pid,
-                health=WorkerHealth.DEAD if each.has_ended else WorkerHealth.LIVE,
+                has_ended=each.has_ended,
                 problem=each.problem,
             )
             for each in seen

@@ -1,7 +1,7 @@
 """Workers as wanted against workers as seen: what to start, and what to end.
 
 Pure: time, and what was seen, come in as arguments; nothing here starts or ends anything. So the same rules hold for
-processes, Pods and actors, and a missed event cannot matter: every round looks at all there is.
+processes and actors, and a missed event cannot matter: every round looks at all there is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import enum
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rlframe.coordinator.messages import Role, WorkerHealth, WorkerInfo, WorkerKey, worker_id_of
+from rlframe.coordinator.messages import Role, WorkerInfo, WorkerKey, worker_id_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Slot:
     deaths: int = 0  # of those that died young, in succession
     ended_upto: int = -1  # every incarnation up to this one is to be gone
     kill_at: float = 0.0  # when patience with those is over
-    is_present: bool = False  # something of it, that is not dead, was seen lately
+    is_present: bool = False  # a process of it that has not ended was seen lately
     problem: str = ""
 
     def open(self, now: float) -> None:
@@ -167,16 +167,16 @@ class Reconciler:
             slot.is_present = False
         for one in seen:
             slot = self._slot(one.role, one.index)
-            slot.is_present |= one.health is not WorkerHealth.DEAD
+            slot.is_present |= not one.has_ended
             incarnation = one.incarnation
-            if one.health is WorkerHealth.LIVE and incarnation > slot.ended_upto:
+            if not one.has_ended and incarnation > slot.ended_upto:
                 live.setdefault(one.worker_id, set()).add(incarnation)
                 is_new = incarnation > slot.incarnation
                 if is_new or (incarnation == slot.incarnation and slot.state is not _State.UP):
                     slot.incarnation, slot.state, slot.up_since = incarnation, _State.UP, now
                 if incarnation == slot.incarnation:
                     slot.problem = one.problem if one.problem or not slot.deaths else slot.problem
-            elif one.health is not WorkerHealth.LIVE and incarnation >= slot.incarnation and slot.state is _State.DUE:
+            elif one.has_ended and incarnation >= slot.incarnation and slot.state is _State.DUE:
                 slot.state, slot.up_since = _State.UP, now  # it had been started, and is gone again: not twice
             slot.incarnation = max(slot.incarnation, incarnation)
         return live
@@ -184,12 +184,12 @@ class Reconciler:
     def _kills(self, one: WorkerInfo, now: float) -> bool | None:
         """Whether it is to go at once, or by itself (False); None: it may stay."""
         slot = self._slots[one.worker_id]
-        if one.health is WorkerHealth.DEAD:
+        if one.has_ended:
             return True
         if one.incarnation <= slot.ended_upto:
             return now >= slot.kill_at or one.incarnation < slot.ended_upto
         # Where its index has a newer one it was given up.
-        return True if one.health is WorkerHealth.LIVE and one.incarnation < slot.incarnation else None
+        return True if one.incarnation < slot.incarnation else None
 
     def _fit(self, role: Role, wanted: int, now: float) -> None:
         """Opens or closes slots until there are as many as wanted; what is up is never closed."""

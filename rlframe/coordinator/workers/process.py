@@ -25,7 +25,7 @@ from rlframe.engines import logs
 from rlframe.engines.launching.node_main import begin_process, command_of, run_to_exit
 from rlframe.errors import UsageError
 from rlframe.interprocess.processes import ProcessId, this_process
-from rlframe.transport import DEFAULT, Transport
+from rlframe.transport import Transport
 from rlframe.transport.sockets import SocketTransport
 
 CALLS = ("ping", "resources", "start_task", "data_demand", "learn", "get_data", "close_task")  # what is served
@@ -49,16 +49,15 @@ class WorkerServer:
     Args:
         worker: has those of `CALLS` that its role needs.
         transport: by which.
-        address: at which; None: the transport picks one.
 
     Attributes:
         address: at which it is called.
     """
 
-    def __init__(self, worker: Any, transport: Transport = DEFAULT, address: str | None = None) -> None:
+    def __init__(self, worker: Any, transport: Transport) -> None:
         self._last_call = time.monotonic()
         methods = {name: self._noticed(getattr(worker, name)) for name in CALLS if hasattr(worker, name)}
-        self._server = transport.serve(methods, address)
+        self._server = transport.serve(methods)
         self.address = self._server.address
 
     def silent_for(self) -> float:
@@ -123,14 +122,13 @@ class WorkerEnd:
         os._exit(1)
 
 
-def run(state_dir: str, role: Role, index: int, incarnation: int, life: Life, address: str | None) -> None:
+def run(state_dir: str, role: Role, index: int, incarnation: int, life: Life) -> None:
     """Makes the worker, serves it, and returns when it has ended well.
 
     Args:
         state_dir: holds `workers.pkl`, and the workers' records.
         role, index, incarnation: which worker.
         life: what ends it.
-        address: at which; None: one is picked.
     """
     end = WorkerEnd(life)
     end.on_sigterm()
@@ -142,8 +140,7 @@ def run(state_dir: str, role: Role, index: int, incarnation: int, life: Life, ad
         worker = load_maker(state_dir, role)(record.worker_id, index, incarnation)
         try:
             if not end.has_come():
-                transport = SocketTransport() if address is None else DEFAULT
-                end.server = server = WorkerServer(worker, transport, address)
+                end.server = server = WorkerServer(worker, SocketTransport())
                 if records.write(dataclasses.replace(record, address=server.address)):
                     end.has_come(None)
                 else:
@@ -170,8 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         pid, _, started = options.owner.partition(":")
         owner = ProcessId(int(pid), int(started))
     life = Life(owner, options.silence)
-    which = (options.state_dir, options.role, options.index, options.incarnation)
-    run_to_exit(functools.partial(run, *which, life, options.address))
+    run_to_exit(functools.partial(run, options.state_dir, options.role, options.index, options.incarnation, life))
 
 
 def command(state_dir: str | os.PathLike[str], role: str, index: int, incarnation: int, life: Life) -> list[str]:
@@ -189,7 +185,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("role")
     parser.add_argument("index", type=int)
     parser.add_argument("incarnation", type=int)
-    parser.add_argument("--address", help="HOST:PORT at which any machine can call it, 0: a free port")
     parser.add_argument("--owner", default="", help="PID:STARTED of the process without which the worker ends")
     parser.add_argument("--silence", type=float, default=SILENCE, help="seconds without a call after which it ends")
     return parser.parse_args(arguments)

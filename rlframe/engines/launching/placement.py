@@ -35,7 +35,7 @@ def policies(groups: Mapping[str, int], options: EngineOptions) -> dict[str, Gro
     decides = deciding_group(groups)
     return {
         group: GroupPolicy(
-            max_restarts=0 if group == "guest" else options.max_restarts,  # it has its own deadline
+            max_restarts=options.max_restarts,
             decides=group == decides,
             saves=group in SAVING_GROUPS,
             env=_variables(group, groups, options.accelerators),

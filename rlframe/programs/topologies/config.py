@@ -61,14 +61,12 @@ class TopologyConfig:
 
     Attributes:
         learns_from: the agents that it is for, by their `Agent.learns_from`.
-        joinable: whether programs on other machines can join such a run.
         control: the group of the node that shows and steers the run over HTTP; None: the session does.
         unit: what the steps of a run are.
         defaults: of fields of `Experiment`, where the topology has others.
     """
 
     learns_from: ClassVar[str] = "steps"
-    joinable: ClassVar[bool] = False
     control: ClassVar[str | None] = None
     unit: ClassVar[str] = "env steps"
     defaults: ClassVar[dict[str, Any]] = {}
@@ -84,11 +82,6 @@ class TopologyConfig:
     def engine_class(self) -> type[Engine]:
         """The class that runs its nodes."""
         return naming.engine_class(self.engine_name)
-
-    @property
-    def ports(self) -> dict[str, int]:
-        """By group, the port of its first node, where who is no node of the program has to know it before."""
-        return {}
 
     def __post_init__(self) -> None:
         check_least(self)

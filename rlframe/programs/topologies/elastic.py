@@ -10,8 +10,9 @@ import dataclasses
 import functools
 import math
 import os
+import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Union
 
 from rlframe.actors import Actor
@@ -19,11 +20,15 @@ from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.config import CoordinatorConfig, Limits
 from rlframe.coordinator.coordinator import Coordinator
 from rlframe.coordinator.operators.base import Operator
+from rlframe.coordinator.operators.ray import RayOperator
 from rlframe.coordinator.workers.collector import CollectorWorker
 from rlframe.coordinator.workers.learner import LearnerWorker
-from rlframe.coordinator.workers.records import MakeWorker
+from rlframe.coordinator.workers.process import SILENCE
+from rlframe.coordinator.workers.records import MakeWorker, save_workers
 from rlframe.engines import Engine
+from rlframe.engines.launching.placement import NO_ACCELERATOR, ON_CPU
 from rlframe.errors import UsageError
+from rlframe.interprocess.processes import ProcessId, this_process
 from rlframe.params import FileParamStore, ParamStore
 from rlframe.params.shared import SharedParamStore
 from rlframe.programs import naming
@@ -33,13 +38,6 @@ from rlframe.programs.experiment import Experiment
 from rlframe.programs.rows import RowWriter
 from rlframe.programs.run import Run
 from rlframe.programs.topologies.config import GameProgram, configured_by
-from rlframe.programs.topologies.operators import (
-    ELSEWHERE,
-    add_operator,
-    address_parts,
-    check_elsewhere,
-    coordinator_dir,
-)
 from rlframe.programs.topologies.parts import (
     add_reverb,
     add_service,
@@ -61,20 +59,13 @@ class Elastic(GameProgram):
     takes_own_replay = False  # its learner takes what the coordinator grants, by keys that ours have
 
     name: str = "elastic"
-    # Of elastic: where workers come from: local, ray, kubernetes, static, or file.py:Class; auto: as the engine says.
-    operator: str = "auto"
-    # Of the operators kubernetes, a directory with a Pod's manifest ROLE.yaml for each role, and static, a JSON file
-    # {"learner": ["HOST:PORT"], "collector": [...], "evaluator": [...]} of workers that somebody else starts.
-    workers: Union[str, None] = None
-    replay_at: Union[str, None] = None  # of these two: HOST:PORT by which workers reach the replay, a server here
+    operator: str = "auto"  # of elastic: what starts workers: local, ray or file.py:Class; auto: as the engine says
     min_actors: int = 1  # of elastic: there are never fewer
     max_actors: int = 8  # of elastic: there are never more, and no more than the machine has cores, but by hand
     mean_staleness: Union[float, None] = None  # of elastic: versions above which there are fewer actors; None: no bound
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.workers is not None:  # once: an environment may change the directory
-            object.__setattr__(self, "workers", os.path.abspath(self.workers))
         if self.mean_staleness is not None and self.mean_staleness <= 0:
             raise UsageError(f"mean_staleness must be more than 0, got {self.mean_staleness}.")
         if self.max_actors < self.min_actors:
@@ -92,7 +83,6 @@ class Elastic(GameProgram):
             )
         if self.operator_name not in naming.OPERATORS and ":" not in self.operator:
             naming.operator_class(self.operator)
-        check_elsewhere(self)
 
     @property
     def operator_name(self) -> str:
@@ -100,32 +90,9 @@ class Elastic(GameProgram):
         return self.operator if self.operator != "auto" else self.engine_class.operator or "local"
 
     @property
-    def engine_name(self) -> str:
-        """See `TopologyConfig`: workers on other machines are called as the nodes of a Launchpad program are."""
-        return "launchpad" if self.engine == "auto" and self.operator in ELSEWHERE else super().engine_name
-
-    @property
-    def replay_kind(self) -> str:
-        """See `GameConfig`: a server that other machines reach, where workers are there."""
-        return "reverb" if self.replay == "auto" and self.operator in ELSEWHERE else super().replay_kind
-
-    @property
-    def ports(self) -> dict[str, int]:
-        """See `TopologyConfig`."""
-        return {} if self.replay_at is None else {"replay": address_parts(self.replay_at)[1]}
-
-    @property
     def crosses_machines(self) -> bool:
         """Whether workers may be on machines that share no memory with the launcher's, but the run's directory."""
-        return self.operator in ELSEWHERE or (self.operator_name == "ray" and self.replay_kind == "service")
-
-    def requires(self, experiment: Experiment) -> list[str]:
-        """See `TopologyConfig`."""
-        return [*super().requires(experiment), *(["kubernetes"] if self.operator == "kubernetes" else [])]
-
-    def asked_by(self, experiment: Experiment) -> str:
-        """See `TopologyConfig`."""
-        return f"--operator {self.operator}" if self.operator in ELSEWHERE else super().asked_by(experiment)
+        return self.operator_name == "ray" and self.replay_kind == "service"
 
 
 @configured_by(Elastic)
@@ -136,8 +103,7 @@ def elastic(engine: Engine, run: Run) -> None:
         param_store: ParamStore = FileParamStore(run.directory.params)
     else:
         param_store = engine.own(SharedParamStore.of(run.agent, (POLICY,)))
-    theirs = replay_buffer if run.topology.replay_at is None else _reverb(run, run.topology.replay_at)
-    makers = make_workers(run, theirs, param_store)
+    makers = make_workers(run, replay_buffer, param_store)
     engine.add("coordinator", make_coordinator, run, replay_buffer, param_store, add_operator(engine, run, makers))
 
 
@@ -167,8 +133,10 @@ def add_replay(engine: Engine, run: Run) -> Any:
     capacity = replay_capacity(run.agent.replay_spec, run.experiment) * most // run.topology.num_actors
     ahead = most * run.experiment.envs_per_actor, Limits.grant  # so that a learner has what it is told to learn from
     if run.topology.replay_kind == "reverb":
+        from rlframe.replay.reverb import ReverbReplayBuffer
+
         add_reverb(engine, run, capacity, *ahead)
-        return _reverb(run, engine.address_of("replay"))
+        return ReverbReplayBuffer(run.agent, engine.address_of("replay"))
     if run.topology.replay_kind == "service":
         return add_service(engine, run, capacity, *ahead)
     # A pause takes as long as it takes: a learner that hangs is the coordinator's to see.
@@ -176,10 +144,37 @@ def add_replay(engine: Engine, run: Run) -> Any:
     return add_shared_memory(engine, run, most, capacity, **options)
 
 
-def _reverb(run: Run, address: str) -> Any:
-    from rlframe.replay.reverb import ReverbReplayBuffer
+def add_operator(engine: Engine, run: Run, makers: Mapping[str, MakeWorker]) -> Callable[[], Operator]:
+    """Return the function that makes the operator, for the coordinator's process."""
+    config = run.topology
+    if config.operator_name == "ray":
+        most = {"learner": 1, "collector": config.max_actors, "evaluator": 0}  # evaluators work now and then
+        return functools.partial(RayOperator, engine.add_workers(makers, most))
+    # The coordinator has no accelerator: its learner gets the variables of this process.
+    learner_env = {name: os.environ.get(name) for name in ON_CPU}
+    if "learner" not in config.accelerators:
+        learner_env |= NO_ACCELERATOR
+    return functools.partial(_make_operator, run, makers, this_process(), learner_env)
 
-    return ReverbReplayBuffer(run.agent, address)
+
+def _make_operator(
+    run: Run, makers: Mapping[str, MakeWorker], owner: ProcessId, learner_env: dict[str, str | None]
+) -> Operator:
+    """Make an operator of processes, which end with `owner`, the launcher."""
+    path = coordinator_dir(run.path)
+    save_workers(path, makers)
+    # A coordinator that hangs and is started again finds its workers alive.
+    silence = SILENCE + 2.0 * float(run.topology.hang_timeout)
+    operator_cls = naming.operator_class(run.topology.operator_name)
+    operator: Operator = operator_cls(
+        path, owner=owner, silence=silence, env={"learner": learner_env}, logs=run.directory.logs
+    )
+    return operator
+
+
+def coordinator_dir(run_dir: pathlib.Path) -> pathlib.Path:
+    """Return the directory of a coordinator's journal and of its workers' records."""
+    return run_dir / "coordinator"
 
 
 def make_coordinator(

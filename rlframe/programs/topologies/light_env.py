@@ -5,7 +5,7 @@ actors ──steps──▶ replay ──batches──▶ learner
  │  └──observations──▶ inferencers ◀────┘ parameters
  └─────────actions─────────┘
 
-`distributed` is the same with Reverb in place of shared memory: other machines can join it.
+`distributed` is the same with a replay server in place of shared memory: its nodes may be on several machines.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class Distributed(LightEnv):
     """What distributed can be told."""
 
     replays = ("reverb", "service")
-    joinable = True
 
     name: str = "distributed"
 

@@ -29,10 +29,10 @@ from rlframe.types import AgentSpecs, ReplaySpec, Sequence
 # --- environments and actors
 
 
-def make_pool(experiment: Experiment, num_envs: int, env_kwargs: dict[str, Any], seed: int, env: Any = None) -> Any:
-    """A pool of `num_envs` of an experiment's environments; `env` is what `experiment.env` means, where it is known."""
+def make_pool(experiment: Experiment, num_envs: int, env_kwargs: dict[str, Any], seed: int) -> Any:
+    """Make a pool of `num_envs` of an experiment's environments."""
     config = experiment.topology
-    what = naming.env_name_or_builder(experiment.env) if env is None else env
+    what = naming.env_name_or_builder(experiment.env)
     options: dict[str, Any] = {"type": pool_type(experiment, num_envs, what), "env_kwargs": env_kwargs}
     shared = ("num_workers", "answer_timeout", "check_finite", "frame_stack", "action_repeat", "clip_rewards")
     options.update({name: getattr(config, name) for name in shared})
@@ -47,9 +47,9 @@ def pool_type(experiment: Experiment, num_envs: int, what: Any) -> str:
     return default_type(what, num_envs, is_sync=not config.async_envs) if config.env_type == "auto" else config.env_type
 
 
-def env_builder(experiment: Experiment, env: Any = None) -> functools.partial[Any]:
-    """What builds a pool of an actor, given its `seed`; `env` as for `make_pool`."""
-    return functools.partial(make_pool, experiment, experiment.envs_per_pool, experiment.env_kwargs, env=env)
+def env_builder(experiment: Experiment) -> functools.partial[Any]:
+    """Return the function that makes the pool of one actor, given its `seed`."""
+    return functools.partial(make_pool, experiment, experiment.envs_per_pool, experiment.env_kwargs)
 
 
 def check_answer_timeout(engine: Engine, experiment: Experiment) -> None:

@@ -512,31 +512,6 @@ def test_of_tasks_that_are_over_the_newest_are_kept() -> None:
 # --- who comes, and who is asked for
 
 
-def test_workers_that_their_operator_does_not_end_come_back_when_they_are_wanted_again() -> None:
-    job = TrainingJob(TrainOne(env_steps=10), LIMITS, {"learner": 1, "collector": 1}, by_key=False, now=0.0)
-    seen = tuple(WorkerInfo("collector", i, 0, "there", stays=True) for i in range(3))
-    handle(job, ev.Submitted(), 0.0)
-    sizes = []
-    for now, wanted in enumerate((1, 3, 1, 2), 1):
-        handle(job, ev.Scaled("collector", wanted), float(now))
-        handle(job, ev.OperatorAnswered(seen), now + 0.5)
-        sizes.append([worker.worker_id for worker in job.roster.of("collector")])
-    all_three = ["collector/0", "collector/1", "collector/2"]
-    assert sizes == [all_three[:1], all_three, all_three[:1], all_three[:2]]
-
-
-def test_a_lost_worker_that_its_operator_does_not_end_comes_back_as_its_next_incarnation_only() -> None:
-    job = TrainingJob(TrainOne(env_steps=10), LIMITS, {"learner": 1}, by_key=False, now=0.0)
-    handle(job, ev.Submitted(), 0.0)
-    seen = WorkerInfo("learner", 0, 0, "there", stays=True)
-    handle(job, ev.OperatorAnswered((seen,)), 1.0)
-    handle(job, ev.OperatorAnswered(()), 2.0)  # it did not answer for a while
-    handle(job, ev.OperatorAnswered((seen,)), 3.0)
-    assert job.roster.of("learner") == []
-    handle(job, ev.OperatorAnswered((dataclasses.replace(seen, incarnation=1),)), 4.0)
-    assert [worker.incarnation for worker in job.roster.of("learner")] == [1]
-
-
 def test_an_operator_that_breaks_fails_the_job_and_names_what_it_raised() -> None:
     world = running(1)
     world.deliver(ev.OperatorBroke("AttributeError: no such thing"))

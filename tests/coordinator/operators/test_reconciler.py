@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rlframe.coordinator.messages import WorkerHealth, WorkerInfo
+from rlframe.coordinator.messages import WorkerInfo
 from rlframe.coordinator.operators.reconciler import Backoff, Reconciler
 
 BACKOFF = Backoff(first=1.0, longest=4.0, healthy=100.0)
@@ -154,20 +154,11 @@ def test_one_that_was_started_unnoticed_and_is_dead_already_is_not_started_again
     world.reconciler.failed_to_start(start, 0.0, "no answer")
     world.begin(start)
     key = ("learner/0", 0)
-    world.there[key] = dataclasses.replace(world.there[key], health=WorkerHealth.DEAD, problem="out of memory")
+    world.there[key] = dataclasses.replace(world.there[key], has_ended=True, problem="out of memory")
     world.round(1.0)
     assert world.killed == [key] and "out of memory" in world.reconciler.problems()["learner/0"]
     world.round(4.0)
     assert world.live() == [("learner/0", 1)]
-
-
-def test_one_that_somebody_else_ends_is_replaced_and_left_to_go():
-    world = worlds_with(1)
-    key = ("collector/0", 0)
-    world.there[key] = dataclasses.replace(world.there[key], health=WorkerHealth.LEAVING)
-    world.round()
-    world.round(1.0)
-    assert world.live() == [("collector/0", 1)] and world.killed == [] == world.told
 
 
 class Schedules(RuleBasedStateMachine):
@@ -211,7 +202,7 @@ class Schedules(RuleBasedStateMachine):
     @rule(data=st.data())
     def fail_visibly(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.world.there)))
-        self.world.there[key] = dataclasses.replace(self.world.there[key], health=WorkerHealth.DEAD)
+        self.world.there[key] = dataclasses.replace(self.world.there[key], has_ended=True)
         self.allowed_to_end.add(key)
 
     @rule()
