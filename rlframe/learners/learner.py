@@ -12,12 +12,11 @@ import numpy as np
 from rlframe import handles
 from rlframe.agents.base import Agent
 from rlframe.errors import StoppedError, UsageError
-from rlframe.interprocess.arenas import use_one_arena
+from rlframe.interprocess.malloc import keep_freed_memory, use_one_arena
 from rlframe.interprocess.progress import COMPUTING
 from rlframe.learners.checkpoints import Checkpointer, VersionCounter
 from rlframe.learners.checks import check_are_numbers, check_params, check_update, not_a_batch
 from rlframe.learners.config import DataConfig, LearnerConfig
-from rlframe.learners.freed_memory import keep_freed_memory
 from rlframe.learners.saver import Saver
 from rlframe.learners.snapshot import Snapshot
 from rlframe.learners.staleness import StalenessLimit, mean_version

@@ -22,7 +22,7 @@ from rlframe.engines import logs
 from rlframe.engines.launching.running import FOR_GOOD, GroupPolicy, NodeProcess
 from rlframe.errors import CheckpointError, JobFailedError, NonFiniteLossError, UsageError
 from rlframe.interprocess import heartbeat
-from rlframe.interprocess.arenas import use_one_arena
+from rlframe.interprocess.malloc import use_one_arena
 from rlframe.interprocess.processes import die_with_parent
 from rlframe.interprocess.progress import ENDING
 from rlframe.user_directories import import_path
