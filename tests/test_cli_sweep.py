@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlframe.cli.main import main
-from rlframe.cli.trials import Trials
-from rlframe.cli.varied import Varied, parse_varied
+from rlframe.cli.trials import Trials, Varied, parse_varied
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import load_experiment
 from rlframe.programs.run_lock import RunLock
@@ -68,7 +67,7 @@ def sweep(tmp_path, monkeypatch, capfd):
     python.write_text(RUN.format(python=sys.executable))
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setattr("rlframe.cli.seed_runs._LOOKS", 0.01)
+    monkeypatch.setattr("rlframe.cli.seeds._LOOKS", 0.01)
 
     def run(*arguments: str):
         code = main(["sweep", "--preset", "none", "--json", *arguments])

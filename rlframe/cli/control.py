@@ -1,5 +1,4 @@
-"""`rlframe pause`, `resume` and `scale`, and what all commands for a run that goes on share: which one is meant, and
-how they reach it."""
+"""`rlframe pause`, `resume`, `scale` and `stop`; and how commands find and reach a run that is under way."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import dataclasses
 import ipaddress
 import json
 import pathlib
+import time
 import urllib.parse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Union
@@ -16,10 +16,19 @@ import tyro
 from rlframe import extras
 from rlframe.cli.parsing import parse
 from rlframe.coordinator.messages import ROLES
-from rlframe.errors import UsageError, suggest
+from rlframe.errors import PeerError, UnavailableError, UsageError, suggest
 
 if TYPE_CHECKING:
     from rlframe.coordinator.control.client import ControlClient
+    from rlframe.programs.run_lock import Holder
+
+_STOP = "rlframe stop"
+_STOP_DESCRIPTION = (
+    "End a run in good order, as Ctrl-C does: what is under way is taken to its end and everything is saved, without a "
+    "last evaluation. Waits for the end of the run (of `--seeds` or of a sweep: all runs) in RUN_DIR, and says what is "
+    "saved."
+)
+_LOOK = 0.1  # seconds between two looks whether it has ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,42 +121,46 @@ class ScaleOptions(ControlOptions):
         return self.words[0] if len(self.words) == 3 else None
 
 
-def _pause(client: ControlClient, _: Any) -> str:
-    client.pause()
-    return "Paused. `rlframe resume` has it go on."
+def pause(arguments: list[str]) -> int:
+    """Run `rlframe pause` and return its exit code."""
+    prog = "rlframe pause"
+    description = "Pause a run of the topology elastic: nothing is collected or learned until `rlframe resume`."
+    options = parse(RunOptions, arguments, prog, description)
+    return _call(prog, options, lambda client: client.pause(), "Paused. `rlframe resume` continues.")
 
 
-def _resume(client: ControlClient, _: Any) -> str:
-    client.resume()
-    return "It goes on."
+def resume(arguments: list[str]) -> int:
+    """Run `rlframe resume` and return its exit code."""
+    prog = "rlframe resume"
+    options = parse(RunOptions, arguments, prog, "Continue a run of the topology elastic after `rlframe pause`.")
+    return _call(prog, options, lambda client: client.resume(), "The run continues.")
 
 
-def _scale(client: ControlClient, options: ScaleOptions) -> str:
+def scale(arguments: list[str]) -> int:
+    """Run `rlframe scale` and return its exit code."""
+    prog = "rlframe scale"
+    description = "Set the number of workers of a run of the topology elastic: `rlframe scale RUN_DIR collector 4`."
+    options = parse(ScaleOptions, arguments, prog, description)
     words = options.words[1:] if options.run_dir is not None else options.words
     role, number = (*words, "", "")[:2]
     if role not in ROLES:
         asked = f"{role!r} is no role" if role else "Name a role and a number"
         raise UsageError(f"{asked}; there are {', '.join(ROLES)}.{suggest(role, ROLES)}")
     if not number.isdecimal() or len(words) > 2:
-        raise UsageError(f"Say how many workers: rlframe scale [RUN_DIR] {role} N.")
-    client.scale(role, int(number))
-    return f"{number} of the role {role} from now on."
+        raise UsageError(f"Say how many workers: {prog} [RUN_DIR] {role} N.")
+    told = f"{number} of the role {role} from now on."
+    return _call(prog, options, lambda client: client.scale(role, int(number)), told)
 
 
-# Commands that are one call: what each takes, the call, which returns what to tell a person, and its help.
-_CALLS: dict[str, tuple[type, Callable[[ControlClient, Any], str], str]] = {
-    "pause": (
-        RunOptions,
-        _pause,
-        "Have a run of the topology elastic hold: nothing is collected or learned until `rlframe resume`.",
-    ),
-    "resume": (RunOptions, _resume, "Have a run of the topology elastic go on after `rlframe pause`."),
-    "scale": (
-        ScaleOptions,
-        _scale,
-        "Change how many workers a run of the topology elastic has, as in `rlframe scale RUN_DIR collector 4`.",
-    ),
-}
+def _call(prog: str, options: Any, call: Callable[[ControlClient], Any], told: str) -> int:
+    """Make one call to the coordinator of a run, and print `told`."""
+    check_names_one_run(options)
+    if options.run_dir is not None:
+        _check_goes_on(options.run_dir, prog)
+    with connected(options, prog) as client:
+        call(client)
+    print(json.dumps({"status": "ok"}) if options.json else told)
+    return 0
 
 
 def _check_goes_on(run_dir: str, prog: str) -> None:
@@ -166,15 +179,71 @@ def _check_goes_on(run_dir: str, prog: str) -> None:
         )
 
 
-def run(command: str, arguments: list[str]) -> int:
-    """Run `pause`, `resume` or `scale`, for a run under a coordinator, and return its exit code."""
-    prog = f"rlframe {command}"
-    options_class, call, description = _CALLS[command]
-    options: Any = parse(options_class, arguments, prog, description)
+@dataclasses.dataclass(frozen=True)
+class StopOptions(RunOptions):
+    """Options of `rlframe stop`."""
+
+    reason: str = "stopped by hand"  # what the state of an elastic run says from then on
+    within: float = 60.0  # seconds to wait for the end of the run in RUN_DIR
+
+
+def stop(arguments: list[str]) -> int:
+    """Run `rlframe stop` and return its exit code."""
+    options = parse(StopOptions, arguments, _STOP, _STOP_DESCRIPTION)
     check_names_one_run(options)
-    if options.run_dir is not None:
-        _check_goes_on(options.run_dir, prog)
-    with connected(options, prog) as client:
-        told = call(client, options)
-    print(json.dumps({"status": "ok"}) if options.json else told)
-    return 0
+    if options.run_dir is None:
+        _cancel(options)
+        ended = {"status": "ok"}
+        told = "It is told to stop; `rlframe status --watch` shows its end."
+    else:
+        ended, told = _stop(options, options.run_dir)
+    print(json.dumps(ended) if options.json else told)
+    return 1 if ended["status"] == "failed" else 0
+
+
+def _cancel(options: Any) -> None:
+    with connected(options, _STOP) as client:
+        client.cancel(options.reason)
+
+
+def _stop(options: StopOptions, run_dir: str) -> tuple[dict[str, Any], str]:
+    """End what runs in a directory, and return how it ended and what is saved: as an object, and for a person."""
+    from rlframe.programs.run_dir import RUN, RunDir
+    from rlframe.programs.run_lock import holder_of
+
+    directory = RunDir(run_dir)
+    holder = holder_of(directory.path)
+    if holder is None or directory.holds is None:
+        directory.check_holds_run()
+    if holder is None:
+        job = status_by_files(run_dir)()["job"]
+        raise UsageError(f"The run in {run_dir} is over ({job['state']}: {job['reason']}): there is nothing to stop.")
+    _end(options, run_dir, holder)
+    if directory.holds != RUN:
+        saved = f"What its runs did is saved. Go on: {directory.resume_command}"
+        return {"status": "ok", "saved": saved}, f"It has ended. {saved}"
+    job, saved = status_by_files(run_dir)()["job"], directory.what_is_saved()
+    status = "failed" if job["state"] == "FAILED" else "ok"
+    at = f"{job['env_steps']:,} {job.get('unit') or 'env steps'}"
+    told = f"It has ended at {at} ({job['state']}: {job['reason']}). {saved}"
+    return {"status": status, "state": job["state"], "reason": job["reason"], "saved": saved}, told
+
+
+def _end(options: StopOptions, run_dir: str, holder: Holder) -> None:
+    """End the process that holds a directory."""
+    from rlframe.programs.run_lock import holder_of
+
+    path = pathlib.Path(run_dir)
+    try:
+        if is_steered(run_dir):
+            _cancel(options)
+        else:
+            holder.terminate()
+    except (PeerError, UnavailableError):  # nobody is there to take it in its own way
+        if holder_of(path) == holder:
+            holder.terminate()
+    deadline = time.monotonic() + options.within
+    while holder_of(path) == holder:
+        if time.monotonic() > deadline:
+            raise PeerError(f"The run in {run_dir} has not ended within {options.within:g} s; {holder} goes on.")
+        time.sleep(_LOOK)

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import logging
 import os
+import pathlib
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ import rlframe
 from rlframe import streams
 from rlframe.errors import RlframeError, UsageError, suggest
 
-# command -> what it does, for the help. Each is a module here with `run(arguments) -> exit code`, but `_STEER`.
+# command -> what it does, for the help.
 COMMANDS = {
     "train": "train an agent on an environment",
     "sweep": "search the options of train for values that learn best",
@@ -25,12 +26,13 @@ COMMANDS = {
     "serve": "serve trajectories, or a language model that learns, over HTTP",
     "status": "show how a run is",
     "scale": "change how many collectors a run of the topology elastic has",
-    "pause": "have such a run hold",
-    "resume": "have it go on",
+    "pause": "pause such a run",
+    "resume": "continue it",
     "stop": "end a run in good order",
     "bench": "measure this project and its peers, side by side in one run",
 }
-_STEER = ("scale", "pause", "resume")  # in `rlframe.cli.control`
+# A command is the function `run(arguments) -> exit code` of the module with its name. These are functions of others.
+_MODULES = {"envs": "names", "agents": "names", **dict.fromkeys(("scale", "pause", "resume", "stop"), "control")}
 
 INTERRUPTED = 130  # what a shell gives for a program that SIGINT ended: 128 + the signal's number
 
@@ -98,9 +100,19 @@ def _dispatch(arguments: list[str]) -> int:
     if command not in COMMANDS:
         known = ", ".join(COMMANDS)
         raise UsageError(f"There is no command {command!r}; there are {known}.{suggest(command, COMMANDS)}")
-    if command in _STEER:
-        return importlib.import_module("rlframe.cli.control").run(command, rest)
-    return importlib.import_module(f"rlframe.cli.{command}").run(rest)
+    if command == "bench":
+        return _bench(rest)
+    module = importlib.import_module(f"rlframe.cli.{_MODULES.get(command, command)}")
+    return getattr(module, command if command in _MODULES else "run")(rest)
+
+
+def _bench(arguments: list[str]) -> int:
+    """Run the benchmarks of the checkout that rlframe is installed from."""
+    root = pathlib.Path(rlframe.__file__).parent.parent
+    if not (root / "benchmarks" / "runner.py").is_file():
+        raise UsageError("`rlframe bench` needs a checkout of rlframe: the benchmarks are no part of the package.")
+    sys.path.insert(0, str(root))
+    return importlib.import_module("benchmarks.runner").main(arguments) or 0
 
 
 def _help() -> str:

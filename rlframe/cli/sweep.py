@@ -6,16 +6,12 @@ import dataclasses
 import functools
 import json
 import sys
-from typing import Annotated, Literal, Union
-
-import tyro
 
 from rlframe import extras
-from rlframe.cli.seed_runs import check_of_several, lock, run_all
-from rlframe.cli.seeds import parse_seeds
-from rlframe.cli.train import TrainOptions, print_start, read_arguments, set_title
-from rlframe.cli.trials import Trials
-from rlframe.cli.varied import Varied, parse_varied
+from rlframe.cli.seeds import check_of_several, lock, parse_seeds, run_all
+from rlframe.cli.tables import print_preset
+from rlframe.cli.train_options import read_arguments
+from rlframe.cli.trials import SweepOptions, Trials, Varied, parse_varied
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.programs.experiment import Experiment, load_experiment, save_experiment
@@ -34,26 +30,10 @@ _KEPT = ("vary", "seeds", "sampler", "trials")  # in sweep.json
 _FIXED = ("agent", "env", "seed")  # of the experiment, and not to be varied
 
 
-@dataclasses.dataclass(frozen=True)
-class SweepOptions(TrainOptions):
-    """Options of `rlframe sweep` beside those of an experiment."""
-
-    seeds: Union[str, None] = None  # 1-3 or 1,2,7: each trial is a run for each; None: one run, of --seed
-    at_once: int = 1  # how many runs go on beside each other
-    resume: bool = False  # go on with the sweep in --run-dir; of other options it takes --trials, --sampler, --at-once
-    take_over: bool = False  # with --resume: end the sweep that still goes on in --run-dir, and go on in its place
-    # an option of `rlframe train`, and its values; give --vary once for each option. num-epochs=1..8: from this range;
-    # learning-rate=1e-4..1e-2:log: the same, drawn by its logarithm; gae-lambda=0.9,0.95,0.98: one of these;
-    # "network.hidden=64,64 64": the same, of an option that takes several words (here with --network mlp)
-    vary: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=VALUES")] = ()
-    trials: Union[int, None] = None  # how many in all; None: every combination, where nothing has a range
-    # how values are chosen. tpe: near those of good trials, after ten at random; random: all at random; grid: every
-    # combination; auto: grid without --trials, else tpe
-    sampler: Literal["auto", "tpe", "random", "grid"] = "auto"
-
-
 def run(arguments: list[str]) -> int:
-    """Runs the command and returns its exit code."""
+    """Run the command and return its exit code."""
+    import setproctitle
+
     experiment, session, preset = read_arguments(arguments, SweepOptions, PROG, DESCRIPTION)
     assert isinstance(session, SweepOptions)
     extras.require(PROG, "sweep")
@@ -62,8 +42,9 @@ def run(arguments: list[str]) -> int:
     directory = RunDir(session.run_dir if session.run_dir is not None else path.with_name(f"sweep-{path.name}"))
     session = _settled(experiment, session, directory)
     varied = _checked(arguments, experiment, session)
-    set_title("sweep")
-    print_start(session, experiment, preset)
+    setproctitle.setproctitle("rlframe: sweep")
+    if preset is not None and not session.quiet:
+        print_preset(preset, experiment, sys.stderr)
     if not session.resume:
         directory.create()
     with lock(directory, experiment, session):

@@ -19,8 +19,8 @@ from typing import Any
 def main() -> None:
     # The core, in a process that finds nothing else.
     import rlframe.cli.main
-    import rlframe.cli.session
     import rlframe.cli.train
+    import rlframe.cli.train_options
     import rlframe.programs.topologies.elastic
 
     del rlframe

@@ -12,7 +12,7 @@ import pytest
 from rlframe.agents import IMPALA, IMPALAConfig
 from rlframe.agents.networks import MLPConfig
 from rlframe.cli import main
-from rlframe.cli.train import read_arguments
+from rlframe.cli.train_options import read_arguments
 from rlframe.envs import AsyncEnv
 from rlframe.errors import UsageError
 from rlframe.programs import evaluate, load_experiment, make_experiment, train

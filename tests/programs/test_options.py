@@ -11,7 +11,7 @@ import pytest
 import rlframe
 from rlframe.agents import PPOConfig
 from rlframe.cli.main import main
-from rlframe.cli.train import TrainOptions, read_arguments
+from rlframe.cli.train_options import TrainOptions, read_arguments
 from rlframe.errors import UsageError
 from rlframe.programs import api, make_experiment, naming, session
 from rlframe.programs.experiment import config_classes, field_names, flat, flat_fields

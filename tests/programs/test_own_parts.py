@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 from rlframe.cli.main import main
-from rlframe.cli.train import read_arguments
+from rlframe.cli.train_options import read_arguments
 from rlframe.errors import UsageError
 from rlframe.programs import load_experiment, make_experiment, train
 

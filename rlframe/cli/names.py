@@ -1,21 +1,58 @@
-"""`rlframe agents`."""
+"""`rlframe envs` and `rlframe agents`: the names that `rlframe train` takes."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import sys
+import warnings
 from typing import Annotated
 
 import tyro
 
 from rlframe.cli.parsing import parse
+from rlframe.cli.tables import print_preset
+from rlframe.errors import UsageError, suggest
 from rlframe.programs import naming
 from rlframe.programs.jsonable import to_jsonable
 from rlframe.programs.presets import PRESETS
 
-PROG = "rlframe agents"
-DESCRIPTION = "List the agents with their options and presets. An agent of your own is file.py:Class."
+_ENVS = (
+    "List the environments that can be named. A name is an id that you registered, else an EnvPool task, else a "
+    "Gymnasium id; "
+    "`gymnasium:NAME`, `envpool:NAME` and `dm_control:NAME` decide. An environment of your own is file.py:make_env."
+)
+_AGENTS = "List the agents with their options and presets. An agent of your own is file.py:Class."
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvsOptions:
+    """Options of `rlframe envs`."""
+
+    pattern: Annotated[str, tyro.conf.Positional] = ""  # only names that contain this, in any case
+    json: bool = False  # print a JSON list of {"name", "backend"}
+    traceback: bool = False  # show where an error came from
+
+
+def envs(arguments: list[str]) -> int:
+    """Run the command and return its exit code."""
+    options = parse(EnvsOptions, arguments, "rlframe envs", _ENVS)
+    from rlframe.envs import list_envs
+
+    with warnings.catch_warnings():  # dm_control's, of a machine without a screen
+        warnings.simplefilter("ignore")
+        every = list_envs()
+    rows = [(name, backend) for name, backend in every if options.pattern.lower() in name.lower()]
+    if not rows:
+        near = suggest(options.pattern, {name for name, _ in every})
+        raise UsageError(f"No environment has {options.pattern!r} in its name.{near}")
+    if options.json:
+        print(json.dumps([{"name": name, "backend": backend} for name, backend in rows]))
+        return 0
+    width = max(len(name) for name, _ in rows)
+    for name, backend in rows:
+        print(f"{name:{width}}  {backend}")
+    return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +64,9 @@ class AgentsOptions:
     traceback: bool = False  # show where an error came from
 
 
-def run(arguments: list[str]) -> int:
+def agents(arguments: list[str]) -> int:
     """Run the command and return its exit code."""
-    options = parse(AgentsOptions, arguments, PROG, DESCRIPTION)
+    options = parse(AgentsOptions, arguments, "rlframe agents", _AGENTS)
     names = [options.agent] if options.agent else sorted(naming.AGENTS)
     if options.json:
         print(json.dumps({name: _description(name) for name in names}))
@@ -50,15 +87,13 @@ def _description(name: str) -> dict[str, object]:
 
 
 def _print_agent(name: str, *, every: bool) -> None:
-    from rlframe.cli.tables import print_preset
-
     agent_cls = naming.agent_class(name)
     summary = (agent_cls.__doc__ or "").strip().split("\n")[0]
     print(f"{name}: {summary}")
     presets = [preset for preset in PRESETS if preset.agent == name]
     if not every:
         print(f"  presets: {', '.join(preset.name for preset in presets) or 'none'}")
-        print(f"  `{PROG} {name}` shows its options\n")
+        print(f"  `rlframe agents {name}` shows its options\n")
         return
     config = agent_cls.config_cls()
     print("\noptions of `rlframe train`, with the class's defaults:")

@@ -1,0 +1,170 @@
+"""The options of `rlframe train`: those of a session, an experiment, its agent and its network, as one command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, Union
+
+import tyro
+
+from rlframe.cli.parsing import parse, peek
+from rlframe.errors import UsageError
+from rlframe.programs import naming
+from rlframe.programs.experiment import (
+    Experiment,
+    agents_with,
+    complete,
+    config_classes,
+    field_names,
+    flat,
+    from_flat,
+    with_fields,
+)
+from rlframe.programs.presets import Preset
+from rlframe.programs.session_options import SessionOptions, starting_point
+
+PROG = "rlframe train"
+DESCRIPTION = (
+    "Train an agent on an environment. The defaults below are those of the agent and environment given, with their "
+    "preset. Ctrl-C saves everything and exits with 130; --resume goes on."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOptions(SessionOptions):
+    """Options of the command line beside those of an experiment; those of its own are not for a script."""
+
+    seeds: Union[str, None] = None  # 1-5 or 1,2,7: a run for each, in RUN_DIR/seed-1 and so on; one table and one plot
+    at_once: int = 1  # with --seeds: how many runs go on beside each other
+    json: bool = False  # print the result as one JSON object, the last line of stdout
+    traceback: bool = False  # show where an error came from
+
+
+class ExperimentOptions:
+    """The options of an experiment and of every topology of its agent, in one dataclass: see `_flat_class`."""
+
+
+def read_arguments(
+    arguments: list[str],
+    session_cls: type[TrainOptions] = TrainOptions,
+    prog: str = PROG,
+    description: str = DESCRIPTION,
+) -> tuple[Experiment, TrainOptions, Preset | None]:
+    """What the command line asks for, and the preset that it is based on.
+
+    The options depend on the agent and network, and their defaults on the preset, so those few are
+    looked for first.
+
+    Args:
+        arguments: without the program and the command.
+        session_cls: the class of the options beside those of an experiment.
+        prog, description: of the command, as `parse` takes them.
+    """
+    here = pathlib.Path.cwd()  # before any code of the user's, which may change the directory
+    defaults, preset = _defaults(arguments)
+    start = _start(defaults, arguments, session_cls)
+    parsed: Any = parse(type(start), arguments, prog, description, default=start, elsewhere=_agents_with)
+    values = {name: getattr(parsed.experiment, name) for name in field_names(parsed.experiment) if name != "name"}
+    values["agent_config"] = parsed.agent_config
+    if "network_config" in values:
+        values["network_config"] = getattr(parsed, "network_config", None)
+    if peek(arguments, "num-actors") is None and not hasattr(defaults.topology, "num_actors"):
+        values.pop("num_actors", None)  # nobody gave it: its default depends on the number of environments
+    experiment = from_flat(values)
+    if parsed.session.resume and parsed.session.run_dir is None:
+        raise UsageError("--resume needs --run-dir: the directory of the run to go on with.")
+    paths = {name: getattr(parsed.session, name) for name in ("run_dir", "token_file")}
+    paths = {name: str(here / path) for name, path in paths.items() if path is not None}
+    return experiment, dataclasses.replace(parsed.session, **paths), preset
+
+
+def _defaults(arguments: list[str]) -> tuple[Experiment, Preset | None]:
+    """What the command line changes: a saved experiment, or the defaults of the agent and environment named in it."""
+    config, run_dir, preset_name = peek(arguments, "config"), peek(arguments, "run-dir"), peek(arguments, "preset")
+    session = SessionOptions(
+        preset_name or "auto", config, run_dir, resume="--resume" in arguments and run_dir is not None
+    )
+    network = peek(arguments, "network")
+    defaults, preset = starting_point(peek(arguments, "agent"), peek(arguments, "env"), session, network)
+    topology = defaults.topology
+    if network is not None and network != getattr(topology, "network", network):
+        defaults = with_fields(defaults, network=None if network == "None" else network, network_config=None)
+    return complete(defaults), preset
+
+
+def _agents_with(option: str) -> str:
+    """As `agents_with`, of an option as it is written: `--x-y`."""
+    return agents_with(option.removeprefix("--").replace("-", "_").removeprefix("no_"))
+
+
+def _start(defaults: Experiment, arguments: list[str], session_cls: type[TrainOptions]) -> Any:
+    """What tyro parses, with its defaults: an experiment, a session, the agent's config, the network's with prefix."""
+    flat_options: Any = tyro.conf.OmitArgPrefixes
+    config_cls: Any = type(defaults.agent_config)
+    experiment_cls = _flat_class(defaults, arguments)
+    fields: list[tuple[str, Any]] = [
+        ("experiment", Annotated[experiment_cls, tyro.conf.arg(name=""), flat_options]),
+        ("session", Annotated[session_cls, tyro.conf.arg(name=""), flat_options]),
+        # Its own parts keep their prefixes.
+        ("agent_config", Annotated[config_cls, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]),
+    ]
+    own = {**flat(defaults), "agent_config": None}
+    values = {"session": session_cls(), "agent_config": defaults.agent_config}
+    if own.get("network_config") is not None:
+        values["network_config"] = own["network_config"]
+        own["network_config"] = None
+        network_cls: Any = type(values["network_config"])
+        fields.append(("network_config", Annotated[network_cls, tyro.conf.arg(name="network")]))
+    _check_no_clash(config_cls, defaults.agent, {*field_names(experiment_cls), *field_names(session_cls)} - {"name"})
+    values["experiment"] = experiment_cls(**own)
+    return dataclasses.make_dataclass("Train", fields, frozen=True)(**values)
+
+
+def _flat_class(defaults: Experiment, arguments: list[str]) -> Any:
+    """The options of an experiment and of every topology of its agent, in one dataclass.
+
+    What may be a file of the user's own can be chosen where it is named.
+    """
+    classes = config_classes(defaults.agent, peek(arguments, "topology") or defaults.topology.name)
+    widest = [cls for cls in dict.fromkeys(classes.values()) if not _is_base(cls, classes.values())]
+    choices: dict[str, Iterable[str]] = {
+        "topology": classes,
+        "engine": ("auto", *naming.ENGINES),
+        "operator": ("auto", *naming.OPERATORS),
+        "replay": ("auto", *naming.REPLAYS),
+    }
+    hidden = Annotated[Any, tyro.conf.Suppress]
+    # `async` alone is a word that Python keeps for itself.
+    annotations: dict[str, Any] = {
+        "async_envs": Annotated[bool, tyro.conf.arg(name="async")],
+        **dict.fromkeys(("name", "agent_config", "network_config"), hidden),
+    }
+    own = {field.name: field.default for cls in widest for field in dataclasses.fields(cls)}
+    own = {**own, "name": "", **flat(defaults)}
+    for name, known in choices.items():
+        named = [each for each in (peek(arguments, name), own.get(name)) if isinstance(each, str) and ":" in each]
+        annotations[name] = Literal.__getitem__((*known, *named))
+    annotations = {name: annotation for name, annotation in annotations.items() if name in own}
+    namespace = {
+        "__annotations__": annotations,
+        "__module__": __name__,
+        "__post_init__": lambda self: None,  # what they are together is checked when the experiment is made
+        **{name: own[name] for name in annotations},
+    }
+    # By its name the parser finds a source for it, and goes on to those of its bases, whose comments are the help.
+    made = type(ExperimentOptions.__name__, (ExperimentOptions, *widest, Experiment), namespace)
+    return dataclasses.dataclass(frozen=True)(made)
+
+
+def _is_base(cls: type, classes: Iterable[type]) -> bool:
+    return any(other is not cls and issubclass(other, cls) for other in classes)
+
+
+def _check_no_clash(config_cls: type, agent: str, taken: set[str]) -> None:
+    for name in field_names(config_cls):
+        if name in taken:
+            raise UsageError(
+                f"The config of {agent} has a field {name!r}, which is an option of `{PROG}` already: rename it."
+            )
