@@ -14,7 +14,7 @@ from rlframe.cli.parsing import parse
 from rlframe.cli.tables import print_preset
 from rlframe.errors import UsageError, suggest
 from rlframe.programs import naming
-from rlframe.programs.jsonable import to_jsonable
+from rlframe.programs.options import to_jsonable
 from rlframe.programs.presets import PRESETS
 
 _ENVS = (

@@ -16,7 +16,7 @@ from rlframe.programs.callbacks import Callback
 from rlframe.programs.control import Control
 from rlframe.programs.experiment import Experiment, changed, field_names
 from rlframe.programs.given import named
-from rlframe.programs.jsonable import to_jsonable
+from rlframe.programs.options import to_jsonable
 from rlframe.programs.presets import Preset
 from rlframe.programs.profile import Profile
 from rlframe.programs.run_dir import Result, RunDir, default_path

@@ -83,8 +83,7 @@ def serve_control_of(
     from rlframe.http.token_file import read_token
 
     with extras.needed("--http", "trajectories"):
-        from rlframe.coordinator.control.app import COORDINATOR, RUN
-        from rlframe.coordinator.control.serving import serve_control
+        from rlframe.coordinator.control.app import COORDINATOR, RUN, serve_control
     token_file = control.token_file or make_token(run_dir)
     target: Any
     target, kind = RunTarget(run_dir), RUN

@@ -18,7 +18,7 @@ from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.progress import STARTING
 from rlframe.programs.env_backend import check_backend
 from rlframe.programs.experiment import MAX_SEED, Experiment
-from rlframe.programs.jsonable import convert
+from rlframe.programs.options import convert
 from rlframe.programs.restored import restored
 from rlframe.programs.run_dir import open_run
 from rlframe.programs.topologies.parts import make_agent, make_pool

@@ -16,9 +16,8 @@ from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.programs import naming
 from rlframe.programs.given import OPTIONS, check_can_leave, name_of, named, with_given
-from rlframe.programs.jsonable import convert, from_jsonable, hints_of, to_jsonable
 from rlframe.programs.object_names import is_live, remember
-from rlframe.programs.options import option_names, resolved, with_options
+from rlframe.programs.options import convert, from_jsonable, hints_of, option_names, resolved, to_jsonable, with_options
 from rlframe.programs.presets import Preset, find_preset
 from rlframe.programs.topologies.config import TopologyConfig, check_least
 from rlframe.user_files import forget_changed, look_in, places

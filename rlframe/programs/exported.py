@@ -15,7 +15,7 @@ from rlframe.envs.spaces import canonical_dtype
 from rlframe.envs.wrappers import joined
 from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import write_atomically
-from rlframe.programs.jsonable import convert
+from rlframe.programs.options import convert
 from rlframe.programs.trained import trained
 from rlframe.types import FIRST, MID, TimeStep, Tree
 

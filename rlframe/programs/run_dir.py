@@ -21,7 +21,7 @@ from rlframe.learners.checkpoints import Checkpointer
 from rlframe.metrics import CSVLogger, JSONLLogger, LenientLogger, Logger, TensorBoardLogger
 from rlframe.programs import run_lock
 from rlframe.programs.experiment import Experiment, load_experiment, save_experiment
-from rlframe.programs.jsonable import convert
+from rlframe.programs.options import convert
 from rlframe.programs.presets import plain_name
 from rlframe.user_files import forget_changed
 

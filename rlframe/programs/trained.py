@@ -20,7 +20,7 @@ from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners.checkpoints import Checkpointer
 from rlframe.params.source import NewestParams
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.jsonable import convert
+from rlframe.programs.options import convert
 from rlframe.programs.restored import restored
 from rlframe.programs.run_dir import open_run
 from rlframe.programs.topologies.parts import make_agent

@@ -11,7 +11,7 @@ import pytest
 
 from rlframe.coordinator import status as statuses
 from rlframe.coordinator.commander import TrainOne
-from rlframe.coordinator.control import prometheus
+from rlframe.coordinator.control import endpoints
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.rates import Rates
 from tests.coordinator.core.world import World
@@ -140,5 +140,5 @@ def test_what_the_page_and_prometheus_read_is_there(world: World) -> None:
     assert of_all and of_all - {"commands"} <= set(found)  # which a run without a coordinator has
     of_job = set(re.findall(r"\bjob\??\.(\w+)", page))
     assert {"state", "env_steps", "waits_for"} <= of_job <= {"unit", *found["job"]}
-    gauges = {key for _, _, key in (*prometheus._GAUGES, *prometheus._COUNTERS)}
+    gauges = {key for _, _, key in (*endpoints._GAUGES, *endpoints._COUNTERS)}
     assert gauges <= set(found["job"])

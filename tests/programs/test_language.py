@@ -18,9 +18,8 @@ from rlframe.language.model import weights
 from rlframe.language.server import PolicyServerConfig
 from rlframe.programs.evaluation import evaluate
 from rlframe.programs.experiment import Experiment, load_experiment, make_experiment
-from rlframe.programs.language.environment import Environment, model_server, next_incarnation
 from rlframe.programs.language.monitor import LanguageMonitor
-from rlframe.programs.language.warmup import WarmUp
+from rlframe.programs.language.nodes import Environment, WarmUp, model_server, next_incarnation
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir import RunDir
 from rlframe.programs.session import train

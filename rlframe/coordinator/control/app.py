@@ -1,7 +1,4 @@
-"""The FastAPI application in front of a coordinator, or of a run without one.
-
-See `rlframe.coordinator.control.serving` for how it is run.
-"""
+"""The control API in front of a coordinator, or of a run without one: the FastAPI application, and a thread for it."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import pathlib
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,6 +14,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response
 
+from rlframe import handles
 from rlframe.coordinator.control.calls import CoordinatorCalls, EventLog
 from rlframe.coordinator.control.endpoints import REFUSED, command_router, reading_router
 from rlframe.coordinator.control.errors import content, refusal, refused
@@ -24,9 +23,13 @@ from rlframe.http.app import answer_errors, protect
 from rlframe.http.app import make_app as make_base_app
 from rlframe.http.measuring import RequestMetrics
 from rlframe.http.middleware import answer
+from rlframe.http.serving import ServerThread
+from rlframe.http.token_file import check_guarded, read_token
 
 PAGE = pathlib.Path(__file__).with_name("page.html")  # asks for /status and /events/stream
 _MAX_BODY = 1 << 20
+_MAX_CONNECTIONS = 256
+_ATTEMPTS = 2.0  # seconds for which a call to another process is repeated; the app has deadlines of its own
 _OPEN = ("/healthz",)  # without a token
 _DESCRIPTION = """Watches and steers a run. `GET /` is a page that does so in a browser."""
 
@@ -46,6 +49,39 @@ COORDINATOR = Kind(
     ("cancel", "pause", "resume", "scale", "evaluate_now", "checkpoint", "restore"),
 )
 RUN = Kind("rlframe run", "rlframe_run_", ("cancel",))  # without a coordinator
+
+
+@contextlib.contextmanager
+def serve_control(
+    target: Any,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token_file: str | None = None,
+    *,
+    kind: Kind = COORDINATOR,
+) -> Any:
+    """Serve the control of a coordinator in a thread during a `with`, which gets a `ServerThread` with its `url`.
+
+    Args:
+        target: a Coordinator, or a handle to one (it may be restarted meanwhile).
+        host: address to listen at.
+        port: 0: one that is free.
+        token_file: with the token that requests have to carry; None: none is needed, and only loopback may be
+            listened at.
+        kind: of the target.
+
+    Raises:
+        UsageError: it cannot listen there; the token file cannot be read, or is needed.
+    """
+    check_guarded(host, token_file, "steer and stop the run")
+    stop = threading.Event()
+    target = handles.resolve(target, "coordinator", deadline=_ATTEMPTS, stop=stop)
+    app = make_app(target, read_token(token_file), kind=kind)
+    with ServerThread(app, host, port, _MAX_CONNECTIONS, let_go=app.state.let_go) as server:
+        try:
+            yield server
+        finally:
+            stop.set()
 
 
 def make_app(

@@ -15,10 +15,10 @@ from tests.extras import needs
 from tests.waiting import wait_until
 
 needs("trajectories")
+from rlframe.coordinator.control.app import serve_control
 from rlframe.coordinator.control.calls import AT_ONCE, STATUS_AGE
 from rlframe.coordinator.control.client import ControlClient
 from rlframe.coordinator.control.errors import ConflictError
-from rlframe.coordinator.control.serving import serve_control
 from rlframe.coordinator.states import JobState
 from rlframe.errors import PeerError, UnavailableError, UsageError
 from rlframe.http.serving import ServerThread

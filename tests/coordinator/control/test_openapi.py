@@ -18,8 +18,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from rlframe.coordinator.control.app import make_app
-from rlframe.coordinator.control.serving import serve_control
+from rlframe.coordinator.control.app import make_app, serve_control
 from tests.coordinator.control.coordinators import ScriptedCoordinator
 
 schema = schemathesis.openapi.from_dict(make_app(ScriptedCoordinator()).openapi()).exclude(path="/events/stream")

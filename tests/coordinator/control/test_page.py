@@ -13,7 +13,7 @@ needs("trajectories")
 import_or_skip("playwright", "pip install 'rlframe[test]'")
 from playwright.sync_api import Browser, Page, expect
 
-from rlframe.coordinator.control.serving import serve_control
+from rlframe.coordinator.control.app import serve_control
 from rlframe.coordinator.states import JobState
 from rlframe.errors import PeerError
 from rlframe.http.serving import ServerThread

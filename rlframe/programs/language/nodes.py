@@ -1,4 +1,4 @@
-"""An environment of a language model as a node of a program."""
+"""Nodes of a program in which a language model learns: its environments, and the supervised warm-up before them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import json
 import logging
 import pathlib
+import random
+import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,13 +15,16 @@ from typing import TYPE_CHECKING, Any
 from rlframe import handles
 from rlframe.actors.actor import env_seed
 from rlframe.envs.group import ANSWER_TIMEOUT
-from rlframe.errors import UsageError
+from rlframe.errors import StoppedError, UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.progress import Phase, advance
 from rlframe.language.environments import APIServerConfig, BaseEnv
 from rlframe.language.environments.cli import made
 from rlframe.language.environments.serving import ServeLoop
+from rlframe.language.model import weights
 from rlframe.language.model.tokenizers import load_tokenizer
+from rlframe.learners.warm_up import warm_up
+from rlframe.metrics import MultiLogger
 from rlframe.programs import naming
 
 if TYPE_CHECKING:
@@ -177,6 +182,59 @@ class Environment:
             found = f"{type(error).__name__}: {error}"
         with self._lock:
             self._evaluated = number, found
+
+
+class WarmUp:
+    """Train on the environment's demonstrations, then write the weights to the run directory in the published format.
+
+    Args:
+        run: the session.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._stop = threading.Event()
+
+    def run(self) -> None:
+        """Return once the weights are written, or after `stop()`, which writes nothing."""
+        run, directory = self._run, self._run.directory
+        env_cls = env_class(run.experiment.env)
+        env = env_cls(env_config(env_cls, run), [model_server(run)])
+        tokenizer = load_tokenizer(run.topology.tokenizer_name(run.experiment.agent_config))
+
+        def demonstrations(source: random.Random, count: int) -> Sequence[tuple[str, str]]:  # before each update
+            if self._stop.is_set():
+                raise StoppedError("Told to stop in the supervised warm-up.")
+            return env.demonstrations(source, count)
+
+        logger = MultiLogger([directory.open_logs(0), *run.loggers])
+        try:
+            with handles.stopped_by_program(self.stop):
+                params = warm_up(
+                    run.agent,  # type: ignore[arg-type]
+                    demonstrations,
+                    tokenizer,
+                    seed=run.experiment.seed,
+                    logger=logger,
+                )
+        except StoppedError:
+            return
+        finally:
+            logger.close()
+        temporary = directory.warmup.with_suffix(".tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        weights.save(temporary, run.agent.model_config, params)  # type: ignore[attr-defined]
+        temporary.rename(directory.warmup)
+
+    def end(self, by: str, evaluate: bool = True) -> None:
+        """Go on to the last update, unless `evaluate` is False: what follows ends then, with weights to evaluate."""
+        del by
+        if not evaluate:
+            self.stop()
+
+    def stop(self) -> None:
+        """Ends `run()` before the next update. Any thread may call it."""
+        self._stop.set()
 
 
 class Metrics:
