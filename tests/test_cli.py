@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from rlframe.cli import main
-from rlframe.cli.tables import print_preset
+from rlframe.cli.names import print_preset
 from rlframe.cli.train_options import read_arguments
 from rlframe.errors import UsageError
 from tests.extras import needs

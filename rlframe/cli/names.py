@@ -1,4 +1,4 @@
-"""`rlframe envs` and `rlframe agents`: the names that `rlframe train` takes."""
+"""`rlframe envs` and `rlframe agents`: the names that `rlframe train` takes, and the tables of presets."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import dataclasses
 import json
 import sys
 import warnings
-from typing import Annotated
+from typing import Annotated, Any, TextIO
 
 import tyro
 
 from rlframe.cli.parsing import parse
-from rlframe.cli.tables import print_preset
 from rlframe.errors import UsageError, suggest
+from rlframe.metrics.terminal import console
 from rlframe.programs import naming
+from rlframe.programs.experiment import flat
 from rlframe.programs.options import to_jsonable
-from rlframe.programs.presets import PRESETS
+from rlframe.programs.presets import PRESETS, Preset
 
 _ENVS = (
     "List the environments that can be named. A name is an id that you registered, else an EnvPool task, else a "
@@ -102,3 +103,36 @@ def _print_agent(name: str, *, every: bool) -> None:
     for preset in presets:
         print(f"\nfor {', '.join(preset.envs)}:", flush=True)
         print_preset(preset, None, sys.stdout)
+
+
+def print_preset(preset: Preset, experiment: Any, file: TextIO) -> None:
+    """Print a preset's values with their sources; what the command line changed is marked.
+
+    Where it chose another network, the options of the preset's are left out: they are not used.
+
+    Args:
+        preset: the table.
+        experiment: what runs; None where nothing does.
+        file: where to.
+    """
+    from rich.table import Table
+
+    table = Table(title=f"preset {preset.name}", title_justify="left", box=None, pad_edge=False)
+    for column in ("field", "value", "source"):
+        table.add_column(column, overflow="fold")
+    network = preset.fields.get("network")
+    has_its_network = experiment is None or network is None or _used(experiment, "network") == network.value
+    for key, setting in preset.fields.items():
+        if key.startswith("network.") and not has_its_network:
+            continue
+        used = setting.value if experiment is None else _used(experiment, key)
+        same = used == setting.value
+        value = str(setting.value) if same else f"{used} (preset: {setting.value})"
+        table.add_row(key.rpartition("agent.")[2], value, setting.source if same else "command line")
+    console(file).print(table)
+
+
+def _used(experiment: Any, key: str) -> Any:
+    group, _, name = key.rpartition(".")
+    options = flat(experiment)
+    return getattr(options.get(f"{group}_config"), name, None) if group else options.get(name)

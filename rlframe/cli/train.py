@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 
+from rlframe.cli.names import print_preset
 from rlframe.cli.parsing import peek
-from rlframe.cli.tables import plus_minus, print_preset
 from rlframe.cli.train_options import TrainOptions, read_arguments
 from rlframe.errors import UsageError
+from rlframe.metrics.statistics import plus_minus
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.presets import Preset
 from rlframe.programs.run_dir import Result, RunDir

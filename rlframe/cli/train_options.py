@@ -12,6 +12,7 @@ import tyro
 from rlframe.cli.parsing import parse, peek
 from rlframe.errors import UsageError
 from rlframe.programs import naming
+from rlframe.programs.api import SessionOptions, starting_point
 from rlframe.programs.experiment import (
     Experiment,
     agents_with,
@@ -23,7 +24,6 @@ from rlframe.programs.experiment import (
     with_fields,
 )
 from rlframe.programs.presets import Preset
-from rlframe.programs.session_options import SessionOptions, starting_point
 
 PROG = "rlframe train"
 DESCRIPTION = (

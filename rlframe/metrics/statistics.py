@@ -37,3 +37,8 @@ def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
     tail = 50.0 * (1.0 - CONFIDENCE)
     low, high = np.percentile(means, [tail, 100.0 - tail], axis=0)
     return low, high
+
+
+def plus_minus(std: float | None, count: int) -> str:
+    """Return " ± std", or nothing for a single value, which has no spread."""
+    return f" ± {std:.1f}" if std is not None and count > 1 else ""

@@ -17,10 +17,10 @@ from rlframe.cli.main import main
 from rlframe.cli.train_options import TrainOptions, read_arguments
 from rlframe.errors import UsageError
 from rlframe.programs import api, make_experiment, naming, session
+from rlframe.programs.api import SessionOptions
 from rlframe.programs.experiment import config_classes, field_names, flat, flat_fields
 from rlframe.programs.options import from_jsonable, to_jsonable
 from rlframe.programs.run_dir import Result
-from rlframe.programs.session_options import SessionOptions
 
 OTHERS = ("dqn", "impala", "pqn", "r2d2", "sac", "td3")
 NETWORKS = {"grpo": []}  # of agents that take no network; all others take mlp
