@@ -114,8 +114,8 @@ def test_a_config_is_repeated_and_changed(trained):
             "--network.channels is an option of what --network chooses: give --network as well.",
         ),
         (
-            "train --agent dqn --normalise-rewards",
-            "There is no option --normalise-rewards. Agents that have it: impala",
+            "train --agent dqn --vtrace-lambda 1",
+            "There is no option --vtrace-lambda. Agents that have it: impala",
         ),
         ("train --agent sac --no-double", "There is no option --no-double. Agents that have it: dqn."),
         ("train --steps many", "Error parsing --steps: invalid literal for int() with base 10: 'many'."),
@@ -130,6 +130,7 @@ def test_a_config_is_repeated_and_changed(trained):
         ("train --preset ppo/cartpol", "Did you mean 'ppo/cartpole'?"),
         ("train --env CartPol-v1", "Unknown environment 'CartPol-v1'. Did you mean 'CartPole-v1'?"),
         ("train --agent dqn --env Pendulum-v1 --preset none", "DQN needs Discrete actions"),
+        ("train --agent dqn --normalise-rewards", "DQN: normalise_rewards is for agents that learn from a Sequence"),
         (
             f"train --agent {REMEMBERING} --env Pendulum-v1",
             "Remembering needs Discrete actions, got the action spec Bou",

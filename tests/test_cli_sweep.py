@@ -236,7 +236,7 @@ def test_a_sweep_whose_first_trial_fails_ends_and_says_why(sweep, tmp_path):
     assert err.endswith("rlframe: The loss was not finite.\n") and not (folder / "trial-1").exists()
     code, said, err = sweep("--resume", "--run-dir", str(folder))
     assert code == 0 and [row["trial"] for row in said["trials"]] == [1, 3, 0, 2]
-    made = [load_experiment(folder / f"trial-{i}").agent_config.normalise_observations for i in range(4)]
+    made = [load_experiment(folder / f"trial-{i}").topology.normalise_observations for i in range(4)]
     assert made == [True, True, False, False]
 
 

@@ -12,6 +12,7 @@ from rlframe.agents.pqn import PQN, PQNConfig
 from rlframe.agents.r2d2 import R2D2, R2D2Config
 from rlframe.agents.sac import SAC, SACConfig
 from rlframe.agents.td3 import TD3, TD3Config
+from rlframe.agents.transforms import Normalized
 
 __all__ = [
     "DQN",
@@ -27,6 +28,7 @@ __all__ = [
     "GRPOConfig",
     "IMPALAConfig",
     "LearnerState",
+    "Normalized",
     "PPOConfig",
     "PQNConfig",
     "R2D2Config",

@@ -117,6 +117,10 @@ class Agent:
         self.net_factory = net_factory
         self.policy_factory = policy_factory
 
+    def with_inner(self, change: Callable[[Agent], Agent]) -> Agent:
+        """Return `change(self)`. A transform returns itself around the changed inner agent."""
+        return change(self)
+
     # Acting
 
     def initial_params(self, rng: jax.Array) -> Params:
@@ -184,6 +188,10 @@ class Agent:
     def initial_learner_state(self, params: Params) -> Any:
         """The state of learning at step 0: a `LearnerState`, or an agent's own with more fields."""
         return LearnerState(self.optimizer.init(params), jnp.zeros((), jnp.int32), jax.random.PRNGKey(0))
+
+    def seeded(self, learner_state: Any, rng: jax.Array) -> Any:
+        """Return the learner state with the Learner's key in its field `rng`, if it has one."""
+        return learner_state._replace(rng=rng) if "rng" in getattr(learner_state, "_fields", ()) else learner_state
 
     def loss(self, params: Params, learner_state: Any, batch: Batch) -> tuple[jax.Array, Logs]:
         """The scalar that `compute_gradients` differentiates, and what to log beside it."""

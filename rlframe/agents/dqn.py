@@ -15,7 +15,6 @@ from rlframe.agents import losses, noisy
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.net_factory import build_network, default_config
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig
-from rlframe.agents.normalization import Normaliser
 from rlframe.agents.policies import epsilon_greedy
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import (
@@ -75,8 +74,6 @@ class DQNConfig:
     prioritised: bool = False  # Schaul et al. 2016, proportional
     priority_exponent: float = 0.6  # alpha
     importance_exponent: float = 0.4  # beta at the beginning; 1 at total_learner_steps
-    normalise_observations: bool = False  # by their running mean and deviation
-    observation_clip: float = 10.0  # deviations from the mean, where they are normalised
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "min_replay_size", "update_period", "target_update_period", "n_step")
@@ -123,7 +120,7 @@ class DQNConfig:
 class ActorParams(NamedTuple):
     """What a DQN actor acts by."""
 
-    params: Any  # of the network; with statistics where observations are normalised
+    params: Params  # of the network
     epsilon: Any  # [] float32
 
 
@@ -134,7 +131,6 @@ class DQNState(NamedTuple):
     steps: Any
     rng: Any
     target_params: Params
-    statistics: Any = ()
 
 
 class Repetition(NamedTuple):
@@ -169,7 +165,6 @@ class DQN(Agent):
         super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
         if not isinstance(action_spec, specs.DiscreteArray):
             raise UsageError(f"DQN needs Discrete actions, got the action spec {action_spec!r}. Use SAC or PPO.")
-        self.normaliser = Normaliser(cfg, observation_spec)
         self._num_actions = action_spec.num_values
         count = cfg.num_quantiles or cfg.num_atoms or 1
         plain = (Head(self._num_actions * count),)
@@ -218,8 +213,7 @@ class DQN(Agent):
         cfg = self.cfg
         done = jnp.minimum(learner_state.steps * (cfg.update_period / max(cfg.epsilon_decay_steps, 1)), 1.0)
         epsilon = cfg.epsilon_begin + done * (cfg.epsilon_end - cfg.epsilon_begin)
-        published = self.normaliser.actor_params(params, learner_state.statistics)
-        return ActorParams(published, jnp.asarray(epsilon, jnp.float32))
+        return ActorParams(params, jnp.asarray(epsilon, jnp.float32))
 
     # Learning
 
@@ -252,12 +246,7 @@ class DQN(Agent):
 
     def initial_learner_state(self, params: Params) -> DQNState:
         opt_state, steps, rng = super().initial_learner_state(params)
-        statistics = self.normaliser.initial_statistics()
-        return DQNState(opt_state, steps, rng, target_params=params, statistics=statistics)
-
-    def learner_step(self, params: Params, learner_state: DQNState, batch: Batch) -> tuple[Params, DQNState, Logs]:
-        """One update, from what the normaliser makes of the batch."""
-        return self.normaliser.learn(super().learner_step, params, learner_state, batch)
+        return DQNState(opt_state, steps, rng, target_params=params)
 
     def loss(self, params: Params, learner_state: DQNState, batch: Batch) -> tuple[jax.Array, Logs]:
         if self._is_distributional:
@@ -363,9 +352,8 @@ class DQN(Agent):
         online, target, selecting = map(noisy.sampled, rngs, (params, target, params))
         return online, target, selecting
 
-    def _greedy(self, published: Any, observation: Tree, rng: jax.Array | None = None) -> jax.Array:
+    def _greedy(self, params: Params, observation: Tree, rng: jax.Array | None = None) -> jax.Array:
         """[B]; by noisy parameters where there is an `rng`, and noise in them."""
-        params, observation = self.normaliser.acting(published, observation)
         if self.cfg.noisy is not None:
             params = params.mean if rng is None else noisy.sampled(rng, params)
         values = self._values(params, observation)

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import optax
 
 from rlframe.agents import losses
-from rlframe.agents.base import Agent, NetFactory, PolicyFactory
+from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory
 from rlframe.agents.net_factory import build_network, default_config
 from rlframe.agents.networks import Head, NatureCNNConfig
-from rlframe.agents.normalization import NormalisedState, Normaliser
 from rlframe.agents.policies import Policy, default_policy
 from rlframe.agents.recurrent import Core
 from rlframe.agents.vtrace import vtrace
@@ -57,10 +56,6 @@ class IMPALAConfig:
     rmsprop_epsilon: float = 0.01  # inside the square root, as TensorFlow has it; 0.1 in scalable_agent, for DMLab
     adam_epsilon: float = 1e-8  # of `adam` only; Kingma and Ba 2015
     max_grad_norm: float | None = 40.0
-    normalise_observations: bool = False  # by their running mean and deviation
-    observation_clip: float = 10.0  # deviations from the mean, where they are normalised
-    normalise_rewards: bool = False  # by the deviation of the discounted return so far
-    reward_clip: float = 10.0  # where they are
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "unroll_length", "batch_size")
@@ -93,7 +88,6 @@ class IMPALA(Agent):
     ) -> None:
         super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
         self.policy: Policy = (policy_factory or default_policy)(action_spec)
-        self.normaliser = Normaliser(cfg, observation_spec)
         # Gains of orthogonal weights as PPO's; the paper's network has Sonnet's truncated normal ones.
         heads = (Head(self.policy.num_params, scale=0.01, num_free=self.policy.num_free), Head(1))
         factory = net_factory or default_config(self.networks, observation_spec)
@@ -103,17 +97,14 @@ class IMPALA(Agent):
     # Acting
 
     def initial_state(self, batch_size: int) -> AgentState:
-        return self.normaliser.initial_state(self._core.initial_state(batch_size), batch_size)
+        return self._core.initial_state(batch_size)
 
     def actor_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        (logits, _), after = self._core.step(
-            *self.normaliser.acting(params, timestep.observation), self.normaliser.network_state(state)
-        )
+        (logits, _), state = self._core.step(params, timestep.observation, state)
         sample = self.policy.sample(rng, logits)
-        state, extras = self.normaliser.accumulate(state, after, timestep.reward)
-        extras["log_prob"] = self.policy.log_prob(logits, sample)
+        extras = {"log_prob": self.policy.log_prob(logits, sample)}
         if self.policy.clips:
             extras["sample"] = sample
         return AgentOutput(self.policy.to_action(sample), extras), state
@@ -121,14 +112,8 @@ class IMPALA(Agent):
     def eval_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        (logits, _), after = self._core.step(
-            *self.normaliser.acting(params, timestep.observation), self.normaliser.network_state(state)
-        )
-        state, _ = self.normaliser.accumulate(state, after, timestep.reward)
+        (logits, _), state = self._core.step(params, timestep.observation, state)
         return AgentOutput(self.policy.to_action(self.policy.mode(logits)), {}), state
-
-    def actor_params(self, params: Params, learner_state: NormalisedState) -> Tree:
-        return self.normaliser.actor_params(params, learner_state.statistics)
 
     # Learning
 
@@ -149,17 +134,7 @@ class IMPALA(Agent):
         clip = optax.clip_by_global_norm(cfg.max_grad_norm) if cfg.max_grad_norm else optax.identity()
         return optax.chain(clip, optimizer)
 
-    def initial_learner_state(self, params: Params) -> NormalisedState:
-        opt_state, steps, rng = super().initial_learner_state(params)
-        return NormalisedState(opt_state, steps, rng, self.normaliser.initial_statistics())
-
-    def learner_step(
-        self, params: Params, learner_state: NormalisedState, batch: Batch
-    ) -> tuple[Params, NormalisedState, Logs]:
-        """One update, from what the normaliser makes of the batch."""
-        return self.normaliser.learn(super().learner_step, params, learner_state, batch)
-
-    def loss(self, params: Params, learner_state: NormalisedState, batch: Batch) -> tuple[jax.Array, Logs]:
+    def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
         cfg, data = self.cfg, batch.data
         (logits, values), _ = self._core.unroll(params, data.observation, data.step_type, data.agent_state)
         logits, values = _time_first(logits), _time_first(values.reshape(data.step_type.shape))

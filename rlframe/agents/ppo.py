@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import optax
 
 from rlframe.agents import losses
-from rlframe.agents.base import Agent, NetFactory, PolicyFactory
+from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory
 from rlframe.agents.minibatches import MinibatchUpdates, ravel
 from rlframe.agents.net_factory import build_network, default_config
 from rlframe.agents.networks import Head, has_images
-from rlframe.agents.normalization import NormalisedState, Normaliser
 from rlframe.agents.policies import Policy, default_policy
 from rlframe.agents.recurrent import Core
 from rlframe.errors import check_above, check_at_least, check_share
@@ -59,10 +58,6 @@ class PPOConfig:
     # unrolls ahead; the correction is the clipped ratio to the policy that acted, whose log-probabilities are stored:
     # equation 7 of the paper asks for no more than that. Hilton et al. 2022 (arXiv:2110.00641) measure what it costs.
     max_staleness: int = 0
-    normalise_observations: bool = False  # by their running mean and deviation
-    observation_clip: float = 10.0  # deviations from the mean, where they are normalised
-    normalise_rewards: bool = False  # by the deviation of the discounted return so far
-    reward_clip: float = 10.0  # where they are
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "unroll_length", "num_epochs", "num_minibatches")
@@ -107,7 +102,6 @@ class PPO(Agent):
     ) -> None:
         super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
         self.policy: Policy = (policy_factory or default_policy)(action_spec)
-        self.normaliser = Normaliser(cfg, observation_spec)
         # Gains: baselines/common/policies.py. Deviations begin at exp(0).
         heads = (Head(self.policy.num_params, scale=0.01, num_free=self.policy.num_free), Head(1))
         factory = net_factory or default_config(self.networks, observation_spec)
@@ -117,17 +111,14 @@ class PPO(Agent):
     # Acting
 
     def initial_state(self, batch_size: int) -> AgentState:
-        return self.normaliser.initial_state(self._core.initial_state(batch_size), batch_size)
+        return self._core.initial_state(batch_size)
 
     def actor_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        (logits, value), after = self._core.step(
-            *self.normaliser.acting(params, timestep.observation), self.normaliser.network_state(state)
-        )
+        (logits, value), state = self._core.step(params, timestep.observation, state)
         sample = self.policy.sample(rng, logits)
-        state, extras = self.normaliser.accumulate(state, after, timestep.reward)
-        extras |= {"log_prob": self.policy.log_prob(logits, sample), "value": value.reshape(logits.shape[0])}
+        extras = {"log_prob": self.policy.log_prob(logits, sample), "value": value.reshape(logits.shape[0])}
         if self.policy.clips:
             extras["sample"] = sample
         return AgentOutput(self.policy.to_action(sample), extras), state
@@ -135,14 +126,8 @@ class PPO(Agent):
     def eval_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        (logits, _), after = self._core.step(
-            *self.normaliser.acting(params, timestep.observation), self.normaliser.network_state(state)
-        )
-        state, _ = self.normaliser.accumulate(state, after, timestep.reward)
+        (logits, _), state = self._core.step(params, timestep.observation, state)
         return AgentOutput(self.policy.to_action(self.policy.mode(logits)), {}), state
-
-    def actor_params(self, params: Params, learner_state: NormalisedState) -> Tree:
-        return self.normaliser.actor_params(params, learner_state.statistics)
 
     # Learning
 
@@ -161,11 +146,10 @@ class PPO(Agent):
         clip = optax.clip_by_global_norm(self.cfg.max_grad_norm) if self.cfg.max_grad_norm else optax.identity()
         return optax.chain(clip, optax.scale_by_adam(eps=self.cfg.adam_epsilon))
 
-    def initial_learner_state(self, params: Params) -> NormalisedState:
-        opt_state, steps, rng = super().initial_learner_state(ravel(params))
-        return NormalisedState(opt_state, jnp.float32(steps), rng, self.normaliser.initial_statistics())
+    def initial_learner_state(self, params: Params) -> LearnerState:
+        return super().initial_learner_state(ravel(params))._replace(steps=jnp.float32(0))
 
-    def loss(self, params: Params, learner_state: NormalisedState, batch: Batch) -> tuple[jax.Array, Logs]:
+    def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
         """The loss of a minibatch: `batch.data` is a `Rollout`."""
         cfg, clip_epsilon = self.cfg, self._clip_epsilon(learner_state.steps)
         logits, value, rows = self._forward(params, batch.data)
@@ -204,16 +188,14 @@ class PPO(Agent):
         return _rows(rollout)
 
     def learner_step(
-        self, params: Params, learner_state: NormalisedState, batch: Batch
-    ) -> tuple[Params, NormalisedState, Logs]:
+        self, params: Params, learner_state: LearnerState, batch: Batch
+    ) -> tuple[Params, LearnerState, Logs]:
         """Epochs of minibatches of the rollout, each a step of `compute_gradients` and `apply_gradients`."""
         rate = self._learning_rate(learner_state.steps)
-        params, learner_state, logs = self.normaliser.learn(self._minibatch_updates, params, learner_state, batch)
+        params, learner_state, logs = self._minibatch_updates(params, learner_state, batch)
         return params, learner_state, {**logs, "learning_rate": rate}
 
-    def apply_gradients(
-        self, params: Params, grads: Params, learner_state: NormalisedState
-    ) -> tuple[Params, Any, Logs]:
+    def apply_gradients(self, params: Params, grads: Params, learner_state: LearnerState) -> tuple[Params, Any, Logs]:
         """One step of Adam, on all parameters as one vector."""
         updates, opt_state = self.optimizer.update(grads, learner_state.opt_state, params)
         return params - self._learning_rate(learner_state.steps) * updates, opt_state, {}

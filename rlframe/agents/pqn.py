@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import optax
 
 from rlframe.agents import losses
-from rlframe.agents.base import Agent, NetFactory, PolicyFactory
+from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory
 from rlframe.agents.dqn import ActorParams
 from rlframe.agents.minibatches import MinibatchUpdates, ravel
 from rlframe.agents.net_factory import build_network, default_config
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, has_images
-from rlframe.agents.normalization import NormalisedState, Normaliser
 from rlframe.agents.policies import epsilon_greedy
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import (
@@ -53,8 +52,6 @@ class PQNConfig:
     total_learner_steps: int | None = None  # None: epsilon is epsilon_end, and annealing does not begin
     envs_per_batch: int | None = None  # of a full batch: another counts in schedules by its size; None: as one step
     max_grad_norm: float | None = 10.0
-    normalise_observations: bool = False  # by their running mean and deviation
-    observation_clip: float = 10.0  # deviations from the mean, where they are normalised
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "unroll_length", "num_epochs", "num_minibatches")
@@ -97,7 +94,6 @@ class PQN(Agent):
         super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
         if not isinstance(action_spec, specs.DiscreteArray):
             raise UsageError(f"PQN needs Discrete actions, got the action spec {action_spec!r}. Use SAC or PPO.")
-        self.normaliser = Normaliser(cfg, observation_spec)
         factory = net_factory or default_config(self.networks, observation_spec)
         self.network = build_network(factory, observation_spec, action_spec, (Head(action_spec.num_values),))
 
@@ -117,13 +113,12 @@ class PQN(Agent):
         values = self._acting_values(params, timestep)
         return AgentOutput(jnp.argmax(values, axis=-1).astype(self.action_spec.dtype), {}), state
 
-    def actor_params(self, params: Params, learner_state: NormalisedState) -> ActorParams:
+    def actor_params(self, params: Params, learner_state: LearnerState) -> ActorParams:
         cfg, epsilon = self.cfg, jnp.float32(self.cfg.epsilon_end)
         if cfg.total_learner_steps is not None:
             done = learner_state.steps / max(cfg.epsilon_decay_share * cfg.total_learner_steps, 1.0)
             epsilon = cfg.epsilon_begin + jnp.minimum(done, 1.0) * (cfg.epsilon_end - cfg.epsilon_begin)
-        published = self.normaliser.actor_params(params, learner_state.statistics)
-        return ActorParams(published, jnp.asarray(epsilon, jnp.float32))
+        return ActorParams(params, jnp.asarray(epsilon, jnp.float32))
 
     # Learning
 
@@ -141,15 +136,14 @@ class PQN(Agent):
         clip = optax.clip_by_global_norm(self.cfg.max_grad_norm) if self.cfg.max_grad_norm else optax.identity()
         return optax.chain(clip, optax.scale_by_radam(eps=self.cfg.adam_epsilon))
 
-    def initial_learner_state(self, params: Params) -> NormalisedState:
-        opt_state, steps, rng = super().initial_learner_state(ravel(params))
-        return NormalisedState(opt_state, jnp.float32(steps), rng, self.normaliser.initial_statistics())
+    def initial_learner_state(self, params: Params) -> LearnerState:
+        return super().initial_learner_state(ravel(params))._replace(steps=jnp.float32(0))
 
     def learner_step(
-        self, params: Params, learner_state: NormalisedState, batch: Batch
-    ) -> tuple[Params, NormalisedState, Logs]:
+        self, params: Params, learner_state: LearnerState, batch: Batch
+    ) -> tuple[Params, LearnerState, Logs]:
         """Epochs of minibatches of the rollout, each a step of `compute_gradients` and `apply_gradients`."""
-        return self.normaliser.learn(self._minibatch_updates, params, learner_state, batch)
+        return self._minibatch_updates(params, learner_state, batch)
 
     def rollout(self, params: Params, data: SequenceBatch) -> QRollout:
         """The steps of a batch with their targets, by the values that the actor had."""
@@ -167,7 +161,7 @@ class PQN(Agent):
         rollout = QRollout(observation, data.action, targets, mask)
         return jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[2:])), rollout)
 
-    def loss(self, params: Params, learner_state: NormalisedState, batch: Batch) -> tuple[jax.Array, Logs]:
+    def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
         """Half the squared error of a minibatch: `batch.data` is a `QRollout`."""
         rows = batch.data
         values = self._values(params, rows.observation)
@@ -176,9 +170,7 @@ class PQN(Agent):
         mean = functools.partial(losses.masked_mean, mask=rows.mask)
         return mean(losses.huber(errors, None)), {"value": mean(chosen), "td_error": mean(jnp.abs(errors))}
 
-    def apply_gradients(
-        self, params: Params, grads: Params, learner_state: NormalisedState
-    ) -> tuple[Params, Any, Logs]:
+    def apply_gradients(self, params: Params, grads: Params, learner_state: LearnerState) -> tuple[Params, Any, Logs]:
         """One step of RAdam, on all parameters as one vector."""
         updates, opt_state = self.optimizer.update(grads, learner_state.opt_state, params)
         left: Any = 1.0
@@ -195,7 +187,7 @@ class PQN(Agent):
         return MinibatchUpdates(self, self.rollout, cfg.num_epochs, cfg.num_minibatches, cfg.envs_per_batch)
 
     def _acting_values(self, params: ActorParams, timestep: TimeStep) -> jax.Array:
-        return self._values(*self.normaliser.acting(params.params, timestep.observation))
+        return self._values(params.params, timestep.observation)
 
     def _values(self, params: Params, observation: Tree) -> jax.Array:
         """[B, A]"""

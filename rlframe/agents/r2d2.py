@@ -14,7 +14,6 @@ from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.net_factory import build_network
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, has_images
-from rlframe.agents.normalization import Normaliser
 from rlframe.agents.policies import epsilon_greedy
 from rlframe.agents.recurrent import Core, GRUConfig, LSTMConfig
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
@@ -62,8 +61,6 @@ class R2D2Config:
     priority_exponent: float = 0.9
     max_share: float = 0.9  # eta: of a sequence's largest error in its priority; the rest is the mean's
     importance_exponent: float = 0.6
-    normalise_observations: bool = False  # by their running mean and deviation
-    observation_clip: float = 10.0  # deviations from the mean, where they are normalised
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "sequence_length", "period", "min_replay_size", "update_period")
@@ -79,13 +76,12 @@ class R2D2Config:
 
 
 class R2D2State(NamedTuple):
-    """A `LearnerState`, with the target network's parameters, and the statistics of normalised observations."""
+    """A `LearnerState`, with the target network's parameters."""
 
     opt_state: Any
     steps: Any
     rng: Any
     target_params: Params
-    statistics: Any
 
 
 class Explorer(NamedTuple):
@@ -130,7 +126,6 @@ class R2D2(Agent):
         plain = (Head(self._num_actions),)
         self.network = build_network(factory, observation_spec, action_spec, heads, plain, may_recur=True)
         self._core = Core(self.network)
-        self.normaliser = Normaliser(cfg, observation_spec)
 
     # Acting
 
@@ -148,12 +143,9 @@ class R2D2(Agent):
     def eval_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: Explorer
     ) -> tuple[AgentOutput, AgentState]:
-        outputs, core = self._core.step(*self.normaliser.acting(params, timestep.observation), state.core)
+        outputs, core = self._core.step(params, timestep.observation, state.core)
         action = jnp.argmax(losses.action_values(outputs), axis=-1).astype(self.action_spec.dtype)
         return AgentOutput(action, {}), Explorer(core, state.epsilon)
-
-    def actor_params(self, params: Params, learner_state: R2D2State) -> Tree:
-        return self.normaliser.actor_params(params, learner_state.statistics)
 
     # Learning
 
@@ -180,11 +172,7 @@ class R2D2(Agent):
 
     def initial_learner_state(self, params: Params) -> R2D2State:
         opt_state, steps, rng = super().initial_learner_state(params)
-        return R2D2State(opt_state, steps, rng, params, self.normaliser.initial_statistics())
-
-    def learner_step(self, params: Params, learner_state: R2D2State, batch: Batch) -> tuple[Params, R2D2State, Logs]:
-        """One update, from what the normaliser makes of the batch."""
-        return self.normaliser.learn(super().learner_step, params, learner_state, batch)
+        return R2D2State(opt_state, steps, rng, target_params=params)
 
     def loss(self, params: Params, learner_state: R2D2State, batch: Batch) -> tuple[jax.Array, Logs]:
         """Half the squared errors, summed over a sequence; the mean over sequences."""

@@ -16,7 +16,6 @@ from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.critics import build_policy_and_critics, critic_values, first_output
 from rlframe.agents.net_factory import default_config
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
-from rlframe.agents.normalization import Normaliser
 from rlframe.agents.policies import ActionRange, SquashedGaussian, check_bounds
 from rlframe.agents.trees import zeros_like_spec
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
@@ -40,8 +39,6 @@ class SACConfig:
     target_entropy: float | None = None  # nats, of actions in units of half their range; None: minus their dimension
     min_log_std: float = -20.0  # of the policy, before tanh
     max_log_std: float = 2.0
-    normalise_observations: bool = False  # by their running mean and deviation
-    observation_clip: float = 10.0  # deviations from the mean, where they are normalised
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "min_replay_size", "update_period")
@@ -72,7 +69,7 @@ class SACParams(NamedTuple):
 class SACActorParams(NamedTuple):
     """What a SAC actor acts by."""
 
-    policy: Any  # its parameters; with statistics where observations are normalised
+    policy: Params
     uniform: Any  # [] float32: 1 until the first update, while actions are uniform
 
 
@@ -83,7 +80,6 @@ class SACState(NamedTuple):
     steps: Any
     rng: Any
     target_critics: Params
-    statistics: Any = ()
 
 
 class SAC(Agent):
@@ -110,7 +106,6 @@ class SAC(Agent):
         check_bounds("SAC", action_spec)
         self.policy = SquashedGaussian(action_spec, cfg.min_log_std, cfg.max_log_std)
         self._range = ActionRange(action_spec)
-        self.normaliser = Normaliser(cfg, observation_spec)
         factory = net_factory or default_config(self.networks, observation_spec)
         self.network, self.critics = build_policy_and_critics(
             factory, observation_spec, self._range.size, self.policy.num_params
@@ -132,7 +127,7 @@ class SAC(Agent):
     def actor_step(
         self, rng: jax.Array, params: SACActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        logits = self._logits(*self.normaliser.acting(params.policy, timestep.observation))
+        logits = self._logits(params.policy, timestep.observation)
         action = self.policy.to_action(self.policy.sample(rng, logits))
         shape = (len(action), self._range.size)
         uniform = self._range.to_action(jax.random.uniform(jax.random.fold_in(rng, 1), shape, minval=-1.0))
@@ -141,12 +136,11 @@ class SAC(Agent):
     def eval_step(
         self, rng: jax.Array, params: SACActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        logits = self._logits(*self.normaliser.acting(params.policy, timestep.observation))
+        logits = self._logits(params.policy, timestep.observation)
         return AgentOutput(self.policy.to_action(self.policy.mode(logits)), {}), state
 
     def actor_params(self, params: SACParams, learner_state: SACState) -> SACActorParams:
-        policy = self.normaliser.actor_params(params.policy, learner_state.statistics)
-        return SACActorParams(policy, (learner_state.steps == 0).astype(jnp.float32))
+        return SACActorParams(params.policy, (learner_state.steps == 0).astype(jnp.float32))
 
     # Learning
 
@@ -176,14 +170,7 @@ class SAC(Agent):
 
     def initial_learner_state(self, params: SACParams) -> SACState:
         opt_state, steps, rng = super().initial_learner_state(params)
-        statistics = self.normaliser.initial_statistics()
-        return SACState(opt_state, steps, rng, target_critics=params.critics, statistics=statistics)
-
-    def learner_step(
-        self, params: SACParams, learner_state: SACState, batch: Batch
-    ) -> tuple[SACParams, SACState, Logs]:
-        """One update, from what the normaliser makes of the batch."""
-        return self.normaliser.learn(super().learner_step, params, learner_state, batch)
+        return SACState(opt_state, steps, rng, target_critics=params.critics)
 
     def loss(self, params: SACParams, learner_state: SACState, batch: Batch) -> tuple[jax.Array, Logs]:
         """The losses of critics, policy and temperature, added: no parameter is in two of them, so one step serves."""

@@ -15,7 +15,6 @@ from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.critics import build_policy_and_critics, critic_values, first_output
 from rlframe.agents.net_factory import default_config
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
-from rlframe.agents.normalization import Normaliser
 from rlframe.agents.policies import ActionRange, check_bounds
 from rlframe.agents.trees import zeros_like_spec
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
@@ -39,8 +38,6 @@ class TD3Config:
     exploration_noise: float = 0.1  # standard deviation
     smoothing_noise: float = 0.2  # standard deviation, of the target policy's actions
     smoothing_clip: float = 0.5  # that noise at most
-    normalise_observations: bool = False  # by their running mean and deviation
-    observation_clip: float = 10.0  # deviations from the mean, where they are normalised
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "min_replay_size", "update_period", "policy_period")
@@ -64,7 +61,7 @@ class TD3Params(NamedTuple):
 class TD3ActorParams(NamedTuple):
     """What a TD3 actor acts by."""
 
-    policy: Any  # its parameters; with statistics where observations are normalised
+    policy: Params
     uniform: Any  # [] float32: 1 until the first update, while actions are uniform
     noise: Any  # [] float32: standard deviation
 
@@ -76,7 +73,6 @@ class TD3State(NamedTuple):
     steps: Any
     rng: Any
     target: TD3Params
-    statistics: Any = ()
 
 
 class TD3(Agent):
@@ -102,7 +98,6 @@ class TD3(Agent):
         super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
         check_bounds("TD3", action_spec)
         self._range = ActionRange(action_spec)
-        self.normaliser = Normaliser(cfg, observation_spec)
         factory, size = net_factory or default_config(self.networks, observation_spec), self._range.size
         self.network, self.critics = build_policy_and_critics(factory, observation_spec, size, size)
 
@@ -117,7 +112,7 @@ class TD3(Agent):
     def actor_step(
         self, rng: jax.Array, params: TD3ActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        action = self._act(*self.normaliser.acting(params.policy, timestep.observation))
+        action = self._act(params.policy, timestep.observation)
         action += params.noise * jax.random.normal(rng, action.shape)
         uniform = jax.random.uniform(jax.random.fold_in(rng, 1), action.shape, minval=-1.0)
         action = self._range.to_action(jnp.where(params.uniform > 0.0, uniform, action))
@@ -126,13 +121,12 @@ class TD3(Agent):
     def eval_step(
         self, rng: jax.Array, params: TD3ActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        action = self._act(*self.normaliser.acting(params.policy, timestep.observation))
+        action = self._act(params.policy, timestep.observation)
         return AgentOutput(self._range.to_action(action), {}), state
 
     def actor_params(self, params: TD3Params, learner_state: TD3State) -> TD3ActorParams:
         uniform = (learner_state.steps == 0).astype(jnp.float32)
-        policy = self.normaliser.actor_params(params.policy, learner_state.statistics)
-        return TD3ActorParams(policy, uniform, jnp.float32(self.cfg.exploration_noise))
+        return TD3ActorParams(params.policy, uniform, jnp.float32(self.cfg.exploration_noise))
 
     # Learning
 
@@ -151,20 +145,19 @@ class TD3(Agent):
     def initial_learner_state(self, params: TD3Params) -> TD3State:
         _, steps, rng = super().initial_learner_state(params)
         opt_state = TD3Params(self.optimizer.init(params.policy), self.optimizer.init(params.critics))
-        return TD3State(opt_state, steps, rng, target=params, statistics=self.normaliser.initial_statistics())
+        return TD3State(opt_state, steps, rng, target=params)
 
     def learner_step(
         self, params: TD3Params, learner_state: TD3State, batch: Batch
     ) -> tuple[TD3Params, TD3State, Logs]:
         """The critics learn; every `policy_period`-th time the policy does too, and the targets follow."""
-        data, statistics = self.normaliser.batch(learner_state.statistics, batch.data)
-        logs, grads = self.compute_gradients(params, learner_state, batch._replace(data=data))
+        logs, grads = self.compute_gradients(params, learner_state, batch)
         critics, opt_state = self._descend(params.critics, grads.critics, learner_state.opt_state.critics)
         params, steps = params._replace(critics=critics), learner_state.steps
         state = learner_state._replace(opt_state=learner_state.opt_state._replace(critics=opt_state), steps=steps + 1)
 
         def delayed(params: TD3Params, state: TD3State) -> tuple[TD3Params, TD3State]:
-            grads = jax.grad(self.policy_loss)(params.policy, params.critics, data.observation)
+            grads = jax.grad(self.policy_loss)(params.policy, params.critics, batch.data.observation)
             policy, opt_state = self._descend(params.policy, grads, state.opt_state.policy)
             params = params._replace(policy=policy)
             target = optax.incremental_update(params, state.target, self.cfg.target_update_rate)
@@ -172,7 +165,7 @@ class TD3(Agent):
 
         is_due = steps % self.cfg.policy_period == 0
         params, state = jax.lax.cond(is_due, delayed, lambda *unchanged: unchanged, params, state)
-        return params, state._replace(statistics=statistics), logs
+        return params, state, logs
 
     def loss(self, params: TD3Params, learner_state: TD3State, batch: Batch) -> tuple[jax.Array, Logs]:
         """The loss of the critics."""

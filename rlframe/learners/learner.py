@@ -88,9 +88,7 @@ class Learner:
 
         init_rng, learner_rng = jax.random.split(jax.random.PRNGKey(cfg.seed))
         self._params = agent.initial_params(init_rng)
-        self._learner_state = agent.initial_learner_state(self._params)
-        if "rng" in getattr(self._learner_state, "_fields", ()):
-            self._learner_state = self._learner_state._replace(rng=learner_rng)
+        self._learner_state = agent.seeded(agent.initial_learner_state(self._params), learner_rng)
         # Donated buffers must be distinct: an initial state may hold the parameters themselves (target networks).
         self._params, self._learner_state = copied((self._params, self._learner_state))
         packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))

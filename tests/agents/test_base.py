@@ -29,6 +29,7 @@ from rlframe.agents import (
     Agent,
     DQNConfig,
     IMPALAConfig,
+    Normalized,
     PPOConfig,
     PQNConfig,
     R2D2Config,
@@ -73,9 +74,7 @@ def make(name: str) -> Agent:
         "impala continuous": lambda: IMPALA(dataclasses.replace(IMPALA_CONFIG, optimizer="adam"), VECTOR, BOX),
         "impala images": lambda: IMPALA(IMPALA_CONFIG, IMAGE, DISCRETE, SMALL_CNN),
         "impala dict": lambda: IMPALA(IMPALA_CONFIG, DICT, DISCRETE, SMALL_CNN),
-        "ppo normalised": lambda: PPO(
-            dataclasses.replace(PPO_CONFIG, normalise_observations=True, normalise_rewards=True), DICT, BOX, SMALL_CNN
-        ),
+        "ppo normalized": lambda: Normalized(PPO(PPO_CONFIG, DICT, BOX, SMALL_CNN), rewards=True),
         "sac": lambda: SAC(SAC_CONFIG, VECTOR, BOX, SMALL_MLP),
         "sac matrix": lambda: SAC(SAC_CONFIG, {"a": VECTOR, "b": VECTOR}, MATRIX, SMALL_MLP),
         "sac images": lambda: SAC(SAC_CONFIG, DICT, BOX, SMALL_CNN),
@@ -98,7 +97,7 @@ def ready(name: str) -> tuple[Agent, Any, Any]:
 
 ONE_OF_EACH = ["ppo dict", "ppo continuous", "dqn images", "dqn noisy", "impala multi-discrete", "pqn"]
 ONE_OF_EACH += ["r2d2", "sac matrix", "td3"]
-MORE = ["ppo", "ppo multi-discrete", "ppo images", "ppo normalised"]
+MORE = ["ppo", "ppo multi-discrete", "ppo images", "ppo normalized"]
 MORE += ["dqn", "dqn prioritised", "dqn dict", "dqn atoms", "dqn quantiles"]
 MORE += ["impala", "impala continuous", "impala images", "impala dict"]
 MORE += ["r2d2 images", "sac", "sac images", "td3 matrix"]

@@ -12,22 +12,24 @@ import pytest
 from tests.programs.running import WITH_ELASTIC, options_of
 
 ROOT = pathlib.Path(__file__).parents[2]
+NORMALIZED = ["--normalise-observations", "--normalise-rewards"]
 RANDOM = 22.0  # what a random policy returns on CartPole
 
 
 @pytest.mark.system
 @pytest.mark.parametrize(
-    ("agent", "env", "steps", "wanted"),
+    ("agent", "env", "steps", "wanted", "options"),
     [
-        ("custom_agent.py:Reinforce", "CartPole-v1", 150_000, 5 * RANDOM),
-        ("recurrent_agent.py:Remembering", "PositionOnlyCartPole-v1", 300_000, 3 * RANDOM),
+        ("custom_agent.py:Reinforce", "CartPole-v1", 150_000, 5 * RANDOM, []),
+        ("custom_agent.py:Reinforce", "CartPole-v1", 150_000, 5 * RANDOM, NORMALIZED),
+        ("recurrent_agent.py:Remembering", "PositionOnlyCartPole-v1", 300_000, 3 * RANDOM, []),
     ],
-    ids=["reinforce", "recurrent"],
+    ids=["reinforce", "normalized reinforce", "recurrent"],
 )
 @pytest.mark.parametrize("which", WITH_ELASTIC)
-def test_a_custom_agent_learns_in_every_topology(which, agent, env, steps, wanted, tmp_path):
+def test_a_custom_agent_learns_in_every_topology(which, agent, env, steps, wanted, options, tmp_path):
     command = [sys.executable, "-m", "rlframe", "train", "--agent", str(ROOT / "examples" / agent)]
-    command += ["--env", env, "--num-envs", "8", *options_of(which), "--num-actors", "2"]
+    command += ["--env", env, "--num-envs", "8", *options_of(which), "--num-actors", "2", *options]
     command += ["--steps", str(steps), "--run-dir", str(tmp_path / "run"), "--quiet", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280.0)
     assert done.returncode == 0, done.stderr

@@ -235,10 +235,10 @@ def test_values_of_numpy_and_paths_are_taken(asked, tmp_path):
     ((experiment, told),) = asked
     config, topology = experiment.agent_config, experiment.topology
     assert (experiment.num_envs, experiment.steps, config.learning_rate, config.discount) == (4, 500, 0.5, 0.5)
-    assert (config.normalise_rewards, topology.network_config.hidden, topology.env_type) == (True, (8, 8), "loop")
+    assert (topology.normalise_rewards, topology.network_config.hidden, topology.env_type) == (True, (8, 8), "loop")
     assert {type(each) for each in (experiment.num_envs, experiment.steps)} == {int}
     assert {type(each) for each in (config.learning_rate, config.discount)} == {float}
-    assert (config.normalise_rewards is True, type(topology.env_type)) == (True, str)
+    assert (topology.normalise_rewards is True, type(topology.env_type)) == (True, str)
     assert pathlib.Path(told["run_dir"]) == tmp_path / "run"
 
 

@@ -34,7 +34,7 @@ def test_every_preset_fits_the_configs_and_names_its_sources(preset):
 @pytest.mark.parametrize(
     ("name", "field", "value", "said"),
     [
-        ("ppo/mujoco", "agent.normalise_rewards", True, "there the statistics change with every step, here with every"),
+        ("ppo/mujoco", "normalise_rewards", True, "there the statistics change with every step, here with every"),
         ("ppo/acrobot", "agent.unroll_length", 256, "without its normalised observations and rewards"),
         ("ppo/mountain_car", "agent.unroll_length", 16, "without its normalised observations and rewards"),
         ("ppo/pendulum", "steps", 300_000, "which explores by gSDE"),

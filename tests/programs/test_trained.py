@@ -101,14 +101,17 @@ RUNS = {
     "ppo": ("ppo", CARTPOLE, {"unroll_length": 32, "num_epochs": 1}),
     "repeating dqn": ("dqn", CARTPOLE, {"min_replay_size": 100, "exploration_duration_exponent": 2.0}),
     "impala": ("impala", CARTPOLE, {"unroll_length": 16, "batch_size": 4}),
-    "normalised": ("ppo", CARTPOLE, {"unroll_length": 32, "normalise_observations": True, "normalise_rewards": True}),
-    "a file's": (f"{ROOT}/examples/custom_agent.py:Reinforce", CARTPOLE, {}),
+    "normalized": (
+        f"{ROOT}/examples/custom_agent.py:Reinforce",
+        CARTPOLE,
+        {"normalise_observations": True, "normalise_rewards": True},
+    ),
     "a file's, recurrent": ("recurrent.py:Remembers", CARTPOLE, {}),
     "images": ("dqn", "images.py:make_env", {"min_replay_size": 100, "network_config": SMALL_CNN}),
 }
 
 
-SLOW = [name for name in RUNS if name != "normalised"]
+SLOW = [name for name in RUNS if name != "normalized"]
 
 
 @pytest.fixture(

@@ -96,7 +96,7 @@ class CollectorWorker(TaskWorker):
         source = self._store.source(task.policy_id)
         self._wait_for_params(source)
         agent: Any = with_config(self._agent, _policy_of(self._store.get(task.policy_id)))
-        agent = ActsBy(agent, acts_by) if acts_by else agent
+        agent = agent.with_inner(lambda inner: ActsBy(inner, acts_by)) if acts_by else agent
         self._inferencer = Inferencer(InferencerConfig(seed=self._seed), agent, source)
         self._actor = actor = self._make_actor(self._inferencer, self.index, **({"env_kwargs": env} if env else {}))
         if self._stop.is_set():

@@ -23,14 +23,7 @@ def with_config(agent: Any, values: Mapping[str, Any]) -> Any:
     """
     if not values:
         return agent
-    args, kwargs = agent._constructed_with
-    if not any(each is agent.cfg for each in (*args, *kwargs.values())):
-        raise UsageError(f"{type(agent).__name__} is not made from its config: no policy overrides, got {values!r}.")
-    cfg = replaced(agent.cfg, "policy", values, [field.name for field in dataclasses.fields(agent.cfg)])
-    made = type(agent)(
-        *(cfg if each is agent.cfg else each for each in args),
-        **{name: cfg if each is agent.cfg else each for name, each in kwargs.items()},
-    )
+    made = agent.with_inner(lambda inner: _reconfigured(inner, values))
     for what, fits in _FITS.items():
         if fits(made) != fits(agent):
             raise UsageError(
@@ -38,6 +31,17 @@ def with_config(agent: Any, values: Mapping[str, Any]) -> Any:
                 "and param store were made for what it was. Leave them out, or begin another run."
             )
     return made
+
+
+def _reconfigured(agent: Any, values: Mapping[str, Any]) -> Any:
+    args, kwargs = agent._constructed_with
+    if not any(each is agent.cfg for each in (*args, *kwargs.values())):
+        raise UsageError(f"{type(agent).__name__} is not made from its config: no policy overrides, got {values!r}.")
+    cfg = replaced(agent.cfg, "policy", values, [field.name for field in dataclasses.fields(agent.cfg)])
+    return type(agent)(
+        *(cfg if each is agent.cfg else each for each in args),
+        **{name: cfg if each is agent.cfg else each for name, each in kwargs.items()},
+    )
 
 
 _FITS = {

@@ -99,8 +99,8 @@ POSITION_ONLY_CARTPOLE = Preset(
             agent__batch_size=2,
             agent__learning_rate=1e-3,
             agent__adam_epsilon=1e-5,
-            agent__normalise_observations=True,
-            agent__normalise_rewards=True,
+            normalise_observations=True,
+            normalise_rewards=True,
         ),
     },
 )

@@ -61,8 +61,8 @@ POSITION_ONLY_CARTPOLE = Preset(
             agent__learning_rate=1e-3,
             agent__anneal_learning_rate=True,
             agent__anneal_clip=True,
-            agent__normalise_observations=True,
-            agent__normalise_rewards=True,
+            normalise_observations=True,
+            normalise_rewards=True,
         ),
         # Once every game lasts, normalised advantages are noise of full size: with them 2 of 8 seeds fell again.
         **settings(
@@ -211,13 +211,13 @@ MUJOCO_TASKS = Preset(
             agent__value_cost=0.5,
             agent__max_grad_norm=0.5,
             agent__normalise_advantages=True,
-            agent__observation_clip=10.0,
-            agent__reward_clip=10.0,
+            observation_clip=10.0,
+            reward_clip=10.0,
         ),
         **settings(
             f"{CLEANRL_CONTINUOUS}; there the statistics change with every step, here with every update",
-            agent__normalise_observations=True,
-            agent__normalise_rewards=True,
+            normalise_observations=True,
+            normalise_rewards=True,
         ),
         **settings(
             f"{CLEANRL_CONTINUOUS}: the network",

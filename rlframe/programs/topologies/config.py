@@ -162,6 +162,10 @@ class GameConfig(TopologyConfig):
     frame_stack: int = 1  # observations that each one is made of: its own and those before
     action_repeat: int = 1  # how often each action is taken, up to an episode's end; counts as one environment step
     clip_rewards: Union[float, None] = None  # to between minus this and this, in training; None: as they are
+    normalise_observations: bool = False  # by their running mean and deviation (rlframe.agents.Normalized)
+    observation_clip: float = 10.0  # deviations from the mean, where they are normalised
+    normalise_rewards: bool = False  # by the deviation of the discounted return so far; for agents of sequences
+    reward_clip: float = 10.0  # where they are
     eval_env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # changes to env_kwargs for evaluation
     eval_episodes: int = 20  # episodes of an evaluation; 0: no evaluation, neither after training nor during it
     eval_num_envs: Union[int, None] = None  # environments of an evaluation; None: one for each of its episodes

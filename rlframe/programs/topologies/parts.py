@@ -8,7 +8,7 @@ import functools
 from typing import Any
 
 from rlframe.actors.actor import env_seed
-from rlframe.agents import Agent
+from rlframe.agents import Agent, Normalized
 from rlframe.engines import Engine
 from rlframe.envs import AsyncEnv, SyncEnv, default_type
 from rlframe.envs.codec import Codec
@@ -104,7 +104,15 @@ def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
         agent = agent_cls(cfg, observation_spec, codec.action_spec, **networks)
         if topology.async_envs:
             check_learns_from_async(experiment.agent, agent.replay_spec)
-        return agent
+        if not (topology.normalise_observations or topology.normalise_rewards):
+            return agent
+        return Normalized(
+            agent,
+            observations=topology.normalise_observations,
+            observation_clip=topology.observation_clip,
+            rewards=topology.normalise_rewards,
+            reward_clip=topology.reward_clip,
+        )
 
     if getattr(config, "total_learner_steps", 0) is not None:
         return make(config)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlframe.actors import Actor
-from rlframe.agents import DQN, IMPALA, DQNConfig, IMPALAConfig
+from rlframe.agents import DQN, IMPALA, DQNConfig, IMPALAConfig, Normalized
 from rlframe.coordinator.messages import Failed, GetData, Learn, Started, StartTask
 from rlframe.coordinator.workers.collector import CollectorWorker
 from rlframe.coordinator.workers.learner import LearnerWorker
@@ -161,6 +161,21 @@ def test_hyper_parameters_that_an_agents_config_refuses_are_refused():
     other = with_config(agent, {"learning_rate": 0.5})
     assert (type(other), other.cfg.learning_rate, agent.cfg.learning_rate) == (DQN, 0.5, 2.5e-4)
     assert with_config(agent, {}) is agent
+
+
+def test_overrides_reach_the_agent_inside_of_a_transform():
+    agent = Normalized(DQN(DQNConfig(), OBSERVATION_SPEC, ACTION_SPEC), observation_clip=3.0)
+    other = with_config(agent, {"learning_rate": 0.5})
+    assert (other.agent.cfg.learning_rate, other.cfg.learning_rate, other.observation_clip) == (0.5, 0.5, 3.0)
+    with pytest.raises(UsageError, match="change the replay_spec of Normalized"):
+        with_config(agent, {"n_step": 2})
+    params = agent.initial_params(np.zeros(2, np.uint32))
+    acting = agent.actor_params(params, agent.initial_learner_state(params))
+    timestep, key = SyncEnv(CountingEnv, 64, "loop").reset(), np.array([0, 7], np.uint32)
+    greedy = agent.eval_step(key, acting, timestep, ())[0].action
+    never = agent.with_inner(lambda inner: ActsBy(inner, {"epsilon": 1e-9}))
+    assert acting.params.epsilon == 1.0
+    np.testing.assert_array_equal(never.actor_step(key, acting, timestep, ())[0].action, greedy)
 
 
 # --- a collector's

@@ -1,0 +1,285 @@
+"""Agent transforms: an Agent around an Agent, which does not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlframe.agents.base import Agent
+from rlframe.errors import UsageError, check_above, check_share
+from rlframe.types import (
+    FIRST,
+    AgentOutput,
+    AgentState,
+    Batch,
+    Logs,
+    Params,
+    ReplaySpec,
+    Sequence,
+    SequenceBatch,
+    TimeStep,
+    Tree,
+)
+
+_EPSILON = 1e-8  # added to variances; baselines/common/vec_env/vec_normalize.py
+
+
+class Moments(NamedTuple):
+    """Running mean and variance of several arrays."""
+
+    count: Any  # [] float32
+    mean: tuple[Any, ...]  # float32 arrays
+    variance: tuple[Any, ...]
+
+
+class RunningStatistics(NamedTuple):
+    """Statistics of one version of the parameters; () for anything that is not normalized."""
+
+    observation: Any  # Moments of the leaves that are normalized
+    returns: Any  # Moments of one number: the discounted sum of an episode's rewards so far
+
+
+class NormalizedParams(NamedTuple):
+    """Published parameters of a `Normalized` agent."""
+
+    params: Any  # the inner agent's `actor_params`
+    statistics: RunningStatistics
+
+
+class NormalizedAgentState(NamedTuple):
+    """State of a `Normalized` agent that normalizes rewards."""
+
+    agent: AgentState  # the inner agent's
+    return_so_far: Any  # [B] float32: the discounted sum of the episode's rewards
+
+
+class NormalizedLearnerState(NamedTuple):
+    """Learner state of a `Normalized` agent."""
+
+    agent: Any  # the inner agent's
+    statistics: RunningStatistics
+
+
+def initial_moments(shapes: list[tuple[int, ...]]) -> Moments:
+    """Return mean 0 and variance 1, of almost no weight (OpenAI Baselines, `baselines/common/running_mean_std.py`)."""
+    ones = tuple(jnp.ones(shape, jnp.float32) for shape in shapes)
+    return Moments(jnp.float32(1e-4), tuple(jnp.zeros_like(one) for one in ones), ones)
+
+
+def updated_moments(moments: Moments, values: list[jax.Array], mask: jax.Array) -> Moments:
+    """Add `values` to the moments (Chan et al. 1979, equation 2.1).
+
+    Args:
+        moments: of all earlier values.
+        values: one array [N, ...] for each mean.
+        mask: [N] float32, 0 for rows to leave out.
+    """
+    seen = jnp.sum(mask)
+    count = moments.count + seen
+    means, variances = [], []
+    for mean, variance, rows in zip(moments.mean, moments.variance, values, strict=True):
+        weights = mask.reshape(-1, *[1] * (rows.ndim - 1)) / jnp.maximum(seen, 1.0)
+        rows_mean = jnp.sum(weights * rows, axis=0)
+        rows_variance = jnp.sum(weights * jnp.square(rows - rows_mean), axis=0)
+        apart, share = rows_mean - mean, seen / count
+        means.append(mean + apart * share)
+        variances.append(variance + (rows_variance - variance) * share + jnp.square(apart) * share * (1.0 - share))
+    return Moments(count, tuple(means), tuple(variances))
+
+
+class Normalized(Agent):
+    """An agent that sees normalized observations, and learns from normalized rewards.
+
+    Observations: each leaf of floating point that is not an image, minus its running mean, divided by its standard
+    deviation, clipped. Rewards: divided by the standard deviation of the return so far (the discounted sum of the
+    episode's rewards), clipped. `timestep.reward` of a step that is acted in stays as it is.
+
+    The statistics belong to the parameters. The learner state holds them, each learner step updates them from its
+    batch, and `actor_params` publishes them. So they have versions, checkpoints save them, all actors have the same
+    ones, and evaluations do not change them. A batch's observations are normalized by the statistics that the newest
+    parameters act with, and update them afterwards: log-probabilities stay exact. Returns update their statistics
+    before the batch's rewards are scaled.
+
+    Each environment's return so far is part of the agent state. It reaches the learner as `extras["return"]`, which is
+    removed before the inner agent sees the batch.
+
+    Args:
+        agent: the agent to wrap. It needs no code for this.
+        observations: whether to normalize observations.
+        observation_clip: limit of a normalized observation, in standard deviations.
+        rewards: whether to normalize rewards. For agents that learn from a `Sequence`.
+        reward_clip: limit of a normalized reward.
+        discount: of the return so far; None: `agent.cfg.discount`, or 0.99 if there is none.
+
+    Raises:
+        UsageError: a number is out of its range, no leaf of the observation can be normalized, or the rewards of
+            `Transition` items would have to be.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        /,
+        *,
+        observations: bool = True,
+        observation_clip: float = 10.0,
+        rewards: bool = False,
+        reward_clip: float = 10.0,
+        discount: float | None = None,
+    ) -> None:
+        super().__init__(agent.cfg, agent.observation_spec, agent.action_spec)
+        self.agent = agent
+        self.networks, self.learns_from = agent.networks, agent.learns_from
+        self.observations, self.observation_clip = observations, observation_clip
+        self.rewards, self.reward_clip = rewards, reward_clip
+        self.discount = getattr(agent.cfg, "discount", 0.99) if discount is None else discount
+        check_above(self, 0, "observation_clip", "reward_clip")
+        check_share(self, "discount")
+        leaves = jax.tree.leaves(agent.observation_spec)
+        self._is_normalized = [np.issubdtype(leaf.dtype, np.floating) and len(leaf.shape) < 3 for leaf in leaves]
+        self._shapes = [tuple(leaf.shape) for leaf in self._selected(leaves)]
+        if observations and not self._shapes:
+            raise UsageError(
+                f"{type(agent).__name__}: normalise_observations is for vectors of floats, and the observations have "
+                f"none: {agent.observation_spec!r}. Leave it False."
+            )
+        if rewards and not isinstance(agent.replay_spec.item, Sequence):
+            raise UsageError(
+                f"{type(agent).__name__}: normalise_rewards is for agents that learn from a Sequence, and this one "
+                f"learns from {agent.replay_spec.item!r}. Leave it False."
+            )
+
+    def with_inner(self, change: Callable[[Agent], Agent]) -> Agent:
+        """Return the same transform around the changed inner agent."""
+        return type(self)(self.agent.with_inner(change), **self._constructed_with[1])
+
+    # Acting
+
+    def initial_params(self, rng: jax.Array) -> Params:
+        """Return the inner agent's."""
+        return self.agent.initial_params(rng)
+
+    def initial_state(self, batch_size: int) -> AgentState:
+        """Return the inner agent's, with a return of 0 if rewards are normalized."""
+        state = self.agent.initial_state(batch_size)
+        return NormalizedAgentState(state, np.zeros((batch_size,), np.float32)) if self.rewards else state
+
+    def actor_step(
+        self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
+    ) -> tuple[AgentOutput, AgentState]:
+        """Act as the inner agent on normalized observations."""
+        output, state = self._act(self.agent.actor_step, rng, params, timestep, state)
+        if self.rewards:
+            output = output._replace(extras={**output.extras, "return": state.return_so_far})
+        return output, state
+
+    def eval_step(
+        self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
+    ) -> tuple[AgentOutput, AgentState]:
+        """Act as the inner agent in evaluation on normalized observations."""
+        return self._act(self.agent.eval_step, rng, params, timestep, state)
+
+    def actor_params(self, params: Params, learner_state: NormalizedLearnerState) -> Tree:
+        """Return the inner agent's, with the statistics if observations are normalized."""
+        published = self.agent.actor_params(params, learner_state.agent)
+        return NormalizedParams(published, learner_state.statistics) if self.observations else published
+
+    def _act(
+        self, step: Any, rng: jax.Array, params: Any, timestep: TimeStep, state: Any
+    ) -> tuple[AgentOutput, AgentState]:
+        reward = timestep.reward
+        if self.observations:
+            timestep = timestep._replace(observation=self._observed(params.statistics, timestep.observation))
+            params = params.params
+        if not self.rewards:
+            return step(rng, params, timestep, state)
+        output, after = step(rng, params, timestep, state.agent)
+        return output, NormalizedAgentState(after, self.discount * state.return_so_far + reward)
+
+    def _observed(self, statistics: RunningStatistics, observation: Tree) -> Tree:
+        """Normalize an observation `[..., *shape]`."""
+        moments, clip = statistics.observation, self.observation_clip
+        known = iter(zip(moments.mean, moments.variance, strict=True))
+        leaves, treedef = jax.tree.flatten(observation)
+        for i, is_normalized in enumerate(self._is_normalized):
+            if is_normalized:
+                mean, variance = next(known)
+                leaves[i] = jnp.clip((leaves[i] - mean) / jnp.sqrt(variance + _EPSILON), -clip, clip)
+        return treedef.unflatten(leaves)
+
+    def _selected(self, leaves: list[Any]) -> list[Any]:
+        """Return the leaves of an observation that are normalized."""
+        return [leaf for leaf, is_normalized in zip(leaves, self._is_normalized, strict=True) if is_normalized]
+
+    # Learning
+
+    @property
+    def jit_learner_step(self) -> bool:
+        """The inner agent's."""
+        return self.agent.jit_learner_step
+
+    @property
+    def replay_spec(self) -> ReplaySpec:
+        """The inner agent's."""
+        return self.agent.replay_spec
+
+    def check_num_envs(self, num_envs: int) -> None:
+        """Check the inner agent's number of environments."""
+        self.agent.check_num_envs(num_envs)
+
+    def initial_learner_state(self, params: Params) -> NormalizedLearnerState:
+        """Return the inner agent's, with statistics that have seen nothing."""
+        observation = initial_moments(self._shapes) if self.observations else ()
+        statistics = RunningStatistics(observation, initial_moments([()]) if self.rewards else ())
+        return NormalizedLearnerState(self.agent.initial_learner_state(params), statistics)
+
+    def seeded(self, learner_state: NormalizedLearnerState, rng: jax.Array) -> NormalizedLearnerState:
+        """Seed the inner agent's."""
+        return learner_state._replace(agent=self.agent.seeded(learner_state.agent, rng))
+
+    def learner_step(
+        self, params: Params, learner_state: NormalizedLearnerState, batch: Batch
+    ) -> tuple[Params, NormalizedLearnerState, Logs]:
+        """Update the inner agent from the normalized batch, and the statistics from the batch."""
+        data, statistics = self.normalized(learner_state.statistics, batch.data)
+        params, inner, logs = self.agent.learner_step(params, learner_state.agent, batch._replace(data=data))
+        return params, NormalizedLearnerState(inner, statistics), logs
+
+    def normalized(self, statistics: RunningStatistics, data: Any) -> tuple[Any, RunningStatistics]:
+        """Return the data of a batch as the inner agent learns from it, and the updated statistics.
+
+        Args:
+            statistics: of the newest parameters.
+            data: a `SequenceBatch`, or a `TransitionBatch` if rewards are not normalized.
+        """
+        raw, updated = data, statistics
+        if self.rewards:
+            # First: log-probabilities do not depend on them, so the first batch is scaled, too.
+            returns = _with_returns(statistics.returns, raw)
+            updated = updated._replace(returns=returns)
+            reward = jnp.clip(
+                raw.reward / jnp.sqrt(returns.variance[0] + _EPSILON), -self.reward_clip, self.reward_clip
+            )
+            extras = {name: value for name, value in raw.extras.items() if name != "return"}
+            data = data._replace(reward=reward, extras=extras, agent_state=raw.agent_state.agent)
+        if self.observations:
+            data = data._replace(observation=self._observed(statistics, raw.observation))
+            leaves = self._selected(jax.tree.leaves(raw.observation))
+            if isinstance(raw, SequenceBatch):  # the last timestep of a sequence is the first of the next one
+                leaves = [leaf[:, :-1] for leaf in leaves]
+            else:
+                data = data._replace(next_observation=self._observed(statistics, raw.next_observation))
+            rows = [leaf.reshape(-1, *shape) for leaf, shape in zip(leaves, self._shapes, strict=True)]
+            moments = updated_moments(statistics.observation, rows, jnp.ones(len(rows[0]), jnp.float32))
+            updated = updated._replace(observation=moments)
+        return data, updated
+
+
+def _with_returns(moments: Moments, data: SequenceBatch) -> Moments:
+    returns = jnp.asarray(data.extras["return"]).reshape(-1)
+    has_reward = (data.step_type[:, :-1] != FIRST).astype(jnp.float32).reshape(-1)
+    return updated_moments(moments, [returns], has_reward)
