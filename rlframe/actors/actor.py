@@ -19,7 +19,7 @@ from rlframe.envs import as_pool
 from rlframe.errors import NoMethodError, StoppedError, UsageError
 from rlframe.inferencers.base import Inference, StatelessInference, as_inference
 from rlframe.inferencers.shared_calls import InferencerClient
-from rlframe.metrics.sums import add_up
+from rlframe.metrics.rows import add_up
 from rlframe.replay import BaseReplayBuffer, ReplayWriter, as_replay_buffer
 from rlframe.types import AgentOutput, AgentState, Logs, global_env_ids
 

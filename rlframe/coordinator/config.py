@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Protocol
 
 from rlframe.errors import UsageError
+from rlframe.metrics.rows import ActorCounts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,7 @@ class CoordinatorConfig:
 
     path: str  # a folder for its journal
     job_id: str = ""  # a journal of another job is not gone on with
-    before: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # what was collected before the job
+    before: ActorCounts = dataclasses.field(default_factory=ActorCounts)  # what was collected before the job
     min_collectors: int = 1
     max_collectors: int = 8
     collectors: int = 0  # to begin with; 0: the least
@@ -72,11 +73,11 @@ class CoordinatorConfig:
 class JobRecorder(Protocol):
     """Where a run's metrics go. Called by the coordinator's own thread."""
 
-    def begin(self, env_steps: int) -> None:
-        """The job begins, or goes on, at so many environment steps: rows after that are of the past."""
+    def begin(self, counts: ActorCounts) -> None:
+        """The job begins, or goes on, when the collectors have done this: rows of more steps are of the past."""
 
-    def write(self, env_steps: int, values: dict[str, Any], census: dict[str, list[float]]) -> None:
-        """Takes a row, and what each collector has done: "rank.incarnation" -> its counters."""
+    def write(self, env_steps: int, row: dict[str, Any], counts: ActorCounts) -> None:
+        """Take a row, and what the collectors have done."""
 
     def finish(self, summary: dict[str, Any]) -> None:
         """The job is over: failed, reason, evaluation (or None), and what the status says of the job."""

@@ -87,13 +87,12 @@ class Coordinator:
             by_key=bool(getattr(replay, "fetches_by_key", False)),
             now=self._clock(),
             evaluates=cfg.evaluates,
+            before=cfg.before,
             saved=saved,
         )
-        if saved is None:
-            self._job.accounts.census = dict(cfg.before)
-            if self._journal.state is not None:  # of the job before, in the same folder
-                before = self._journal.state
-                self._job.min_version = max(before["accounts"]["params_version"], before["min_version"])
+        if saved is None and self._journal.state is not None:  # of the job before, in the same folder
+            before = self._journal.state
+            self._job.min_version = max(before["accounts"]["params_version"], before["min_version"])
         # A coordinator may be killed between the job's last step and the writing of what came of it.
         self._is_finished = saved is None or saved.get("is_finished", False)
         self._numbers = itertools.count(self._journal.notes[-1]["number"] + 1 if self._journal.notes else 1)
@@ -303,7 +302,7 @@ class Coordinator:
             self._operator.start()
             self._replay.start()
             if self._recorder is not None:
-                self._recorder.begin(self._job.accounts.env_steps)
+                self._recorder.begin(self._job.accounts)
             self._handle([ev.Submitted()])
             while not is_over(self._job.state):
                 happened = self._next_events()
@@ -370,13 +369,15 @@ class Coordinator:
 
     def _write_row(self, row: ev.Row) -> None:
         if self._recorder is not None:
-            self._recorder.write(row.env_steps, row.values, self._job.accounts.census)
+            is_training, stats = "steps_per_second" in row.values, self._replay.stats
+            replay = {f"replay_{name}": stats[name] for name in stats if is_training and name != "kind"}
+            self._recorder.write(row.env_steps, {**row.values, **replay}, self._job.accounts)
 
     def _finish_late(self) -> None:
         """As `_finish`, for a coordinator that was killed before it had done so."""
         self._replay.start()
         if self._recorder is not None:
-            self._recorder.begin(self._job.accounts.env_steps)
+            self._recorder.begin(self._job.accounts)
         self._finish(ev.Over(self._job.state is JobState.FAILED, self._job.reason))
 
     def _finish(self, over: ev.Over) -> None:

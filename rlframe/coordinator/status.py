@@ -79,7 +79,7 @@ def _job(job: TrainingJob, counters: dict[str, Any], rates: Rates, now: float) -
         "policy_id": job.commander.final_policy(),
         "began": job.began,
         "seconds": now - job.began,
-        "env_steps": int(sum(values[0] for values in counters["census"].values())),
+        "env_steps": int(sum(values[0] for values in counters["counters"].values())),
         "learner_steps": counters["learner_steps"],
         "params_version": counters["params_version"],
         "staleness": counters["logs"].get("staleness"),

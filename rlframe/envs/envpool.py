@@ -19,7 +19,7 @@ from rlframe.envs.adapters import env_seed
 from rlframe.envs.layout import MisfitError
 from rlframe.envs.names import envpool_task
 from rlframe.errors import UsageError
-from rlframe.metrics.sums import Sums
+from rlframe.metrics.rows import Sums
 from rlframe.types import FIRST, MID, TimeStep
 
 # Kept by this file; anything else that EnvPool takes goes through env_kwargs.

@@ -18,7 +18,7 @@ from rlframe.envs.rows import ObservationRows
 from rlframe.envs.sharing import Claim, check_distinct
 from rlframe.errors import EnvError, RlframeError, UsageError
 from rlframe.interprocess.clock import Clock
-from rlframe.metrics.sums import Sums
+from rlframe.metrics.rows import Sums
 from rlframe.types import FIRST, LAST, MID, TimeStep
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.metrics.sums import Sums
+from rlframe.metrics.rows import Sums
 
 _log = logging.getLogger(__name__)
 

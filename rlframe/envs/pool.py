@@ -13,7 +13,7 @@ from rlframe.envs.group import ANSWER_TIMEOUT
 from rlframe.envs.wrappers import FrameStack
 from rlframe.errors import UsageError
 from rlframe.interprocess.progress import Phase
-from rlframe.metrics.sums import Sums
+from rlframe.metrics.rows import Sums
 from rlframe.types import TimeStep
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from rlframe.envs.worker import (
     WANTED,
 )
 from rlframe.envs.worker_processes import WorkerProcesses
-from rlframe.metrics.sums import Sums
+from rlframe.metrics.rows import Sums
 from rlframe.types import TimeStep
 
 _ASYNC_LOOK = 0.05  # seconds; see AsyncProcesses._wait

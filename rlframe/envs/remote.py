@@ -11,7 +11,7 @@ import numpy as np
 
 from rlframe import handles
 from rlframe.errors import UsageError
-from rlframe.metrics.sums import Sums, add_up
+from rlframe.metrics.rows import Sums, add_up
 from rlframe.types import TimeStep, Tree
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from rlframe.envs.frames import Frame, FrameRing, new_frame
 from rlframe.envs.group import LOOK, EnvGroup, EnvState, StepWatch, interrupted
 from rlframe.interprocess.inbox import Inbox
-from rlframe.metrics.sums import Sums, add_up
+from rlframe.metrics.rows import Sums, add_up
 from rlframe.types import TimeStep
 
 _CLOSE_TIMEOUT = 5.0  # seconds; a thread cannot be killed, so a hung one is left behind (it is a daemon)

@@ -20,7 +20,7 @@ from rlframe.errors import EnvError, UsageError
 from rlframe.interprocess.clock import Clock
 from rlframe.interprocess.memory import SUPPORTED, anonymous_file
 from rlframe.interprocess.processes import start_process
-from rlframe.metrics.sums import Sums, add_up
+from rlframe.metrics.rows import Sums, add_up
 from rlframe.user_directories import import_path
 
 _CLOSE_TIMEOUT = 5.0  # seconds for the environments' own close(); then the worker is killed

@@ -67,21 +67,28 @@ class MultiLogger:
 
 
 class LenientLogger(MultiLogger):
-    """Goes on where a row cannot be kept (the disk is full, say): warns once for each reason, and when that is over."""
+    """Continues if a row cannot be kept (the disk is full, say): warns once for each reason, and when that is over.
 
-    def __init__(self, loggers: Iterable[Logger]) -> None:
+    Args:
+        loggers: they get each row.
+        errors: exceptions of theirs that do not reach the caller.
+    """
+
+    def __init__(self, loggers: Iterable[Logger], errors: type[Exception] = RlframeError) -> None:
         super().__init__(loggers)
+        self._errors = errors
         self._told: set[str] = set()
         self._lost = 0  # rows, since they were all kept
 
     def write(self, step: int, values: Values) -> None:
         try:
             super().write(step, values)
-        except RlframeError as error:
+        except self._errors as error:
             self._lost += 1
-            if str(error) not in self._told:
-                self._told.add(str(error))
-                _log.warning("A row of the logs is lost: %s", error)
+            why = str(error) if isinstance(error, RlframeError) else f"{type(error).__name__}: {error}"
+            if why not in self._told:
+                self._told.add(why)
+                _log.warning("A row of the logs is lost: %s", why)
         else:
             self._say_lost("The logs are written again")
 

@@ -46,7 +46,7 @@ class GameMonitor(Monitor):
     @property
     def step(self) -> int:
         """Environment steps of all actors."""
-        return int(self._counts.total()["env_steps"])
+        return self._progress.counts.env_steps
 
     def stop(self) -> None:
         """See `Monitor`."""
@@ -81,7 +81,7 @@ class GameMonitor(Monitor):
     def _lead_actors(self, share: int) -> None:
         for actor in self._actors:
             if (said := actor.lead(share)) is not None:
-                self._counts.add(said)
+                self._progress.counts.add(said)
 
     def _begin_evaluation(self, *, final: bool) -> None:
         self._evaluation = _Evaluation(functools.partial(self._evaluate_saved, self._end_actors if final else None))

@@ -6,18 +6,16 @@ import abc
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from rlframe import handles
 from rlframe.errors import PeerError, StoppedError
 from rlframe.interprocess.progress import Phase
-from rlframe.metrics import MultiLogger
-from rlframe.metrics.evaluations import evaluation_row
-from rlframe.metrics.sums import Sums
-from rlframe.programs.actor_counts import ActorCounts
+from rlframe.metrics.rows import evaluation_row
 from rlframe.programs.ending import Ending
 from rlframe.programs.evaluation import explain, warn_of_failure
+from rlframe.programs.progress import Progress
 from rlframe.programs.rows import RowWriter, next_multiple
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir import Result
@@ -49,8 +47,8 @@ class Monitor(abc.ABC):
         self._ask_learner = handles.Poll(self._learner, "stats")
         self._tell_learner = handles.Poll(self._learner, "finish")
         self._learned: dict[str, Any] = {}  # the learner's newest stats; one that has just restarted knows nothing
-        self._counts = ActorCounts(run.directory.progress, run.session)
-        self._ending = Ending(run, self._counts.ended)
+        self._progress = Progress(run.directory.progress, run.session)
+        self._ending = Ending(run, self._progress.ended)
         self._rows: RowWriter | None = None
         self._evaluates_at: int | None = None  # the step at which the evaluation under way began
         self._evaluation_error: str | None = None  # why the final evaluation failed
@@ -68,8 +66,8 @@ class Monitor(abc.ABC):
                         stopped_by = by
                 finally:
                     self._end()
-                    self._counts.save()
-                    rows.logger.close()
+                    self._progress.save()
+                    rows.close()
         except StoppedError:
             pass
         if self._rows is not None:
@@ -121,21 +119,16 @@ class Monitor(abc.ABC):
         """What a row says beside what was counted."""
         return {name: value for name, value in self._learned.items() if name != "finished"}
 
-    def _totals(self) -> tuple[Mapping[str, float], Sums]:
-        """The counters of all actors, and what environments logged."""
-        return self._counts.total(), self._counts.logged()
-
     def _first_evaluation(self) -> float:
         """The step of the first evaluation. One that was due when a monitor before this one died is due still."""
-        return next_multiple(self._experiment.eval_every, self._counts.evaluated or 0)
+        return next_multiple(self._experiment.eval_every, self._progress.evaluated or 0)
 
     def _evaluation_row(self, values: Logs) -> dict[str, Any]:
         return evaluation_row(values)
 
     def _open_rows(self) -> RowWriter:
-        self._counts.try_to_save()
-        logger = MultiLogger([self._run.directory.open_logs(self.step), *self._run.loggers])
-        return RowWriter(self._run, logger, self.step, *self._totals())
+        self._progress.try_to_save()
+        return RowWriter(self._run, self.step, self._progress.counts)
 
     def _watch(self, rows: RowWriter) -> str | None:
         """Returns why the session ends, as `Result.stopped_by`; None when it was stopped before."""
@@ -151,8 +144,8 @@ class Monitor(abc.ABC):
             if self._took_all():
                 return self._run.last_step_is
             if self._ending.is_due(self._learned.get("learner_steps", 0)):
-                self._counts.ended = self._ending.by  # before the learner hears of it: this node may be restarted
-                self._counts.try_to_save()
+                self._progress.ended = self._ending.by  # before the learner hears of it: this node may be restarted
+                self._progress.try_to_save()
                 return self._ending.by
             if now >= row_due:
                 self._write_row(rows)
@@ -225,16 +218,17 @@ class Monitor(abc.ABC):
             raise StoppedError(f"Told to stop before {until}.")
 
     def _write_row(self, rows: RowWriter) -> None:
-        if rows.write(self.step, self._values, *self._totals()):
-            self._counts.try_to_save()
+        if rows.write(self.step, self._progress.counts, self._values):
+            self._progress.try_to_save()
 
     def _write_evaluation(self, rows: RowWriter, values: Logs) -> None:
         began, self._evaluates_at = self._evaluates_at, None
         if values:
-            self._ending.note_evaluation(self._evaluation_row(values)["return_mean"])
-            rows.logger.write(self.step, self._evaluation_row(values))
-            self._counts.evaluated = began
-            self._counts.try_to_save()
+            row = self._evaluation_row(values)
+            self._ending.note_evaluation(row["return_mean"])
+            rows.log(self.step, row)
+            self._progress.evaluated = began
+            self._progress.try_to_save()
 
 
 def finish(learner: Any, stop: threading.Event, meanwhile: Callable[[], None]) -> dict[str, Any]:

@@ -1,87 +1,81 @@
-"""The rows of a run's logs, and the numbers of its result. (Elastic's rows: `coordinator/core/accounts.py`.)"""
+"""The rows of a run: written to its files and loggers, and passed on to the loggers of another process."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import pathlib
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from rlframe.metrics import Logger
-from rlframe.metrics.sums import Sums, env_means
+from rlframe.metrics import Logger, MultiLogger
+from rlframe.metrics.rows import ActorCounts, Rows
+from rlframe.programs.callbacks import Callbacks
 from rlframe.programs.run import Run
-from rlframe.programs.run_dir import Result
+from rlframe.programs.run_dir import Result, rows_after
 
 _NUMBERS = ("return_mean", "return_std", "length_mean", "episodes")  # of `Evaluator.evaluate`
+_LOOK_EVERY = 0.5  # seconds between two looks at the rows that another process has written
 
 
 class RowWriter:
-    """Writes what happened since the row before, and keeps how fast it went.
+    """Writes the rows of a session, and measures its speed.
+
+    Rows go to the files of the run directory, and to `run.loggers` (trackers, the progress, callbacks). If the run's
+    program has several processes, these loggers are in the launcher's process, and `following` passes rows to them.
 
     Args:
         run: the session.
-        logger: where the rows go.
-        step: of the logs, at which the session begins.
-        counts: env_steps, episodes, return_sum and length_sum of all actors until then; empty where there are none.
-        logged: what the environments logged until then.
+        step: of the logs, at which the session begins. Rows after it are removed from the files.
+        counts: what the actors had done by then.
     """
 
-    def __init__(
-        self, run: Run, logger: Logger, step: int, counts: Mapping[str, float] | None = None, logged: Sums | None = None
-    ) -> None:
-        self._run, self.logger = run, logger
-        self.step = step  # of the newest row
-        self._counts, self._logged = dict(counts or {}), logged or {}
-        self._row_began = time.monotonic()
-        self._first: tuple[float, int] | None = None  # when training was first seen to go on, and at which step
+    def __init__(self, run: Run, step: int, counts: ActorCounts) -> None:
+        self._run, self._files = run, run.directory.open_logs(step)
+        self._logger = MultiLogger([self._files, *run.loggers])
+        self._rows = Rows(step, counts.total(), counts.total_logged(), time.monotonic())
+        self._first: tuple[float, int] | None = None  # time and step at which training was first seen to advance
         self._last = (0.0, 0)
 
     def note(self, step: int) -> None:
-        """Takes the step that training is at now: its speed is that from the first note to the last one."""
+        """Take the step of training now. Its speed is measured from the first note to the last."""
         self._last = time.monotonic(), step
         self._first = self._first or self._last
 
     def leave_out(self, seconds: float) -> None:
-        """Takes time that was not training (an evaluation, a checkpoint) out of the speed."""
-        self._row_began += seconds
+        """Exclude time that was not training (an evaluation, a checkpoint) from the speed."""
+        self._rows.began += seconds
         if self._first is not None:
             self._first = self._first[0] + seconds, self._first[1]
 
-    def write(
-        self,
-        step: int,
-        values: Callable[[], Mapping[str, Any]],
-        counts: Mapping[str, float],
-        logged: Sums,
-    ) -> bool:
-        """Writes the row that ends at this step, with `values()` in it; not where no step was taken since the last.
-
-        `episode_return`, `episode_length` (means) and `episodes` are there where an episode ended.
+    def write(self, step: int, counts: ActorCounts, values: Callable[[], Mapping[str, Any]]) -> bool:
+        """Write the row of training that ends at this step, with `values()` in it.
 
         Returns:
-            Whether there was a row to write.
+            False if no step was taken since the row before: there is nothing to write.
         """
-        if step == self.step:
+        if step == self._rows.step:
             return False
-        row: dict[str, Any] = {}
-        new = {name: counts[name] - self._counts.get(name, 0) for name in counts}
-        if new.get("episodes"):
-            row["episode_return"] = new["return_sum"] / new["episodes"]
-            row["episode_length"] = new["length_sum"] / new["episodes"]
-            row["episodes"] = int(new["episodes"])
-        row.update(env_means(logged, self._logged))
-        now = time.monotonic()
-        row["steps_per_second"] = (step - self.step) / max(now - self._row_began, 1e-9)
-        row.update(values())
-        row["wall_seconds"] = time.time() - self._run.began
-        self._row_began, self.step, self._counts, self._logged = now, step, dict(counts), logged
-        self.logger.write(step, row)
+        more = values()
+        self.log(step, {**self._rows.next(step, counts, time.monotonic()), **more})
         return True
+
+    def log(self, step: int, row: Mapping[str, Any]) -> None:
+        """Write a row that is complete but for the time: the rows of training have it."""
+        if "steps_per_second" in row:
+            row = {**row, "wall_seconds": time.time() - self._run.began}
+        self._logger.write(step, row)
+
+    def close(self) -> None:
+        """Close the files. Loggers are closed by the process that made them."""
+        self._files.close()
 
     @property
     def seconds(self) -> float:
-        """Since the newest row."""
-        return max(time.monotonic() - self._row_began, 1e-9)
+        """Seconds since the newest row of training."""
+        return max(time.monotonic() - self._rows.began, 1e-9)
 
     def result(
         self,
@@ -95,14 +89,14 @@ class RowWriter:
         metrics: dict[str, float] | None = None,
         evaluation_error: str | None = None,
     ) -> Result:
-        """How the session ended.
+        """Return how the session ended.
 
         Args:
             env_steps: of the whole run.
             learner: its `learner_steps` and `params_version`.
-            evaluation: what the final evaluation gave; None or empty where there was none.
+            evaluation: the values of the final evaluation; None or empty if there was none.
             stopped_by: see `Result`.
-            signal: the number of the one that stopped it.
+            signal: the number of the signal that stopped it.
             steps_per_row_step: environment steps in a step of the logs.
             metrics: all numbers of that evaluation; None: `return_mean`, `return_std`, `length_mean` and `episodes`.
             evaluation_error: why the final evaluation failed.
@@ -128,6 +122,55 @@ class RowWriter:
         )
 
 
+@contextlib.contextmanager
+def following(path: pathlib.Path, loggers: list[Logger], callbacks: Callbacks) -> Iterator[None]:
+    """Pass each row that another process writes to a file to the loggers, until the context ends.
+
+    Args:
+        path: the file, `metrics.jsonl`.
+        loggers: they get each row, in a thread of this process.
+        callbacks: one of them, or none of the loggers; its request to end the run is repeated until the run ends.
+    """
+    logger, over = MultiLogger(loggers), threading.Event()
+    at = path.stat().st_size if path.exists() else 0
+
+    def read() -> None:
+        nonlocal at
+        try:
+            at = min(at, path.stat().st_size)  # a restarted monitor may take its last row back
+            for row, position in rows_after(path, at):
+                at = position
+                logger.write(row.pop("step"), row)
+        except FileNotFoundError:
+            pass
+
+    def follow() -> None:
+        while not over.wait(_LOOK_EVERY):
+            read()
+            callbacks.tell()
+
+    thread = threading.Thread(target=follow, name="rlframe rows", daemon=True)
+    if loggers:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if loggers:
+            thread.join()
+            read()
+
+
+@contextlib.contextmanager
+def closing(loggers: Iterable[Logger]) -> Iterator[list[Logger]]:
+    """Close the loggers at the end of the context."""
+    opened = list(loggers)
+    try:
+        yield opened
+    finally:
+        MultiLogger(opened).close()
+
+
 def next_multiple(every: int, after: int) -> float:
-    """The next multiple of `every` steps; never, where that is 0."""
+    """Return the next multiple of `every` steps; infinity if that is 0."""
     return (after // every + 1) * every if every else math.inf

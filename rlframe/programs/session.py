@@ -17,17 +17,17 @@ from rlframe.engines import Engine, EngineOptions, logs
 from rlframe.engines.base import GRACE, deciding_group
 from rlframe.envs.names import split
 from rlframe.errors import ProgramError, UsageError
-from rlframe.metrics import Logger, plot_learning_curve
+from rlframe.metrics import LenientLogger, Logger, plot_learning_curve
 from rlframe.programs import naming
-from rlframe.programs.actor_counts import ActorCounts
 from rlframe.programs.callbacks import Callback, Callbacks
 from rlframe.programs.control import Control, serve_control_of
 from rlframe.programs.env_backend import backend_note, check_backend, import_env
 from rlframe.programs.evaluation import describe_evaluation
 from rlframe.programs.experiment import Experiment, complete, continued, load_experiment, with_fields
 from rlframe.programs.profile import Profile
+from rlframe.programs.progress import Progress
 from rlframe.programs.resume_point import settle
-from rlframe.programs.row_followers import TolerantLogger, closing, following
+from rlframe.programs.rows import closing, following
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir import Result, RunDir, default_path
 from rlframe.programs.run_lock import RunLock
@@ -123,7 +123,7 @@ def train(
             until=min(experiment.steps, stop_at or experiment.steps),
             began=time.time(),
             resumes=resume,
-            resumed_at=int(ActorCounts(directory.progress, "").total()["env_steps"]),
+            resumed_at=Progress(directory.progress, "").counts.env_steps,
             quiet=quiet,
             profile=profile,
             codec=codec,
@@ -135,11 +135,10 @@ def train(
             _say_what_comes(experiment, run.agent, resume, progress)
         engine = make_engine(experiment, directory.logs, quiet)
         trackers = opened.enter_context(closing(open_loggers(directory.path) if open_loggers is not None else []))
-        shown = [TolerantLogger(each) for each in ([progress] if progress else []) + trackers]
         loggers: list[Logger] = [
-            *shown,
-            *([called] if called else []),
-        ]  # callbacks are last: they may read what the others wrote
+            LenientLogger([each], Exception) for each in ([progress] if progress else []) + trackers
+        ]
+        loggers += [called] if called else []  # last: callbacks may read what the others wrote
         if engine.in_process:
             run = dataclasses.replace(run, loggers=tuple(loggers), progress=progress)
         wire = naming.topology(config.name, config.learns_from)
@@ -229,7 +228,7 @@ def _read_result(directory: RunDir, run: Run, number: int | None) -> Result:
     if directory.result.exists():
         result = Result.read(directory.result)
     else:  # The program was told to stop before its monitor had begun.
-        env_steps = int(ActorCounts(directory.progress, run.session).total()["env_steps"])
+        env_steps = Progress(directory.progress, run.session).counts.env_steps
         result = Result(env_steps, 0, None, None, 0, 0.0, time.time() - run.began, 0, str(directory.path))
     by = result.stopped_by if number is None else "interrupt"
     return dataclasses.replace(result, signal=number, stopped_by=by)

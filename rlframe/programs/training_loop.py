@@ -15,8 +15,7 @@ from rlframe.inferencers import Inferencer
 from rlframe.learners import Learner
 from rlframe.learners.checkpoints import Checkpointer
 from rlframe.learners.replay_files import ReplayFiles
-from rlframe.metrics import MultiLogger
-from rlframe.metrics.evaluations import evaluation_row
+from rlframe.metrics.rows import ActorCounts, evaluation_row
 from rlframe.programs.ending import Ending
 from rlframe.programs.evaluation import Evaluations, explain, warn_of_failure
 from rlframe.programs.rows import RowWriter, next_multiple
@@ -97,10 +96,9 @@ class TrainingLoop:
             The number of the signal that ended it, or None.
         """
         run = self._run
-        files = self._directory.open_logs(self._first_step if run.resumes else None)
-        logger = MultiLogger([files, *run.loggers])
-        counts = self.actor.stats()
-        self._rows = RowWriter(run, logger, self._first_step, _counters(counts), counts["logged"])
+        self._counts = ActorCounts()
+        self._counts.add(self.actor.stats())
+        self._rows = RowWriter(run, self._first_step, self._counts)
         try:
             with self._stop:
                 evaluation = self._to_end()
@@ -109,7 +107,7 @@ class TrainingLoop:
                 raise
             raise CutShortError(f"Cut short before it had saved. {self._directory.what_is_saved()}") from None
         finally:
-            logger.close()
+            self._rows.close()
         learned = {"learner_steps": self.learner.learner_steps, "params_version": self.learner.params_version}
         number, error = self._stop.number, self._evaluation_error if evaluation is None else None
         result = self._rows.result(
@@ -218,8 +216,8 @@ class TrainingLoop:
         return next_multiple(every, self.actor.env_steps)
 
     def _write_row(self) -> None:
-        counts = self.actor.stats()
-        self._rows.write(self.actor.env_steps, self._values, _counters(counts), counts["logged"])
+        self._counts.add(self.actor.stats())
+        self._rows.write(self.actor.env_steps, self._counts, self._values)
 
     def _values(self) -> dict[str, Any]:
         # Only the newest update's logs are fetched from the device, and only here.
@@ -228,7 +226,7 @@ class TrainingLoop:
             **{name: float(np.asarray(value).reshape(())) for name, value in logs.items()},
             "learner_steps": self.learner.learner_steps,
             "params_version": self.learner.params_version,
-            "replay_items": self.replay_buffer.size,  # as `Learner.stats` names it
+            **{f"replay_{name}": value for name, value in self.replay_buffer.stats().items()},  # as `Learner.stats`
         }
 
     def _evaluate(self, *, final: bool) -> Logs | None:
@@ -257,7 +255,7 @@ class TrainingLoop:
         if not final:
             self._ending.note_evaluation(values["return_mean"])
             self._save(final=False)
-        self._rows.logger.write(self.actor.env_steps, evaluation_row(values))
+        self._rows.log(self.actor.env_steps, evaluation_row(values))
         return values
 
     def _save(self, *, final: bool) -> None:
@@ -278,10 +276,6 @@ class TrainingLoop:
         self._saved_at = now
         if saved_replay:
             self._replay_saved_at = now
-
-
-def _counters(stats: dict[str, Any]) -> dict[str, float]:
-    return {name: stats[name] for name in ("env_steps", "episodes", "return_sum", "length_sum")}
 
 
 # --- one consistent checkpoint: learner, actor, and the replay where it is due

@@ -13,6 +13,7 @@ from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.messages import NotReady
 from rlframe.errors import CheckpointError, UsageError
+from rlframe.metrics.rows import ActorCounts
 from tests.coordinator.fakes import Scene
 from tests.waiting import wait_until
 
@@ -23,10 +24,10 @@ class Results:
     def __init__(self) -> None:
         self.finished: list[dict[str, Any]] = []
 
-    def begin(self, env_steps: int) -> None:
-        self.env_steps = env_steps
+    def begin(self, counts: ActorCounts) -> None:
+        self.env_steps = counts.env_steps
 
-    def write(self, env_steps: int, values: dict[str, Any], census: dict[str, list[float]]) -> None:
+    def write(self, env_steps: int, row: dict[str, Any], counts: ActorCounts) -> None:
         pass
 
     def finish(self, summary: dict[str, Any]) -> None:

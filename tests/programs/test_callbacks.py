@@ -244,7 +244,7 @@ def test_a_tracker_that_fails_does_not_end_a_run(tmp_path, caplog, place):
     result = session(described, run_dir=tmp_path / "run", open_loggers=lambda path: [Broken()])
     assert result.return_mean is not None
     said = [record.getMessage() for record in caplog.records if "the tracker is away" in record.getMessage()]
-    assert said == ["A logger failed: OSError: the tracker is away"]
+    assert said == ["A row of the logs is lost: OSError: the tracker is away"]
 
 
 def test_a_signal_is_an_interrupt(tmp_path):

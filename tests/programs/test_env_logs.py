@@ -9,7 +9,6 @@ from gymnasium.wrappers import RecordEpisodeStatistics
 
 from rlframe.cli import main
 from rlframe.metrics import read_jsonl
-from rlframe.programs.actor_counts import COUNTERS, ActorCounts
 
 OPTIONS = ["--agent", "dqn", "--env", f"{__file__}:make_env", "--preset", "none", "--network", "mlp", "--num-envs", "4"]
 OPTIONS += ["--min-replay-size", "100", "--steps", "800", "--log-every", "200", "--eval-episodes", "1", "--quiet"]
@@ -77,19 +76,3 @@ def check_rows(path, within=0.0):
         assert row["env/length"] == pytest.approx(row["env/episode_return"], abs=within)
         assert 5.0 <= row["env/length"] <= 10.0 and row["env/episode_seconds"] > 0.0
     return rows
-
-
-def test_a_restarted_monitor_knows_what_the_rows_before_were_of(tmp_path):
-    def stats(rank, logged):
-        return {"rank": rank, "incarnation": 0, **dict.fromkeys(COUNTERS, 1.0), "logged": logged}
-
-    census = ActorCounts(tmp_path / "progress.json", "first")
-    census.add(stats(0, {"a": [1.0, 2.0]}))
-    census.add(stats(1, {"a": [3.0, 2.0]}))
-    census.add(stats(1, {"a": [4.0, 3.0]}))
-    census.save()
-    again = ActorCounts(tmp_path / "progress.json", "first")
-    assert again.logged() == {"a": [5.0, 5.0]}
-    resumed = ActorCounts(tmp_path / "progress.json", "second")
-    resumed.add(stats(0, {"a": [10.0, 1.0]}))
-    assert resumed.logged() == {"a": [15.0, 6.0]}

@@ -24,8 +24,8 @@ from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Checkpointer, Learner, LearnerConfig
 from rlframe.metrics import read_jsonl
 from rlframe.programs import evaluate, make_experiment
-from rlframe.programs.actor_counts import ActorCounts
 from rlframe.programs.game_monitor import GameMonitor
+from rlframe.programs.progress import Progress
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir import Result, RunDir
 from rlframe.programs.topologies.parts import make_agent, make_pool
@@ -177,7 +177,7 @@ def test_an_evaluation_that_was_under_way_when_a_monitor_died_is_made_by_the_nex
         with running(GameMonitor(run, node.learner, [StoppedActor(350)])):
             wait_until(lambda: evaluated_at(run))
     assert evaluated_at(run) == [350]
-    assert ActorCounts(RunDir(run.path).progress, run.session).evaluated == 350  # the next one is due at 600
+    assert Progress(RunDir(run.path).progress, run.session).evaluated == 350  # the next one is due at 600
 
 
 def test_a_monitor_that_has_just_restarted_says_nothing_of_a_learner_that_it_has_not_heard(tmp_path):

@@ -8,11 +8,12 @@ from typing import Any
 from rlframe.coordinator.commander import Commander, View
 from rlframe.coordinator.config import Limits
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.core.accounts import Accounts, MetricRows
+from rlframe.coordinator.core.accounts import Accounts
 from rlframe.coordinator.core.roster import KnownWorker, Roster
 from rlframe.coordinator.core.tasks import Task, Tasks
 from rlframe.coordinator.messages import ROLES, Header, Role
 from rlframe.coordinator.states import JobState, check, is_over
+from rlframe.metrics.rows import ActorCounts, Rows
 
 _SAVED = ("reason", "manual", "began", "paused", "learner_came", "min_version", "evaluated_at")
 _EPOCH = 2**32  # numbers of calls between two starts of a coordinator
@@ -91,6 +92,7 @@ class TrainingJob:
         by_key: whether the learner is told which items to learn from; else it draws them itself.
         now: the time in seconds, which rises across restarts.
         evaluates: whether the last version is evaluated.
+        before: what was collected before the job.
         saved: what `to_json` gave, for a coordinator that was restarted.
 
     Attributes:
@@ -123,6 +125,7 @@ class TrainingJob:
         by_key: bool,
         now: float,
         evaluates: bool = True,
+        before: ActorCounts | None = None,
         saved: dict[str, Any] | None = None,
     ) -> None:
         self.commander, self.limits, self.by_key, self.now, self.began = commander, limits, by_key, now, now
@@ -130,14 +133,17 @@ class TrainingJob:
         self.wanted: dict[Role, int] = {role: wanted.get(role, 0) for role in ROLES}
         self.manual = self.paused = self.saves = False
         self.operator_answered, self.operator_problem = False, ""
-        self.learner_came, self.min_version, self.evaluated_at = False, -1, 0
+        self.learner_came, self.min_version = False, -1
         self.draw_fails_since: float | None = None
         self.collect_seconds = self.paced_seconds = 0.0
         self.false_starts: dict[str, int] = {}
         self.lacks_since: dict[Role, float] = {}
         self.before: dict[str, int] = {}
         self.ending: JobEnding | None = None
-        self.accounts, self.rows, self.roster, self.tasks = Accounts(), MetricRows(now), Roster(), Tasks()
+        self.accounts = Accounts(dict(before.counters), dict(before.logged)) if before is not None else Accounts()
+        self.evaluated_at = self.accounts.env_steps
+        self.rows = Rows(self.evaluated_at, self.accounts.total(), self.accounts.total_logged(), now)
+        self.roster, self.tasks = Roster(), Tasks()
         self.learner_waits = LearnerWaits(now)
         self.out: list[Any] = []
         self.awake: list[KnownWorker] = []
@@ -167,7 +173,8 @@ class TrainingJob:
         for name in _SAVED:
             setattr(self, name, saved[name])
         self.wanted = dict(saved["wanted"])
-        self.rows.restore(saved["row"])
+        step, total, logged = saved["row"]
+        self.rows = Rows(step, total, logged, self.now)
         self.accounts = Accounts(**saved["accounts"])
         self.tasks.count = saved["task_count"]
         self.before = saved["staff"]
@@ -233,10 +240,15 @@ class TrainingJob:
 
     def write_row(self) -> None:
         """Emits a row of what was done since the last one, where something was."""
-        values = self.rows.next(self.accounts, self.now)
-        if values:
-            values["collectors"] = len([worker for worker in self.roster.of("collector") if worker.task_id])
-            self.emit(ev.Row(self.accounts.env_steps, values))
+        accounts = self.accounts
+        row = self.rows.next(accounts.env_steps, accounts, self.now)
+        if not row:
+            return
+        if "episode_return" in row:
+            accounts.note_return(row["episode_return"])
+        row |= {**accounts.logs, "learner_steps": accounts.learner_steps, "params_version": accounts.params_version}
+        row["collectors"] = len([worker for worker in self.roster.of("collector") if worker.task_id])
+        self.emit(ev.Row(accounts.env_steps, row))
 
     # --- its state
 

@@ -10,7 +10,6 @@ import dataclasses
 
 from rlframe.coordinator.core import evaluations
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.core.accounts import COUNTERS
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.roster import KnownWorker
 from rlframe.coordinator.core.tasks import Task
@@ -26,7 +25,7 @@ from rlframe.coordinator.messages import (
     Started,
 )
 from rlframe.coordinator.states import TaskState, WorkerState
-from rlframe.metrics.evaluations import evaluation_row
+from rlframe.metrics.rows import COUNTERS, evaluation_row
 
 _LATER = 0.05  # seconds before a learner that can take no batch is asked again
 _MUCH_LATER = 1.0  # the same, where the replay buffer raised
@@ -55,7 +54,7 @@ def closed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Closed) -> 
     """Takes the last that a worker says of a task."""
     accounts = job.accounts
     if task.kind == "collect" and "env_steps" in reply.result:
-        accounts.collect(Collected(reply.result, -1))
+        accounts.add(reply.result)
     if task.kind == "learn":
         accounts.reach(
             reply.result.get("learner_steps", accounts.learner_steps), reply.result.get("params_version", -1)
@@ -161,12 +160,12 @@ def _end(job: TrainingJob, task: Task, state: TaskState) -> None:
 def collected(job: TrainingJob, worker: KnownWorker, task: Task, reply: Collected) -> None:
     """Takes what a collector said of itself."""
     note_pace(job, worker, reply.waits)
-    job.accounts.collect(reply)
+    job.accounts.add(reply.stats)
     worker.counts = {name: reply.stats[name] for name in COUNTERS}
     worker.collected += reply.length
     worker.rates.add(job.now, worker.collected)
     worker.params_version = reply.params_version
-    if job.accounts.env_steps >= job.rows.at + job.limits.row_every:
+    if job.accounts.env_steps >= job.rows.step + job.limits.row_every:
         job.write_row()
 
 

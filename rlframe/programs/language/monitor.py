@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from rlframe import handles
 from rlframe.errors import EnvError, PeerError, StoppedError
-from rlframe.metrics.sums import Sums
 from rlframe.programs.monitor import Monitor
 from rlframe.programs.rows import RowWriter
 from rlframe.programs.run import Run
@@ -56,7 +54,7 @@ class LanguageMonitor(Monitor):
         self._learned = self._learner.stats()
 
     def _first_evaluation(self) -> float:
-        return self.step if self._counts.evaluated is None else super()._first_evaluation()
+        return self.step if self._progress.evaluated is None else super()._first_evaluation()
 
     def _took_all(self) -> bool:
         return self._learned["learner_steps"] >= self._run.until
@@ -99,9 +97,6 @@ class LanguageMonitor(Monitor):
         if self._save_point is None:
             self._save_point = SavePoint(self._learner, self._run.directory.checkpoints)
         return self._save_point.is_over(self._learned["learner_steps"])
-
-    def _totals(self) -> tuple[Mapping[str, float], Sums]:
-        return {}, {}
 
     def _values(self) -> dict[str, Any]:
         values = super()._values()

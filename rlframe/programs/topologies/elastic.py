@@ -11,7 +11,6 @@ import functools
 import math
 import os
 import pathlib
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Union
 
@@ -29,12 +28,13 @@ from rlframe.engines import Engine
 from rlframe.engines.launching.placement import NO_ACCELERATOR, ON_CPU
 from rlframe.errors import UsageError
 from rlframe.interprocess.processes import ProcessId, this_process
+from rlframe.metrics.rows import ActorCounts
 from rlframe.params import FileParamStore, ParamStore
 from rlframe.params.shared import SharedParamStore
 from rlframe.programs import naming
-from rlframe.programs.actor_counts import ActorCounts
 from rlframe.programs.evaluation import Evaluations, explain
 from rlframe.programs.experiment import Experiment
+from rlframe.programs.progress import Progress
 from rlframe.programs.rows import RowWriter
 from rlframe.programs.run import Run
 from rlframe.programs.topologies.config import GameProgram, configured_by
@@ -189,11 +189,11 @@ def make_coordinator(
         make_operator: see `add_operator`.
     """
     experiment, path, config = run.experiment, coordinator_dir(run.path), run.topology
-    counts = ActorCounts(run.directory.progress, run.session)
+    progress = Progress(run.directory.progress, run.session)
     cfg = CoordinatorConfig(
         path=str(path),
         job_id=run.session,
-        before=counts.counts,
+        before=progress.counts,
         collectors=min(max(config.num_actors, config.min_actors), config.max_actors),
         min_collectors=config.min_actors,
         max_collectors=config.max_actors,
@@ -218,7 +218,7 @@ def make_coordinator(
         eval_return=config.until_return,
         eval_every=experiment.eval_every,
     )
-    return Coordinator(commander, make_operator(), replay_buffer, param_store, cfg, _Records(run, counts))
+    return Coordinator(commander, make_operator(), replay_buffer, param_store, cfg, _Records(run, progress))
 
 
 def limits_of(experiment: Experiment) -> Limits:
@@ -253,27 +253,26 @@ def make_actor(
 class _Records:
     """A run's files, as the other topologies write them: the coordinator makes the rows."""
 
-    def __init__(self, run: Run, counts: ActorCounts) -> None:
-        self._run, self._counts = run, counts
+    def __init__(self, run: Run, progress: Progress) -> None:
+        self._run, self._progress = run, progress
         self._rows: Any = None
 
-    def begin(self, env_steps: int) -> None:
-        """Takes back the rows that a coordinator wrote which then was killed before it wrote them down."""
-        self._rows = RowWriter(self._run, self._run.directory.open_logs(env_steps), env_steps)
+    def begin(self, counts: ActorCounts) -> None:
+        """Open the files. Rows of a killed coordinator that its journal does not have are removed."""
+        self._rows = RowWriter(self._run, counts.env_steps, counts)
 
-    def write(self, env_steps: int, values: dict[str, Any], counts: dict[str, list[float]]) -> None:
-        """Takes a row of metrics, and what all collectors have done."""
-        if "steps_per_second" in values:
+    def write(self, env_steps: int, row: dict[str, Any], counts: ActorCounts) -> None:
+        """Write a row, and what the collectors have done."""
+        self._progress.counts = counts
+        self._progress.try_to_save()
+        if "steps_per_second" in row:
             self._rows.note(env_steps)
-            values = {**values, "wall_seconds": time.time() - self._run.began}
-        self._counts.replace(counts)
-        self._counts.try_to_save()
-        self._rows.logger.write(env_steps, values)
+        self._rows.log(env_steps, row)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Writes the result."""
-        self._rows.logger.close()
-        self._counts.save()
+        """Write the result."""
+        self._rows.close()
+        self._progress.save()
         if not summary["failed"]:
             by = summary["stopped_by"]
             by = self._run.last_step_is if by == "steps" else by

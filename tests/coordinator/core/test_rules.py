@@ -17,7 +17,6 @@ from rlframe.coordinator.core.machine import handle
 from rlframe.coordinator.core.tasks import Tasks
 from rlframe.coordinator.messages import (
     Alive,
-    Collected,
     Evaluated,
     Failed,
     Learn,
@@ -29,6 +28,7 @@ from rlframe.coordinator.messages import (
 )
 from rlframe.coordinator.states import JobState, TaskState, WorkerState
 from rlframe.coordinator.stop_conditions import StopReason
+from rlframe.metrics.rows import ActorCounts
 from tests.coordinator.core.test_machine import at_work, learner, running, state
 from tests.coordinator.core.world import LIMITS, SimWorker, World
 
@@ -465,20 +465,20 @@ def test_the_rows_of_training_are_of_what_was_done_since_the_last() -> None:
     assert all(20.0 < row.values["steps_per_second"] < 60.0 for row in rows[1:])  # 10 steps take a quarter of a second
 
 
+def test_the_first_row_of_a_resumed_run_is_of_its_own_session() -> None:
+    before = ActorCounts({"before": [100.0, 10.0, 500.0, 100.0]})
+    job = TrainingJob(TrainOne(env_steps=1000), LIMITS, {"learner": 1}, by_key=False, now=0.0, before=before)
+    job.write_row()
+    assert job.out == []
+    job.accounts.add(dict(env_steps=50, episodes=2, return_sum=30.0, length_sum=50, rank=0, incarnation=0))
+    job.now = 5.0
+    job.write_row()
+    (row,) = job.out
+    assert row.env_steps == 150 and job.evaluated_at == 100
+    assert (row.values["episode_return"], row.values["episodes"], row.values["steps_per_second"]) == (15.0, 2, 10.0)
+
+
 # --- accounts
-
-
-def collected(steps: float, rank: int = 0) -> Collected:
-    counts = {"env_steps": steps, "episodes": 1.0, "return_sum": steps, "length_sum": steps}
-    return Collected({**counts, "rank": rank, "incarnation": 0}, 0)
-
-
-def test_less_than_a_collector_said_before_is_an_old_answer() -> None:
-    accounts = Accounts()
-    for steps, rank in [(10.0, 0), (5.0, 1), (7.0, 0), (8.0, 1)]:
-        accounts.collect(collected(steps, rank))
-    assert accounts.env_steps == 18 and accounts.totals["return_sum"] == 18.0
-    assert accounts.census == {"0.0": [10.0, 1.0, 10.0, 10.0], "1.0": [8.0, 1.0, 8.0, 8.0]}
 
 
 def test_an_answer_without_logs_leaves_those_that_were() -> None:
@@ -492,7 +492,7 @@ def test_an_answer_without_logs_leaves_those_that_were() -> None:
 def test_long_curves_keep_their_span() -> None:
     accounts = Accounts()
     for number in range(1300):
-        accounts.census = {"0.0": [float(number), 0.0, 0.0, 0.0]}
+        accounts.add(dict(env_steps=number, episodes=0, return_sum=0.0, length_sum=0.0, rank=0, incarnation=0))
         accounts.note_return(float(number))
         accounts.note_evaluation(float(number), number)
     for curve in (accounts.returns, accounts.evaluations):

@@ -1,0 +1,120 @@
+"""The content of a row of metrics: what actors did since the row before, or the numbers of an evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+COUNTERS = ("env_steps", "episodes", "return_sum", "length_sum")  # of `Actor.stats`, since the actor was made
+
+Sums = dict[str, list[float]]  # name -> [sum, count], since the source was made
+
+_CURVE_POINTS = 500
+
+
+def add_up(sources: Iterable[Sums]) -> Sums:
+    """Add up the sums of all sources by name."""
+    total: Sums = {}
+    for sums in sources:
+        for name, (value, count) in sums.items():
+            before = total.get(name, [0.0, 0.0])
+            total[name] = [before[0] + value, before[1] + count]
+    return total
+
+
+@dataclasses.dataclass
+class ActorCounts:
+    """What all actors have done. Counts never fall, and an answer that comes twice or late changes nothing.
+
+    A restarted actor is a new incarnation: what the one before it had counted stays.
+
+    Attributes:
+        counters: "rank.incarnation" -> its counters, in the order of `COUNTERS`.
+        logged: "rank.incarnation" -> the sums of what its environments logged.
+        env_steps: steps of all of them.
+    """
+
+    counters: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    logged: dict[str, Sums] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.env_steps = int(sum(counters[0] for counters in self.counters.values()))
+
+    def add(self, stats: Mapping[str, Any]) -> None:
+        """Take what `Actor.stats` returned. Fewer steps than before mean an old answer, which is ignored."""
+        actor = f"{int(stats['rank'])}.{int(stats['incarnation'])}"
+        new = [stats[name] for name in COUNTERS]
+        steps_before = self.counters.get(actor, [0])[0]
+        if new[0] >= steps_before:
+            self.counters[actor], self.logged[actor] = new, stats.get("logged", {})
+            self.env_steps += int(new[0] - steps_before)
+
+    def total(self) -> dict[str, float]:
+        """Return the sum of each counter."""
+        sums = [sum(values) for values in zip(*self.counters.values())] or [0] * len(COUNTERS)
+        return dict(zip(COUNTERS, sums))
+
+    def total_logged(self) -> Sums:
+        """Return the sums of what all environments logged."""
+        return add_up(self.logged.values())
+
+
+class Rows:
+    """Makes the rows of training: each covers what was done since the row before.
+
+    Args:
+        step: step of the newest row, in the unit of the logs.
+        total, logged: `ActorCounts.total()` and `total_logged()` at that step.
+        now: time in seconds, from any clock that rises.
+
+    Attributes:
+        step: of the newest row.
+        began: time at which the next row begins.
+    """
+
+    def __init__(self, step: int, total: dict[str, float], logged: Sums, now: float) -> None:
+        self.step, self._total, self._logged, self.began = step, total, logged, now
+
+    def next(self, step: int, counts: ActorCounts, now: float) -> dict[str, Any]:
+        """Return the row that ends at this step; empty if no step was taken since the row before.
+
+        `episode_return`, `episode_length` (means) and `episodes` are present if an episode ended, `env/NAME` (a mean)
+        if an environment logged that name.
+        """
+        if step == self.step:
+            return {}
+        total, logged = counts.total(), counts.total_logged()
+        new = {name: total[name] - self._total[name] for name in COUNTERS}
+        row: dict[str, Any] = {}
+        if new["episodes"]:
+            row["episode_return"] = new["return_sum"] / new["episodes"]
+            row["episode_length"] = new["length_sum"] / new["episodes"]
+            row["episodes"] = int(new["episodes"])
+        for name, (value, count) in logged.items():
+            value_before, count_before = self._logged.get(name, (0.0, 0.0))
+            if count > count_before:
+                row[f"env/{name}"] = (value - value_before) / (count - count_before)
+        row["steps_per_second"] = (step - self.step) / max(now - self.began, 1e-9)
+        self.step, self._total, self._logged, self.began = step, total, logged, now
+        return row
+
+    def to_json(self) -> list[Any]:
+        """Return the arguments `step`, `total` and `logged` of a `Rows` that continues after the newest row."""
+        return [self.step, self._total, self._logged]
+
+
+def evaluation_row(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of `Evaluator.evaluate` under their names in the logs.
+
+    `episodes` becomes `eval_episodes`: in a log, `episodes` is the number of training episodes.
+    """
+    names = ("return_mean", "return_std", "length_mean")
+    return {**{name: values[name] for name in names}, "eval_episodes": values["episodes"]}
+
+
+def add_point(curve: list[list[float]], *point: float) -> None:
+    """Append a point to a curve. A long curve loses every other point, but not its ends."""
+    curve.append(list(point))
+    if len(curve) > _CURVE_POINTS:
+        del curve[1::2]
