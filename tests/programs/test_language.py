@@ -24,8 +24,8 @@ from rlframe.programs.run import Run
 from rlframe.programs.run_dir import RunDir
 from rlframe.programs.session import train
 from rlframe.programs.topologies import language as topology
+from rlframe.trajectories.service.app import TrajectoryServer
 from rlframe.trajectories.service.previews import load_decode
-from rlframe.trajectories.service.serving import TrajectoryServer
 from rlframe.trajectories.service.settings import Settings
 from tests.programs.running import ROOT, RunningProgram, stop_signal
 from tests.small_disk import small_disk

@@ -90,7 +90,7 @@ def language(engine: Engine, run: Run) -> Topology | None:
     from rlframe.programs.language.monitor import LanguageMonitor
     from rlframe.programs.language.nodes import MODEL, Environment, WarmUp, check_environment
     from rlframe.programs.topologies.parts import make_agent
-    from rlframe.trajectories.service.serving import TrajectoryServer
+    from rlframe.trajectories.service.app import TrajectoryServer
     from rlframe.trajectories.service.settings import Settings
 
     run = _with_ports(run)

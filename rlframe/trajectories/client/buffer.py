@@ -16,8 +16,7 @@ from rlframe.replay.base import STATS, BaseReplayBuffer
 from rlframe.trajectories.client.background import Prefetched, Renewal
 from rlframe.trajectories.client.client import TrajectoryClient
 from rlframe.trajectories.client.exchange import new_key
-from rlframe.trajectories.client.group_warnings import GroupWarnings
-from rlframe.trajectories.client.groups import Group, ServedBatch
+from rlframe.trajectories.client.groups import Group, GroupWarnings, ServedBatch
 from rlframe.trajectories.client.padding import bucket_lengths, pad
 from rlframe.trajectories.messages import IGNORED
 from rlframe.types import Batch, ReplaySpec, Sequence, Step, TokenBatch

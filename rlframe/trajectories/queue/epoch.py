@@ -10,12 +10,11 @@ import msgspec
 
 from rlframe.trajectories.messages import Registration
 from rlframe.trajectories.queue import reports
-from rlframe.trajectories.queue.batching import Taken, form
+from rlframe.trajectories.queue.batching import Taken, WeightedShares, form
 from rlframe.trajectories.queue.environments import Env, Envs
 from rlframe.trajectories.queue.idempotency import Added, KnownKeys
 from rlframe.trajectories.queue.lanes import Lanes, OddGroups, QueuedGroup
 from rlframe.trajectories.queue.leases import LeasedBatch, Leases
-from rlframe.trajectories.queue.mixing import WeightedShares
 
 _PLAIN = ("uuid", "step", "policy_version", "started", "paused", "stored_bytes", "barren")
 

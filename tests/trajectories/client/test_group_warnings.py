@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlframe.trajectories.client.group_warnings import GroupWarnings
+from rlframe.trajectories.client.groups import GroupWarnings
 from tests.trajectories.client.test_groups import a_group
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlframe.trajectories.stores.extents import BLOCK, Extents
+from rlframe.trajectories.stores.payload_file import BLOCK, Extents
 
 
 def test_the_smallest_part_that_suffices_is_used_again():
