@@ -104,7 +104,7 @@ class LenientLogger(MultiLogger):
 
 
 def on_host(values: Values) -> dict[str, Any]:
-    """`values` with every number as a Python number and every array as a numpy array."""
+    """Return `values` with every number as a Python number and every array as a numpy array; others as they are."""
     for value in values.values():
         # All transfers start before the first is waited for.
         if hasattr(value, "copy_to_host_async"):
@@ -142,7 +142,7 @@ def append(fd: int, data: bytes, path: str | os.PathLike[str]) -> None:
 
 
 def _on_host(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if not hasattr(value, "__array__"):
         return value
     array = np.asarray(value)
     return array.item() if array.ndim == 0 else array

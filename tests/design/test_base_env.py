@@ -155,13 +155,13 @@ class Tracker:
     def __init__(self):
         self.rows = []
 
-    def log(self, metrics, step):
-        self.rows.append(dict(metrics))
+    def write(self, step, values):
+        self.rows.append(dict(values))
 
     def table(self, columns, rows):
         return len(rows)
 
-    def finish(self):
+    def close(self):
         pass
 
 

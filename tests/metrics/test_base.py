@@ -87,3 +87,9 @@ def test_a_device_value_is_fetched_once_for_all_loggers():
     MultiLogger(callbacks).write(1, {"loss": OnDevice()})
     assert rows == [2.0, 2.0, 2.0]
     assert len(fetched) == 1
+
+
+def test_values_that_are_no_arrays_reach_a_logger_as_they_are():
+    rows, table = [], object()
+    CallbackLogger(lambda step, values: rows.append(values)).write(1, {"table": table, "list": [1, 2], "note": None})
+    assert rows == [{"table": table, "list": [1, 2], "note": None}]

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from rlframe.errors import EnvError, PeerError, RemoteError, UnavailableError
-from rlframe.language.environments.metrics import Statistics
+from rlframe.language.environments.metrics import CollectStatistics
 
 ATTEMPTS = 3  # for one item
 FAILURES_IN_A_ROW = 32  # of attempts, after which the environment or its model is broken
@@ -118,7 +118,7 @@ class Collector:
         fruitless: items in a row that were handled and gave no group.
     """
 
-    def __init__(self, next_item: Next, handle: Handle, statistics: Statistics, timeout: float) -> None:
+    def __init__(self, next_item: Next, handle: Handle, statistics: CollectStatistics, timeout: float) -> None:
         self.gate = Gate()
         self.under_way: set[CollectAttempt] = set()
         self.failed: BaseException | None = None  # what the environment cannot go on from

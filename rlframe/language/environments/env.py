@@ -15,11 +15,12 @@ from rlframe.language.environments import cli, files, groups, process
 from rlframe.language.environments.collecting import CollectAttempt, Collector, current_attempt, together
 from rlframe.language.environments.config import APIServerConfig, BaseEnvConfig, ReasoningConfig, ServerBaseline
 from rlframe.language.environments.groups import Item, ScoredDataGroup, ScoredDataItem
-from rlframe.language.environments.metrics import GroupStatistics, Statistics, WandbRun, length_metrics
+from rlframe.language.environments.metrics import CollectStatistics, GroupStatistics, length_metrics
 from rlframe.language.environments.model_server import APIServer
 from rlframe.language.environments.server_manager import ServerManager
 from rlframe.language.environments.serving import Membership, ServeLoop
 from rlframe.language.model.tokenizers import load_tokenizer
+from rlframe.metrics import WandbLogger
 
 T = TypeVar("T")
 Groups = Union[ScoredDataGroup, Sequence[Union[ScoredDataGroup, None]], None]
@@ -84,8 +85,8 @@ class BaseEnv(abc.ABC):
         self.completion_lengths: list[int] = []
         self.collected = GroupStatistics()
         self._said: set[str] = set()  # why groups were not sent
-        self.statistics = Statistics()
-        self.tracker: WandbRun | None = None
+        self.statistics = CollectStatistics()
+        self.tracker: WandbLogger | None = None
         self.membership: Membership | None = None
         path = config.data_path_to_save_groups
         self.groups_file = None if path is None else files.GroupsFile(path)
@@ -250,7 +251,7 @@ class BaseEnv(abc.ABC):
             metrics = self._own(metrics)
             for index, server in enumerate(self.server.servers):
                 metrics = await server.wandb_metrics(metrics, f"server_{index}")
-            self.tracker.log(metrics, self.curr_step)
+            self.tracker.write(self.curr_step, metrics)
 
     def _own(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Metrics under this environment's name at the service: a run in Weights & Biases may have several."""
@@ -260,7 +261,7 @@ class BaseEnv(abc.ABC):
     def note_pause(self, paused: bool) -> None:
         """Log that collecting pauses, or goes on."""
         if self.tracker is not None:
-            self.tracker.log(self._own({"train/paused": int(paused)}), self.curr_step)
+            self.tracker.write(self.curr_step, self._own({"train/paused": int(paused)}))
 
     def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
         """Add how collecting went since the last call."""
@@ -289,7 +290,7 @@ class BaseEnv(abc.ABC):
         if self.tracker is not None:
             numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
             named = {name if name.startswith("eval") else f"eval/{name}": value for name, value in numbers.items()}
-            self.tracker.log(self._own(named), self.curr_step)
+            self.tracker.write(self.curr_step, self._own(named))
         if self.config.data_dir_to_save_evals is None:
             return
         general = {
@@ -390,5 +391,5 @@ class BaseEnv(abc.ABC):
             self.groups_file.close()
         await self.server.close()
         if self.tracker is not None:
-            self.tracker.finish()
+            self.tracker.close()
             self.tracker = None

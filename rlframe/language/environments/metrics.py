@@ -1,17 +1,17 @@
-"""Metrics of an environment, in the names of the published ones, and a run in Weights & Biases that takes them."""
+"""Metrics of an environment, in the names of the published ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from rlframe import extras
-from rlframe.errors import UsageError
+from rlframe.language.environments.config import BaseEnvConfig
+from rlframe.metrics import WandbLogger
 
 
-class Statistics:
+class CollectStatistics:
     """Collected since they were last reported.
 
     Attributes:
@@ -92,30 +92,16 @@ def length_metrics(lengths: list[int], longest: int) -> dict[str, float]:
     return metrics
 
 
-class WandbRun:
-    """A run in Weights & Biases, from now until `finish`. `WANDB_MODE=offline` keeps it on this machine.
-
-    Raises:
-        UsageError: wandb is not installed, or cannot begin a run: nobody is logged in, say.
-    """
-
-    def __init__(self, project: str | None, group: str | None, name: str | None, config: Mapping[str, Any]) -> None:
-        with extras.needed("use_wandb", "wandb", otherwise="or --env.use_wandb false"):
-            import wandb
-        self._table = wandb.Table
-        try:
-            self._run = wandb.init(project=project or None, group=group or None, name=name, config=dict(config))
-        except wandb.Error as error:
-            raise UsageError(
-                f"Weights & Biases: {error} WANDB_MODE=offline keeps it here, --env.use_wandb false does without."
-            ) from error
-
-    def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
-        """A table to be logged."""
-        return self._table(columns=list(columns), data=[list(row) for row in rows])
-
-    def finish(self) -> None:
-        self._run.finish()
+def open_wandb(config: BaseEnvConfig, project: str | None, group: str | None, name: str | None) -> WandbLogger | None:
+    """Begin a run in Weights & Biases; None if the environment's config says that there is none."""
+    if not config.use_wandb:
+        return None
+    return WandbLogger(
+        None,
+        project=project or None,
+        group=group or None,
+        name=name,
+        config=config.model_dump(mode="json"),
+        asked_by="use_wandb",
+        otherwise="or --env.use_wandb false",
+    )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlframe.errors import EnvError, UsageError
 from rlframe.language.environments.collecting import FRUITLESS, WHY, Collector
 from rlframe.language.environments.files import write_page
-from rlframe.language.environments.metrics import WandbRun
+from rlframe.language.environments.metrics import open_wandb
 
 if TYPE_CHECKING:
     from rlframe.language.environments.env import BaseEnv
@@ -37,7 +37,7 @@ async def process(env: BaseEnv) -> tuple[pathlib.Path, pathlib.Path]:
             f"process collects total_steps groups, 1 or more; got {config.total_steps}. Give --env.total_steps."
         )
     env.process_mode = True
-    _track(env)
+    env.tracker = open_wandb(config, config.wandb_name or env.name or type(env).__name__, None, None)
 
     async def handle(item: Any) -> bool:
         kept = await env.handle_env(item)
@@ -70,16 +70,11 @@ async def process(env: BaseEnv) -> tuple[pathlib.Path, pathlib.Path]:
 
 async def evaluate(env: BaseEnv) -> None:
     """One evaluation."""
-    _track(env)
+    config = env.config
+    env.tracker = open_wandb(config, config.wandb_name or env.name or type(env).__name__, None, None)
     try:
         await env.setup()
         await env.evaluate()
         await env.wandb_log({})
     finally:
         await env.close()
-
-
-def _track(env: BaseEnv) -> None:
-    if env.config.use_wandb:
-        name = env.config.wandb_name or env.name or type(env).__name__
-        env.tracker = WandbRun(name, None, None, env.config.model_dump(mode="json"))

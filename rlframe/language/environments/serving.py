@@ -17,7 +17,7 @@ from rlframe.errors import RlframeError, TooOldError, UnavailableError, UsageErr
 from rlframe.interprocess.files import write_atomically
 from rlframe.language.environments.collecting import Collector
 from rlframe.language.environments.config import BaseEnvConfig, EvalHandlingEnum
-from rlframe.language.environments.metrics import WandbRun
+from rlframe.language.environments.metrics import open_wandb
 from rlframe.trajectories.client.client import AsyncTrajectoryClient
 from rlframe.trajectories.client.exchange import new_key
 from rlframe.trajectories.client.groups import Group
@@ -108,7 +108,7 @@ class ServeLoop:
             return
         env, told = self._env, await self._membership.client.wandb_info()
         env.wandb_group, env.wandb_project = told.group, told.project
-        env.tracker = WandbRun(told.project, told.group, env.wandb_prepend, self._config.model_dump(mode="json"))
+        env.tracker = open_wandb(self._config, told.project, told.group, env.wandb_prepend)
 
     async def _look(self, status: EnvStatus) -> None:
         """Do what a new step is the time for: save, evaluate, log."""

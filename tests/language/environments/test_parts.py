@@ -12,7 +12,7 @@ from rlframe.errors import CheckpointError, UsageError
 from rlframe.language.environments import BaseEnvConfig, collecting, files
 from rlframe.language.environments.collecting import CollectAttempt, Gate
 from rlframe.language.environments.groups import put_together, to_send
-from rlframe.language.environments.metrics import Statistics, length_metrics
+from rlframe.language.environments.metrics import CollectStatistics, length_metrics
 from rlframe.language.environments.serving import Membership
 
 
@@ -95,7 +95,7 @@ def test_a_message_that_calls_tools_may_come_without_content():
 
 
 def test_statistics_begin_afresh_once_reported():
-    statistics = Statistics()
+    statistics = CollectStatistics()
     for seconds, sent in ((1.0, True), (3.0, True), (5.0, False)):
         statistics.ended(seconds, sent=sent)
     metrics = statistics.report({"mine": 1})

@@ -374,7 +374,7 @@ class Table:
     def table(self, columns, rows):
         return rows
 
-    def finish(self):
+    def close(self):
         pass
 
 
