@@ -13,7 +13,7 @@ import tyro
 from rlframe import extras
 from rlframe.cli.parsing import parse
 from rlframe.errors import UsageError
-from rlframe.metrics.statistics import plus_minus
+from rlframe.metrics.curves import plus_minus
 
 PROG = "rlframe evaluate"
 DESCRIPTION = "Play episodes greedily with the latest checkpoint of a run."

@@ -9,7 +9,7 @@ from rlframe.cli.names import print_preset
 from rlframe.cli.parsing import peek
 from rlframe.cli.train_options import TrainOptions, read_arguments
 from rlframe.errors import UsageError
-from rlframe.metrics.statistics import plus_minus
+from rlframe.metrics.curves import plus_minus
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.presets import Preset
 from rlframe.programs.run_dir import Result, RunDir

@@ -20,9 +20,8 @@ from rlframe.cli.seeds import SeedRun, parse_seeds
 from rlframe.cli.train_options import TrainOptions
 from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import write_atomically
-from rlframe.metrics.curves import run_name
+from rlframe.metrics.curves import interquartile_mean, run_name
 from rlframe.metrics.plots import OptionPanel, plot_options
-from rlframe.metrics.statistics import interquartile_mean
 from rlframe.programs.experiment import Experiment, flat, save_experiment
 from rlframe.programs.run_dir import SEEDS
 

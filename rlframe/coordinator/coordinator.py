@@ -18,9 +18,9 @@ from rlframe.coordinator import status as statuses
 from rlframe.coordinator.commander import Commander
 from rlframe.coordinator.config import CoordinatorConfig, JobRecorder
 from rlframe.coordinator.core import events as ev
+from rlframe.coordinator.core.accounts import Rates
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.machine import handle
-from rlframe.coordinator.core.rates import Rates
 from rlframe.coordinator.journal import Journal
 from rlframe.coordinator.messages import ROLES, Role
 from rlframe.coordinator.operator_thread import OperatorThread

@@ -1,22 +1,31 @@
-"""The common part of the applications of all services: middleware, and answers to errors."""
+"""The common part of the applications of all services: middleware, answers to errors, and pages.
+
+Pages are static files that load nothing from other sites. Their data comes from the service.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import rlframe
 from rlframe.http.measuring import Measure, RequestMetrics
 from rlframe.http.middleware import ReadBody, Refusal, RequireToken, detail
 from rlframe.http.origins import SameOrigin
-from rlframe.http.page import Page, describe_endpoints
+
+_DOCS = pathlib.Path(__file__).with_name("docs.html")  # asks for /openapi.json
 
 
 def make_app(title: str, description: str, lifespan: Any = None) -> FastAPI:
@@ -102,3 +111,52 @@ def answer_errors(
             path = request.url.path[:100]
             message = f"{request.method} {path}: {error.detail}. The endpoints are described at /docs."
             return refusal(message, error.status_code, dict(error.headers or {}))
+
+
+class Page:
+    """ASGI: the page at / for who asks for text/html; all others get what they always got.
+
+    It holds no data, so it needs no token: it asks whoever looks at it for one.
+
+    Args:
+        file: the page, with one `<script>` and one `<style>`.
+    """
+
+    def __init__(self, app: ASGIApp, file: pathlib.Path) -> None:
+        self._app = app
+        self._response = _response(file)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = scope["type"] == "http" and scope["path"] == "/" and scope["method"] in ("GET", "HEAD")
+        if asked and "text/html" in Headers(scope=scope).get("accept", ""):
+            await self._response(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+async def describe_endpoints() -> Response:
+    """Show the endpoints, as /openapi.json has them."""
+    return _response(_DOCS)
+
+
+def _response(file: pathlib.Path) -> Response:
+    html = file.read_text(encoding="utf-8")
+    headers = {
+        "Cache-Control": "no-cache",
+        "Content-Security-Policy": _policy(html),
+        "Referrer-Policy": "no-referrer",
+        "Vary": "Accept",
+        "X-Content-Type-Options": "nosniff",
+    }
+    return Response(html, headers=headers, media_type="text/html")
+
+
+def _policy(html: str) -> str:
+    """Nothing but the page's own script and style, and requests to where it came from."""
+    sources = {"default": "'none'", "connect": "'self'", "img": "data:"}
+    for name in ("script", "style"):
+        (content,) = re.findall(rf"<{name}>(.*?)</{name}>", html, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        sources[name] = f"'sha256-{digest}'"
+    listed = "; ".join(f"{name}-src {source}" for name, source in sources.items())
+    return f"{listed}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

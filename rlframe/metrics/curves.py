@@ -1,4 +1,9 @@
-"""The numbers of a learning curve: runs read from their directories, grouped over seeds, smoothed."""
+"""The numbers of a learning curve: runs read from their directories, grouped over seeds, smoothed, and averaged.
+
+Seeds are averaged by the interquartile mean, with an interval by the bootstrap: Agarwal et al. 2021, "Deep
+Reinforcement Learning at the Edge of the Statistical Precipice" (arXiv:2108.13264). The mean of the middle half of the
+runs is neither moved by one lucky run, as the mean is, nor as coarse as the median.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +19,12 @@ import numpy as np
 from rlframe.errors import UsageError
 from rlframe.metrics.files import read_jsonl
 from rlframe.metrics.labels import labels
-from rlframe.metrics.statistics import interquartile_mean, interval
 
 Over = Literal["steps", "seconds"]  # what a curve is drawn over: environment steps, or the wall time of the session
 
+CONFIDENCE = 0.95
+ENOUGH = 4  # values; of fewer the middle half is all of them, and the interval goes from the lowest to the highest
+_RESAMPLES = 2_000
 _GRID_POINTS = 400
 
 
@@ -153,6 +160,35 @@ def smoothed(returns: np.ndarray, episodes: np.ndarray) -> np.ndarray:
     total = np.concatenate([[0.0], np.cumsum(returns * episodes)])
     weight = np.concatenate([[0.0], np.cumsum(episodes)])
     return (total[high] - total[low]) / np.maximum(weight[high] - weight[low], 1e-12)
+
+
+def interquartile_mean(values: Any, axis: int = 0) -> np.ndarray:
+    """Return the mean of the middle half of `values` [n, ...] along `axis`; of fewer than ENOUGH the mean of all."""
+    from scipy import stats
+
+    return np.asarray(stats.trim_mean(values, 0.25, axis=axis))
+
+
+def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return (low [...], high [...]): the interquartile mean of `values` [n, ...] lies there with 95% confidence.
+
+    By the percentile bootstrap over the n runs. Fewer than ENOUGH are too few for such a statement: the lowest and the
+    highest. Equal values give equal intervals.
+    """
+    values = np.asarray(values, np.float64)
+    if len(values) < ENOUGH:
+        return values.min(axis=0), values.max(axis=0)
+    drawn = np.random.default_rng(0).integers(len(values), size=(_RESAMPLES, len(values)))
+    # In parts: all resamples of many long curves at once are gigabytes.
+    means = np.concatenate([interquartile_mean(values[part], axis=1) for part in np.array_split(drawn, 100)])
+    tail = 50.0 * (1.0 - CONFIDENCE)
+    low, high = np.percentile(means, [tail, 100.0 - tail], axis=0)
+    return low, high
+
+
+def plus_minus(std: float | None, count: int) -> str:
+    """Return " ± std", or nothing for a single value, which has no spread."""
+    return f" ± {std:.1f}" if std is not None and count > 1 else ""
 
 
 def _read_experiment(path: pathlib.Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from rlframe.interprocess.files import write_atomically
 from rlframe.metrics.base import Values, append, on_host, scalars, writing
 
 Path = str | os.PathLike[str]
+
+_LONGEST_ROW = 1 << 16  # bytes
 
 
 class JSONLLogger:
@@ -70,13 +72,24 @@ class CSVLogger:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `JSONLLogger`'s file. A run may be writing it: a half-written last line is left out."""
-    rows = []
+    """Return the rows of a `JSONLLogger`'s file. A run may be writing it: an incomplete last line is left out."""
+    return [row for row, _ in rows_after(path, 0)]
+
+
+def rows_after(path: Path, position: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield the complete rows of a `JSONLLogger`'s file after a position in bytes, each with the position behind it.
+
+    A position inside a row counts as the start of that row: a restarted monitor may have replaced the row before it.
+    """
     with open(path, "rb") as file:
+        start = max(0, position - _LONGEST_ROW)
+        file.seek(start)
+        position = start + file.read(position - start).rfind(b"\n") + 1
+        file.seek(position)
         for line in file:
+            position += len(line)
             if _json_step(line) is not None:
-                rows.append(json.loads(line))
-    return rows
+                yield json.loads(line), position
 
 
 class _Lines:

@@ -15,8 +15,7 @@ import numpy as np
 from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import replacing
 from rlframe.interprocess.paths import printable
-from rlframe.metrics.curves import Over, RunCurve, SeedGroup, group_runs, load_run
-from rlframe.metrics.statistics import ENOUGH
+from rlframe.metrics.curves import ENOUGH, Over, RunCurve, SeedGroup, group_runs, load_run
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -36,7 +35,7 @@ def plot_learning_curve(
     """Draw return against environment steps, one panel for each environment.
 
     Runs that differ by nothing but their seed become one line, their interquartile mean, in a band that holds it with
-    95% confidence (`rlframe.metrics.statistics`); of two or three their mean, in a band from the lowest to the highest.
+    95% confidence (`rlframe.metrics.curves`); of two or three their mean, in a band from the lowest to the highest.
     Evaluations are points (the mean over seeds) with a bar from the lowest to the highest seed.
 
     Over seconds, at which seeds are evaluated at other times, each run's evaluations are a line, and nothing else is.

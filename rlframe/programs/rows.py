@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from rlframe.metrics import Logger, MultiLogger
+from rlframe.metrics.files import rows_after
 from rlframe.metrics.rows import ActorCounts, Rows
 from rlframe.programs.callbacks import Callbacks
 from rlframe.programs.run import Run
-from rlframe.programs.run_dir import Result, rows_after
+from rlframe.programs.run_dir import Result
 
 _NUMBERS = ("return_mean", "return_std", "length_mean", "episodes")  # of `Evaluator.evaluate`
 _LOOK_EVERY = 0.5  # seconds between two looks at the rows that another process has written

@@ -11,7 +11,7 @@ import platform
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -28,7 +28,6 @@ from rlframe.user_files import forget_changed
 CHECKPOINTS_KEPT = 3
 RUN, SEEDS, SWEEP = "config.json", "seeds.json", "sweep.json"  # the file that says what a directory holds
 
-_LONGEST_ROW = 1 << 16  # bytes
 _NAMED = 5  # of the runs of a set, in an error
 _VERSIONED = ("rlframe", "jax", "jaxlib", "dm-haiku", "optax", "numpy", "envpool", "gymnasium")
 
@@ -187,23 +186,6 @@ def open_run(run_dir: str | os.PathLike[str], given: Mapping[str, Any]) -> tuple
             "have its environment ask it: python ENV_FILE.py evaluate --openai.base_url http://localhost:8001/v1"
         )
     return directory, experiment
-
-
-def rows_after(path: pathlib.Path, position: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield the complete rows of a `metrics.jsonl` after a position in bytes, each with the position behind it.
-
-    A position inside a row counts as the start of that row: a restarted monitor may have replaced the row before it.
-    """
-    with path.open("rb") as file:
-        start = max(0, position - _LONGEST_ROW)
-        file.seek(start)
-        position = start + file.read(position - start).rfind(b"\n") + 1
-        file.seek(position)
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            position += len(line)
-            yield json.loads(line), position
 
 
 def default_path(experiment: Experiment) -> pathlib.Path:

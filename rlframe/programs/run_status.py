@@ -18,13 +18,14 @@ from typing import Any
 from rlframe.coordinator.states import JobState
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
+from rlframe.metrics.files import rows_after
+from rlframe.metrics.rows import add_point
 from rlframe.programs import run_lock
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.run_dir import Result, RunDir, rows_after
+from rlframe.programs.run_dir import Result, RunDir
 
 OVER = (JobState.CLOSED.value, JobState.FAILED.value)
 
-_KEPT = 500  # points of a curve
 _KEYS = ("learner_steps", "params_version", "staleness")  # of rows, as a status has them
 
 
@@ -195,6 +196,4 @@ class _Rows:
         self._last = {**self._last, **row}
         for points, name in ((self.returns, "episode_return"), (self.evaluations, "return_mean")):
             if name in row:
-                points.append([row["step"], row[name]])
-                if len(points) > _KEPT:
-                    del points[::2]
+                add_point(points, row["step"], row[name])

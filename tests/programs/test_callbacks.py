@@ -15,9 +15,10 @@ from rlframe.coordinator.journal import Journal
 from rlframe.errors import UsageError
 from rlframe.learners import Checkpointer
 from rlframe.metrics import read_jsonl
+from rlframe.metrics.files import rows_after
 from rlframe.programs.evaluation import Evaluations
 from rlframe.programs.restored import restored
-from rlframe.programs.run_dir import Result, RunDir, open_run, rows_after
+from rlframe.programs.run_dir import Result, RunDir, open_run
 from rlframe.programs.topologies.parts import make_agent
 from tests.extras import needs
 from tests.ray_home import ray_home

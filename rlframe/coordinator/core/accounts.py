@@ -1,12 +1,15 @@
-"""Counters of a job. Counters never fall, whatever is restarted."""
+"""Counters of a job, and how fast they rise. Counters never fall, whatever is restarted."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from typing import Any
 
 from rlframe.coordinator.messages import Learned
 from rlframe.metrics.rows import ActorCounts, add_point
+
+_SPAN = 5.0  # seconds that rates are measured over
 
 
 @dataclasses.dataclass
@@ -68,3 +71,29 @@ class Accounts(ActorCounts):
         saved = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         copies = {name: value.copy() for name, value in saved.items() if isinstance(value, (dict, list))}
         return {**saved, **copies}  # the values in them are replaced, and never changed
+
+
+class Rates:
+    """How fast some counts rise, per second of the last seconds.
+
+    Args:
+        size: how many counts.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._points: collections.deque[tuple[float, tuple[float, ...]]] = collections.deque()
+
+    def add(self, now: float, *counts: float) -> None:
+        """Take the counts as they are now."""
+        self._points.append((now, counts))
+        while self._points[0][0] < now - _SPAN:
+            self._points.popleft()
+
+    def per_second(self, now: float) -> tuple[float, ...]:
+        """Return the rate of each count; 0 if nothing was counted lately."""
+        recent = [point for point in self._points if point[0] >= now - _SPAN]
+        if not recent or recent[0][0] >= now:
+            return (0.0,) * self._size
+        began, first = recent[0]
+        return tuple((last - before) / (now - began) for before, last in zip(first, recent[-1][1]))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.core.rates import Rates
+from rlframe.coordinator.core.accounts import Rates
 from rlframe.coordinator.messages import Role, WorkerInfo
 from rlframe.coordinator.states import WorkerState, check, is_over
 
