@@ -19,7 +19,7 @@ from rlframe.programs.given import OPTIONS, check_can_leave, name_of, named, wit
 from rlframe.programs.object_names import is_live, remember
 from rlframe.programs.options import convert, from_jsonable, hints_of, option_names, resolved, to_jsonable, with_options
 from rlframe.programs.presets import Preset, find_preset
-from rlframe.programs.topologies.config import TopologyConfig, check_least
+from rlframe.programs.topologies.config import TopologyConfig, check_least, find_topology
 from rlframe.user_files import forget_changed, look_in, places
 
 MAX_SEED = 2**31 - 1
@@ -27,7 +27,7 @@ _PARTS = ("name", "agent", "agent_config", "network_config")  # fields that are 
 
 
 def _single_process() -> Any:
-    return naming.topology("single_process").config_cls()
+    return find_topology("single_process").config_cls()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +166,7 @@ def config_classes(agent: str, own: str | None = None) -> dict[str, type[Topolog
     """
     learns_from = naming.agent_class(agent).learns_from
     names = dict.fromkeys([*naming.TOPOLOGIES[learns_from], *([] if own is None else [own])])
-    return {name: naming.topology(name, learns_from).config_cls for name in names}
+    return {name: find_topology(name, learns_from).config_cls for name in names}
 
 
 def with_fields(experiment: Experiment, **changes: Any) -> Experiment:
@@ -385,7 +385,7 @@ def load_experiment(
     if not isinstance(topology, dict) or not isinstance(topology.get("name"), str):
         raise UsageError(f'{path}: experiment.topology: expected {{"name": ...}}, got {topology!r}.')
     topology = with_given(topology, path, given or {}, replace)
-    topology_cls = naming.topology(topology["name"], agent_cls.learns_from).config_cls
+    topology_cls = find_topology(topology["name"], agent_cls.learns_from).config_cls
     topology = from_jsonable(topology_cls, topology, f"{path}: topology")
     if isinstance(values.get("agent_config"), dict):
         values["agent_config"] = from_jsonable(agent_cls.config_cls, values["agent_config"], f"{path}: agent_config")

@@ -96,27 +96,6 @@ def operator_class(name: str) -> Any:
     return find(name, OPERATORS, "operator")
 
 
-def topology(name: str, learns_from: str = "steps") -> Any:
-    """The function that wires a topology, by a name or `file.py:function`; its `config_cls` is what it can be told.
-
-    Raises:
-        UsageError: there is none for agents that learn from this.
-    """
-    from rlframe.programs.topologies.config import GameProgram
-
-    found = find(name, TOPOLOGIES[learns_from], "topology", "file.py:function")
-    if not callable(found):
-        raise UsageError(f"{name} is {found!r}; a topology is a function of an engine and a run.")
-    if not hasattr(found, "config_cls"):
-        found.config_cls = GameProgram
-    if found.config_cls.learns_from != learns_from:
-        raise UsageError(
-            f"The topology {name} is for agents that learn from {found.config_cls.learns_from}; this one learns from "
-            f"{learns_from}."
-        )
-    return found
-
-
 def agent_class(name: str) -> type[Agent]:
     """The `Agent` subclass that a name or `file.py:Class` means.
 

@@ -18,7 +18,6 @@ from rlframe.engines.base import GRACE, deciding_group
 from rlframe.envs.names import split
 from rlframe.errors import ProgramError, UsageError
 from rlframe.metrics import LenientLogger, Logger, plot_learning_curve
-from rlframe.programs import naming
 from rlframe.programs.callbacks import Callback, Callbacks
 from rlframe.programs.control import Control, serve_control_of
 from rlframe.programs.env_backend import backend_note, check_backend, import_env
@@ -33,7 +32,7 @@ from rlframe.programs.run_dir import Result, RunDir, default_path
 from rlframe.programs.run_lock import RunLock
 from rlframe.programs.run_status import StatusFile
 from rlframe.programs.topologies import Topology
-from rlframe.programs.topologies.config import ENGINE_OPTIONS, ProgramConfig
+from rlframe.programs.topologies.config import ENGINE_OPTIONS, ProgramConfig, find_topology
 from rlframe.programs.topologies.parts import make_agent, read_codec
 from rlframe.programs.updates import check_updates
 from rlframe.user_files import check_main_is_guarded, check_not_loading, kept
@@ -141,7 +140,7 @@ def train(
         loggers += [called] if called else []  # last: callbacks may read what the others wrote
         if engine.in_process:
             run = dataclasses.replace(run, loggers=tuple(loggers), progress=progress)
-        wire = naming.topology(config.name, config.learns_from)
+        wire = find_topology(config.name, config.learns_from)
         follower = wire(engine, run)
         if resume:
             directory.write_config(experiment, directory.notes())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from rlframe.replay.assembler import ItemAssembler
 from rlframe.replay.base import (
     BaseReplayBuffer,
@@ -10,7 +13,6 @@ from rlframe.replay.base import (
     ReplayClosedError,
     ReplayReader,
     ReplayWriter,
-    as_replay_buffer,
 )
 from rlframe.replay.local import ReplayBuffer
 from rlframe.replay.rate_limiter import RateLimiter
@@ -29,3 +31,18 @@ __all__ = [
     "SharedMemReplayBuffer",
     "as_replay_buffer",
 ]
+
+
+def as_replay_buffer(target: Any, specs: Callable[[], Any]) -> Any:
+    """Return a replay buffer for an argument that may be one, or a `reverb.Client`.
+
+    Args:
+        target: a replay buffer, which is returned as it is, or a client of a Reverb server.
+        specs: returns an object with the agent's `replay_spec` and `step_spec`; called for a client only.
+    """
+    # By its module's name: only a process with a client has imported Reverb.
+    if type(target).__module__.partition(".")[0] != "reverb":
+        return target
+    from rlframe.replay.reverb import ReverbReplayBuffer
+
+    return ReverbReplayBuffer(specs(), target)

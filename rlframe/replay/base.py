@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -203,21 +203,6 @@ def replace_gone(batch: Any, gone: np.ndarray) -> bool:
         for array in jax.tree_util.tree_leaves(batch):
             array[rows] = array[others]
     return True
-
-
-def as_replay_buffer(target: Any, specs: Callable[[], Any]) -> Any:
-    """Something to add to and sample from, for an argument that may be a replay buffer or a `reverb.Client`.
-
-    Args:
-        target: a replay buffer, which is returned as it is, or a client of a Reverb server.
-        specs: gives the agent's `replay_spec` and `step_spec` (an `AgentSpecs`, or the agent); called where needed.
-    """
-    # By its module's name: only who has a client of Reverb's has imported Reverb.
-    if type(target).__module__.partition(".")[0] != "reverb":
-        return target
-    from rlframe.replay.reverb import ReverbReplayBuffer
-
-    return ReverbReplayBuffer(specs(), target)
 
 
 def override(spec: ReplaySpec, overrides: dict[str, Any]) -> ReplaySpec:

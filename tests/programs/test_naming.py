@@ -11,6 +11,7 @@ from rlframe.envs import registered
 from rlframe.envs.names import check_name
 from rlframe.errors import UsageError
 from rlframe.programs import naming
+from rlframe.programs.topologies.config import find_topology
 
 AGENT_FILE = """
 import dataclasses
@@ -153,7 +154,7 @@ def test_an_environment_is_a_name_or_a_function_in_a_file(tmp_path):
     assert naming.env_name_or_builder(f"{tmp_path}/env.py:make")() == 7
 
 
-@pytest.mark.parametrize("load", [naming.agent_class, naming.env_name_or_builder, naming.topology, naming.engine_class])
+@pytest.mark.parametrize("load", [naming.agent_class, naming.env_name_or_builder, find_topology, naming.engine_class])
 def test_a_file_without_a_name_in_it_is_answered_with_the_names_that_it_defines(load, tmp_path):
     (tmp_path / "own.py").write_text("import os\n\ndef _hidden(): ...\n\nclass Maze: ...\n\ndef make_maze(): ...\n")
     with pytest.raises(

@@ -21,6 +21,7 @@ from rlframe.programs.api import SessionOptions
 from rlframe.programs.experiment import config_classes, field_names, flat, flat_fields
 from rlframe.programs.options import from_jsonable, to_jsonable
 from rlframe.programs.run_dir import Result
+from rlframe.programs.topologies.config import find_topology
 
 OTHERS = ("dqn", "impala", "pqn", "r2d2", "sac", "td3")
 NETWORKS = {"grpo": []}  # of agents that take no network; all others take mlp
@@ -158,7 +159,7 @@ def test_the_next_run_uses_the_new_version_of_an_agents_a_networks_and_a_topolog
         experiment, _ = asked[-1]
         assert experiment.agent_config.learning_rate == value
         assert naming.network_factory(experiment.topology.network, None)(None, None) == value
-        assert naming.topology(experiment.topology.name)(None, None) == value
+        assert find_topology(experiment.topology.name)(None, None) == value
 
 
 def test_a_resumed_run_takes_the_options_that_it_began_with(tmp_path):

@@ -270,3 +270,22 @@ class GameProgram(ProgramConfig, GameConfig):
     def shares(self) -> tuple[int, int]:
         """See `GameConfig`."""
         return self.num_actors, 1
+
+
+def find_topology(name: str, learns_from: str = "steps") -> Any:
+    """Return the function of a topology, by its name or `file.py:function`. Its `config_cls` has its options.
+
+    Raises:
+        UsageError: there is none for agents that learn from `learns_from`.
+    """
+    found = naming.find(name, naming.TOPOLOGIES[learns_from], "topology", "file.py:function")
+    if not callable(found):
+        raise UsageError(f"{name} is {found!r}; a topology is a function of an engine and a run.")
+    if not hasattr(found, "config_cls"):
+        found.config_cls = GameProgram
+    if found.config_cls.learns_from != learns_from:
+        raise UsageError(
+            f"The topology {name} is for agents that learn from {found.config_cls.learns_from}; this one learns from "
+            f"{learns_from}."
+        )
+    return found

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 from rlframe.errors import UnavailableError
-from rlframe.trajectories.stores import check_range
+from rlframe.trajectories.stores.base import check_range
 
 
 class MemoryStore:

@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from rlframe.errors import PeerError, RlframeError, StoreError, UnavailableError, UsageError
-from rlframe.trajectories.stores import RecordsDroppedError
+from rlframe.trajectories.stores.base import RecordsDroppedError
 from rlframe.trajectories.stores.group_commit import Append, Commit, GroupCommit
 
 DEADLINE = 15.0  # seconds: a server that is restarted is back by then, and HTTP clients still wait

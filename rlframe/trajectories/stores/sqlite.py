@@ -18,7 +18,7 @@ from concurrent.futures import Future
 import crc32c
 
 from rlframe.errors import StoreError, UnavailableError, UsageError
-from rlframe.trajectories.stores import check_range
+from rlframe.trajectories.stores.base import check_range
 from rlframe.trajectories.stores.group_commit import Commit, GroupCommit
 from rlframe.trajectories.stores.payload_file import PayloadFile, Place
 

@@ -1,0 +1,130 @@
+"""The imports between files have no cycles, and the diagram in docs/architecture.md shows those between packages.
+
+`python -m tests.test_architecture` writes the diagram again.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGE = ROOT / "docs/architecture.md"
+_DIAGRAM = re.compile(r"```mermaid\n.*?```\n", re.DOTALL)
+
+# Boxes of the diagram: packages (or their subpackages) and what they hold. Other files of `rlframe/` are "basics".
+BOXES = {
+    "cli": "commands",
+    "programs": "Experiment, train, topologies/, presets/",
+    "coordinator": "elastic runs: core/ is pure",
+    "engines": "run the nodes of a program",
+    "learners": "Learner, checkpoints",
+    "actors": "Actor, Evaluator",
+    "inferencers": "Inferencer, batching service",
+    "agents": "algorithms: pure functions",
+    "envs": "SyncEnv, AsyncEnv",
+    "replay": "buffers, reverb/",
+    "params": "versions of parameters",
+    "trajectories": "queue/, service/, stores/, client/",
+    "language.environments": "BaseEnv",
+    "language.server": "policy server",
+    "language.decoding": "decode engine",
+    "language.model": "transformer, tokenizers",
+    "metrics": "loggers, plots",
+    "http": "servers, tokens",
+    "compilation": "jit with CPU options",
+    "handles": "calls to other processes",
+    "transport": "sockets, Courier, Ray",
+    "interprocess": "shared memory, processes",
+    "basics": "types, errors, extras",
+}
+_UNSEEN = ("__main__", "testing")  # not imported by the rest
+
+Graph = Mapping[str, set[str]]
+
+
+def modules() -> dict[str, pathlib.Path]:
+    """The files of the package, by the name that an import gives them."""
+    files = (ROOT / "rlframe").rglob("*.py")
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
+
+
+def imported(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """(module, name or "") of each import, those in functions too, but not those for type checkers only."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if isinstance(child, ast.Import):
+            yield from ((alias.name, "") for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            yield from ((child.module or "", alias.name) for alias in child.names)
+        else:
+            yield from imported(child)
+
+
+def imports_of_files() -> Graph:
+    """The modules that each file of the package imports from the package."""
+    files = modules()
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        names = [(name if not part else f"{name}.{part}", name) for name, part in imported(ast.parse(path.read_text()))]
+        graph[module] = {one if one in files else other for one, other in names if one in files or other in files}
+        graph[module].discard(module)
+    return graph
+
+
+def box_of(module: str) -> str:
+    inner = module.removeprefix("rlframe").removeprefix(".")
+    parts = inner.split(".")
+    return next((name for name in (".".join(parts[:2]), parts[0]) if name in BOXES), "basics")
+
+
+def imports_of_boxes() -> dict[str, set[str]]:
+    """The boxes that each box imports, without those that it also reaches through another."""
+    graph: dict[str, set[str]] = {box: set() for box in BOXES}
+    for module, others in imports_of_files().items():
+        if module == "rlframe" or module.split(".")[1] in _UNSEEN:
+            continue
+        graph[box_of(module)] |= {box_of(other) for other in others if other != "rlframe"} - {box_of(module)}
+    reached: dict[str, set[str]] = {}
+    for box in graphlib.TopologicalSorter(graph).static_order():
+        reached[box] = graph[box].union(*(reached[other] for other in graph[box]))
+    return {
+        box: {other for other in others if not any(other in reached[one] for one in others)}
+        for box, others in graph.items()
+    }
+
+
+def diagram() -> str:
+    """The boxes and their imports, for mermaid."""
+    lines = ["```mermaid", "flowchart TD"]
+    lines += [f'  {box.replace(".", "_")}["{box}: {holds}"]' for box, holds in BOXES.items()]
+    for box, others in imports_of_boxes().items():
+        lines += [f"  {box.replace('.', '_')} --> {other.replace('.', '_')}" for other in sorted(others)]
+    return "\n".join([*lines, "```", ""])
+
+
+def test_no_file_imports_itself_through_others():
+    order = graphlib.TopologicalSorter(imports_of_files())
+    try:
+        order.prepare()
+    except graphlib.CycleError as error:
+        raise AssertionError(f"These files import each other in a circle: {' -> '.join(error.args[1])}") from None
+
+
+def test_the_diagram_shows_the_imports_between_packages():
+    drawn = _DIAGRAM.search(PAGE.read_text(encoding="utf-8"))
+    assert drawn is not None
+    assert drawn[0] == diagram(), "Run `python -m tests.test_architecture`."
+
+
+def test_each_box_of_the_diagram_is_a_package():
+    boxes = {box_of(module) for module in modules() if module != "rlframe"}
+    assert boxes == set(BOXES)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(_DIAGRAM.sub(lambda _: diagram(), PAGE.read_text(encoding="utf-8"), count=1), encoding="utf-8")
