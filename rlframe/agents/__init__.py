@@ -1,4 +1,4 @@
-"""Agents: the base class, and one file per algorithm."""
+"""Agents: the base class, one file per algorithm, networks, losses and transforms."""
 
 from __future__ import annotations
 

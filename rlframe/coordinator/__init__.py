@@ -1,4 +1,4 @@
-"""The coordinator: elastic training that does not stop. See docs/coordinator.md."""
+"""Elastic training: workers come and go while it continues. See docs/coordinator.md."""
 
 from __future__ import annotations
 

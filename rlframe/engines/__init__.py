@@ -1,4 +1,4 @@
-"""Engines: what starts the nodes of a program, watches them and connects them. One file for each."""
+"""Engines start the nodes of a program, watch them and connect them; one file each."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The common part of the services that are reached over HTTP: how they listen, end, and refuse."""
+"""Shared by our HTTP services: listening, stopping, tokens, refusals and metrics."""

@@ -1,1 +1,1 @@
-"""What processes of one machine share: memory, what they sleep on, and whether the others are still there."""
+"""Processes of one machine: shared memory, locks, heartbeats, and ending when the parent dies."""

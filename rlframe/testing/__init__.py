@@ -1,4 +1,4 @@
-"""Checks that you can run on parts of your own."""
+"""Checks to run on your own environments, agents and replay stores."""
 
 from __future__ import annotations
 

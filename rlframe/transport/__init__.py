@@ -1,4 +1,4 @@
-"""How calls reach objects in other processes: `Transport`, and one file for each way."""
+"""`Transport`: how calls reach objects in other processes; one file for each way."""
 
 from __future__ import annotations
 

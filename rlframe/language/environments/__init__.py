@@ -1,4 +1,4 @@
-"""Environments of language models, under the names that published ones import."""
+"""Environments of language models, under the names that published environments import."""
 
 from rlframe import extras
 

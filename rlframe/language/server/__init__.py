@@ -1,4 +1,4 @@
-"""The policy server: the decode engine behind the OpenAI API, with a learner's newest parameters. See `docs/llm.md`."""
+"""The policy server: the decode engine behind the OpenAI API, with the learner's newest parameters."""
 
 from rlframe import extras
 
