@@ -17,7 +17,7 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.errors import PeerError, RemoteError, StoppedError, UnavailableError, UsageError
-from rlframe.interprocess.launchpad_pickling import refuse_nodes as refuse_nodes
+from rlframe.interprocess.launchpad_node import refuse_nodes as refuse_nodes
 from rlframe.interprocess.progress import waiting_for
 from rlframe.program_end import is_told_to_end as is_told_to_end
 from rlframe.program_end import program_stop as program_stop

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from rlframe.interprocess.paths import NativePath, printable
+from rlframe.interprocess.files import NativePath, printable
 from rlframe.programs import naming
 from tests.extras import needs
 from tests.programs.running import WITH_ELASTIC, options_of

@@ -31,8 +31,8 @@ from rlframe.coordinator.states import JobState, is_over
 from rlframe.coordinator.stop_conditions import StopReason
 from rlframe.coordinator.worker_calls import WorkerCalls
 from rlframe.errors import JobFailedError, UsageError, suggest
-from rlframe.interprocess.clock import Clock
 from rlframe.interprocess.files import write_atomically
+from rlframe.interprocess.heartbeat import Clock
 from rlframe.interprocess.inbox import Inbox
 from rlframe.interprocess.progress import Phase
 

@@ -17,7 +17,7 @@ from rlframe.envs.logs import EnvLog
 from rlframe.envs.rows import ObservationRows
 from rlframe.envs.sharing import Claim, check_distinct
 from rlframe.errors import EnvError, RlframeError, UsageError
-from rlframe.interprocess.clock import Clock
+from rlframe.interprocess.heartbeat import Clock
 from rlframe.metrics.rows import Sums
 from rlframe.types import FIRST, LAST, MID, TimeStep
 

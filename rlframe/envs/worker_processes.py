@@ -17,7 +17,7 @@ from rlframe.envs.codec import Codec
 from rlframe.envs.group import ANSWER_TIMEOUT, LOOK, different_specs, env_error, silence, span
 from rlframe.envs.worker import CLOSE, COMMAND, FAILED, GO, Descriptors, PoolMemory, WorkerJob
 from rlframe.errors import EnvError, UsageError
-from rlframe.interprocess.clock import Clock
+from rlframe.interprocess.heartbeat import Clock
 from rlframe.interprocess.memory import SUPPORTED, anonymous_file
 from rlframe.interprocess.processes import start_process
 from rlframe.metrics.rows import Sums, add_up

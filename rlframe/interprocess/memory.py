@@ -7,20 +7,48 @@ has let go of it, or has died, and nobody maps it any more. Pages that nobody wr
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import mmap
 import os
 import secrets
 import struct
+import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from rlframe.interprocess import locks
 from rlframe.interprocess.futex import FENCED, KNOWN, fence
 from rlframe.interprocess.processes import ProcessId, this_process
+
+_AGAIN = 0.002  # seconds between two tries
+
+
+@contextlib.contextmanager
+def held(descriptor: int, timeout: float, overdue: Callable[[], Exception]) -> Iterator[None]:
+    """Holds the lock of an open file; threads of one process that share the descriptor share the lock, too.
+
+    Args:
+        descriptor: of the file.
+        timeout: seconds to wait for it.
+        overdue: gives the error that is raised where another process has had it for so long.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise overdue() from None
+            time.sleep(_AGAIN)
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
 
 # A variable of who may share memory with those alone that have the same: Ray nodes, which may be on one machine today.
 MACHINE = "RLFRAME_MACHINE"
@@ -131,8 +159,8 @@ class SharedArrays:
             self._finalizer()
 
     def lock(self, timeout: float, overdue: Callable[[], Exception]) -> contextlib.AbstractContextManager[None]:
-        """Held by one `SharedArrays` of this memory at a time; see `locks.held`. Who dies lets go of it."""
-        return locks.held(self._descriptor, timeout, overdue)
+        """Held by one `SharedArrays` of this memory at a time; see `held`. Who dies lets go of it."""
+        return held(self._descriptor, timeout, overdue)
 
 
 def anonymous_file(label: str) -> int:

@@ -18,8 +18,7 @@ import jax
 import numpy as np
 
 from rlframe.errors import CheckpointError
-from rlframe.interprocess.files import write_atomically
-from rlframe.interprocess.paths import NativePath
+from rlframe.interprocess.files import NativePath, write_atomically
 from rlframe.streams import root_handler
 from rlframe.types import Tree
 

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlframe.errors import RlframeError, UsageError
-from rlframe.interprocess.files import replacing
-from rlframe.interprocess.paths import printable
+from rlframe.interprocess.files import printable, replacing
 from rlframe.metrics.curves import ENOUGH, Over, RunCurve, SeedGroup, group_runs, load_run
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.

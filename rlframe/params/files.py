@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlframe.errors import CheckpointError, UsageError
-from rlframe.interprocess import locks
 from rlframe.interprocess.files import write_atomically
+from rlframe.interprocess.memory import held
 from rlframe.params import store
 from rlframe.params.packing import PackedParams
 from rlframe.params.store import Attempt, ParamStore, overdue
@@ -77,7 +77,7 @@ class FileParamStore(ParamStore):
             except OSError as error:
                 raise CheckpointError(f"Policy {policy_id!r} cannot be written to {folder}: {error}.") from error
             late = functools.partial(overdue, f" into {folder}")
-            stack.enter_context(locks.held(lock.fileno(), store.LOCK_TIMEOUT, late))
+            stack.enter_context(held(lock.fileno(), store.LOCK_TIMEOUT, late))
             yield
 
     def _set_opened(self, policy_id: str, attempt: Attempt) -> None:

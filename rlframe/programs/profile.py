@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from rlframe.interprocess.paths import NativePath
+from rlframe.interprocess.files import NativePath
 from rlframe.metrics.terminal import console
 
 if TYPE_CHECKING:

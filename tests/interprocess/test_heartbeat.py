@@ -10,9 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlframe.interprocess import clock as clocks
-from rlframe.interprocess.clock import Clock
-from rlframe.interprocess.heartbeat import VARIABLE, HeartbeatMonitor, HeartbeatSender, interval_of
+from rlframe.interprocess import heartbeat
+from rlframe.interprocess.heartbeat import VARIABLE, Clock, HeartbeatMonitor, HeartbeatSender, interval_of
 from rlframe.interprocess.progress import COMPILING, STARTING, Phase, ThreadProgress
 
 
@@ -84,7 +83,7 @@ def test_an_environment_s_step_of_five_minutes_is_well_and_one_beyond_its_answer
 
 def test_who_was_asleep_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch):
     now = 100.0
-    monkeypatch.setattr(clocks, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
     watchers, workers = Clock(2.0), Clock(2.0)
     pulse = HeartbeatMonitor(30.0, watchers())
     heart = HeartbeatSender(pulse.descriptor, 1.0)
@@ -121,3 +120,20 @@ def test_the_page_is_let_go_of_with_the_pulse():
 
 def test_beats_are_ten_to_a_timeout_and_a_second_apart_at_most():
     assert [interval_of(timeout) for timeout in (0.5, 2.0, 30.0, 600.0)] == [0.05, 0.2, 1.0, 1.0]
+
+
+def test_a_coordinator_that_was_stopped_holds_its_workers_to_nothing_meanwhile(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+    clock = Clock()
+    began = clock()
+    for _ in range(10):
+        now += 0.5
+        clock.tick()
+    assert clock() - began == pytest.approx(5.0)
+    now += 600.0  # SIGSTOP, and SIGCONT ten minutes later
+    clock.tick()
+    assert clock() - began == pytest.approx(7.0)
+    now += 0.5
+    clock.tick()
+    assert clock() - began == pytest.approx(7.5)

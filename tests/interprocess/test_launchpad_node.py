@@ -40,7 +40,7 @@ print(f"node {sys.argv[3]} imports.", flush=True)
 while not os.path.exists(f"goes_on_{sys.argv[3]}"):
     time.sleep(0.05)
 
-from rlframe.interprocess.launchpad_pickling import restore
+from rlframe.interprocess.launchpad_node import restore
 from rlframe.interprocess.processes import ProcessId
 
 pid, started, session = map(int, sys.argv[4:])

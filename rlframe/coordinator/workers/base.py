@@ -31,7 +31,7 @@ from rlframe.coordinator.messages import (
     WorkerReply,
 )
 from rlframe.errors import CheckpointError, FencedError, NonFiniteLossError, UsageError
-from rlframe.interprocess.clock import Clock
+from rlframe.interprocess.heartbeat import Clock
 from rlframe.interprocess.progress import STARTING, ThreadProgress, complaint
 
 _ANSWER_WITHIN = 0.3  # seconds; what takes longer is asked for again

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlframe import extras
-from rlframe.interprocess.paths import NativePath
+from rlframe.interprocess.files import NativePath
 from rlframe.interprocess.progress import SAVING
 from rlframe.program_end import stopped_by_program
 from rlframe.replay.checkpoint import save_now_and_then

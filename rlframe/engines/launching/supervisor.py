@@ -21,8 +21,7 @@ from rlframe.engines.launching.running import FOR_GOOD, RunningNode, SupervisedN
 from rlframe.engines.logs import NodeLogs, show
 from rlframe.engines.stopping import handling, stop_signals
 from rlframe.errors import ProgramError
-from rlframe.interprocess.clock import Clock
-from rlframe.interprocess.heartbeat import HeartbeatMonitor, interval_of
+from rlframe.interprocess.heartbeat import Clock, HeartbeatMonitor, interval_of
 from rlframe.interprocess.inbox import Inbox
 
 _BACKOFF, _LONGEST_BACKOFF = 0.5, 10.0  # seconds before the first restart, doubled for each that follows
