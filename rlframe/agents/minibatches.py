@@ -1,95 +1,95 @@
 """Epochs of shuffled minibatches: one learner step that is many gradient steps, at the cost of few calls.
 
-The parameters are one vector meanwhile: Adam then runs as one loop, not as one for each array. The steps are one jitted
-scan. For convolutions on a CPU, whose gradient takes 18 times as long in a loop, each minibatch is a jitted call of its
-own. (To unroll the loop is as quick, but takes a minute to compile.)
+The gradient steps are one jitted scan. For convolutions on a CPU, whose gradient takes 18 times as long in a loop, each
+gradient step is a jitted call. (To unroll the loop is as fast, but takes a minute to compile.) During a learner step
+the parameters are one vector: Adam then runs as one loop, not as one for each array.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 
 from rlframe import compilation
 from rlframe.errors import UsageError
 from rlframe.types import Batch, Logs, Params, Tree
 
-Carry = tuple[jax.Array, Any]  # parameters as one vector, optimizer state
+
+class _Carry(NamedTuple):
+    """State between two gradient steps."""
+
+    params: jax.Array  # all parameters, one vector
+    opt_state: Any  # of that vector
+    is_stopped: jax.Array  # [] bool
 
 
 class MinibatchUpdates:
     """Call an agent's `compute_gradients` and `apply_gradients` for each minibatch of each epoch.
 
-    `compute_gradients`, and so `loss`, gets the parameters as a tree, and a `Batch` whose `data` are the rows of one
-    minibatch. `apply_gradients` gets parameters and gradients as one vector each: begin with
-    `initial_learner_state(ravel(params))`. Both get the learner state of the step's beginning, with the newest
-    `opt_state`; `update_learner_state` is called once, at the end.
+    `compute_gradients`, and so `loss`, gets a `Batch` whose `data` are the rows of one minibatch. `apply_gradients`
+    gets parameters, gradients and optimizer state in which all arrays of the parameters are joined into one: write it
+    with `jax.tree.map`, which works on any tree. Both get the learner state from before the learner step, with the
+    newest `opt_state`. `update_learner_state` is called once, at the end.
 
-    Where the agent's `jit_learner_step` is True, call it inside of jit. Otherwise call it outside: it jits its pieces.
+    If the agent's `jit_learner_step` is True, call it inside of jit. Otherwise call it outside: it jits its pieces.
 
     Args:
         agent: its learner state has an `opt_state` and an `rng`, as `LearnerState`.
-        prepare: `f(params, data)` gives the rows to learn from, a tree of `[N, ...]`, by the parameters before the
-            first minibatch.
+        prepare: `f(params, data)` returns the rows to learn from, a tree of `[N, ...]`, by the parameters before the
+            first minibatch; and logs.
         num_epochs: how often each row is learned from.
-        num_minibatches: of an epoch. Where the rows do not divide into them, each epoch leaves a random few out, and
-            where they are fewer, so are the minibatches: how many rows there are may depend on which actors are alive.
+        num_minibatches: of an epoch. If the rows do not divide into them, each epoch leaves a random few out. If there
+            are fewer rows, there are fewer minibatches: the number of rows may depend on which actors are alive.
         envs_per_batch: environments of a full batch; None: all are full. A learner step from another batch adds its
             share to the learner state's `steps`, which is float32 then: schedules end with the steps of environments.
+        stops: `f(logs)` returns whether to stop before the gradient step that has these logs. It is not applied, nor
+            are the later ones. Then `logs["minibatch_share"]` is the share of the minibatches up to there. None: never.
     """
 
     def __init__(
         self,
         agent: Any,
-        prepare: Callable[[Params, Any], Tree],
+        prepare: Callable[[Params, Any], tuple[Tree, Logs]],
         num_epochs: int,
         num_minibatches: int,
         envs_per_batch: int | None = None,
+        stops: Callable[[Logs], jax.Array] | None = None,
     ) -> None:
         self._agent, self._prepare, self._envs_per_batch = agent, prepare, envs_per_batch
-        self._num_epochs, self._num_minibatches = num_epochs, num_minibatches
-        self._unravel: Any = None  # known at the first call
+        self._num_epochs, self._num_minibatches, self._stops = num_epochs, num_minibatches, stops
+        self._split: Any = None  # `f(vector)` returns the tree of parameters; known at the first call
 
     def __call__(self, params: Params, learner_state: Any, batch: Batch) -> tuple[Params, Any, Logs]:
-        """As `Agent.learner_step`; the logs are means over the minibatches.
-
-        Raises:
-            UsageError: parameters of several dtypes.
-        """
-        self._unravel = self._unravel or unraveller(params)
+        """Do a learner step, as `Agent.learner_step`. The logs are means over the minibatches."""
+        if self._split is None:
+            self._split = ravel_pytree(params)[1]
         state = learner_state._replace(opt_state=())
+        begin, step, end = self._pieces if self._agent.jit_learner_step else self._jitted_pieces
+        carry, rows, indices, rng, logs = begin(params, learner_state, batch.data)
         if self._agent.jit_learner_step:
-            flat, rows, indices, rng = self._begin(params, learner_state.rng, batch.data)
-
-            def step(carry: Carry, index: jax.Array | None) -> tuple[Carry, Logs]:
-                return self._step(carry, rows, index, state)
-
             length = self._num_epochs if indices is None else len(indices)
-            carry, logs = jax.lax.scan(step, (flat, learner_state.opt_state), indices, length=length)
+            carry, steps = jax.lax.scan(lambda now, index: step(now, rows, index, state), carry, indices, length=length)
         else:
-            begin, step_of = self._jitted
-            flat, rows, indices, rng = begin(params, learner_state.rng, batch.data)
-            carry = (flat, jax.tree.map(jnp.copy, learner_state.opt_state))  # what is donated must be ours
-            steps = []
+            each = []
             for index in [None] * self._num_epochs if indices is None else indices:
-                carry, logs = step_of(carry, rows, index, state)
-                steps.append(logs)
-            logs = jax.tree.map(lambda *values: np.asarray(values), *steps)
-        flat, opt_state = carry
-        params = self._unravel(flat)
-        steps = learner_state.steps
+                carry, logs_of_step = step(carry, rows, index, state)
+                each.append(logs_of_step)
+            steps = jax.tree.map(lambda *values: np.asarray(values), *each)
+        params, opt_state = end(carry, params, learner_state.opt_state)
+        steps_before = learner_state.steps
         learner_state = self._agent.update_learner_state(params, opt_state, learner_state._replace(rng=rng))
         if self._envs_per_batch is not None:
-            learner_state = learner_state._replace(steps=steps + len(batch.data.reward) / self._envs_per_batch)
-        return params, learner_state, {name: values.mean() for name, values in logs.items()}
+            learner_state = learner_state._replace(steps=steps_before + len(batch.data.reward) / self._envs_per_batch)
+        return params, learner_state, {**logs, **self._means(steps)}
 
     def indices(self, rng: jax.Array, num_rows: int) -> jax.Array | None:
-        """[epochs * minibatches, rows of one]; None where each epoch is one minibatch of all rows."""
+        """Return [epochs * minibatches, rows of one]; None if each epoch is one minibatch of all rows."""
         count = min(self._num_minibatches, num_rows)
         if count == 1:
             return None
@@ -99,7 +99,7 @@ class MinibatchUpdates:
         return order.reshape(self._num_epochs * count, size)
 
     def check_rows(self, num_rows: int) -> None:
-        """Raises UsageError where a whole batch, of so many rows, has fewer than there are to be minibatches."""
+        """Raise UsageError if a whole batch, of `num_rows` rows, has fewer of them than minibatches."""
         if num_rows < self._num_minibatches:
             raise UsageError(
                 f"{type(self._agent).__name__}: num_minibatches={self._num_minibatches} of a batch of {num_rows} rows "
@@ -107,52 +107,76 @@ class MinibatchUpdates:
                 "--num-minibatches, or raise --num-envs."
             )
 
+    @property
+    def _pieces(self) -> tuple[Callable[..., Any], ...]:
+        return self._begin, self._step, self._end
+
     @functools.cached_property
-    def _jitted(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        begin = compilation.jit(self._begin, differentiates=False)
-        return begin, compilation.jit(self._step, donate_argnums=(0,), differentiates=True)
+    def _jitted_pieces(self) -> tuple[Callable[..., Any], ...]:
+        begin, end = (compilation.jit(piece, differentiates=False) for piece in (self._begin, self._end))
+        return begin, compilation.jit(self._step, donate_argnums=(0,), differentiates=True), end
 
-    def _begin(self, params: Params, rng: jax.Array, data: Any) -> tuple[jax.Array, Tree, jax.Array | None, jax.Array]:
-        """(parameters as one vector, rows, indices of the minibatches, the next rng)."""
-        rng, shuffle_rng = jax.random.split(rng)
-        rows = self._prepare(params, data)
-        return ravel(params), rows, self.indices(shuffle_rng, len(jax.tree.leaves(rows)[0])), rng
+    def _begin(self, params: Params, learner_state: Any, data: Any) -> tuple[_Carry, Tree, Any, jax.Array, Logs]:
+        """Return the first carry, rows, indices of the minibatches, the next rng, and logs."""
+        rng, shuffle_rng = jax.random.split(learner_state.rng)
+        rows, logs = self._prepare(params, data)
+        is_params = _has_structure(params)
+        # Copies: a jitted step donates its carry, and the caller keeps the learner state.
+        opt_state = jax.tree.map(
+            lambda tree: ravel_pytree(tree)[0] if is_params(tree) else jnp.copy(tree),
+            learner_state.opt_state,
+            is_leaf=is_params,
+        )
+        carry = _Carry(ravel_pytree(params)[0], opt_state, jnp.array(False))
+        return carry, rows, self.indices(shuffle_rng, len(jax.tree.leaves(rows)[0])), rng, logs
 
-    def _step(self, carry: Carry, rows: Tree, index: jax.Array | None, state: Any) -> tuple[Carry, Logs]:
-        flat, opt_state = carry
-        state = state._replace(opt_state=opt_state)
+    def _step(self, carry: _Carry, rows: Tree, index: jax.Array | None, state: Any) -> tuple[_Carry, Logs]:
+        stops = self._stops
+        if stops is None:
+            return self._gradient_step(carry, rows, index, state)
+
+        def run(carry: _Carry) -> tuple[_Carry, Logs]:
+            after, logs = self._gradient_step(carry, rows, index, state)
+            is_stopped = stops(logs)
+            kept = jax.tree.map(lambda old, new: jnp.where(is_stopped, old, new), carry, after)
+            return kept._replace(is_stopped=is_stopped), {**logs, "minibatch_share": jnp.float32(1.0)}
+
+        def skip(carry: _Carry) -> tuple[_Carry, Logs]:
+            return carry, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(run, carry)[1])
+
+        return jax.lax.cond(carry.is_stopped, skip, run, carry)
+
+    def _gradient_step(self, carry: _Carry, rows: Tree, index: jax.Array | None, state: Any) -> tuple[_Carry, Logs]:
+        state = state._replace(opt_state=carry.opt_state)
         data = rows if index is None else jax.tree.map(lambda leaf: leaf[index], rows)
-        logs, grads = self._agent.compute_gradients(self._unravel(flat), state, Batch(data, (), (), ()))
-        flat, opt_state, more = self._agent.apply_gradients(flat, ravel(grads), state)
-        return (flat, opt_state), {**logs, **more}
+        logs, grads = self._agent.compute_gradients(self._split(carry.params), state, Batch(data, (), (), ()))
+        params, opt_state, more = self._agent.apply_gradients(carry.params, ravel_pytree(grads)[0], state)
+        return _Carry(params, opt_state, carry.is_stopped), {**logs, **more}
+
+    def _end(self, carry: _Carry, params: Params, opt_state: Any) -> tuple[Params, Any]:
+        """Return parameters and optimizer state as trees again; the arguments were those before the learner step."""
+        is_params = _has_structure(params)
+        opt_state = jax.tree.map(
+            lambda before, after: self._split(after) if is_params(before) else after,
+            opt_state,
+            carry.opt_state,
+            is_leaf=is_params,
+        )
+        return self._split(carry.params), opt_state
+
+    def _means(self, steps: Logs) -> Logs:
+        means = {name: values.mean() for name, values in steps.items()}
+        if self._stops is None:
+            return means
+        share = means.pop("minibatch_share")  # the logs of steps that were left out are 0
+        return {**{name: mean / share for name, mean in means.items()}, "minibatch_share": share}
 
 
-def ravel(params: Params) -> jax.Array:
-    """One vector of all the arrays of a tree.
+def _has_structure(params: Params) -> Callable[[Tree], bool]:
+    """Return a function that tells whether a tree has the structure and shapes of the parameters."""
+    structure, shapes = jax.tree.structure(params), list(map(np.shape, jax.tree.leaves(params)))
 
-    Raises:
-        UsageError: they are of several dtypes.
-    """
-    leaves = jax.tree.leaves(params)
-    if len({leaf.dtype for leaf in leaves}) > 1:
-        dtypes = ", ".join(sorted({str(leaf.dtype) for leaf in leaves}))
-        raise UsageError(f"MinibatchUpdates needs parameters of one dtype, got {dtypes}.")
-    return _joined(leaves)
+    def is_params(tree: Tree) -> bool:
+        return jax.tree.structure(tree) == structure and list(map(np.shape, jax.tree.leaves(tree))) == shapes
 
-
-@functools.partial(jax.jit, inline=True)
-def _joined(arrays: list[jax.Array]) -> jax.Array:
-    return jnp.concatenate([array.ravel() for array in arrays])
-
-
-def unraveller(params: Params) -> Callable[[jax.Array], Params]:
-    """The inverse of `ravel`, for trees like `params`."""
-    leaves, treedef = jax.tree.flatten(params)
-    shapes = [leaf.shape for leaf in leaves]
-    ends = list(np.cumsum([leaf.size for leaf in leaves]))
-
-    def unravel(flat: jax.Array) -> Params:
-        parts = jnp.split(flat, ends[:-1])
-        return treedef.unflatten([part.reshape(shape) for part, shape in zip(parts, shapes)])
-
-    return unravel
+    return is_params

@@ -12,7 +12,7 @@ import optax
 
 from rlframe.agents import losses
 from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory
-from rlframe.agents.minibatches import MinibatchUpdates, ravel
+from rlframe.agents.minibatches import MinibatchUpdates
 from rlframe.agents.net_factory import build_network, default_config
 from rlframe.agents.networks import Head, has_images
 from rlframe.agents.policies import Policy, default_policy
@@ -40,6 +40,7 @@ class PPOConfig:
     unroll_length: int = 2048  # steps of each environment between two updates
     num_epochs: int = 10
     num_minibatches: int = 32  # 2048 steps over minibatches of 64
+    target_kl: float | None = None  # the update ends before the first minibatch whose approx_kl is above; None: never
     discount: float = 0.99
     gae_lambda: float = 0.95
     clip_epsilon: float = 0.2
@@ -65,6 +66,7 @@ class PPOConfig:
         check_at_least(self, 0, "max_staleness")
         check_share(self, "discount", "gae_lambda")
         check_above(self, 0, "clip_epsilon", "value_clip", "learning_rate", "adam_epsilon", "max_grad_norm")
+        check_above(self, 0, "target_kl")
 
 
 class Rollout(NamedTuple):
@@ -147,13 +149,14 @@ class PPO(Agent):
         return optax.chain(clip, optax.scale_by_adam(eps=self.cfg.adam_epsilon))
 
     def initial_learner_state(self, params: Params) -> LearnerState:
-        return super().initial_learner_state(ravel(params))._replace(steps=jnp.float32(0))
+        return super().initial_learner_state(params)._replace(steps=jnp.float32(0))
 
     def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
         """The loss of a minibatch: `batch.data` is a `Rollout`."""
         cfg, clip_epsilon = self.cfg, self._clip_epsilon(learner_state.steps)
         logits, value, rows = self._forward(params, batch.data)
-        ratio = jnp.exp(self.policy.log_prob(logits, rows.sample) - rows.log_prob)
+        log_ratio = self.policy.log_prob(logits, rows.sample) - rows.log_prob
+        ratio = jnp.exp(log_ratio)
         advantage = losses.normalise(rows.advantage, rows.mask) if cfg.normalise_advantages else rows.advantage
         mean = functools.partial(losses.masked_mean, mask=rows.mask)
         policy_loss = mean(losses.clipped_surrogate(ratio, advantage, clip_epsilon))
@@ -165,6 +168,7 @@ class PPO(Agent):
             "value_loss": value_loss,
             "entropy": entropy,
             "clip_fraction": mean((jnp.abs(ratio - 1.0) > clip_epsilon).astype(jnp.float32)),
+            "approx_kl": mean(ratio - 1.0 - log_ratio),  # Schulman 2020, joschu.net/blog/kl-approx.html
         }
         return loss, logs
 
@@ -196,9 +200,10 @@ class PPO(Agent):
         return params, learner_state, {**logs, "learning_rate": rate}
 
     def apply_gradients(self, params: Params, grads: Params, learner_state: LearnerState) -> tuple[Params, Any, Logs]:
-        """One step of Adam, on all parameters as one vector."""
+        """Do one step of Adam."""
         updates, opt_state = self.optimizer.update(grads, learner_state.opt_state, params)
-        return params - self._learning_rate(learner_state.steps) * updates, opt_state, {}
+        rate = self._learning_rate(learner_state.steps)
+        return jax.tree.map(lambda param, update: param - rate * update, params, updates), opt_state, {}
 
     def check_num_envs(self, num_envs: int) -> None:
         self._minibatch_updates.check_rows(num_envs if self._core.is_recurrent else num_envs * self.cfg.unroll_length)
@@ -206,7 +211,15 @@ class PPO(Agent):
     @functools.cached_property
     def _minibatch_updates(self) -> MinibatchUpdates:
         cfg = self.cfg
-        return MinibatchUpdates(self, self.rollout, cfg.num_epochs, cfg.num_minibatches, cfg.envs_per_batch)
+        stops = None if cfg.target_kl is None else lambda logs: logs["approx_kl"] > cfg.target_kl
+        return MinibatchUpdates(
+            self, self._rollout_and_logs, cfg.num_epochs, cfg.num_minibatches, cfg.envs_per_batch, stops
+        )
+
+    def _rollout_and_logs(self, params: Params, data: SequenceBatch) -> tuple[Rollout, Logs]:
+        rollout = self.rollout(params, data)
+        targets = rollout.value + rollout.advantage
+        return rollout, {"explained_variance": explained_variance(rollout.value, targets, rollout.mask)}
 
     def _learning_rate(self, steps: jax.Array) -> jax.Array:
         return self._annealed(self.cfg.learning_rate, steps, self.cfg.anneal_learning_rate)
@@ -239,6 +252,19 @@ class PPO(Agent):
         else:
             value = self.network.apply(params, jax.tree.map(lambda leaf: leaf[:, -1], data.observation))[1]
         return value.reshape(len(data.reward))
+
+
+def explained_variance(values: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return [] float32: 1 - Var(targets - values) / Var(targets) where `mask` is 1 (`baselines/common/math_util.py`).
+
+    1 for perfect values, 0 for values no better than a constant. 0, too, if all targets are equal.
+    """
+
+    def variance(x: jax.Array) -> jax.Array:
+        return losses.masked_mean(jnp.square(x - losses.masked_mean(x, mask)), mask)
+
+    all_of_it = variance(targets)
+    return jnp.where(all_of_it > 0.0, 1.0 - variance(targets - values) / all_of_it, 0.0)
 
 
 def _rows(tree: Tree) -> Tree:

@@ -13,7 +13,7 @@ import optax
 from rlframe.agents import losses
 from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory
 from rlframe.agents.dqn import ActorParams
-from rlframe.agents.minibatches import MinibatchUpdates, ravel
+from rlframe.agents.minibatches import MinibatchUpdates
 from rlframe.agents.net_factory import build_network, default_config
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, has_images
 from rlframe.agents.policies import epsilon_greedy
@@ -137,7 +137,7 @@ class PQN(Agent):
         return optax.chain(clip, optax.scale_by_radam(eps=self.cfg.adam_epsilon))
 
     def initial_learner_state(self, params: Params) -> LearnerState:
-        return super().initial_learner_state(ravel(params))._replace(steps=jnp.float32(0))
+        return super().initial_learner_state(params)._replace(steps=jnp.float32(0))
 
     def learner_step(
         self, params: Params, learner_state: LearnerState, batch: Batch
@@ -171,12 +171,13 @@ class PQN(Agent):
         return mean(losses.huber(errors, None)), {"value": mean(chosen), "td_error": mean(jnp.abs(errors))}
 
     def apply_gradients(self, params: Params, grads: Params, learner_state: LearnerState) -> tuple[Params, Any, Logs]:
-        """One step of RAdam, on all parameters as one vector."""
+        """Do one step of RAdam."""
         updates, opt_state = self.optimizer.update(grads, learner_state.opt_state, params)
         left: Any = 1.0
         if self.cfg.anneal_learning_rate and self.cfg.total_learner_steps is not None:
             left = jnp.maximum(1.0 - learner_state.steps / self.cfg.total_learner_steps, 0.0)
-        return params - self.cfg.learning_rate * left * updates, opt_state, {}
+        rate = self.cfg.learning_rate * left
+        return jax.tree.map(lambda param, update: param - rate * update, params, updates), opt_state, {}
 
     def check_num_envs(self, num_envs: int) -> None:
         self._minibatch_updates.check_rows(num_envs * self.cfg.unroll_length)
@@ -184,7 +185,9 @@ class PQN(Agent):
     @functools.cached_property
     def _minibatch_updates(self) -> MinibatchUpdates:
         cfg = self.cfg
-        return MinibatchUpdates(self, self.rollout, cfg.num_epochs, cfg.num_minibatches, cfg.envs_per_batch)
+        return MinibatchUpdates(
+            self, lambda *of: (self.rollout(*of), {}), cfg.num_epochs, cfg.num_minibatches, cfg.envs_per_batch
+        )
 
     def _acting_values(self, params: ActorParams, timestep: TimeStep) -> jax.Array:
         return self._values(params.params, timestep.observation)

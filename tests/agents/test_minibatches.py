@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from rlframe.agents import GRPO, PPO, Agent, GRPOConfig, PPOConfig
-from rlframe.agents.minibatches import MinibatchUpdates, ravel, unraveller
-from rlframe.errors import UsageError
+from rlframe.agents.minibatches import MinibatchUpdates
 from rlframe.language import ModelConfig
 from tests.agents import batches
 from tests.agents.batches import DISCRETE, VECTOR, learn, started
@@ -20,7 +19,9 @@ from tests.agents.token_batches import token_batch
 
 
 def updates(num_minibatches, num_epochs=3):
-    return MinibatchUpdates(PPO(PPOConfig(), VECTOR, DISCRETE), lambda params, data: data, num_epochs, num_minibatches)
+    return MinibatchUpdates(
+        PPO(PPOConfig(), VECTOR, DISCRETE), lambda params, data: (data, {}), num_epochs, num_minibatches
+    )
 
 
 def test_one_epoch_visits_every_row_once():
@@ -36,17 +37,10 @@ def test_rows_that_do_not_divide_into_minibatches_leave_a_few_others_out_of_each
     assert len({frozenset(epoch) for epoch in indices.tolist()}) == 3
 
 
-def test_ravel_and_unravel_are_inverse_and_refuse_several_dtypes():
-    tree = {"a": jnp.arange(6.0).reshape(2, 3), "b": (jnp.float32(7.0), jnp.zeros((0, 2)))}
-    assert ravel(tree).shape == (7,)
-    batches.assert_trees_equal(unraveller(tree)(ravel(tree)), tree)
-    with pytest.raises(UsageError, match="one dtype, got bfloat16, float32"):
-        ravel({"a": jnp.zeros(2), "b": jnp.zeros(2, jnp.bfloat16)})
-
-
 @dataclasses.dataclass(frozen=True)
 class MeanConfig:
     learning_rate: float = 0.1
+    stop_at: float | None = None
 
 
 class MeanAgent(Agent):
@@ -56,16 +50,16 @@ class MeanAgent(Agent):
 
     @functools.cached_property
     def _updates(self):
-        return MinibatchUpdates(self, lambda params, data: data.reward, num_epochs=20, num_minibatches=4)
+        stops = None if self.cfg.stop_at is None else lambda logs: logs["mean"] > self.cfg.stop_at
+        prepare = lambda params, data: (data.reward, {"rewards": jnp.sum(data.reward)})  # noqa: E731
+        return MinibatchUpdates(self, prepare, num_epochs=20, num_minibatches=4, stops=stops)
 
     def initial_params(self, rng):
-        return {"mean": jnp.zeros(()), "unused": jnp.ones(2)}
-
-    def initial_learner_state(self, params):
-        return super().initial_learner_state(ravel(params))
+        return {"mean": jnp.zeros(()), "unused": jnp.ones(2, jnp.bfloat16)}
 
     def loss(self, params, learner_state, batch):
-        return jnp.mean(jnp.square(params["mean"] - batch.data)), {"rows": jnp.float32(len(batch.data))}
+        logs = {"rows": jnp.float32(len(batch.data)), "mean": params["mean"]}
+        return jnp.mean(jnp.square(params["mean"] - batch.data)), logs
 
     def learner_step(self, params, learner_state, batch):
         return self._updates(params, learner_state, batch)
@@ -85,8 +79,41 @@ def test_an_agent_of_ones_own_learns_by_epochs_of_minibatches(cls):
         params, learner_state, logs = learn(agent, params, learner_state, batch)
     np.testing.assert_allclose(params["mean"], batch.data.reward.mean(), atol=0.1)
     np.testing.assert_array_equal(params["unused"], [1.0, 1.0])
+    assert params["unused"].dtype == jnp.bfloat16
     assert (int(learner_state.steps), float(logs["rows"])) == (20, 8.0)
+    assert logs["rewards"] == pytest.approx(batch.data.reward.sum())
     assert np.any(learner_state.rng != kept[1].rng)
+
+
+@pytest.mark.parametrize("cls", [MeanAgent, LoopedMeanAgent])
+def test_between_learner_steps_the_optimizer_s_state_is_a_tree_as_the_parameters(cls):
+    agent = cls(MeanConfig(), VECTOR, DISCRETE)
+    params, learner_state = started(agent)
+    after, state, _ = learn(agent, params, learner_state, batches.transitions(agent, batch_size=32))
+    structure = jax.tree.structure(learner_state.opt_state)
+    assert jax.tree.structure(state.opt_state) == structure == jax.tree.structure(agent.optimizer.init(after))
+    adam, before = state.opt_state[0], learner_state.opt_state[0]
+    assert adam.count == 80 and adam.mu["unused"].shape == (2,) and adam.mu["mean"] != 0.0
+    assert before.count == 0 and before.mu["mean"] == 0.0  # the arguments are still there
+
+
+@pytest.mark.parametrize("cls", [MeanAgent, LoopedMeanAgent])
+def test_gradient_steps_end_at_a_limit_and_only_those_before_it_count(cls):
+    rewards = np.full(32, 10.0, np.float32)  # each step of Adam adds its rate, 0.1
+    results = []
+    for stop_at in (None, 0.35, 0.0):
+        agent = cls(MeanConfig(stop_at=stop_at), VECTOR, DISCRETE)
+        params, learner_state = started(agent)
+        batch = batches.transitions(agent, batch_size=32)
+        batch = batch._replace(data=batch.data._replace(reward=rewards))
+        params, state, logs = learn(agent, params, learner_state, batch)
+        results.append((float(params["mean"]), int(state.opt_state[0].count), float(logs["mean"])))
+    (_, count, _), stopped, at_once = results
+    assert count == 80
+    # Steps at 0, 0.1, 0.2 and 0.3; the one at 0.4 is above the limit and is not applied.
+    np.testing.assert_allclose(stopped, (0.4, 4, 0.2), rtol=1e-3)
+    np.testing.assert_allclose(at_once, (0.1, 1, 0.05), rtol=1e-3)
+    assert logs["minibatch_share"] == pytest.approx(2 / 80)
 
 
 class SeveralEpochs(GRPO):
@@ -99,11 +126,7 @@ class SeveralEpochs(GRPO):
     def _with_advantages(self, params, data):
         rows = self._rows(data)
         advantages = jnp.pad(rows.advantages, ((0, 0), (1, 0)))
-        return data._replace(advantages=advantages, has_advantages=jnp.ones(len(data.tokens), bool))
-
-    def initial_learner_state(self, params):
-        state = super().initial_learner_state(params)
-        return state._replace(opt_state=state.opt_state._replace(inner=self.optimizer.init(ravel(params))))
+        return data._replace(advantages=advantages, has_advantages=jnp.ones(len(data.tokens), bool)), {}
 
     def learner_step(self, params, learner_state, batch):
         return self._updates(params, learner_state, batch)
@@ -124,4 +147,4 @@ def test_grpo_may_go_over_a_batch_several_times():
     batch = token_batch(11, lengths=[9, 4, 6, 7], group=[0, 0, 1, 1])
     changed, learner_state, logs = learn(agent, params, learner_state, batch)
     assert learner_state.steps == 1 and np.isfinite(logs["loss"])
-    assert np.any(ravel(changed) != ravel(params))
+    assert any(jax.tree.leaves(jax.tree.map(lambda new, old: bool(np.any(new != old)), changed, params)))

@@ -11,6 +11,7 @@ import pytest
 
 from rlframe.agents import PPO, PPOConfig
 from rlframe.agents.networks import MLPConfig
+from rlframe.agents.ppo import explained_variance
 from rlframe.agents.recurrent import GRUConfig
 from rlframe.errors import UsageError
 from rlframe.types import FIRST, LAST, Sequence
@@ -127,6 +128,40 @@ def test_the_loss_is_that_of_a_twin_in_plain_python(network, normalises):
     np.testing.assert_allclose(loss, twin(cfg, agent, params, data), rtol=1e-4)
 
 
+def test_the_divergence_is_approximated_by_the_ratios():
+    agent = make()
+    params, learner_state = started(agent)
+    batch = batches.sequences(agent, params, learner_state)
+    rows, moved = agent.rollout(params, batch.data), jax.tree.map(lambda leaf: 9.0 * leaf + 0.3, params)
+    logged = agent.loss(moved, learner_state, batch._replace(data=rows))[1]["approx_kl"]
+    ratio = ratios(agent, moved, rows)[np.asarray(rows.mask) > 0]
+    np.testing.assert_allclose(logged, np.mean(ratio - 1.0 - np.log(ratio)), rtol=1e-3)
+
+
+def test_an_update_ends_at_its_target_divergence():
+    params, learner_state = started(make())
+    batch = batches.sequences(make(), params, learner_state)
+    whole, stopped = make(num_epochs=8), make(num_epochs=8, target_kl=1e-4)
+    _, all_steps, logs = learn(whole, params, learner_state, batch)
+    after, some, stopped_logs = learn(stopped, params, learner_state, batch)
+    assert all_steps.opt_state[1].count == 8 and logs["approx_kl"] > 1e-4
+    count = int(some.opt_state[1].count)
+    assert 1 <= count < 8 and stopped_logs["minibatch_share"] == pytest.approx((count + 1) / 8)
+    rows = stopped.rollout(params, batch.data)
+    assert stopped.loss(after, learner_state, batch._replace(data=rows))[1]["approx_kl"] > 1e-4
+    expected = explained_variance(rows.value, rows.value + rows.advantage, rows.mask)
+    np.testing.assert_allclose(logs["explained_variance"], expected, rtol=1e-4)
+
+
+def test_the_explained_variance_is_of_the_steps_that_count():
+    targets, mask = np.array([1.0, 2.0, 3.0, 99.0], np.float32), np.array([1.0, 1.0, 1.0, 0.0], np.float32)
+    assert explained_variance(targets - 5.0, targets, mask) == 1.0
+    assert explained_variance(np.zeros(4, np.float32), targets, mask) == 0.0
+    values = np.array([1.0, 2.0, 4.0, 0.0], np.float32)
+    np.testing.assert_allclose(explained_variance(values, targets, mask), 1 - np.var([0, 0, -1]) / np.var([1, 2, 3]))
+    assert explained_variance(values, np.ones(4, np.float32), mask) == 0.0
+
+
 def test_actions_that_the_environment_ignored_change_nothing():
     def disturbed(data):
         ignored = data.step_type[:, :-1] == LAST
@@ -210,7 +245,7 @@ def test_a_subclass_that_overrides_the_loss_trains_with_that_loss(observation_sp
         agent = cls(cfg, observation_spec, DISCRETE, network)
         batch = batches.sequences(agent, params, learner_state)
         results[cls], _, logs = learn(agent, params, learner_state, batch)
-    assert set(logs) == {"loss", "value", "learning_rate"}
+    assert set(logs) == {"loss", "value", "learning_rate", "explained_variance"}
     batch = batches.sequences(agent, params, learner_state)
     before, after, theirs = (
         agent.network.apply(tree, batch.data.observation[:, 0]) for tree in (params, results[OnlyValues], results[PPO])
@@ -223,7 +258,7 @@ def test_a_subclass_that_overrides_the_loss_trains_with_that_loss(observation_sp
 
 class Frozen(PPO):
     def apply_gradients(self, params, grads, learner_state):
-        return params, learner_state.opt_state, {"rows": jnp.float32(grads.shape[0])}
+        return params, learner_state.opt_state, {"size": sum(leaf.size for leaf in jax.tree.leaves(grads))}
 
 
 class Flipped(PPO):
@@ -238,7 +273,7 @@ def test_a_subclass_may_override_each_of_the_three_parts_of_a_step():
     batch = batches.sequences(agent, params, learner_state)
     same, state, logs = learn(agent, params, learner_state, batch)
     batches.assert_trees_equal(same, params)
-    assert state.steps == 1 and logs["rows"] == sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert state.steps == 1 and logs["size"] == sum(leaf.size for leaf in jax.tree.leaves(params))
     there, _, _ = learn(make(), params, learner_state, batch)
     back, _, _ = learn(Flipped(CONFIG, VECTOR, DISCRETE, SMALL), params, learner_state, batch)
     jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a - c, c - b, atol=1e-5), there, back, params)
