@@ -48,6 +48,8 @@ class Actor:
             any, by the environment steps of this Actor. None logs nothing.
         budget: environment steps that `run()` may take before `allow` gives it more. A restarted Actor starts with a
             budget of 0, because only the monitor knows how many steps the Actor before it took.
+        incarnation: continue as this incarnation of `rank`, whose open fragments are in the buffer (it was restored);
+            None: claim the rank.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Actor:
         deadline: float = handles.DEADLINE,
         logger: Any = None,
         budget: float = math.inf,
+        incarnation: int | None = None,
     ) -> None:
         if num_pools < 1 or (num_pools > 1 and not callable(env_builder)):
             raise UsageError(f"num_pools={num_pools} needs an env_builder that can be called for each of them.")
@@ -81,7 +84,10 @@ class Actor:
         self._max_staleness: int | None = None  # of the replay; known when the first step begins
         self._taken, self._allowed = 0, threading.Event()
         self._is_ready = False
-        replay_buffer, self.rank, self.incarnation = claim_rank(replay_buffer, rank)
+        if rank is not None and incarnation is not None:
+            self.rank, self.incarnation = rank, incarnation
+        else:
+            replay_buffer, self.rank, self.incarnation = claim_rank(replay_buffer, rank)
         self._replay_buffer = replay_buffer
         # The total of environment steps it may take; and the most it can have taken, which is cheaper than `env_steps`.
         self._limit = budget if self.incarnation == 0 or budget == math.inf else 0
@@ -102,7 +108,8 @@ class Actor:
                 kind = SyncStepper if env.is_sync else AsyncStepper
                 self._steppers.append(kind(env, env_ids, replay_buffer))
             self._num_envs = self.num_envs
-            replay_buffer.open_segment(self.rank, self.num_envs)
+            if incarnation is None:
+                replay_buffer.open_segment(self.rank, self.num_envs)
             self._is_ready = True
         except BaseException:
             self.close()

@@ -16,16 +16,14 @@ import numpy as np
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.messages import BatchMeta
 from rlframe.errors import RlframeError
-from rlframe.learners.replay_files import ReplayFiles
+from rlframe.replay.checkpoint import ReplayFiles
 
 _log = logging.getLogger(__name__)
 
 _WAIT = 0.2  # seconds that a draw waits for enough to be there
 _STATS_EVERY = 0.5  # seconds
 _SAVE_EVERY = 30.0  # seconds between two writings of a small replay
-_SHARE = 0.05  # of the time may go into writing a large one
 _END = 60.0  # seconds for the last writing
-_AT_END_BYTES = 2**30  # a larger one is not written at the end: a program that stops has only seconds
 
 
 class ReplayThread:
@@ -69,9 +67,8 @@ class ReplayThread:
         Raises:
             CheckpointError: that is damaged.
         """
-        path = self._files.find(self._files.newest()) if self._files is not None else None
-        if path is not None:
-            self._replay.restore(path)
+        if self._files is not None and (newest := self._files.newest()) is not None:
+            self._files.restore(self._replay, newest)
         self._thread.start()
 
     def put(self, effect: Any) -> None:
@@ -96,11 +93,10 @@ class ReplayThread:
                 self._try(functools.partial(self._does[type(effect)], effect))
             self._look()
             if time.monotonic() > self._save_at:
-                self._try(self._save)
+                self._try(self._save_if_due)
         self._looked_at = 0.0
         self._look()
-        if self.stats.get("bytes", 0) <= _AT_END_BYTES:
-            self._try(self._save)
+        self._try(functools.partial(self._save_if_due, final=True))
 
     def _try(self, what: Callable[[], None]) -> None:
         try:
@@ -117,15 +113,17 @@ class ReplayThread:
         except Exception as error:  # a server that is being restarted: asked again
             _log.info("The replay buffer does not say how full it is: %s", error)
 
+    def _save_if_due(self, *, final: bool = False) -> None:
+        self._save_at = time.monotonic() + _SAVE_EVERY
+        if self._files is not None and self._files.is_due(self._replay, final):
+            self._save()
+
     def _save(self) -> None:
-        files, began = self._files, time.monotonic()
-        self._save_at = began + _SAVE_EVERY
-        if files is None or not self.stats.get("steps"):
-            return
-        files.save(self._replay, (files.newest() or 0) + 1)
-        files.prune()
-        if not files.is_small(self._replay):
-            self._save_at = time.monotonic() + max(_SAVE_EVERY, (time.monotonic() - began) / _SHARE)
+        files = self._files
+        if files is not None and self._replay.stats()["steps"]:
+            files.save(self._replay, (files.newest() or 0) + 1)
+            files.prune()
+            self._save_at = time.monotonic() + _SAVE_EVERY
 
     def _pin(self, effect: ev.Pin) -> None:
         version = -1

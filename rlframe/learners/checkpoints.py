@@ -1,9 +1,13 @@
-"""Checkpoints through Orbax: atomic, the last N kept, with clear errors."""
+"""Checkpoints: a learner's arrays and the replay buffer of the same moment, each in full or not at all.
+
+Arrays and extras are saved through Orbax in `directory/STEP`, the replay buffer in `directory/replay/STEP`. The replay
+is complete before its checkpoint is written: wherever a save is cut off, the newest checkpoint is whole. A large replay
+goes with few checkpoints; the others are restored with the newest one before them.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import pathlib
@@ -11,77 +15,88 @@ import pickle
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from rlframe.errors import CheckpointError
-from rlframe.interprocess.files import NativePath, write_atomically
+from rlframe.errors import CheckpointError, UsageError
+from rlframe.interprocess.files import NativePath
+from rlframe.replay.checkpoint import ReplayFiles
 from rlframe.streams import root_handler
 from rlframe.types import Tree
 
-# Versions are reserved in a file, so many at a time that writing it takes 1 part in 200 of the time: one where updates
-# are slow. Then a learner that was killed skips none, and staleness counts what was published.
-_COST = 200
-_RESERVE = 1_000  # at most so many at a time
-_FILE_BYTES = 64  # of the file that says so, always
+_log = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Saves trees of arrays under `directory/STEP`, each in full or not at all.
+    """Saves and restores the checkpoints of one learner.
 
     Args:
         directory: created at the first save.
         keep: how many of the latest checkpoints stay.
 
     Attributes:
-        directory: where the checkpoints lie.
+        directory: of the checkpoints.
+        replays: the saved replay buffers, each with the number of the checkpoint that it was saved with.
     """
 
     def __init__(self, directory: str | os.PathLike, keep: int = 3) -> None:
         self.directory = pathlib.Path(directory).absolute()
+        self.replays = ReplayFiles(self.directory / "replay", keep)
         self._keep = keep
         self._open_manager: Any = None
         self._native: NativePath | None = None  # the directory's, for Orbax, while the manager is open
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, oldest first."""
+        """Return the steps of the complete checkpoints, oldest first."""
         if not self.directory.is_dir():
             return []
         return sorted(int(entry.name) for entry in self.directory.iterdir() if entry.name.isdigit())
 
-    def save(self, step: int, tree: Tree, extras: Any = None) -> None:
-        """Writes one checkpoint; the ones before it are untouched until it is complete.
+    def save(self, step: int, tree: Tree, extras: Any = None, replay_buffer: Any = None) -> None:
+        """Write one checkpoint; the ones before it are untouched until it is complete.
 
         Args:
             step: names the checkpoint; the next free number does where one of this name exists, since
                 nothing that was saved is ever overwritten.
             tree: a pytree of arrays, restored into the same structure.
             extras: any picklable object (counters, the actor's state).
+            replay_buffer: saved with it, if it is not None.
 
         Raises:
             CheckpointError: it could not be written (disk full, no permission).
         """
+        before = max(self.steps(), default=-1)
+        step = max(step, before + 1)
+        self._remove_unfinished()  # of a save that failed, or was cut off
+        self.replays.drop_after(before)
+        if replay_buffer is not None:
+            self.replays.save(replay_buffer, step)
         leaves = {f"{i:05d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
         pickled = np.frombuffer(pickle.dumps(extras, protocol=4), np.uint8)
         # Orbax checks its own indices, but not the arrays.
         sums = np.array([_checksum(array) for array in (*leaves.values(), pickled)], np.uint32)
-        step = max([step, *(taken + 1 for taken in self.steps())])
-        self._remove_unfinished()  # of a writer that was killed
         with self._explain("write", step):
             import orbax.checkpoint as ocp
 
             args = ocp.args.StandardSave({"leaves": leaves, "extras": pickled, "checksums": sums})
             self._manager().save(step, args=args, force=True)
             self._manager().wait_until_finished()
+        self.replays.prune()
 
-    def restore(self, template: Tree, step: int | None = None) -> tuple[Tree, Any]:
-        """Reads the checkpoint of `step` (the latest one by default).
+    def restore(self, template: Tree, step: int | None = None, replay_buffer: Any = None) -> tuple[Tree, Any, bool]:
+        """Read the checkpoint of `step` (the latest one by default).
+
+        Args:
+            template: a tree of the same structure and shapes as the one that was saved.
+            step: of the checkpoint.
+            replay_buffer: filled with the newest replay up to this step, if it is not None.
 
         Returns:
-            (tree of numpy arrays in the structure of `template`, the extras).
+            (tree of numpy arrays in the structure of `template`, the extras, whether the replay that was saved with
+            this very checkpoint is in the buffer now).
 
         Raises:
             CheckpointError: there is none, it is damaged, or it is of another agent or network.
@@ -89,15 +104,52 @@ class Checkpointer:
         step = self._existing(step)
         leaves, extras = self._read(step)
         self._check(template, leaves, step)
-        return jax.tree.unflatten(jax.tree.structure(template), leaves), extras
+        has_replay = replay_buffer is not None and self.replays.restore(replay_buffer, step) == step
+        return jax.tree.unflatten(jax.tree.structure(template), leaves), extras, has_replay
 
     def extras(self, step: int | None = None) -> Any:
-        """Reads the checkpoint of `step` (the latest one by default) in full, for the extras saved with it.
+        """Read the checkpoint of `step` (the latest one by default) in full, and return the extras saved with it.
 
         Raises:
             CheckpointError: there is none, or it is damaged.
         """
         return self._read(self._existing(step))[1]
+
+    def go_back_to(self, step: int | None, aside: pathlib.Path) -> None:
+        """Make a good checkpoint the newest one. Newer ones and their replays are moved, and nothing is removed.
+
+        Versions of the parameters lie beside the checkpoints and stay, so they never go back.
+
+        Args:
+            step: of the checkpoint; None: the newest one, if there is any.
+            aside: newer ones are moved to a directory below it.
+
+        Raises:
+            UsageError: the checkpoint is damaged, or there is none of this step.
+        """
+        steps = self.steps()
+        if not steps and step is None:
+            return
+        if step is not None and step not in steps:
+            there = ", ".join(map(str, steps)) or "none"
+            raise UsageError(f"There is no checkpoint {step} in {self.directory} to go on from; there are {there}.")
+        chosen = steps[-1] if step is None else step
+        try:
+            self._read(chosen)
+        except CheckpointError as error:
+            raise UsageError(f"{error} {self._newest_good([one for one in steps if one != chosen])}") from error
+        # Checkpoints first, the newest before the others: if this is cut off, each one that is left has its replay.
+        newer = [self.directory / str(one) for one in reversed(steps) if one > chosen]
+        if newer:
+            newer += [self.replays.path(one) for one in self.replays.numbers() if one > chosen]
+            _move(newer, self.directory.parent, aside / time.strftime("%Y%m%d-%H%M%S"))
+
+    def _newest_good(self, steps: list[int]) -> str:
+        for step in reversed(steps):
+            with contextlib.suppress(CheckpointError):
+                self._read(step)
+                return f"The newest good one is {step}: --resume --resume-from {step} goes on there."
+        return "No other one is good: start a new run, with --config RUN_DIR/config.json."
 
     def _existing(self, step: int | None) -> int:
         steps = self.steps()
@@ -120,7 +172,7 @@ class Checkpointer:
             return leaves, pickle.loads(pickled.tobytes())
 
     def close(self) -> None:
-        """End Orbax's threads."""
+        """End Orbax's threads. A later call opens them again."""
         manager, native = self._open_manager, self._native
         self._open_manager = self._native = None
         with root_handler(logging.lastResort or logging.NullHandler()), contextlib.ExitStack() as closing:
@@ -177,6 +229,18 @@ class Checkpointer:
             raise CheckpointError(f"Cannot write checkpoint {path}: {_first_line(error)}.{kept}{hint}") from error
 
 
+def _move(paths: list[pathlib.Path], of: pathlib.Path, to: pathlib.Path) -> None:
+    """Move `paths`, which are below `of`, to the same places below `to`."""
+    for path in paths:
+        target = to / path.relative_to(of)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
+        except OSError as error:
+            raise UsageError(f"Cannot move {path} to {target}: {error.strerror}.") from error
+    _log.warning("What is newer than the checkpoint to go on from was moved to %s.", to)
+
+
 def _checksum(array: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(array).tobytes())
 
@@ -189,76 +253,3 @@ def _free_megabytes(directory: pathlib.Path) -> float:
     while not directory.exists():
         directory = directory.parent
     return shutil.disk_usage(directory).free / 1e6
-
-
-class VersionCounter:
-    """A counter whose values are never given twice, also after a crash.
-
-    Values are reserved in a small file before they are used; a restart goes on past all that were
-    reserved, a clean stop gives the unused ones back.
-
-    Args:
-        directory: where `versions.json` is kept; None keeps nothing.
-        may_write: called before that file is written: what it raises is raised, and nothing is written.
-    """
-
-    def __init__(self, directory: str | os.PathLike | None, may_write: Callable[[], None] | None = None) -> None:
-        self._may_write = may_write or (lambda: None)
-        self._path = pathlib.Path(directory) / "versions.json" if directory is not None else None
-        # The first value needs no reservation: nothing is written before there is something to resume.
-        self._reserved = self.value = 1
-        self._written, self._cost = (0, 0.0), 0.0  # at the last reservation: (value, time); seconds that it took
-
-    def next(self) -> int:
-        """Counts one up and returns it."""
-        self.value += 1
-        if self._path is not None and self.value > self._reserved:
-            self._reserve(self.value + self._ahead())
-        return self.value
-
-    def _ahead(self) -> int:
-        """How many to reserve beyond the next."""
-        (value, at), now = self._written, time.monotonic()
-        self._written = self.value, now
-        part = self._cost * (self.value - value) / max(now - at, 1e-6)  # of the time that a write for each takes
-        return min(_RESERVE, int(part * _COST)) if value else 0
-
-    def skip(self, value: int) -> None:
-        """Goes on above `value`, which another counter gave."""
-        self.value = max(self.value, value)
-        self.next()
-
-    def release(self) -> None:
-        """Gives back what was reserved beyond `value`: after a save that nothing follows."""
-        if self._path is not None and self._reserved != self.value:
-            self._reserve(self.value)
-
-    def resume(self, value: int) -> None:
-        """Goes on from a checkpoint's `value`, or past every value that may have been given since."""
-        self.value = value
-        if self._path is not None and self._path.exists():
-            try:
-                self._reserved = int(json.loads(self._path.read_text())["reserved"])
-            except (ValueError, KeyError, TypeError, OSError) as error:
-                raise CheckpointError(
-                    f'{self._path} is damaged: {type(error).__name__}: {error}. It must hold {{"reserved": N}}, where '
-                    "N is at least the newest version of the parameters that anybody may know (params_version in the "
-                    "run's logs)."
-                ) from error
-            # Equal after a clean stop. Otherwise every value up to the reserved one may have been given.
-            self.value = value if value == self._reserved else max(value, self._reserved) + 1
-
-    def _reserve(self, upto: int) -> None:
-        assert self._path is not None
-        self._may_write()
-        began = time.perf_counter()
-        try:
-            text = json.dumps({"reserved": upto}).ljust(_FILE_BYTES)
-            try:
-                write_atomically(self._path, text, parents=True)
-            except OSError:  # a full disk: what is there has room for it
-                with self._path.open("r+") as file:
-                    file.write(text)
-        except OSError as error:
-            raise CheckpointError(f"Cannot write {self._path}: {error}. Free some space, then resume.") from error
-        self._reserved, self._cost = upto, time.perf_counter() - began

@@ -14,13 +14,13 @@ from rlframe.agents.base import Agent
 from rlframe.errors import StoppedError, UsageError
 from rlframe.interprocess.malloc import keep_freed_memory, use_one_arena
 from rlframe.interprocess.progress import COMPUTING
-from rlframe.learners.checkpoints import Checkpointer, VersionCounter
+from rlframe.learners.checkpoints import Checkpointer
 from rlframe.learners.checks import check_are_numbers, check_params, check_update, not_a_batch
 from rlframe.learners.config import DataConfig, LearnerConfig
 from rlframe.learners.saver import Saver
 from rlframe.learners.snapshot import Snapshot
-from rlframe.learners.staleness import StalenessLimit, mean_version
 from rlframe.learners.update import Update, copied
+from rlframe.learners.versions import StalenessLimit, VersionCounter, mean_version
 from rlframe.params.packing import PackedParams, Packing
 from rlframe.params.publication import Publication
 from rlframe.params.store import PolicySource
@@ -45,8 +45,9 @@ class Learner:
             versions somebody knows, but which left no checkpoint.
 
     Attributes:
-        saver: writes what `run()` does between two updates, for who calls `step` in its place; None where nothing is
-            saved.
+        saver: decides when `run()` saves, also for callers of `step` in its place; None if nothing is saved.
+        saved_at, replay_saved_at: `learner_steps` of the newest checkpoint, and of the newest one with the replay.
+        restored: (the extras of the restored checkpoint, whether its replay was restored too); None: nothing was.
     """
 
     def __init__(
@@ -78,12 +79,15 @@ class Learner:
         self._may_write = may_write or (lambda: None)
         self._versions = VersionCounter(cfg.checkpoint_dir, may_write)
         self._learner_steps = 0
+        self.saved_at = self.replay_saved_at = -1
+        self.restored: tuple[Any, bool] | None = None
         self._logs: Logs = {}  # of the newest update that is known to be done
         # The update before: its learner step, logs and keys, and if its parameters are finite.
         self._unchecked: tuple[int, Logs, Any, Any] | None = None
         self._update_lock = threading.RLock()
         buffer = self._replay_buffer
         self._is_buffer = isinstance(buffer, BaseReplayBuffer)
+        self._saved_buffer = buffer if self._is_buffer and buffer.is_saved_by_learner else None
         self._staleness = StalenessLimit(buffer)
 
         init_rng, learner_rng = jax.random.split(jax.random.PRNGKey(cfg.seed))
@@ -97,10 +101,12 @@ class Learner:
         self._publication = Publication(packing, self._versions.value, self._published)
         self._replay_stats = Snapshot(self._replay_buffer.stats if self._is_buffer else dict)
         self.saver: Saver | None = None
-        if cfg.checkpoint_dir:
-            self.saver = Saver(cfg, self, self._update_lock, self._replay_buffer, may_write)
-        if cfg.resume:
-            self._resume()
+        if self._checkpointer is not None:
+            self.saver = Saver(cfg, self, self._update_lock, self._saved_buffer, self._checkpointer.replays)
+        if cfg.resume and self._checkpointer is not None and self._checkpointer.steps():
+            self.restore(with_replay=True)
+        elif cfg.resume:  # others may know the versions of a learner that died before its first checkpoint
+            self._publish_past(self.params_version)
         if above_version >= self.params_version:
             self._versions.skip(above_version)
             self._publish()
@@ -234,7 +240,7 @@ class Learner:
         return self._cfg.max_learner_steps is not None and self._learner_steps >= self._cfg.max_learner_steps
 
     def settle(self) -> dict[str, float]:
-        """Waits for the newest update, and gives its logs as numbers: none before the first.
+        """Wait for the newest update, and return its logs as numbers: none before the first.
 
         Raises:
             NonFiniteLossError: its loss or a parameter after it was NaN or infinite.
@@ -267,10 +273,9 @@ class Learner:
             self._replay_buffer.close()
 
     def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
-        """The newest parameters for acting, as a tree of numpy arrays that nobody may write to.
+        """Return (version, newest parameters for acting as a read-only tree of numpy arrays).
 
-        Returns:
-            (version, tree), or (version, None) where `known_version` is that version already.
+        The tree is None if `known_version` is that version.
         """
         return self._publication.get_params(known_version)
 
@@ -283,20 +288,21 @@ class Learner:
         return self._publication.get_packed(known_version)
 
     def shared_params(self) -> PolicySource | None:
-        """Where processes of this machine read what `get_packed` gives: what an Inferencer asks another process for.
+        """Return the memory in which processes of this machine read what `get_packed` gives.
 
-        None where there is no such memory, or the Learner was closed.
+        None if the system has no such memory, or the Learner was closed.
         """
         return self._publication.shared()
 
-    def save(self, extras: Any = None, *, final: bool = False) -> None:
-        """Writes a checkpoint of parameters, learner state and counters under `cfg.checkpoint_dir`.
+    def save(self, extras: Any = None, *, final: bool = False, with_replay: bool = False) -> None:
+        """Write a checkpoint of parameters, learner state and counters under `cfg.checkpoint_dir`.
 
-        Any thread may call it; it waits for the update under way. The replay is not in it: see `save_soon`.
+        Any thread may call it; it waits for the update under way.
 
         Args:
             extras: any picklable object to keep beside it; `restore` gives it back.
             final: nothing is published after this, so a resumed run counts versions on from here.
+            with_replay: save the replay buffer with it, unless the buffer is kept elsewhere (a server, say).
 
         Raises:
             CheckpointError: it could not be written; the ones before are untouched.
@@ -311,46 +317,51 @@ class Learner:
             counters = {"learner_steps": self._learner_steps, "version": self.params_version}
             self._may_write()
             saved = {"counters": counters, "codec": self._cfg.codec, "extras": extras}
-            self._checkpointer.save(self._learner_steps, tree, saved)
+            self._checkpointer.save(self._learner_steps, tree, saved, self._saved_buffer if with_replay else None)
+            self._note_saved(with_replay)
             if final:
                 self.release_versions()
 
     def release_versions(self) -> None:
-        """Has a resumed run count versions on from the newest, which is saved: nothing is published after this."""
+        """Have a resumed run continue with the version after the newest: nothing is published after this."""
         with self._update_lock:
             self._versions.release()
 
     def save_soon(self) -> None:
-        """Has a checkpoint written as `run()` does, replay included, once the update under way is done.
+        """Have a thread save as `run()` does, with the replay, after the update under way. Returns at once.
 
-        For a node that asks from afar: it returns at once, and may be repeated. `run()` raises what comes of it.
+        Another node may call it, again and again. `run()` raises its errors.
         """
         if self.saver is None:
             raise UsageError("Learner.save_soon needs LearnerConfig.checkpoint_dir.")
         self.saver.save_soon()
 
-    def restore(self, step: int | None = None) -> Any:
-        """Takes over a checkpoint (the latest by default) and returns the extras saved with it.
+    def restore(self, step: int | None = None, *, with_replay: bool = False) -> Any:
+        """Go on from a checkpoint (the latest by default), and return the extras saved with it.
+
+        Args:
+            step: of the checkpoint, as its directory is named.
+            with_replay: restore the replay buffer, too.
 
         Raises:
             CheckpointError: there is none, it is damaged, or it is of another agent or network.
         """
         if self._checkpointer is None:
             raise UsageError("Learner.restore needs LearnerConfig.checkpoint_dir.")
-        tree, saved = self._checkpointer.restore((self._params, self._learner_state), step)
+        buffer, template = self._saved_buffer if with_replay else None, (self._params, self._learner_state)
+        tree, saved, has_replay = self._checkpointer.restore(template, step, buffer)
         self._params, self._learner_state = copied(tree)
         self._learner_steps = saved["counters"]["learner_steps"]
         self._unchecked = None
         self._staleness.resumed_from = saved["counters"]["version"]
         self._publish_past(saved["counters"]["version"])
+        self._note_saved(has_replay)
+        self.restored = saved["extras"], has_replay
         return saved["extras"]
 
-    def _resume(self) -> None:
-        assert self._checkpointer is not None and self.saver is not None  # the config has seen to it
-        if self._checkpointer.steps():
-            self.saver.restore()
-        else:  # others may know the versions of a learner that died before its first checkpoint
-            self._publish_past(self.params_version)
+    def _note_saved(self, with_replay: bool) -> None:
+        self.saved_at = self._learner_steps
+        self.replay_saved_at = self._learner_steps if with_replay else self.replay_saved_at
 
     def _publish_past(self, version: int) -> None:
         self._versions.resume(version)

@@ -19,8 +19,8 @@ from rlframe.interprocess.progress import STARTING
 from rlframe.programs.env_backend import check_backend
 from rlframe.programs.experiment import MAX_SEED, Experiment
 from rlframe.programs.options import convert
-from rlframe.programs.restored import restored
 from rlframe.programs.run_dir import open_run
+from rlframe.programs.saved_policy import read_policy
 from rlframe.programs.topologies.parts import make_agent, make_pool
 from rlframe.programs.video import Film
 from rlframe.types import Logs
@@ -213,7 +213,7 @@ def evaluate(
     topology = dataclasses.replace(experiment.topology, **{f"eval_{name}": value for name, value in given.items()})
     experiment = dataclasses.replace(experiment, topology=topology)
     made = make_agent(experiment)
-    return Evaluations(experiment, made, restored(made, directory), seed).evaluate()
+    return Evaluations(experiment, made, read_policy(made, directory), seed).evaluate()
 
 
 def record(
@@ -249,7 +249,7 @@ def record(
     with Film(experiment, path) as film:
         pool = film.make_pool(seed=env_seed(seed, EVALUATOR_RANK))
         agent = make_agent(experiment, pool.codec)
-        inferencer = Inferencer(InferencerConfig(greedy=True, seed=seed), agent, restored(agent, directory))
+        inferencer = Inferencer(InferencerConfig(greedy=True, seed=seed), agent, read_policy(agent, directory))
         result = Evaluator(pool, inferencer, episodes, seed=seed, max_episode_length=limit).evaluate()
     return {**result, "frames": film.frames}
 

@@ -17,7 +17,7 @@ from rlframe.programs.monitor import Monitor
 from rlframe.programs.rows import RowWriter
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir import Result
-from rlframe.programs.save_point import SavedPolicy
+from rlframe.programs.saved_policy import SavedPolicy
 from rlframe.programs.updates import least_updates, total_learner_steps
 from rlframe.types import Logs
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import pathlib
+import time
 from typing import Any, NamedTuple
 
 from rlframe import handles
-from rlframe.errors import UsageError
+from rlframe.agents import Agent
+from rlframe.errors import CheckpointError, PeerError, UsageError
 from rlframe.language.model import ModelConfig, weights
+from rlframe.learners import Checkpointer
+from rlframe.params.source import NewestParams
 from rlframe.programs.experiment import load_experiment
-from rlframe.programs.restored import Checkpoints
 from rlframe.programs.run_dir import RunDir
+from rlframe.programs.saved_policy import read_policy
 from rlframe.programs.topologies.parts import make_agent
-from rlframe.types import Params
+from rlframe.types import Params, Tree
 
 _BYTES = 512  # tokens of a model that may be one of bytes
+_LOOK_EVERY = 1.0  # seconds between two looks at the directory
 
 
 class ServedPolicy(NamedTuple):
@@ -51,10 +56,43 @@ def of_run(path: str | os.PathLike[str], tokenizer: str | None, learner: str | N
     if experiment.topology.learns_from != "trajectories":
         raise UsageError(f"The run in {path} learns no language model: its agent is {experiment.agent}.")
     agent: Any = make_agent(experiment)
-    source = source or Checkpoints(agent, directory)
+    source = source or NewestCheckpoint(agent, directory)
     return ServedPolicy(
         agent.model_config, tokenizer or experiment.topology.tokenizer_name(experiment.agent_config), source, None
     )
+
+
+class NewestCheckpoint:
+    """A run's newest checkpoint, whenever it is asked for. Its version is that of the saved parameters.
+
+    Args:
+        agent: of the run.
+        directory: of the run.
+    """
+
+    def __init__(self, agent: Agent, directory: RunDir) -> None:
+        self._agent, self._directory = agent, directory
+        self._steps: list[int] | None = None  # of the checkpoints at the last look
+        self._newest: NewestParams | None = None
+        self._looked = 0.0
+
+    def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
+        """As `Learner.get_params`.
+
+        Raises:
+            PeerError: the newest one cannot be read, or there is none yet.
+        """
+        now = time.monotonic()
+        if self._newest is None or now > self._looked + _LOOK_EVERY:
+            self._looked = now
+            steps = Checkpointer(self._directory.checkpoints).steps()
+            if self._newest is None or (steps and steps != self._steps):
+                try:
+                    self._newest = read_policy(self._agent, self._directory)
+                except CheckpointError as error:
+                    raise PeerError(str(error)) from error
+                self._steps = steps
+        return self._newest.get_params(known_version)
 
 
 def _at(address: str | None) -> Any:

@@ -40,7 +40,6 @@ class RunDir:
         self.path = pathlib.Path(os.path.abspath(path))  # once: an environment may change the directory
         self.config = self.path / "config.json"
         self.checkpoints = self.path / "checkpoints"
-        self.replay = self.path / "replay"
         self.reverb = self.path / "reverb"
         self.replay_service = self.path / "replay_service"
         self.params = self.path / "params"  # of workers that share this directory, but no memory

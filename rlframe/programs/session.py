@@ -17,6 +17,7 @@ from rlframe.engines import Engine, EngineOptions, logs
 from rlframe.engines.base import GRACE, deciding_group
 from rlframe.envs.names import split
 from rlframe.errors import ProgramError, UsageError
+from rlframe.learners import Checkpointer
 from rlframe.metrics import LenientLogger, Logger, plot_learning_curve
 from rlframe.programs.callbacks import Callback, Callbacks
 from rlframe.programs.control import Control, serve_control_of
@@ -25,7 +26,6 @@ from rlframe.programs.evaluation import describe_evaluation
 from rlframe.programs.experiment import Experiment, complete, continued, load_experiment, with_fields
 from rlframe.programs.profile import Profile
 from rlframe.programs.progress import Progress
-from rlframe.programs.resume_point import settle
 from rlframe.programs.rows import closing, following
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir import Result, RunDir, default_path
@@ -292,8 +292,8 @@ def open_session(
     with RunLock(directory.path, take_over, ends_within=grace + 22.0):  # with all that comes after
         if resume:
             experiment = continued(load_experiment(directory.config, experiment.names), experiment)
-            replays = (directory.replay, directory.checkpoints / "replay")
-            settle(directory.checkpoints, replays, directory.path / "aside", resume_from)
+            with contextlib.closing(Checkpointer(directory.checkpoints)) as checkpointer:
+                checkpointer.go_back_to(resume_from, directory.path / "aside")
         else:
             directory.create()  # again: it may have been another's meanwhile
         yield experiment

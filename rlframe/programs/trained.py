@@ -21,8 +21,8 @@ from rlframe.learners.checkpoints import Checkpointer
 from rlframe.params.source import NewestParams
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import convert
-from rlframe.programs.restored import restored
 from rlframe.programs.run_dir import open_run
+from rlframe.programs.saved_policy import read_policy
 from rlframe.programs.topologies.parts import make_agent
 from rlframe.types import FIRST, MID, AgentState, TimeStep, Tree, global_env_ids
 
@@ -193,4 +193,4 @@ def trained(
             f"with that version, or train again: rlframe train --config {directory.config}"
         )
     made = make_agent(experiment, codec)
-    return made, codec, restored(made, directory, checkpoint), experiment
+    return made, codec, read_policy(made, directory, checkpoint), experiment

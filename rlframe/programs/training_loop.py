@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from typing import Any
@@ -13,15 +14,13 @@ from rlframe.engines.stopping import StopSignal
 from rlframe.errors import CheckpointError, CutShortError, EnvError
 from rlframe.inferencers import Inferencer
 from rlframe.learners import Learner
-from rlframe.learners.checkpoints import Checkpointer
-from rlframe.learners.replay_files import ReplayFiles
 from rlframe.metrics.rows import ActorCounts, evaluation_row
 from rlframe.programs.ending import Ending
 from rlframe.programs.evaluation import Evaluations, explain, warn_of_failure
 from rlframe.programs.rows import RowWriter, next_multiple
 from rlframe.programs.run import Run
-from rlframe.programs.run_dir import CHECKPOINTS_KEPT, RunDir
 from rlframe.programs.updates import first_update
+from rlframe.replay.checkpoint import ReplayFiles
 from rlframe.types import Logs
 
 _log = logging.getLogger(__name__)
@@ -37,8 +36,11 @@ class TrainingLoop:
         env_builder: of the actor's pool.
         inferencer, replay_buffer, learner: objects of this process; they are closed with the loop.
 
+    A checkpoint of the learner holds the state of the actor (with its environments) and of the inferencer. A learner
+    that was restored from one continues with them.
+
     Attributes:
-        actor: made from them, or restored.
+        actor: made from these parts.
         pool: its environments.
     """
 
@@ -57,17 +59,14 @@ class TrainingLoop:
         self._learns_once = spec.samples_per_insert is None and spec.kind != "queue"
         self._evaluation_error: str | None = None  # why the final evaluation failed
         self._learner_logs: Logs | None = None  # of the newest update since the last row
-        self._resumed = run.resumes and bool(Checkpointer(self._directory.checkpoints).steps())
-        if run.resumes and not self._resumed:
-            _log.warning("The run in %s ended before its first checkpoint: it starts again.", self._directory.path)
-        self._replay_saved_at = 0
+        self._replay_saved_at = 0  # environment steps
         self._evaluated: tuple[int, Logs] | None = None  # (environment steps, values) of the newest evaluation
         self._stopped_by = "interrupt"
+        self._resumed = learner.restored is not None
+        if run.resumes and not self._resumed:
+            _log.warning("The run in %s ended before its first checkpoint: it starts again.", self._directory.path)
         try:
-            if self._resumed:
-                self._replay_saved_at = restore_checkpoint(self, self._directory)
-            else:
-                self.make_actor()
+            self._make_actor()
         except BaseException:
             if hasattr(self, "actor"):
                 self.actor.close()
@@ -79,15 +78,29 @@ class TrainingLoop:
             "checkpoint": self._next(experiment.checkpoint_every),
         }
 
-    def make_actor(self, rank: int | None = None) -> Actor:
-        """Makes the Actor. A resumed one claims its rank from a buffer that is filled first."""
+    def _make_actor(self) -> None:
+        """Make the Actor: a new one, or the one of the checkpoint that the learner was restored from."""
 
         def build(seed: int) -> Any:
             self.pool = self._env_builder(seed=seed)
             return self.pool
 
-        self.actor = Actor(build, self.inferencer, self.replay_buffer, rank, seed=self._experiment.seed)
-        return self.actor
+        make = functools.partial(Actor, build, self.inferencer, self.replay_buffer, seed=self._experiment.seed)
+        if self.learner.restored is None:
+            self.actor = make()
+            return
+        saved, has_replay = self.learner.restored
+        self._replay_saved_at = saved["replay_saved_at"]
+        self.inferencer.set_state(saved["inferencer"])
+        if has_replay and saved["actor"]["env"] is not None:
+            # The environments continue in mid-episode, and so do the fragments that they have open in the buffer.
+            self.actor = make(rank=0, incarnation=saved["incarnation"])
+        else:
+            # The same rank, its next incarnation: open fragments are dropped, and seeds are new.
+            while self.replay_buffer.claim_rank(rank=0)[1] < saved["incarnation"]:
+                pass
+            self.actor = make(rank=0)
+        self.actor.set_state(saved["actor"])
 
     def run(self) -> int | None:
         """Trains until the session's last step or a signal, saves, evaluates, and writes the result.
@@ -142,7 +155,7 @@ class TrainingLoop:
         try:
             self._loop(self._run.until)
         except EnvError:
-            save_checkpoint(self, self._directory, with_envs=False, with_replay=True, final=True)
+            self._save_all(with_envs=False, final=True)
             raise
         finally:
             if profile is not None:
@@ -264,89 +277,29 @@ class TrainingLoop:
             return  # nothing has happened since the checkpoint that this session began with
         if now == self._saved_at and not final:
             return
-        every = self._run.topology.replay_checkpoint_every
-        with_replay = final or (every > 0 and now - self._replay_saved_at >= every)
         try:
-            saved_replay = save_checkpoint(self, self._directory, with_envs=True, with_replay=with_replay, final=final)
+            self._save_all(with_envs=True, final=final)
         except CheckpointError as error:
             if final:
                 raise CheckpointError(f"{error} {self._directory.what_is_saved()}") from error
             _log.warning("%s The run goes on; the next checkpoint is another try.", error)
-            return
-        self._saved_at = now
-        if saved_replay:
-            self._replay_saved_at = now
 
+    def _save_all(self, *, with_envs: bool, final: bool) -> None:
+        """Write a checkpoint of everything.
 
-# --- one consistent checkpoint: learner, actor, and the replay where it is due
-#
-# The learner's checkpoint carries the actor's state and names the file of the replay, which is complete before the
-# checkpoint is written: a run that dies in between goes on from the checkpoint before.
-
-
-def save_checkpoint(loop: TrainingLoop, directory: RunDir, *, with_envs: bool, with_replay: bool, final: bool) -> bool:
-    """Writes a checkpoint of everything.
-
-    Args:
-        loop: the run.
-        directory: of the run.
-        with_envs: False where the environments have failed: a resumed run resets them.
-        with_replay: whether a large replay is written too; without it the last one written counts. A store that cannot
-            be saved (see `BaseReplayBuffer.is_saved_by_learner`) never is: a resumed run fills it again.
-        final: nothing follows in this session.
-
-    Returns:
-        Whether the replay was saved.
-
-    Raises:
-        CheckpointError: it could not be written; what was saved before is kept.
-    """
-    files, env_steps = _replay_files(directory), loop.actor.env_steps
-    with_replay = loop.replay_buffer.is_saved_by_learner and (with_replay or files.is_small(loop.replay_buffer))
-    if with_replay:
-        files.save(loop.replay_buffer, env_steps)
-    extras = {
-        "actor": loop.actor.get_state(with_envs=with_envs),
-        "env_steps": env_steps,
-        "incarnation": loop.actor.incarnation,
-        "inferencer": loop.inferencer.get_state(),
-        "replay": files.newest(),
-    }
-    loop.learner.save(extras, final=final)
-    files.prune()
-    return with_replay
-
-
-def restore_checkpoint(loop: TrainingLoop, directory: RunDir) -> int:
-    """Takes over the latest checkpoint, and makes the Actor.
-
-    Returns:
-        The environment steps at which the replay was saved; 0 where there is none, and learning waits
-        until it has filled again.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    extras = loop.learner.restore()
-    loop.inferencer.set_state(extras["inferencer"])
-    env_steps, actor_state = extras["env_steps"], extras["actor"]
-    files = _replay_files(directory)
-    files.drop_after(env_steps)
-    saved_at, path = extras["replay"], files.find(extras["replay"])
-    if path is not None and saved_at == env_steps and actor_state["env"] is not None:
-        # The environments go on in mid-episode, and so do the fragments that they have open in the buffer.
-        actor = loop.make_actor()
-        loop.replay_buffer.restore(path)
-    else:
-        # The same rank again, its next incarnation: open fragments are dropped, and seeds are new.
-        if path is not None:
-            loop.replay_buffer.restore(path)
-        while loop.replay_buffer.claim_rank(rank=0)[1] < extras["incarnation"]:
-            pass
-        actor = loop.make_actor(rank=0)
-    actor.set_state(actor_state)
-    return saved_at if path is not None else 0
-
-
-def _replay_files(directory: RunDir) -> ReplayFiles:
-    return ReplayFiles(directory.replay, CHECKPOINTS_KEPT)
+        Args:
+            with_envs: False if the environments have failed: a resumed run resets them.
+            final: nothing follows in this session. Then a large replay is saved too.
+        """
+        now, every = self.actor.env_steps, self._run.topology.replay_checkpoint_every
+        with_replay = final or (every > 0 and now - self._replay_saved_at >= every)
+        with_replay = with_replay or ReplayFiles.is_small(self.replay_buffer)
+        replay_saved_at = now if with_replay else self._replay_saved_at
+        extras = {
+            "actor": self.actor.get_state(with_envs=with_envs),
+            "incarnation": self.actor.incarnation,
+            "inferencer": self.inferencer.get_state(),
+            "replay_saved_at": replay_saved_at,
+        }
+        self.learner.save(extras, final=final, with_replay=with_replay)
+        self._saved_at, self._replay_saved_at = now, replay_saved_at

@@ -1,12 +1,14 @@
-"""A replay buffer on disk: streamed array by array, so that a buffer of 7 GB needs no second 7 GB.
+"""Replay buffers on disk: the files that go with checkpoints, when they are written, and their format.
 
-The file is a magic line, the length and the CRC-32 of a JSON header, the header, and then each array's bytes followed
-by their CRC-32. It is written beside its name and renamed when it is complete.
+A file is streamed array by array, so a buffer of 7 GB needs no second 7 GB. It is a magic line, the length and the
+CRC-32 of a JSON header, the header, and then each array's bytes followed by their CRC-32. It is written beside its name
+and renamed when it is complete.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import struct
 import threading
@@ -26,9 +28,101 @@ from rlframe.types import ReplaySpec
 _MAGIC = b"rlframe replay 2\n"
 _LENGTHS = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
-_SHARE = 0.05  # of the time may go into checkpoints that inserts and samples wait for
+_SHARE = 0.05  # of the time may go into writing large buffers, or those that inserts and samples wait for
 _PIECE = 1 << 24  # bytes that are read, written and checked at once
+# A buffer up to this size goes with every checkpoint: a resumed run is then exact, wherever it stopped.
+_SMALL_BYTES = 64 * 2**20
+_AT_END_BYTES = 2**30  # a larger one is not written at the end: a program that stops has only seconds
 Shapes = dict[str, list[Any]]  # an array's name -> its dtype's string and its shape
+
+_log = logging.getLogger(__name__)
+
+
+class ReplayFiles:
+    """Saved replay buffers, `directory/NUMBER`: of small ones the last `keep`, of large ones the last.
+
+    Args:
+        directory: created at the first save.
+        keep: how many small ones stay.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int) -> None:
+        self._directory, self._keep = Path(directory), keep
+        self._large_due = time.monotonic()
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the complete files, the lowest first."""
+        return sorted(int(path.name) for path in self._directory.glob("*") if path.name.isdigit())
+
+    def newest(self) -> int | None:
+        """Return the highest number; None if there is no file."""
+        return max(self.numbers(), default=None)
+
+    @staticmethod
+    def is_small(replay_buffer: Any) -> bool:
+        """Return True if the buffer is small enough for every checkpoint."""
+        return replay_buffer.stats()["bytes"] <= _SMALL_BYTES
+
+    def is_due(self, replay_buffer: Any, final: bool = False) -> bool:
+        """Return True for a small buffer, and for a large one if less than 5 % of the time goes into writing it.
+
+        Args:
+            replay_buffer: False if it is empty.
+            final: the program ends: True for a buffer of up to 1 GiB.
+        """
+        stats = replay_buffer.stats()
+        most = _AT_END_BYTES if final else _SMALL_BYTES
+        return stats["steps"] > 0 and (stats["bytes"] <= most or time.monotonic() >= self._large_due)
+
+    def save(self, replay_buffer: Any, number: int) -> None:
+        """Write a buffer. Call it before writing the checkpoint of this number, and `prune` afterwards.
+
+        Raises:
+            CheckpointError: it could not be written; the other files are untouched.
+        """
+        began = time.monotonic()
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"Cannot write to {self._directory}: {error.strerror}.") from error
+        replay_buffer.save(self.path(number))
+        self._large_due = time.monotonic() + (time.monotonic() - began) / _SHARE
+
+    def prune(self) -> None:
+        """Remove files that no checkpoint needs any more, and incomplete ones of writers that were killed."""
+        for age, number in enumerate(reversed(self.numbers())):
+            # One large file is kept: it may be as large as the memory.
+            if age and (age >= self._keep or self.path(number).stat().st_size > _SMALL_BYTES):
+                self.path(number).unlink()
+        for unfinished in self._directory.glob(".*.new"):
+            unfinished.unlink()
+
+    def drop_after(self, number: int) -> None:
+        """Remove the files with higher numbers: their checkpoints were never completed."""
+        for later in self.numbers():
+            if later > number:
+                self.path(later).unlink()
+
+    def restore(self, replay_buffer: Any, number: int) -> int | None:
+        """Restore a buffer from the newest file up to `number`, and return its number. Warn if there is none.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        found = max((each for each in self.numbers() if each <= number), default=None)
+        if found is None:
+            _log.warning(
+                "No replay for checkpoint %d is in %s: learning waits until the buffer has filled again.",
+                number,
+                self._directory,
+            )
+        else:
+            replay_buffer.restore(self.path(found))
+        return found
+
+    def path(self, number: int) -> Path:
+        """Return the path of a file."""
+        return self._directory / str(number)
 
 
 def save_now_and_then(save: Callable[[], None], stop: threading.Event, seconds: float, at_end: float) -> None:

@@ -13,10 +13,10 @@ from rlframe.actors import Actor
 from rlframe.envs import SyncEnv
 from rlframe.errors import CheckpointError, FencedError, NonFiniteLossError, PeerError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
-from rlframe.learners import Checkpointer, DataConfig, Learner, LearnerConfig, replay_files, saver
-from rlframe.learners.checkpoints import VersionCounter
+from rlframe.learners import Checkpointer, DataConfig, Learner, LearnerConfig
 from rlframe.learners.snapshot import Snapshot
-from rlframe.replay import ReplayBuffer
+from rlframe.learners.versions import VersionCounter
+from rlframe.replay import ReplayBuffer, checkpoint
 from rlframe.replay.dataset import DatasetTimeoutError
 from tests.fakes import (
     ACTION_SPEC,
@@ -416,14 +416,14 @@ def test_the_replay_goes_with_the_checkpoints_of_run_and_comes_back(tmp_path):
 
 def test_of_large_replays_the_last_one_is_kept_and_few_are_written(tmp_path, monkeypatch):
     buffer, written = filled_buffer(), []
-    monkeypatch.setattr(replay_files, "_SMALL_BYTES", 100)
-    monkeypatch.setattr(saver, "_SHARE", 1e-9)
+    monkeypatch.setattr(checkpoint, "_SMALL_BYTES", 100)
+    monkeypatch.setattr(checkpoint, "_SHARE", 1e-9)
     monkeypatch.setattr(buffer, "save", lambda path: (written.append(path.name), ReplayBuffer.save(buffer, path)))
     run_to(18, tmp_path, buffer, checkpoint_every=4)
     # The first one is due at once; the next ones not yet, but for the end, where the learner's state comes first.
-    assert written == ["4", "18"]
+    assert written == ["4", "19"]
     assert checkpoints(tmp_path) == [16, 18, 19]
-    assert replays(tmp_path) == [18]
+    assert replays(tmp_path) == [19]
 
 
 def test_a_replay_that_was_saved_for_a_checkpoint_that_never_was_is_dropped(tmp_path, monkeypatch):
@@ -431,16 +431,22 @@ def test_a_replay_that_was_saved_for_a_checkpoint_that_never_was_is_dropped(tmp_
     run_to(4, tmp_path, buffer)
 
     def fail(*args, **kwargs):
-        raise CheckpointError("killed")
+        raise OSError("killed")
 
+    learner = Learner(LearnerConfig(checkpoint_dir=str(tmp_path), resume=True), counting_agent(), buffer)
+    learner.step(buffer.sample())
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpointer, "save", fail)
+        patch.setattr(learner._checkpointer, "_manager", fail)
         with pytest.raises(CheckpointError, match="killed"):
-            run_to(8, tmp_path, buffer)
-    assert (checkpoints(tmp_path), replays(tmp_path)) == ([4], [4, 8])
+            learner.save(with_replay=True)
+    assert (checkpoints(tmp_path), replays(tmp_path)) == ([4], [4, 5])
+    learner.save()  # of the same number, but not of the moment of that replay
+    assert (checkpoints(tmp_path), replays(tmp_path)) == ([4, 5], [4])
+    learner.close()
+    (tmp_path / "replay" / "7").write_bytes(b"of a checkpoint that was cut off")
     (tmp_path / "replay" / ".8.123.new").write_bytes(b"cut off")
     assert run_to(6, tmp_path, ReplayBuffer(counting_agent())).learner_steps == 6
-    assert checkpoints(tmp_path) == replays(tmp_path) == [4, 6]
+    assert (checkpoints(tmp_path), replays(tmp_path)) == ([4, 5, 6], [4, 6])
 
 
 def test_a_learner_that_dies_after_its_last_update_has_nothing_left_to_do(tmp_path):

@@ -17,8 +17,8 @@ from rlframe.learners import Checkpointer
 from rlframe.metrics import read_jsonl
 from rlframe.metrics.files import rows_after
 from rlframe.programs.evaluation import Evaluations
-from rlframe.programs.restored import restored
 from rlframe.programs.run_dir import Result, RunDir, open_run
+from rlframe.programs.saved_policy import read_policy
 from rlframe.programs.topologies.parts import make_agent
 from tests.extras import needs
 from tests.ray_home import ray_home
@@ -198,7 +198,7 @@ def test_in_elastic_a_callback_finds_the_evaluated_policy_in_a_checkpoint(tmp_pa
             directory, experiment = open_run(tmp_path / "run", {})
             agent = make_agent(experiment)
             steps = Checkpointer(directory.checkpoints).steps()  # two, if the next evaluation has begun
-            for policy in [restored(agent, directory, step) for step in steps]:
+            for policy in [read_policy(agent, directory, step) for step in steps]:
                 saved[policy.version] = Evaluations(experiment, agent, policy).evaluate()["return_mean"]
             info.stop()
 

@@ -13,7 +13,7 @@ from rlframe.programs.monitor import Monitor
 from rlframe.programs.rows import RowWriter
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir import Result
-from rlframe.programs.save_point import SavePoint
+from rlframe.programs.saved_policy import SavePoint
 from rlframe.types import Logs
 
 _EVALUATE_WITHIN = 600.0  # seconds for an evaluation; the environment may be started again meanwhile

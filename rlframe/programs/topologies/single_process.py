@@ -34,7 +34,6 @@ def single_process(engine: Engine, run: Run) -> None:
     """Add the one node: a loop over an actor and a learner."""
     check_answer_timeout(engine, run.experiment)
     replay_buffer = add_replay(engine, run)
-    config = dataclasses.replace(learner_config(run), resume=False)  # the loop restores everything together
-    learner = Learner(config, run.agent, replay_buffer)
+    learner = Learner(learner_config(run), run.agent, replay_buffer)  # restored, with the replay, in a resumed run
     inferencer = Inferencer(inferencer_config(run), run.agent, learner)
     engine.add("train", TrainingLoop, run, env_builder(run.experiment), inferencer, replay_buffer, learner)

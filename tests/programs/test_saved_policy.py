@@ -12,10 +12,9 @@ import pytest
 from rlframe.agents.networks import MLPConfig
 from rlframe.errors import CheckpointError, StoppedError
 from rlframe.learners import Checkpointer, Learner, LearnerConfig
-from rlframe.programs import make_experiment, save_point
-from rlframe.programs.restored import restored
+from rlframe.programs import make_experiment, saved_policy
 from rlframe.programs.run_dir import RunDir
-from rlframe.programs.save_point import SavedPolicy, SavePoint
+from rlframe.programs.saved_policy import SavedPolicy, SavePoint, read_policy
 from rlframe.programs.topologies.parts import make_agent
 from rlframe.replay import ReplayBuffer
 
@@ -38,7 +37,7 @@ def test_what_is_evaluated_is_the_checkpoint_that_was_written_for_it(agent, lear
     policy.update(threading.Event())
     assert Checkpointer(tmp_path / "checkpoints").steps() == [5]
     assert policy.version == learner.params_version
-    of_checkpoint = restored(agent, RunDir(tmp_path), 5).get_params()[1]
+    of_checkpoint = read_policy(agent, RunDir(tmp_path), 5).get_params()[1]
     for ours, saved in zip(jax.tree.leaves(policy.get_params()[1]), jax.tree.leaves(of_checkpoint)):
         np.testing.assert_array_equal(ours, saved)
 
@@ -70,7 +69,7 @@ def test_a_learner_that_cannot_save_is_evaluated_by_its_own_parameters(agent, le
 
     monkeypatch.setattr(learner, "_learner_steps", 5)
     monkeypatch.setattr(Checkpointer, "save", fail)
-    monkeypatch.setattr(save_point, "_SAVE_WITHIN", 0.3)
+    monkeypatch.setattr(saved_policy, "_SAVE_WITHIN", 0.3)
     policy = SavedPolicy(agent, RunDir(tmp_path), learner)
     policy.update(threading.Event())
     assert policy.version == learner.params_version

@@ -1,4 +1,4 @@
-"""Runs whose newest checkpoint is damaged."""
+"""What a resumed run continues from, and what it does if the newest checkpoint is damaged."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 from rlframe.errors import UsageError
 from rlframe.learners import Checkpointer
 from rlframe.programs import make_experiment, train
-from rlframe.programs.resume_point import settle
 from rlframe.programs.run_dir import RunDir
+from rlframe.replay import ReplayBuffer
+from tests.fakes import counting_agent
 from tests.programs.test_single_process import assert_same_arrays, dqn
 
 
@@ -38,8 +39,8 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_gone_on_from_by_name(t
     assert (second.env_steps, second.learner_steps) == (first.env_steps, first.learner_steps)
     assert second.params_version > first.params_version  # never again a version that somebody knows
     (aside,) = (run_dir / "aside").iterdir()
-    assert [path.name for path in (aside / "checkpoints").iterdir()] == [str(bad)]
-    assert [path.name for path in (aside / "replay").iterdir()] == [str(first.env_steps)]
+    assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == sorted([str(bad), "replay"])
+    assert [path.name for path in (aside / "checkpoints" / "replay").iterdir()] == [str(bad)]
     train(described, run_dir=tmp_path / "other")
     assert_same_arrays(run_dir, tmp_path / "other")
 
@@ -49,10 +50,10 @@ def test_a_checkpoint_that_is_left_has_its_replay_wherever_the_move_of_newer_one
     tmp_path, monkeypatch, moves
 ):
     directory = RunDir(tmp_path / "run")
-    checkpointer = Checkpointer(directory.checkpoints)
-    for step in (1, 2, 3):  # of the learner; the replays are numbered by steps of the environments
-        checkpointer.save(step, {"w": step}, {"counters": {}, "extras": {"replay": 100 * step}})
-        (directory.path / "replay" / str(100 * step)).mkdir(parents=True)
+    checkpointer, replay_buffer = Checkpointer(directory.checkpoints), ReplayBuffer(counting_agent())
+    replay_buffer.claim_rank(1)
+    for step in (1, 2, 3):
+        checkpointer.save(step, {"w": step}, replay_buffer=replay_buffer)
     checkpointer.close()
     rename, moved = pathlib.Path.rename, []
 
@@ -63,9 +64,9 @@ def test_a_checkpoint_that_is_left_has_its_replay_wherever_the_move_of_newer_one
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(pathlib.Path, "rename", cut_off)
-        settle(directory.checkpoints, [directory.path / "replay"], tmp_path / "run/aside", 1)
+        Checkpointer(directory.checkpoints).go_back_to(1, tmp_path / "run/aside")
     newest = Checkpointer(directory.checkpoints).steps()[-1]
-    assert newest == max(1, 3 - moves) and (directory.path / "replay" / str(100 * newest)).exists()
+    assert newest == max(1, 3 - moves) and (directory.checkpoints / "replay" / str(newest)).exists()
 
 
 def test_the_processes_of_a_program_are_not_started_on_a_damaged_checkpoint(tmp_path):
@@ -75,7 +76,7 @@ def test_the_processes_of_a_program_are_not_started_on_a_damaged_checkpoint(tmp_
     directory.write_config(described, {})
     checkpointer = Checkpointer(directory.checkpoints)
     for step in (1, 2):
-        checkpointer.save(step, {"w": step}, {"counters": {}, "extras": {"replay": None}})
+        checkpointer.save(step, {"w": step})
     checkpointer.close()
     damage(directory.path, 2)
     with pytest.raises(UsageError, match=re.escape("--resume-from 1")):

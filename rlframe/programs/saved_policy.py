@@ -1,19 +1,22 @@
-"""Checkpoints that evaluations wait for: a row with an evaluation is written after the checkpoint of its policy."""
+"""The policy in a run's checkpoints: read by evaluations, which wait until the policy to evaluate is saved."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pathlib
 import threading
 import time
 from typing import Any
 
+import jax
+
 from rlframe import handles
 from rlframe.agents import Agent
 from rlframe.errors import CheckpointError, StoppedError
-from rlframe.learners.checkpoints import Checkpointer
+from rlframe.learners import Checkpointer
+from rlframe.params.packing import PackedParams
 from rlframe.params.source import NewestParams
-from rlframe.programs.restored import restored
 from rlframe.programs.run_dir import RunDir
 
 _log = logging.getLogger(__name__)
@@ -23,8 +26,28 @@ _ASK_EVERY = 5.0  # seconds between two requests: a learner that was restarted h
 _SAVE_WITHIN = 120.0  # seconds: the disk may be full
 
 
+def read_policy(agent: Agent, directory: RunDir, checkpoint: int | None = None) -> NewestParams:
+    """Read the parameters for acting from a run's checkpoint. Nothing is written: the run may go on.
+
+    Args:
+        agent: of the run.
+        directory: of the run.
+        checkpoint: by its name; None: the newest one.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    params = agent.initial_params(jax.random.PRNGKey(0))
+    template = params, agent.initial_learner_state(params)
+    with contextlib.closing(Checkpointer(directory.checkpoints)) as checkpointer:
+        (params, learner_state), saved, _ = checkpointer.restore(template, checkpoint)
+    found = NewestParams()
+    found.put(saved["counters"]["version"], PackedParams.of(agent.actor_params(params, learner_state)))
+    return found
+
+
 class SavePoint:
-    """A checkpoint that holds what a learner has learned by now: asked for, and waited for.
+    """A checkpoint of the policy that a learner has now: requested, and waited for.
 
     Args:
         learner: a Learner, or what `handles.resolve` gave for one.
@@ -72,7 +95,7 @@ class SavedPolicy(NewestParams):
     def update(self, stop: threading.Event) -> None:
         """Ask the learner for a checkpoint, wait for it and take its parameters.
 
-        Where it cannot save (the disk is full, say), its newest parameters are taken from itself.
+        If it cannot save (the disk is full, say), take the newest parameters from the learner itself.
 
         Raises:
             StoppedError: `stop` was set first.
@@ -86,11 +109,11 @@ class SavedPolicy(NewestParams):
         self.put(*newest.get_packed(-1))  # a learner has one from its start
 
     def _read(self) -> NewestParams | None:
-        """The newest checkpoint; None if there is none that can be read."""
+        """Return the newest checkpoint's; None if there is none that can be read."""
         checkpointer = Checkpointer(self._directory.checkpoints)
         while steps := checkpointer.steps():
             try:
-                return restored(self._agent, self._directory, steps[-1])
+                return read_policy(self._agent, self._directory, steps[-1])
             except CheckpointError as error:
                 if checkpointer.steps()[-1:] == steps[-1:]:  # else a newer one has replaced it
                     _log.warning("The newest checkpoint cannot be evaluated. %s", error)

@@ -1,0 +1,149 @@
+"""Versions of a learner's parameters: their numbers, which rise, and the batches that are too old for the newest."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pathlib
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from rlframe.errors import CheckpointError
+from rlframe.interprocess.files import write_atomically
+from rlframe.replay import BaseReplayBuffer
+
+_log = logging.getLogger(__name__)
+
+# Versions are reserved in a file, as many at a time as keep the cost of writing it at 1/200 of the time: one if updates
+# are slow. Then a learner that was killed skips none, and staleness counts the versions that were published.
+_COST = 200
+_RESERVE = 1_000  # at most so many at a time
+_FILE_BYTES = 64  # of the file, always
+
+
+class VersionCounter:
+    """A counter whose values are never given twice, also after a crash.
+
+    Values are reserved in a small file before they are used; a restart goes on past all that were
+    reserved, a clean stop gives the unused ones back.
+
+    Args:
+        directory: where `versions.json` is kept; None keeps nothing.
+        may_write: called before that file is written: what it raises is raised, and nothing is written.
+    """
+
+    def __init__(self, directory: str | os.PathLike | None, may_write: Callable[[], None] | None = None) -> None:
+        self._may_write = may_write or (lambda: None)
+        self._path = pathlib.Path(directory) / "versions.json" if directory is not None else None
+        # The first value needs no reservation: nothing is written before there is something to resume.
+        self._reserved = self.value = 1
+        self._written, self._cost = (0, 0.0), 0.0  # at the last reservation: (value, time); seconds that it took
+
+    def next(self) -> int:
+        """Counts one up and returns it."""
+        self.value += 1
+        if self._path is not None and self.value > self._reserved:
+            self._reserve(self.value + self._ahead())
+        return self.value
+
+    def _ahead(self) -> int:
+        """How many to reserve beyond the next."""
+        (value, at), now = self._written, time.monotonic()
+        self._written = self.value, now
+        part = self._cost * (self.value - value) / max(now - at, 1e-6)  # of the time that a write for each takes
+        return min(_RESERVE, int(part * _COST)) if value else 0
+
+    def skip(self, value: int) -> None:
+        """Goes on above `value`, which another counter gave."""
+        self.value = max(self.value, value)
+        self.next()
+
+    def release(self) -> None:
+        """Gives back what was reserved beyond `value`: after a save that nothing follows."""
+        if self._path is not None and self._reserved != self.value:
+            self._reserve(self.value)
+
+    def resume(self, value: int) -> None:
+        """Goes on from a checkpoint's `value`, or past every value that may have been given since."""
+        self.value = value
+        if self._path is not None and self._path.exists():
+            try:
+                self._reserved = int(json.loads(self._path.read_text())["reserved"])
+            except (ValueError, KeyError, TypeError, OSError) as error:
+                raise CheckpointError(
+                    f'{self._path} is damaged: {type(error).__name__}: {error}. It must hold {{"reserved": N}}, where '
+                    "N is at least the newest version of the parameters that anybody may know (params_version in the "
+                    "run's logs)."
+                ) from error
+            # Equal after a clean stop. Otherwise every value up to the reserved one may have been given.
+            self.value = value if value == self._reserved else max(value, self._reserved) + 1
+
+    def _reserve(self, upto: int) -> None:
+        assert self._path is not None
+        self._may_write()
+        began = time.perf_counter()
+        try:
+            text = json.dumps({"reserved": upto}).ljust(_FILE_BYTES)
+            try:
+                write_atomically(self._path, text, parents=True)
+            except OSError:  # a full disk: what is there has room for it
+                with self._path.open("r+") as file:
+                    file.write(text)
+        except OSError as error:
+            raise CheckpointError(f"Cannot write {self._path}: {error}. Free some space, then resume.") from error
+        self._reserved, self._cost = upto, time.perf_counter() - began
+
+
+class StalenessLimit:
+    """Holds a replay to its `max_staleness`; where it has none, nothing is too old.
+
+    Args:
+        replay_buffer: that the batches come from.
+    """
+
+    def __init__(self, replay_buffer: object) -> None:
+        self._buffer = replay_buffer if isinstance(replay_buffer, BaseReplayBuffer) else None
+        self._limit = self._buffer.spec.max_staleness if self._buffer is not None else None
+        # The version of the checkpoint that the learner goes on from: the first one after it has the same parameters.
+        self.resumed_from: int | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is a limit."""
+        return self._limit is not None
+
+    def refuses(self, versions: np.ndarray, newest: int) -> bool:
+        """Whether a batch that `versions` [B] acted in was drawn before the buffer knew of the version `newest`."""
+        if self._limit is None:
+            return False
+        old = versions < newest - self._limit
+        if self.resumed_from is not None:
+            old &= (versions < self.resumed_from - self._limit) | (versions > self.resumed_from)
+        if not old.any():
+            return False
+        _log.warning(
+            "A batch of versions %d to %d is dropped: version %d learns from those that are at most %d older.",
+            versions.min(),
+            versions.max(),
+            newest,
+            self._limit,
+        )
+        return True
+
+    def forget(self, newest: int) -> None:
+        """Has the buffer drop what is too old for the version `newest`."""
+        if self._limit is not None:
+            assert self._buffer is not None
+            self._buffer.forget_before(newest - self._limit)
+
+
+def mean_version(versions: np.ndarray) -> float:
+    """Of those that are known, NaN where none is; -1 stands for one that is not."""
+    # Not `mean`, which costs several times as much.
+    if versions.min() >= 0:
+        return versions.sum() / len(versions)
+    known = versions[versions >= 0]
+    return known.sum() / len(known) if len(known) else np.nan
