@@ -15,11 +15,10 @@ from rlframe.errors import StoppedError, UsageError
 from rlframe.interprocess.malloc import keep_freed_memory, use_one_arena
 from rlframe.interprocess.progress import COMPUTING
 from rlframe.learners.checkpoints import Checkpointer
-from rlframe.learners.checks import check_are_numbers, check_params, check_update, not_a_batch
 from rlframe.learners.config import DataConfig, LearnerConfig
 from rlframe.learners.saver import Saver
 from rlframe.learners.snapshot import Snapshot
-from rlframe.learners.update import Update, copied
+from rlframe.learners.update import Update, check_are_numbers, check_params, check_update, copied, not_a_batch
 from rlframe.learners.versions import StalenessLimit, VersionCounter, mean_version
 from rlframe.params.packing import PackedParams, Packing
 from rlframe.params.publication import Publication

@@ -15,7 +15,7 @@ from rlframe.agents.grpo import GRPO
 from rlframe.errors import UsageError
 from rlframe.language.decoding.sampling import power_of_two
 from rlframe.language.model.tokenizers import Tokenizer
-from rlframe.learners.checks import check_params, check_update
+from rlframe.learners.update import check_params, check_update
 from rlframe.types import Batch, Params, TokenBatch
 
 Demonstrate = Callable[[random.Random, int], Sequence[tuple[str, str]]]

@@ -13,11 +13,10 @@ from rlframe import handles
 from rlframe.errors import PeerError, StoppedError
 from rlframe.interprocess.progress import Phase
 from rlframe.metrics.rows import evaluation_row
-from rlframe.programs.ending import Ending
 from rlframe.programs.evaluation import explain, warn_of_failure
 from rlframe.programs.progress import Progress
 from rlframe.programs.rows import RowWriter, next_multiple
-from rlframe.programs.run import Run
+from rlframe.programs.run import Ending, Run
 from rlframe.programs.run_dir import Result
 from rlframe.types import Logs
 

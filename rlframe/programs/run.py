@@ -1,10 +1,11 @@
-"""One session of a run, as the nodes of its program need to know it."""
+"""One session of a run: what its nodes need to know, and why it ends before its last step."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import pathlib
+import time
 from typing import TYPE_CHECKING, Any
 
 from rlframe import handles
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A session: what is run, from where to where."""
+    """A session: the experiment, its agent, and the steps from its start to its end."""
 
     experiment: Experiment
     agent: Agent
     path: pathlib.Path  # of the run directory
     until: int  # the step at which this session ends
     began: float  # seconds since the epoch
-    resumes: bool = False  # goes on with what is in the directory
+    resumes: bool = False  # continues the run in the directory
     resumed_at: int = 0  # environment steps of the sessions before
     quiet: bool = False  # prints nothing
     # Of a single process:
@@ -45,7 +46,7 @@ class Run:
 
     @property
     def topology(self) -> Any:
-        """What the topology was told."""
+        """The config of the topology."""
         return self.experiment.topology
 
     @property
@@ -56,18 +57,18 @@ class Run:
 
     @property
     def last_step_is(self) -> str:
-        """What the session's last step is, as `Result.stopped_by`."""
+        """The reason to stop at the session's last step, as in `Result.stopped_by`."""
         return "steps" if self.until >= self.experiment.steps else "stop_at"
 
     @property
     def actor_seed(self) -> int:
-        """Seed of the actors; another in each session, whose actors' incarnations begin anew."""
+        """Seed of the actors; another one in each session, because incarnations start again at 0."""
         seed = self.experiment.seed
         return env_seed(seed, self.resumed_at) if self.resumed_at else seed
 
     @property
     def budget(self) -> int:
-        """Environment steps that each actor may take before the monitor has been heard."""
+        """Environment steps that each actor may take before the monitor gives it more."""
         return math.ceil((self.until - self.resumed_at) / self.topology.num_actors)
 
     @property
@@ -77,5 +78,47 @@ class Run:
 
     @property
     def peer_deadline(self) -> float:
-        """Seconds for which one node waits for another: for ever where none may hang for ever."""
+        """Seconds that a node waits for another one: without limit if the launcher restarts nodes that hang."""
         return math.inf if getattr(self.topology, "is_watched", False) else handles.DEADLINE
+
+
+class Ending:
+    """The decision to end a session before its last step, by a callback or a limit such as `until_return`.
+
+    Args:
+        run: the session.
+        by: why, if a process that was restarted had decided it before.
+
+    Attributes:
+        by: why, as `Result.stopped_by`; None while the session goes on.
+        evaluates: whether the final policy is evaluated.
+    """
+
+    def __init__(self, run: Run, by: str | None = None) -> None:
+        self._limits, self._began = run.stop_conditions, run.began
+        self._has_limits = self._limits.are_set
+        self._eval_return: float | None = None
+        self.by, self.evaluates = by, True
+
+    def ask(self, by: str, evaluate: bool = True) -> None:
+        """End the session after the step under way. The first reason counts, unless a later one excludes evaluating.
+
+        Args:
+            by: the reason's name.
+            evaluate: evaluate the final policy.
+        """
+        if not evaluate:
+            self.by, self.evaluates = by, False
+        self.by = self.by or by
+
+    def note_evaluation(self, return_mean: float) -> None:
+        """Take the mean return of an evaluation during the run."""
+        self._eval_return = return_mean
+
+    def is_due(self, learner_steps: int) -> bool:
+        """Return True if the session must end now."""
+        if self.by is None and self._has_limits:
+            seconds = time.time() - self._began
+            reason = self._limits.reached(learner_steps=learner_steps, seconds=seconds, eval_return=self._eval_return)
+            self.by = None if reason is None else reason.by
+        return self.by is not None

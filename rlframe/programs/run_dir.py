@@ -33,7 +33,7 @@ _VERSIONED = ("rlframe", "jax", "jaxlib", "dm-haiku", "optax", "numpy", "envpool
 
 
 class RunDir:
-    """Paths of one run. Nothing is created before `create`."""
+    """The directory of one run, and its files. Nothing is created before `create`."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         path = convert(str, path, "run_dir")
@@ -72,10 +72,10 @@ class RunDir:
         )
 
     def create(self) -> None:
-        """Makes the directory.
+        """Make the directory.
 
         Raises:
-            UsageError: there is something in it already, or it cannot be made.
+            UsageError: it holds something already, or it cannot be made.
         """
         try:
             if self.path.exists() and (not self.path.is_dir() or self._holds_anything()):
@@ -90,12 +90,12 @@ class RunDir:
         return any(entry.name != run_lock.NAME for entry in self.path.iterdir())
 
     def remove(self) -> None:
-        """Removes the directory that `create` made: the run did not begin."""
+        """Remove the directory that `create` made: the run did not begin."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     @property
     def holds(self) -> str | None:
-        """What is in the directory: RUN, SEEDS or SWEEP; None where it is none of these."""
+        """Kind of the directory: RUN, SEEDS or SWEEP; None if it is none of these."""
         return next((name for name in (SWEEP, SEEDS, RUN) if (self.path / name).is_file()), None)
 
     def runs(self) -> list[pathlib.Path]:
@@ -105,11 +105,11 @@ class RunDir:
         return sorted(found, key=lambda path: [int(n) for n in re.findall(r"\d+", str(path.relative_to(self.path)))])
 
     def check_holds_run(self) -> None:
-        """Raises UsageError where there is no run to go on with."""
+        """Raise UsageError if the directory holds no run."""
         self.check_holds(RUN)
 
     def check_holds(self, wanted: str) -> None:
-        """Raises UsageError, which says what to do, where the directory holds something else: RUN, SEEDS or SWEEP."""
+        """Raise UsageError, with the command to use, if the kind of the directory is not `wanted`."""
         found = self.holds
         if found is None:
             what = {RUN: "run", SEEDS: "set of seeds", SWEEP: "sweep"}[wanted]
@@ -127,14 +127,14 @@ class RunDir:
 
     @property
     def resume_command(self) -> str:
-        """What goes on with what is in the directory."""
+        """The command that resumes the run, the seeds or the sweep."""
         what = "sweep" if self.holds == SWEEP else "train"
         if self.holds == SEEDS:
             what += f" --seeds {json.loads((self.path / SEEDS).read_text())['seeds']}"
         return f"rlframe {what} --resume --run-dir {self.path}"
 
     def what_is_saved(self) -> str:
-        """What was saved last, and how to go on from there."""
+        """Return a sentence about the newest checkpoint and the command that resumes from it."""
         steps = Checkpointer(self.checkpoints).steps()
         if not steps:
             return "Nothing was saved."
@@ -142,7 +142,7 @@ class RunDir:
         return f"What was saved last is {newest}. Go on from there: {self.resume_command}"
 
     def say_not_evaluated(self, problem: str) -> str:
-        """Say that the evaluation after training failed, what was saved, and how to evaluate that."""
+        """Return sentences about a failed final evaluation: its cause, the checkpoint, and how to evaluate that."""
         steps = Checkpointer(self.checkpoints).steps()
         saved = f"The trained policy is saved in {self.checkpoints / str(steps[-1])}. " if steps else ""
         return (
@@ -151,18 +151,18 @@ class RunDir:
         )
 
     def write_config(self, experiment: Experiment, notes: dict[str, Any]) -> None:
-        """Writes `config.json` in one piece."""
+        """Write `config.json` atomically."""
         try:
             save_experiment(experiment, self.config, {**notes, "versions": versions()})
         except OSError as error:
             raise CheckpointError(f"Cannot write {self.config}: {error.strerror}.") from error
 
     def notes(self) -> dict[str, Any]:
-        """What `write_config` was given for a reader."""
+        """Return the notes that `write_config` wrote."""
         return json.loads(self.config.read_text()).get("notes", {})
 
     def write_result(self, result: Result) -> None:
-        """Writes `result.json`, the object that `--json` prints, in one piece: its writer may be killed."""
+        """Write `result.json`, the object that `--json` prints, atomically: the writer may be killed."""
         try:
             write_atomically(self.result, json.dumps(result.to_json()), "\n")
         except OSError as error:
@@ -170,7 +170,7 @@ class RunDir:
 
 
 def open_run(run_dir: str | os.PathLike[str], given: Mapping[str, Any]) -> tuple[RunDir, Experiment]:
-    """The directory of a run that plays games, and its experiment with what is `given` in place of its own.
+    """Open the directory of a run that plays games. Return it, and the experiment with `given` names replaced.
 
     Raises:
         UsageError: there is no such run.
@@ -201,7 +201,7 @@ def default_path(experiment: Experiment) -> pathlib.Path:
 
 
 def versions() -> dict[str, str]:
-    """What the run ran with, for a reader of its config."""
+    """Return the versions of Python and of the packages that matter for results."""
     found = {"python": platform.python_version()}
     for name in _VERSIONED:
         try:

@@ -24,10 +24,10 @@ from rlframe.interprocess.processes import ProcessId, this_process
 NAME = "run.lock"
 
 _BEAT = 5.0  # seconds between two beats of a holder
-_STILL = 30.0  # seconds without a beat after which a holder on another host is taken for dead
+_STILL = 30.0  # seconds without a beat after which a holder on another host counts as dead
 _SILENT = 120.0  # the same where the beat's time is all that is known, by the clock of that host
 _LOOK = 0.05  # seconds between two looks at a lock that is waited for
-_SETTLES = 1.0  # seconds in which who has just got the lock writes itself down, and `holder_of` lets go of it
+_SETTLES = 1.0  # seconds in which a new holder writes its record, and `holder_of` releases the lock
 _KILLED = 10.0  # seconds that a holder has to end after SIGKILL
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """Who has a lock, as it wrote itself."""
+    """The record that the holder of a lock writes into its file."""
 
     pid: int
     started: int  # see `ProcessId`
@@ -64,11 +64,11 @@ class Holder:
 
     @property
     def is_of_this_kernel(self) -> bool:
-        """Whether the kernel that would refuse us the lock is the one that gave it."""
+        """Return True if our kernel gave the holder its lock."""
         return self.boot == _boot_id()
 
     def terminate(self) -> None:
-        """Sends SIGTERM. Raises `UsageError` where that cannot be done from here."""
+        """Send SIGTERM. Raise `UsageError` if the process cannot be reached from here."""
         if not self.is_of_this_kernel:
             raise UsageError(f"The run is that of {self}: stop it on that host.")
         if not ProcessId(self.pid, self.started).is_alive:
@@ -84,16 +84,16 @@ class Holder:
 
 
 class RunLock:
-    """A context in which this process is the only one that writes to a run directory.
+    """A context in which this process is the only writer of a run directory.
 
-    The kernel lets go of the lock when its holder dies, whatever of. Where the holder is on another host, locks may not
-    reach that far: such a holder is alive if it is seen to beat.
+    The kernel releases the lock when its holder dies for any reason. Locks may not reach other hosts, so a holder there
+    counts as alive while the beat in its record changes.
 
     Args:
         directory: of the run; it exists.
-        take_over: end the holder, if there is one: by SIGTERM, after which it saves, and by SIGKILL later. One that
-            cannot be reached is shut out: it ends itself, unsaved, when it sees that.
-        ends_within: seconds that we have to end after SIGTERM, before one that takes over sends SIGKILL.
+        take_over: end the holder, if there is one: SIGTERM, so that it saves, then SIGKILL. Replace the lock of a
+            holder that cannot be reached: it ends itself, without saving, at its next beat.
+        ends_within: seconds from SIGTERM to SIGKILL if another process takes over from this one.
 
     Raises:
         UsageError: another process has it.
@@ -126,7 +126,7 @@ class RunLock:
         self._close()
 
     def _try(self) -> bool:
-        """Returns whether the lock is ours; False where it is to be tried again."""
+        """Try once to get the lock. Return False if the caller should try again."""
         self._descriptor = _open(self._path)
         try:
             granted = _flock(self._descriptor)
@@ -140,7 +140,7 @@ class RunLock:
             if elsewhere:
                 if not self._take_over and self._beats(holder):
                     raise self._refused(holder)
-                if self._is_ours() is not None:  # else its holder has ended, and took it away
+                if self._is_ours() is not None:  # else its holder has ended, and removed it
                     self._replace()
             elif not granted and granted is not None:
                 if not self._take_over:
@@ -153,11 +153,11 @@ class RunLock:
         except BaseException:
             self._close()
             raise
-        self._close()  # another process has replaced it, or taken it away, meanwhile
+        self._close()  # another process has replaced or removed it
         return False
 
     def _beats(self, holder: Holder | None) -> bool:
-        """Whether the holder's beat is seen to change. Takes 30 s where it is not."""
+        """Watch the holder's beat for up to 30 s. Return True as soon as it changes."""
         before = _text(self._path)
         _log.warning("%s may be in use by %s: watching for up to %g s.", self, holder, _STILL)
         deadline = time.monotonic() + _STILL
@@ -171,11 +171,11 @@ class RunLock:
         return False
 
     def _end(self, holder: Holder | None) -> bool:
-        """Ends the holder, and says whether its lock is ours then (or gone with its file)."""
+        """End the holder. Return True if its lock is ours then (or its file is gone)."""
         process = ProcessId(holder.pid, holder.started) if holder is not None else ProcessId(0, -1)
         if process.pid == os.getpid():
             raise UsageError(f"{self} is in use by this process: it cannot take it over from itself.")
-        if not process.is_alive:  # not to be seen from here, in another container
+        if not process.is_alive:  # it is in another container
             return False
         assert holder is not None
         for number, seconds in ((signal.SIGTERM, holder.ends_within), (signal.SIGKILL, _KILLED)):
@@ -195,23 +195,23 @@ class RunLock:
         return False
 
     def _replace(self) -> None:
-        """Puts a new file in the place of the old one, whose holder sees that it is shut out."""
+        """Replace the file by a new one. The old one's holder ends when it notices."""
         self._close()
         temporary = self._path.with_name(f"{NAME}.{secrets.token_hex(8)}")  # pids of containers may be the same
         self._descriptor = _open(temporary)
         _flock(self._descriptor)
         self._write(0)
         os.replace(temporary, self._path)
-        time.sleep(_BEAT)  # who does the same at the same time has done it then: the last one stays
+        time.sleep(_BEAT)  # of several processes that do this at the same time, the last one stays
 
     def _write(self, beat: int) -> None:
         record = json.dumps({**dataclasses.asdict(self._holder), "beat": beat}).encode()
-        # A disk that is full takes the name of the holder from the message, and no more.
+        # On a full disk only the message of a refusal lacks the holder.
         with contextlib.suppress(OSError):
             if beat == 0:
                 os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, record, 0)
-            os.fdatasync(self._descriptor)  # a network file system would keep it to itself
+            os.fdatasync(self._descriptor)  # so that other hosts see it on a network file system
 
     def _beat(self) -> None:
         beat = 0
@@ -223,7 +223,7 @@ class RunLock:
                 os._exit(1)
 
     def _is_ours(self) -> bool | None:
-        """Whether the file that we have open is the one in the directory; None where there is none."""
+        """Return True if the file in the directory is the one that we have open; None if there is none."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), self._path.stat())
         except OSError:
@@ -246,16 +246,16 @@ class RunLock:
 
 
 def holder_of(directory: pathlib.Path) -> Holder | None:
-    """Who writes to a run directory now; None where nobody does. One on another host is believed while it beats."""
+    """Return the current writer of a run directory, if any. One on another host counts while its beat changes."""
     path = directory / NAME
     holder = _read(path)
     if holder is None or _is_alive(holder):
         return holder
     with contextlib.suppress(OSError):
-        if not holder.is_of_this_kernel:  # this one, before it was started anew, or another host's
+        if not holder.is_of_this_kernel:  # of another host, or of this one before it was rebooted
             return holder if time.time() - path.stat().st_mtime < _SILENT else None
         with path.open() as file:
-            try:  # it may be alive in another container
+            try:  # it may be in another container
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return holder
@@ -272,7 +272,7 @@ def _open(path: pathlib.Path) -> int:
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Whether we have the lock now; None where the file system has no locks."""
+    """Try to lock a file. Return whether we have the lock now; None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -290,7 +290,7 @@ def _text(path: pathlib.Path) -> str:
 
 
 def _read(path: pathlib.Path) -> Holder | None:
-    """Who wrote itself down; None where nobody did."""
+    """Return the record in the file; None if there is none."""
     try:
         values: dict[str, Any] = json.loads(_text(path))
         del values["beat"]
@@ -300,10 +300,10 @@ def _read(path: pathlib.Path) -> Holder | None:
 
 
 def _is_alive(holder: Holder | None) -> bool:
-    """Whether it is seen to live from here; one in another container is not."""
+    """Return True if the process is alive and visible from here: one in another container is not."""
     return holder is not None and holder.is_of_this_kernel and ProcessId(holder.pid, holder.started).is_alive
 
 
 def _boot_id() -> str:
-    """What tells one running kernel from another; the host's name where the kernel gives none."""
+    """Return an id of the running kernel; the host's name if the kernel has none."""
     return _text(pathlib.Path("/proc/sys/kernel/random/boot_id")).strip() or socket.gethostname()

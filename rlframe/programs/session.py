@@ -1,4 +1,4 @@
-"""`train`: one session of a run, whatever learns and wherever its nodes are, from its start to its result."""
+"""`train`: one session of a run, from its start or its checkpoint to its result, in every topology."""
 
 from __future__ import annotations
 
@@ -56,36 +56,35 @@ def train(
     control: Control | None = None,
     quiet: bool = False,
 ) -> Result:
-    """Trains an experiment's agent to its last step, and evaluates the final policy.
+    """Train an experiment's agent to its last step, and evaluate the final policy.
 
-    The first Ctrl-C (or SIGTERM) finishes the step under way, saves everything and returns without
-    an evaluation; a second one leaves at once.
+    The first Ctrl-C (or SIGTERM) finishes the current step, saves everything and returns without an evaluation; a
+    second one ends the run at once.
 
     Args:
-        experiment: what to run; on resume what ran before, perhaps with other `steps` (see `continued`).
-        run_dir: where everything is written; None: a new directory under `runs/`.
-        resume: go on from the latest checkpoint in `run_dir`; a run that ended before its first one starts again.
-        resume_from: the checkpoint to go on from, by its name; newer ones are moved aside. None: the newest.
-        take_over: end the process that writes to `run_dir` now, if there is one, and go on in its place.
+        experiment: on resume the experiment of the run, perhaps with other `steps` (see `continued`).
+        run_dir: of the run's files; None: a new directory under `runs/`.
+        resume: continue from the newest checkpoint in `run_dir`; a run that ended before its first one starts again.
+        resume_from: continue from this checkpoint, and move newer ones aside. None: the newest.
+        take_over: end the process that writes to `run_dir` now, if there is one, and continue in its place.
         stop_at: the step at which this session stops and saves; schedules still end at `experiment.steps`.
         callbacks: each is called as `callback(info)` with each row of the logs, in this process; see `CallbackInfo`.
             `info.stop()` ends the run early, as at its last step. If one raises, the run saves and ends, and the
-            exception is raised from here. Where nodes are processes, they are called by a thread, while training
-            goes on.
-        open_loggers: `open_loggers(run_dir)` gives more places for the rows; they are closed at the end.
-        progress: a logger that is also written to, without values, a few times a second, by a single process.
-        profile: measures where the time of a single process goes.
-        notes: kept in `config.json` for a reader; those of a resumed run stay as they are.
-        control: where the run is shown, and can be told what to do, over HTTP; None: nowhere.
-        quiet: show nothing of the nodes, and print nothing else.
+            exception is raised from here. If nodes are processes, a thread calls them during training.
+        open_loggers: `open_loggers(run_dir)` returns more loggers for the rows; they are closed at the end.
+        progress: a logger that a single process also writes to, without values, a few times a second.
+        profile: measures the time that the parts of a single process take.
+        notes: for a reader of `config.json`; those of a resumed run stay as they are.
+        control: address of the HTTP service that shows and controls the run; None: no service.
+        quiet: print nothing, also no output of the nodes.
 
     Returns:
-        See `Result`. If a resumed run has reached its last step already, its result of before.
+        See `Result`. If a resumed run has reached its last step already, its earlier result.
 
     Raises:
-        UsageError: the experiment or the directory cannot be.
+        UsageError: an option or the directory is invalid.
         ProgramError: a node failed more often than it may, or did not save when the program was stopped.
-        RlframeError: the run failed; what was saved is kept.
+        RlframeError: the run failed; all that was saved is kept.
     """
     check_not_loading()
     if not experiment.topology.engine_class.in_process:
@@ -204,7 +203,7 @@ def _say_what_comes(experiment: Experiment, agent: Any, resume: bool, progress: 
 def _run_programs(
     engine: Engine, follower: Topology | None, run: Run, status: StatusFile, callbacks: Callbacks
 ) -> int | None:
-    """Runs a program, and those that are to follow it; returns the number of the signal that ended one, or None."""
+    """Run a program, and those that follow it. Return the number of the signal that ended one, or None."""
     _connect(callbacks, engine)
     number = engine.run(status.watch)
     while follower is not None and number is None and callbacks.error is None:
@@ -247,11 +246,11 @@ def make_engine(experiment: Experiment, logs: pathlib.Path | None, quiet: bool =
 
 
 def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:
-    """Raises UsageError where the run needs an extra that is not installed: before its directory is made.
+    """Raise UsageError if the run needs an extra that is not installed: before its directory is made.
 
     Args:
-        experiment: what is to run.
-        with_control: whether it is to be shown over HTTP.
+        experiment: of the run.
+        with_control: whether the run has an HTTP service.
     """
     if split(experiment.env)[0] == "dm_control":
         extras.require(f"--env {experiment.env}", "dm_control")
@@ -273,11 +272,11 @@ def open_session(
     take_over: bool = False,
     resume_from: int | None = None,
 ) -> Iterator[Experiment]:
-    """The experiment of a session, and its directory, a new one or the one to go on in: ours in the context.
+    """Lock a new directory, or that of the run to resume, and yield the experiment of the session.
 
     Raises:
-        UsageError: the directory, or what a resumed run would change, cannot be; or another process writes there; or
-            the checkpoint to go on from is damaged.
+        UsageError: the directory holds something else, or another process writes there; a resumed run would change a
+            fixed option; or its checkpoint is damaged.
     """
     experiment = complete(experiment)
     if stop_at is not None and stop_at < 1:
@@ -295,5 +294,5 @@ def open_session(
             with contextlib.closing(Checkpointer(directory.checkpoints)) as checkpointer:
                 checkpointer.go_back_to(resume_from, directory.path / "aside")
         else:
-            directory.create()  # again: it may have been another's meanwhile
+            directory.create()  # again: another process may have used it before we got the lock
         yield experiment

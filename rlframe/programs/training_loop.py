@@ -15,10 +15,9 @@ from rlframe.errors import CheckpointError, CutShortError, EnvError
 from rlframe.inferencers import Inferencer
 from rlframe.learners import Learner
 from rlframe.metrics.rows import ActorCounts, evaluation_row
-from rlframe.programs.ending import Ending
 from rlframe.programs.evaluation import Evaluations, explain, warn_of_failure
 from rlframe.programs.rows import RowWriter, next_multiple
-from rlframe.programs.run import Run
+from rlframe.programs.run import Ending, Run
 from rlframe.programs.updates import first_update
 from rlframe.replay.checkpoint import ReplayFiles
 from rlframe.types import Logs
