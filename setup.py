@@ -22,7 +22,6 @@ CORE = [
     f"envpool>=1.2; {MODERN}",
     f"numpy<2; {REFERENCE}",
     f"numpy; {MODERN}",
-    "chex",
     "cloudpickle",
     "crc32c",  # tensorboardX computes its checksums in Python without it: ten times slower
     "dm-env",

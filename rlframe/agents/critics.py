@@ -1,4 +1,4 @@
-"""Networks of agents for continuous control that learn off-policy: a policy, and twin critics of its actions."""
+"""Twin critics of a policy's continuous actions: their networks, targets and errors, as SAC and TD3 have them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from rlframe.agents.net_factory import build_network
 from rlframe.agents.networks import Head, Network
+from rlframe.agents.trees import check_shapes
 from rlframe.errors import UsageError
 from rlframe.types import Params, Tree, specs
 
@@ -73,3 +74,34 @@ def critic_values(critics: Network, params: Params, observation: Tree, action: j
 def first_output(outputs: Any) -> jax.Array:
     """The output of a network that has one, which may come in a tuple."""
     return outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+
+
+def soft_targets(
+    rewards: jax.Array,
+    discounts: jax.Array,
+    next_values: jax.Array,
+    next_log_probs: jax.Array | float,
+    temperature: jax.Array | float,
+) -> jax.Array:
+    """[B]: rewards and the soft value of what follows, by the lower of two critics (Haarnoja et al. 2018, equation 3).
+
+    Args:
+        rewards: [B].
+        discounts: [B], gamma; 0 where the episode terminated.
+        next_values: [2, B], of the target critics for the policy's next action.
+        next_log_probs: [B], of that action; with a temperature of 0 these are the targets of TD3.
+        temperature: [], what entropy is worth.
+    """
+    check_shapes(rewards=(rewards, "B"), discounts=(discounts, "B"), next_values=(next_values, "2 B"))
+    return rewards + discounts * (jnp.min(next_values, axis=0) - temperature * next_log_probs)
+
+
+def twin_td_error(values: jax.Array, targets: jax.Array) -> jax.Array:
+    """[B]: half the squared errors of both critics, added (Haarnoja et al. 2018, equation 5; Fujimoto et al. 2018).
+
+    Args:
+        values: [2, B], one row for each critic.
+        targets: [B], the same for both; no gradient flows through them.
+    """
+    check_shapes(values=(values, "2 B"), targets=(targets, "B"))
+    return 0.5 * jnp.sum(jnp.square(values - jax.lax.stop_gradient(targets)), axis=0)

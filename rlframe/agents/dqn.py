@@ -16,6 +16,7 @@ from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.net_factory import build_network, default_config
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig
 from rlframe.agents.policies import epsilon_greedy
+from rlframe.agents.priorities import importance_weights
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import (
     AgentOutput,
@@ -295,7 +296,7 @@ class DQN(Agent):
         """(loss, logs) of the losses [B] of a batch: as they are, or corrected for how they were drawn."""
         if not self.cfg.prioritised:
             return jnp.mean(elementwise), logs
-        weights = losses.importance_weights(batch.probabilities, self._importance_exponent(learner_state.steps))
+        weights = importance_weights(batch.probabilities, self._importance_exponent(learner_state.steps))
         # Schaul et al. 2016, section 3.3: never 0
         return jnp.mean(weights * elementwise), {**logs, "priorities": priorities + 1e-6}
 

@@ -16,7 +16,7 @@ from rlframe.agents.net_factory import build_network, default_config
 from rlframe.agents.networks import Head, NatureCNNConfig
 from rlframe.agents.policies import Policy, default_policy
 from rlframe.agents.recurrent import Core
-from rlframe.agents.vtrace import vtrace
+from rlframe.agents.returns import vtrace
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import (
     LAST,

@@ -1,4 +1,4 @@
-"""The mathematics of the agents: pure functions on arrays, without networks."""
+"""Losses that several agents share: pure functions on arrays. Their targets are in `returns` and `critics`."""
 
 from __future__ import annotations
 
@@ -7,44 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-
-def generalised_advantages(
-    rewards: jax.Array,
-    discounts: jax.Array,
-    values: jax.Array,
-    mask: jax.Array,
-    *,
-    discount: float,
-    gae_lambda: float,
-) -> jax.Array:
-    """Generalised advantage estimates (Schulman et al. 2016, equation 16), time first.
-
-    Args:
-        rewards: [T, B] float32, of action t.
-        discounts: [T, B] float32, of timestep t + 1: 0 where the environment terminated.
-        values: [T + 1, B] float32, of timestep t; the last one bootstraps.
-        mask: [T, B] float32, 0 where the environment ignored action t (its timestep was LAST).
-        discount: gamma, for every step.
-        gae_lambda: 0 for one-step advantages, 1 for Monte Carlo.
-
-    Returns:
-        [T, B] float32, 0 where the mask is. An estimate never reaches over a masked step.
-    """
-    discounts = discounts * discount
-    errors = mask * (rewards + discounts * values[1:] - values[:-1])
-    decays = mask * discounts * gae_lambda
-
-    def step(advantage: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        error, decay = inputs
-        advantage = error + decay * advantage
-        return advantage, advantage
-
-    _, advantages = jax.lax.scan(step, jnp.zeros_like(errors[0]), (errors, decays), reverse=True)
-    return advantages
+from rlframe.agents.trees import check_shapes
 
 
 def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
     """The mean of `x` where `mask` is 1; 0 where it is 1 nowhere."""
+    check_shapes(x=(x, "..."), mask=(mask, "..."))
     return jnp.sum(x * mask) / jnp.maximum(jnp.sum(mask), 1.0)
 
 
@@ -59,6 +27,7 @@ def normalise(x: jax.Array, mask: jax.Array, epsilon: float = 1e-8) -> jax.Array
 
 def clipped_surrogate(ratio: jax.Array, advantage: jax.Array, clip_epsilon: jax.Array | float) -> jax.Array:
     """Minus the clipped surrogate objective (Schulman et al. 2017, equation 7), elementwise."""
+    check_shapes(ratio=(ratio, "..."), advantage=(advantage, "..."))
     clipped = jnp.clip(ratio, 1.0 - clip_epsilon, 1.0 + clip_epsilon)
     return -jnp.minimum(ratio * advantage, clipped * advantage)
 
@@ -69,6 +38,7 @@ def value_error(value: jax.Array, old_value: jax.Array, target: jax.Array, clip:
     With `clip`, the larger of that and the error of the value held within `clip` of the old one
     (`baselines/ppo2/model.py`).
     """
+    check_shapes(value=(value, "..."), old_value=(old_value, "..."), target=(target, "..."))
     error = jnp.square(value - target)
     if clip is not None:
         clipped = old_value + jnp.clip(value - old_value, -clip, clip)
@@ -233,118 +203,6 @@ def dueling_values(advantages: jax.Array, value: jax.Array) -> jax.Array:
     return value + advantages - jnp.mean(advantages, axis=-1, keepdims=True)
 
 
-def rescale(x: jax.Array, epsilon: float) -> jax.Array:
-    """h(x) = sign(x) (sqrt(|x| + 1) - 1) + epsilon x: small values for large returns (Pohlen et al. 2018)."""
-    return jnp.sign(x) * (jnp.sqrt(jnp.abs(x) + 1.0) - 1.0) + epsilon * x
-
-
-def unscale(x: jax.Array, epsilon: float) -> jax.Array:
-    """The inverse of `rescale` (Pohlen et al. 2018, proposition A.2), without differences of nearly equal numbers."""
-    size = jnp.abs(x) + 1.0 + epsilon
-    root = 2.0 * size / (1.0 + jnp.sqrt(1.0 + 4.0 * epsilon * size))  # sqrt(|h^-1(x)| + 1)
-    return jnp.sign(x) * (jnp.square(root) - 1.0)
-
-
-def n_step_returns(
-    rewards: jax.Array, discounts: jax.Array, next_values: jax.Array, goes_on: jax.Array, n_step: int
-) -> jax.Array:
-    """Rewards of up to n steps and the value of what follows, within sequences, time first.
-
-    Args:
-        rewards: [T, B] float32, of action t.
-        discounts: [T, B] float32, gamma; 0 where the environment terminated at timestep t + 1.
-        next_values: [T, B] float32, of timestep t + 1.
-        goes_on: [T, B] bool, whether timestep t + 1 is not LAST; where it is, its value ends the sum.
-        n_step: at least 1. Near the end of the sequence there are fewer.
-
-    Returns:
-        [T, B] float32.
-    """
-    goes_on = jnp.concatenate([goes_on[:-1], jnp.zeros_like(goes_on[-1:])])
-    returns = rewards + discounts * next_values
-    for _ in range(n_step - 1):
-        following = jnp.where(goes_on, jnp.roll(returns, -1, axis=0), next_values)
-        returns = rewards + discounts * following
-    return returns
-
-
-def q_lambda_returns(
-    rewards: jax.Array, discounts: jax.Array, next_values: jax.Array, goes_on: jax.Array, lambda_: float
-) -> jax.Array:
-    """Targets of Q(lambda) on-policy (Gallici et al. 2024, section 4), time first.
-
-    Args:
-        rewards: [T, B] float32, of action t.
-        discounts: [T, B] float32, gamma; 0 where the environment terminated at timestep t + 1.
-        next_values: [T, B] float32, the largest action value of timestep t + 1.
-        goes_on: [T, B] bool, whether timestep t + 1 is not LAST; where it is, its value ends the return.
-        lambda_: 0 for one-step targets, 1 for the rewards of all steps that follow.
-
-    Returns:
-        [T, B] float32.
-    """
-
-    def step(following: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        reward, discount, value, is_inside = inputs
-        mixed = value + lambda_ * jnp.where(is_inside, following - value, 0.0)
-        following = reward + discount * mixed
-        return following, following
-
-    inputs = (rewards, discounts, next_values, goes_on)
-    return jax.lax.scan(step, next_values[-1], inputs, reverse=True)[1]
-
-
-def sequence_priorities(errors: jax.Array, mask: jax.Array, max_share: float) -> jax.Array:
-    """[B]: of each sequence the largest error and the mean, mixed (Kapturowski et al. 2019, section 2.3).
-
-    Args:
-        errors: [T, B], differences to the targets.
-        mask: [T, B] float32, 0 where the environment ignored action t.
-        max_share: eta, the share of the largest.
-    """
-    sizes = jnp.abs(errors) * mask
-    means = jnp.sum(sizes, axis=0) / jnp.maximum(jnp.sum(mask, axis=0), 1.0)
-    return max_share * jnp.max(sizes, axis=0) + (1.0 - max_share) * means
-
-
-def importance_weights(probabilities: jax.Array, exponent: jax.Array | float) -> jax.Array:
-    """[B]: corrections for prioritised sampling, the largest being 1 (Schaul et al. 2016, section 3.4).
-
-    The size of the buffer cancels in the division by the largest.
-    """
-    weights = jnp.power(probabilities, -exponent)
-    return weights / jnp.max(weights)
-
-
-def twin_td_error(values: jax.Array, targets: jax.Array) -> jax.Array:
-    """[B]: half the squared errors of both critics, added (Haarnoja et al. 2018, equation 5; Fujimoto et al. 2018).
-
-    Args:
-        values: [2, B], one row for each critic.
-        targets: [B], the same for both; no gradient flows through them.
-    """
-    return 0.5 * jnp.sum(jnp.square(values - jax.lax.stop_gradient(targets)), axis=0)
-
-
-def soft_targets(
-    rewards: jax.Array,
-    discounts: jax.Array,
-    next_values: jax.Array,
-    next_log_probs: jax.Array | float,
-    temperature: jax.Array | float,
-) -> jax.Array:
-    """[B]: rewards and the soft value of what follows, by the lower of two critics (Haarnoja et al. 2018, equation 3).
-
-    Args:
-        rewards: [B].
-        discounts: [B], gamma; 0 where the episode terminated.
-        next_values: [2, B], of the target critics for the policy's next action.
-        next_log_probs: [B], of that action; with a temperature of 0 these are the targets of TD3.
-        temperature: [], what entropy is worth.
-    """
-    return rewards + discounts * (jnp.min(next_values, axis=0) - temperature * next_log_probs)
-
-
 def soft_policy_loss(values: jax.Array, log_probs: jax.Array, temperature: jax.Array | float) -> jax.Array:
     """[B]: what the policy is to lower (Haarnoja et al. 2018, equation 7).
 
@@ -353,14 +211,11 @@ def soft_policy_loss(values: jax.Array, log_probs: jax.Array, temperature: jax.A
         log_probs: [B], of that action.
         temperature: [], what entropy is worth.
     """
+    check_shapes(log_probs=(log_probs, "B"), values=(values, "2 B"))
     return temperature * log_probs - jnp.min(values, axis=0)
 
 
 def temperature_loss(log_temperature: jax.Array, log_probs: jax.Array, target_entropy: float) -> jax.Array:
     """[B]: it rises with the temperature where the entropy is above its target (Haarnoja et al. 2018, equation 18)."""
+    check_shapes(log_temperature=(log_temperature, ""), log_probs=(log_probs, "B"))
     return -jnp.exp(log_temperature) * jax.lax.stop_gradient(log_probs + target_entropy)
-
-
-def smoothed_action(action: jax.Array, noise: jax.Array, clip: float) -> jax.Array:
-    """An action in units of half its range, moved by noise of at most `clip` (Fujimoto et al. 2018, section 5.3)."""
-    return jnp.clip(action + jnp.clip(noise, -clip, clip), -1.0, 1.0)

@@ -17,6 +17,7 @@ from rlframe.agents.net_factory import build_network, default_config
 from rlframe.agents.networks import Head, has_images
 from rlframe.agents.policies import Policy, default_policy
 from rlframe.agents.recurrent import Core
+from rlframe.agents.returns import generalised_advantages
 from rlframe.errors import check_above, check_at_least, check_share
 from rlframe.types import (
     LAST,
@@ -176,7 +177,7 @@ class PPO(Agent):
         """The steps of a batch with their advantages, by the values that the actor had."""
         value, last_value = jnp.asarray(data.extras["value"]), self._last_value(params, data)
         mask = (data.step_type[:, :-1] != LAST).astype(jnp.float32)
-        advantage = losses.generalised_advantages(
+        advantage = generalised_advantages(
             data.reward.T,
             data.discount.T,
             jnp.concatenate([value, last_value[:, None]], axis=1).T,

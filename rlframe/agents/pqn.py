@@ -17,6 +17,7 @@ from rlframe.agents.minibatches import MinibatchUpdates
 from rlframe.agents.net_factory import build_network, default_config
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, has_images
 from rlframe.agents.policies import epsilon_greedy
+from rlframe.agents.returns import q_lambda_returns
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import (
     LAST,
@@ -149,7 +150,7 @@ class PQN(Agent):
         """The steps of a batch with their targets, by the values that the actor had."""
         last_values = self._values(params, jax.tree.map(lambda leaf: leaf[:, -1], data.observation))
         next_values = jnp.concatenate([data.extras["value"][:, 1:], jnp.max(last_values, axis=-1)[:, None]], axis=1)
-        targets = losses.q_lambda_returns(
+        targets = q_lambda_returns(
             data.reward.T,
             self.cfg.discount * data.discount.T,
             next_values.T,

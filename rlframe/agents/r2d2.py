@@ -15,7 +15,9 @@ from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.net_factory import build_network
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, has_images
 from rlframe.agents.policies import epsilon_greedy
+from rlframe.agents.priorities import importance_weights, sequence_priorities
 from rlframe.agents.recurrent import Core, GRUConfig, LSTMConfig
+from rlframe.agents.returns import n_step_returns, rescale, unscale
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import (
     LAST,
@@ -183,11 +185,11 @@ class R2D2(Agent):
         chosen = _select(values[:-1], action)
         mask = (batch.data.step_type[:, cfg.burn_in : -1].T != LAST).astype(jnp.float32)
         errors = mask * (jax.lax.stop_gradient(targets) - chosen)
-        weights = losses.importance_weights(batch.probabilities, cfg.importance_exponent)
+        weights = importance_weights(batch.probabilities, cfg.importance_exponent)
         logs = {
             "value": losses.masked_mean(self._unscale(chosen), mask),
             "td_error": losses.masked_mean(jnp.abs(errors), mask),
-            "priorities": losses.sequence_priorities(errors, mask, cfg.max_share) + 1e-6,  # never 0
+            "priorities": sequence_priorities(errors, mask, cfg.max_share) + 1e-6,  # never 0
         }
         return jnp.mean(weights * jnp.sum(losses.huber(errors, None), axis=0)), logs
 
@@ -215,11 +217,11 @@ class R2D2(Agent):
         next_values = self._unscale(_select(target_values[1:], jnp.argmax(values[1:], axis=-1)))
         reward, discount = data.reward[:, cfg.burn_in :].T, cfg.discount * data.discount[:, cfg.burn_in :].T
         goes_on = data.step_type[:, cfg.burn_in + 1 :].T != LAST
-        returns = losses.n_step_returns(reward, discount, next_values, goes_on, cfg.n_step)
-        return returns if cfg.rescaling is None else losses.rescale(returns, cfg.rescaling)
+        returns = n_step_returns(reward, discount, next_values, goes_on, cfg.n_step)
+        return returns if cfg.rescaling is None else rescale(returns, cfg.rescaling)
 
     def _unscale(self, values: jax.Array) -> jax.Array:
-        return values if self.cfg.rescaling is None else losses.unscale(values, self.cfg.rescaling)
+        return values if self.cfg.rescaling is None else unscale(values, self.cfg.rescaling)
 
 
 def ladder(count: int) -> np.ndarray:

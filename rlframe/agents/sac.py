@@ -13,7 +13,7 @@ import optax
 
 from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
-from rlframe.agents.critics import build_policy_and_critics, critic_values, first_output
+from rlframe.agents.critics import build_policy_and_critics, critic_values, first_output, soft_targets, twin_td_error
 from rlframe.agents.net_factory import default_config
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.policies import ActionRange, SquashedGaussian, check_bounds
@@ -180,9 +180,9 @@ class SAC(Agent):
 
         next_action, next_log_prob = self._act(next_rng, params.policy, data.next_observation)
         next_values = self._values(learner_state.target_critics, data.next_observation, next_action)
-        targets = losses.soft_targets(data.reward, data.discount, next_values, next_log_prob, temperature)
+        targets = soft_targets(data.reward, data.discount, next_values, next_log_prob, temperature)
         values = self._values(params.critics, data.observation, self._range.to_units(data.action))
-        critic_loss = jnp.mean(losses.twin_td_error(values, targets))
+        critic_loss = jnp.mean(twin_td_error(values, targets))
 
         action, log_prob = self._act(rng, params.policy, data.observation)
         action_values = self._values(jax.lax.stop_gradient(params.critics), data.observation, action)

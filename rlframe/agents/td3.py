@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
-from rlframe.agents.critics import build_policy_and_critics, critic_values, first_output
+from rlframe.agents.critics import build_policy_and_critics, critic_values, first_output, soft_targets, twin_td_error
 from rlframe.agents.net_factory import default_config
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.policies import ActionRange, check_bounds
@@ -173,12 +172,12 @@ class TD3(Agent):
         rng = jax.random.fold_in(learner_state.rng, learner_state.steps)
         next_action = self._act(target.policy, data.next_observation)
         noise = cfg.smoothing_noise * jax.random.normal(rng, next_action.shape)
-        next_action = losses.smoothed_action(next_action, noise, cfg.smoothing_clip)
+        next_action = smoothed_action(next_action, noise, cfg.smoothing_clip)
         next_values = self._values(target.critics, data.next_observation, next_action)
-        targets = losses.soft_targets(data.reward, data.discount, next_values, 0.0, 0.0)
+        targets = soft_targets(data.reward, data.discount, next_values, 0.0, 0.0)
         values = self._values(params.critics, data.observation, self._range.to_units(data.action))
         logs = {"value": jnp.mean(values), "td_error": jnp.mean(jnp.abs(targets - values))}
-        return jnp.mean(losses.twin_td_error(values, targets)), logs
+        return jnp.mean(twin_td_error(values, targets)), logs
 
     def policy_loss(self, policy_params: Params, critic_params: Params, observation: Tree) -> jax.Array:
         """[]: minus the first critic's value of the policy's actions (algorithm 1)."""
@@ -194,3 +193,8 @@ class TD3(Agent):
 
     def _values(self, params: Params, observation: Tree, action: jax.Array) -> jax.Array:
         return critic_values(self.critics, params, observation, action)
+
+
+def smoothed_action(action: jax.Array, noise: jax.Array, clip: float) -> jax.Array:
+    """An action in units of half its range, moved by noise of at most `clip` (Fujimoto et al. 2018, section 5.3)."""
+    return jnp.clip(action + jnp.clip(noise, -clip, clip), -1.0, 1.0)

@@ -1,4 +1,4 @@
-"""Trees of arrays and their specs: zeros that fit one, the spec of a batch, and a check of a batch against one."""
+"""Trees of arrays and their specs: zeros that fit a spec, the spec of a batch, and checks of shapes."""
 
 from __future__ import annotations
 
@@ -40,6 +40,25 @@ def check_tree(what: str, spec: Tree, tree: Tree, *, owner: str) -> None:
                 f"{owner}: {what}{name} should be [{_dims(('B', *leaf_spec.shape))}] {np.dtype(leaf_spec.dtype)}, "
                 f"got [{_dims(leaf.shape)}] {np.dtype(leaf.dtype)}."
             )
+
+
+def check_shapes(**arrays: tuple[Any, str]) -> None:
+    """Raise ValueError if an array does not have its shape: `check_shapes(rewards=(rewards, "T B"))`.
+
+    A name of a dimension stands for the same size in all arrays. It may come with an addend once it is known ("T+1"),
+    "..." stands for all dimensions that are left, and a number for itself.
+    """
+    sizes: dict[str, tuple[int, ...]] = {}
+    for name, (array, dims) in arrays.items():
+        shape, wanted = np.shape(array), ()
+        for i, dim in enumerate(dims.split()):
+            letter, _, addend = dim.partition("+")
+            own = shape[i:] if letter == "..." else shape[i : i + 1] or (-1,)
+            size = (int(letter),) if letter.isdigit() else sizes.setdefault(letter, own)
+            wanted += (size[0] + int(addend),) if addend else size
+        if wanted != shape:
+            known = ", ".join(f"{letter} = {_dims(size)}" for letter, size in sizes.items())
+            raise ValueError(f"{name} must be [{', '.join(dims.split())}] with {known}; got [{_dims(shape)}].")
 
 
 def without_batch(tree: Tree) -> Tree:

@@ -11,6 +11,7 @@ import pytest
 from rlframe.agents import DQN, DQNConfig, losses
 from rlframe.agents.dqn import ActorParams, Repetition
 from rlframe.agents.networks import MLPConfig
+from rlframe.agents.priorities import importance_weights
 from rlframe.agents.trees import zero_timestep
 from rlframe.errors import UsageError
 from rlframe.types import Transition
@@ -191,7 +192,7 @@ def test_quantiles_are_learned_as_their_definition_says(dueling):
                 huber = 0.5 * size**2 if size <= 0.5 else 0.5 * (size - 0.25)
                 expected[row] += abs((i + 0.5) / 4 - (error < 0)) * huber / 0.5 / 4
     loss, logs = agent.loss(params, learner_state._replace(target_params=target), batch)
-    weights = np.asarray(losses.importance_weights(jnp.asarray(batch.probabilities), 0.4))
+    weights = np.asarray(importance_weights(jnp.asarray(batch.probabilities), 0.4))
     np.testing.assert_allclose(logs["priorities"], expected + 1e-6, rtol=1e-4)
     np.testing.assert_allclose(loss, np.mean(weights * expected), rtol=1e-4)
     published = agent.actor_params(params, learner_state)
@@ -264,7 +265,7 @@ def test_categorical_returns_are_learned_as_the_algorithm_says(dueling):
             m[low + 1] += following[row, best, j] * (b - low)
         expected[row] = sum(m[i] * np.log(m[i] / here[row, data.action[row], i]) for i in range(5) if m[i] > 0.0)
     loss, logs = agent.loss(params, learner_state._replace(target_params=target), batch)
-    weights = np.asarray(losses.importance_weights(jnp.asarray(batch.probabilities), 0.4))
+    weights = np.asarray(importance_weights(jnp.asarray(batch.probabilities), 0.4))
     np.testing.assert_allclose(logs["priorities"], expected + 1e-6, rtol=1e-3, atol=1e-6)
     np.testing.assert_allclose(loss, np.mean(weights * expected), rtol=1e-4)
     published = agent.actor_params(params, learner_state)
@@ -305,7 +306,7 @@ def test_priorities_are_the_sizes_of_the_errors_and_weights_correct_for_them():
     batch = batches.transitions(agent)
     loss, logs = agent.loss(params, learner_state, batch)
     priorities = np.asarray(logs["priorities"])
-    weights = np.asarray(losses.importance_weights(jnp.asarray(batch.probabilities), 0.5))
+    weights = np.asarray(importance_weights(jnp.asarray(batch.probabilities), 0.5))
     assert priorities.shape == (16,) and np.all(priorities > 0)
     np.testing.assert_allclose(loss, np.mean(weights * 0.5 * np.square(priorities - 1e-6)), rtol=1e-5)
 

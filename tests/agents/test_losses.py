@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlframe.agents import losses
+from rlframe.agents import critics, losses, priorities, td3
 from tests.extras import import_or_skip
 
 
@@ -15,38 +15,6 @@ from tests.extras import import_or_skip
 def rlax():
     """It imports TensorFlow, which takes seconds."""
     return import_or_skip("rlax", "pip install 'rlframe[test]'")
-
-
-def advantages(rewards, discounts, values, mask=None, discount=1.0, gae_lambda=1.0):
-    columns = [jnp.asarray(x, jnp.float32)[:, None] for x in (rewards, discounts, values)]
-    mask = jnp.ones_like(columns[0]) if mask is None else jnp.asarray(mask, jnp.float32)[:, None]
-    return losses.generalised_advantages(*columns, mask, discount=discount, gae_lambda=gae_lambda)[:, 0]
-
-
-def test_advantages_by_hand():
-    # gamma 0.5, lambda 0.5: errors are 1 + 0.5 * 2 - 1 = 1 and 2 + 0.5 * 4 - 2 = 2; 1 + 0.25 * 2 = 1.5.
-    result = advantages([1, 2], [1, 1], [1, 2, 4], discount=0.5, gae_lambda=0.5)
-    np.testing.assert_allclose(result, [1.5, 2.0])
-
-
-def test_advantages_at_termination_do_not_bootstrap():
-    np.testing.assert_allclose(advantages([1, 5], [1, 0], [0, 2, 100]), [1 + 5, 5 - 2])
-
-
-def test_advantages_at_a_time_limit_bootstrap_and_stop_there():
-    # Step 1 is LAST, cut at value 10: step 0 sees it, and nothing of the next episode.
-    result = advantages([1, 0, 7], [1, 1, 1], [2, 10, 3, 50], mask=[1, 0, 1])
-    np.testing.assert_allclose(result, [1 + 10 - 2, 0, 7 + 50 - 3])
-
-
-def test_advantages_agree_with_rlax(rlax):
-    random = np.random.RandomState(0)
-    rewards, values = random.randn(20), random.randn(21)
-    discounts = (random.rand(20) > 0.2).astype(np.float32)
-    oracle = rlax.truncated_generalized_advantage_estimation(
-        jnp.asarray(rewards, jnp.float32), jnp.asarray(0.9 * discounts), 0.7, jnp.asarray(values, jnp.float32)
-    )
-    np.testing.assert_allclose(advantages(rewards, discounts, values, None, 0.9, 0.7), oracle, rtol=1e-5, atol=1e-5)
 
 
 def test_clipped_surrogate_by_hand():
@@ -133,12 +101,12 @@ def test_dueling_values_by_hand():
 
 
 def test_importance_weights_by_hand():
-    weights = losses.importance_weights(jnp.array([0.1, 0.4]), 0.5)
+    weights = priorities.importance_weights(jnp.array([0.1, 0.4]), 0.5)
     np.testing.assert_allclose(weights, [1.0, 0.5], rtol=1e-6)
 
 
 def test_importance_weights_without_correction_are_one():
-    np.testing.assert_allclose(losses.importance_weights(jnp.array([0.1, 0.4]), 0.0), [1.0, 1.0])
+    np.testing.assert_allclose(priorities.importance_weights(jnp.array([0.1, 0.4]), 0.0), [1.0, 1.0])
 
 
 def test_munchausen_errors_are_their_definition():
@@ -168,74 +136,27 @@ def test_munchausen_errors_by_hand():
     np.testing.assert_allclose(error, [1.0 - 0.05 * np.log(2.0) + 0.5 * (3.0 + 0.1 * np.log(2.0)) - 3.0], rtol=1e-6)
 
 
-def test_rescaled_values_by_hand():
-    # sqrt(8 + 1) - 1 + 0.1 * 8, and for a negative number minus that.
-    np.testing.assert_allclose(losses.rescale(jnp.array([8.0, 0.0, -8.0]), 0.1), [2.8, 0.0, -2.8], rtol=1e-6)
-    np.testing.assert_allclose(losses.unscale(jnp.array([2.8, 0.0, -2.8]), 0.1), [8.0, 0.0, -8.0], rtol=1e-6)
-
-
-@pytest.mark.parametrize("epsilon", [0.0, 1e-3, 1e-2])
-def test_unscaling_undoes_rescaling(epsilon, rlax):
-    values = jnp.concatenate([-jnp.logspace(-3, 4, 50), jnp.logspace(-3, 4, 50)])
-    np.testing.assert_allclose(losses.unscale(losses.rescale(values, epsilon), epsilon), values, rtol=1e-3)
-    if epsilon:
-        pair = rlax.SIGNED_HYPERBOLIC_PAIR
-        np.testing.assert_allclose(losses.rescale(values, 1e-3), pair.apply(values), rtol=1e-5)
-
-
-def test_n_step_returns_by_hand():
-    # gamma 0.5; timestep 2 is LAST by a time limit, timestep 3 the FIRST of the next episode. Two steps at most.
-    returns = losses.n_step_returns(
-        *(jnp.array(x)[:, None] for x in ([1.0, 2.0, 9.0, 4.0, 8.0], [0.5] * 5, [10.0, 20.0, 30.0, 40.0, 50.0])),
-        goes_on=jnp.array([True, False, True, True, True])[:, None],
-        n_step=2,
-    )
-    # 1 + 0.5 (2 + 0.5 * 20); 2 + 0.5 * 20; (ignored); 4 + 0.5 (8 + 0.5 * 50); 8 + 0.5 * 50, where the sequence ends
-    np.testing.assert_allclose(np.delete(returns[:, 0], 2), [7.0, 12.0, 20.5, 33.0])
-
-
-@pytest.mark.parametrize("n_step", [1, 3, 9])
-def test_n_step_returns_are_rlaxs_where_no_episode_ends(n_step, rlax):
-    random = np.random.RandomState(0)
-    rewards, values, discounts = (random.rand(6, 2).astype(np.float32) for _ in range(3))
-    returns = losses.n_step_returns(rewards, discounts, values, np.ones((6, 2), bool), n_step)
-    for column in range(2):
-        expected = rlax.n_step_bootstrapped_returns(*(x[:, column] for x in (rewards, discounts, values)), n_step)
-        np.testing.assert_allclose(returns[:, column], expected, rtol=1e-5)
-
-
-def test_lambda_returns_by_hand():
-    # gamma 0.5, lambda 0.5; timestep 2 is LAST, by a time limit.
-    returns = losses.q_lambda_returns(
-        *(jnp.array(x)[:, None] for x in ([1.0, 2.0, 9.0, 4.0], [0.5] * 4, [10.0, 20.0, 30.0, 40.0])),
-        goes_on=jnp.array([True, False, True, True])[:, None],
-        lambda_=0.5,
-    )
-    # 1 + 0.5 (0.5 * 10 + 0.5 * 12), where 12 = 2 + 0.5 * 20; 9 + 0.5 (0.5 * 30 + 0.5 * 24), where 24 = 4 + 0.5 * 40
-    np.testing.assert_allclose(returns[:, 0], [6.5, 12.0, 22.5, 24.0])
-
-
 def test_sequence_priorities_by_hand():
     errors = jnp.array([[1.0, -4.0], [-3.0, 7.0], [5.0, 2.0]])
     mask = jnp.array([[1.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
     # Of 1 and 3, and of 4 and 2: 0.9 of the larger and 0.1 of the mean.
-    np.testing.assert_allclose(losses.sequence_priorities(errors, mask, 0.9), [2.9, 3.9], rtol=1e-6)
+    np.testing.assert_allclose(priorities.sequence_priorities(errors, mask, 0.9), [2.9, 3.9], rtol=1e-6)
 
 
 def test_soft_targets_by_hand():
     rewards, discounts = jnp.array([1.0, 2.0]), jnp.array([0.9, 0.0])
     next_values, next_log_probs = jnp.array([[3.0, 5.0], [4.0, 6.0]]), jnp.array([-2.0, 7.0])
-    targets = losses.soft_targets(rewards, discounts, next_values, next_log_probs, temperature=0.5)
+    targets = critics.soft_targets(rewards, discounts, next_values, next_log_probs, temperature=0.5)
     np.testing.assert_allclose(targets, [1.0 + 0.9 * (3.0 + 0.5 * 2.0), 2.0])
 
 
 def test_both_critics_err_by_half_a_square_each():
     values = jnp.array([[1.0, 2.0], [3.0, 2.0]])
-    np.testing.assert_allclose(losses.twin_td_error(values, jnp.array([2.0, 5.0])), [0.5 + 0.5, 4.5 + 4.5])
+    np.testing.assert_allclose(critics.twin_td_error(values, jnp.array([2.0, 5.0])), [0.5 + 0.5, 4.5 + 4.5])
 
 
 def test_no_gradient_flows_through_the_targets_of_twin_critics():
-    grads = jax.grad(lambda targets: losses.twin_td_error(jnp.ones((2, 3)), targets).sum())(jnp.zeros(3))
+    grads = jax.grad(lambda targets: critics.twin_td_error(jnp.ones((2, 3)), targets).sum())(jnp.zeros(3))
     np.testing.assert_array_equal(grads, np.zeros(3))
 
 
@@ -255,4 +176,21 @@ def test_the_temperature_rises_where_there_is_too_little_entropy(log_prob, sign)
 
 def test_noise_is_clipped_and_then_the_action():
     action, noise = jnp.array([0.9, 0.0, -0.8]), jnp.array([0.3, -0.9, 0.1])
-    np.testing.assert_allclose(losses.smoothed_action(action, noise, clip=0.5), [1.0, -0.5, -0.7], rtol=1e-6)
+    np.testing.assert_allclose(td3.smoothed_action(action, noise, clip=0.5), [1.0, -0.5, -0.7], rtol=1e-6)
+
+
+def test_a_wrong_shape_is_named():
+    two, three = np.ones(2), np.ones(3)
+    for name, call in {
+        r"mask must be \[...\] with ... = 2; got \[3\]": lambda: losses.masked_mean(two, three),
+        r"advantage must be \[...\]": lambda: losses.clipped_surrogate(two, three, 0.2),
+        r"target must be \[...\]": lambda: losses.value_error(two, two, three, None),
+        r"values must be \[2, B\] with B = 3; got \[3\]": lambda: losses.soft_policy_loss(three, three, 1.0),
+        r"log_probs must be \[B\].*; got \[2, 2\]": lambda: losses.temperature_loss(0.0, np.ones((2, 2)), 1.0),
+        r"next_values must be \[2, B\] with B = 3": lambda: critics.soft_targets(three, three, three, three, 1.0),
+        r"targets must be \[B\] with B = 3; got \[2\]": lambda: critics.twin_td_error(np.ones((2, 3)), two),
+        r"probabilities must be \[B\].*; got \[2, 2\]": lambda: priorities.importance_weights(np.ones((2, 2)), 1.0),
+        r"mask must be \[T, B\]": lambda: priorities.sequence_priorities(np.ones((4, 2)), np.ones((2, 4)), 0.9),
+    }.items():
+        with pytest.raises(ValueError, match=name):
+            call()

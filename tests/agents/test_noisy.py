@@ -12,6 +12,7 @@ import pytest
 from rlframe.agents import DQN, DQNConfig, losses
 from rlframe.agents.networks import MLPConfig
 from rlframe.agents.noisy import NoisyParams, sampled, with_deviations
+from rlframe.agents.priorities import importance_weights
 from rlframe.errors import UsageError
 from tests.agents import batches
 from tests.agents.batches import DISCRETE, VECTOR, started
@@ -63,7 +64,7 @@ RAINBOW = {"double": True, "dueling": True, "num_atoms": 3, "prioritised": True}
 
 def loss_of_samples(plain, batch, online, target, selecting):
     """The loss of three sets of parameters without noise: for values, for those of targets, and for their choices."""
-    data, weights = batch.data, losses.importance_weights(batch.probabilities, plain.cfg.importance_exponent)
+    data, weights = batch.data, importance_weights(batch.probabilities, plain.cfg.importance_exponent)
     read = plain._values if plain.cfg.num_atoms is None else plain._distributions
     values, following = read(online, data.observation), read(target, data.next_observation)
     choices = plain._values(selecting, data.next_observation)

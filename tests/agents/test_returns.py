@@ -1,4 +1,4 @@
-"""V-trace against the paper's sums, against rlax, and at the ends of episodes."""
+"""V-trace, GAE, n-step and Q(lambda) returns: worked by hand, against rlax, and at the ends of episodes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlframe.agents import losses
-from rlframe.agents.vtrace import vtrace
+from rlframe.agents.returns import generalised_advantages, n_step_returns, q_lambda_returns, rescale, unscale, vtrace
 from tests.extras import import_or_skip
 
-rlax = import_or_skip("rlax", "pip install 'rlframe[test]'")
+
+@pytest.fixture
+def rlax():
+    """It imports TensorFlow, which takes seconds."""
+    return import_or_skip("rlax", "pip install 'rlframe[test]'")
 
 
 def random_inputs(length=12, batch=(3,), seed=0):
@@ -64,7 +67,7 @@ def test_it_is_the_sum_of_the_paper(options):
 
 @pytest.mark.parametrize("rho_bar", [0.8, 1.0, 3.0])
 @pytest.mark.parametrize("lambda_", [0.0, 0.9, 1.0])
-def test_it_agrees_with_rlax(rho_bar, lambda_):
+def test_it_agrees_with_rlax(rho_bar, lambda_, rlax):
     values, rewards, discounts, rhos = random_inputs(seed=1)
     c_bar = 1.0  # rlax has no other
     result = vtrace(
@@ -93,7 +96,7 @@ def test_on_policy_advantages_are_generalised_advantages(lambda_):
     values, rewards, discounts, _ = random_inputs(seed=2)
     mask = (np.random.RandomState(3).rand(*rewards.shape) > 0.2).astype(np.float32)
     result = vtrace(values, rewards, discounts, jnp.ones_like(rewards), mask, lambda_=lambda_)
-    expected = losses.generalised_advantages(rewards, discounts, values, mask, discount=1.0, gae_lambda=lambda_)
+    expected = generalised_advantages(rewards, discounts, values, mask, discount=1.0, gae_lambda=lambda_)
     np.testing.assert_allclose(result.advantages, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(result.targets, values[:-1] + expected, rtol=1e-4, atol=1e-5)
 
@@ -155,5 +158,96 @@ def test_no_gradient_flows_through_it():
 
 
 def test_values_without_the_one_that_bootstraps_are_refused():
-    with pytest.raises(AssertionError, match="shape"):
+    with pytest.raises(ValueError, match=r"values must be \[T\+1, \.\.\.\] with T = 2.*; got \[2"):
         run([1, 2], [1, 2], [1, 1])
+
+
+# --- GAE, n-step and Q(lambda) returns, rescaling
+
+
+def advantages(rewards, discounts, values, mask=None, discount=1.0, gae_lambda=1.0):
+    columns = [jnp.asarray(x, jnp.float32)[:, None] for x in (rewards, discounts, values)]
+    mask = jnp.ones_like(columns[0]) if mask is None else jnp.asarray(mask, jnp.float32)[:, None]
+    return generalised_advantages(*columns, mask, discount=discount, gae_lambda=gae_lambda)[:, 0]
+
+
+def test_advantages_by_hand():
+    # gamma 0.5, lambda 0.5: errors are 1 + 0.5 * 2 - 1 = 1 and 2 + 0.5 * 4 - 2 = 2; 1 + 0.25 * 2 = 1.5.
+    result = advantages([1, 2], [1, 1], [1, 2, 4], discount=0.5, gae_lambda=0.5)
+    np.testing.assert_allclose(result, [1.5, 2.0])
+
+
+def test_advantages_at_termination_do_not_bootstrap():
+    np.testing.assert_allclose(advantages([1, 5], [1, 0], [0, 2, 100]), [1 + 5, 5 - 2])
+
+
+def test_advantages_at_a_time_limit_bootstrap_and_stop_there():
+    # Step 1 is LAST, cut at value 10: step 0 sees it, and nothing of the next episode.
+    result = advantages([1, 0, 7], [1, 1, 1], [2, 10, 3, 50], mask=[1, 0, 1])
+    np.testing.assert_allclose(result, [1 + 10 - 2, 0, 7 + 50 - 3])
+
+
+def test_advantages_agree_with_rlax(rlax):
+    random = np.random.RandomState(0)
+    rewards, values = random.randn(20), random.randn(21)
+    discounts = (random.rand(20) > 0.2).astype(np.float32)
+    oracle = rlax.truncated_generalized_advantage_estimation(
+        jnp.asarray(rewards, jnp.float32), jnp.asarray(0.9 * discounts), 0.7, jnp.asarray(values, jnp.float32)
+    )
+    np.testing.assert_allclose(advantages(rewards, discounts, values, None, 0.9, 0.7), oracle, rtol=1e-5, atol=1e-5)
+
+
+def test_rescaled_values_by_hand():
+    # sqrt(8 + 1) - 1 + 0.1 * 8, and for a negative number minus that.
+    np.testing.assert_allclose(rescale(jnp.array([8.0, 0.0, -8.0]), 0.1), [2.8, 0.0, -2.8], rtol=1e-6)
+    np.testing.assert_allclose(unscale(jnp.array([2.8, 0.0, -2.8]), 0.1), [8.0, 0.0, -8.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-3, 1e-2])
+def test_unscaling_undoes_rescaling(epsilon, rlax):
+    values = jnp.concatenate([-jnp.logspace(-3, 4, 50), jnp.logspace(-3, 4, 50)])
+    np.testing.assert_allclose(unscale(rescale(values, epsilon), epsilon), values, rtol=1e-3)
+    if epsilon:
+        pair = rlax.SIGNED_HYPERBOLIC_PAIR
+        np.testing.assert_allclose(rescale(values, 1e-3), pair.apply(values), rtol=1e-5)
+
+
+def test_n_step_returns_by_hand():
+    # gamma 0.5; timestep 2 is LAST by a time limit, timestep 3 the FIRST of the next episode. Two steps at most.
+    found = n_step_returns(
+        *(jnp.array(x)[:, None] for x in ([1.0, 2.0, 9.0, 4.0, 8.0], [0.5] * 5, [10.0, 20.0, 30.0, 40.0, 50.0])),
+        goes_on=jnp.array([True, False, True, True, True])[:, None],
+        n_step=2,
+    )
+    # 1 + 0.5 (2 + 0.5 * 20); 2 + 0.5 * 20; (ignored); 4 + 0.5 (8 + 0.5 * 50); 8 + 0.5 * 50, where the sequence ends
+    np.testing.assert_allclose(np.delete(found[:, 0], 2), [7.0, 12.0, 20.5, 33.0])
+
+
+@pytest.mark.parametrize("n_step", [1, 3, 9])
+def test_n_step_returns_are_rlaxs_where_no_episode_ends(n_step, rlax):
+    random = np.random.RandomState(0)
+    rewards, values, discounts = (random.rand(6, 2).astype(np.float32) for _ in range(3))
+    found = n_step_returns(rewards, discounts, values, np.ones((6, 2), bool), n_step)
+    for column in range(2):
+        expected = rlax.n_step_bootstrapped_returns(*(x[:, column] for x in (rewards, discounts, values)), n_step)
+        np.testing.assert_allclose(found[:, column], expected, rtol=1e-5)
+
+
+def test_lambda_returns_by_hand():
+    # gamma 0.5, lambda 0.5; timestep 2 is LAST, by a time limit.
+    found = q_lambda_returns(
+        *(jnp.array(x)[:, None] for x in ([1.0, 2.0, 9.0, 4.0], [0.5] * 4, [10.0, 20.0, 30.0, 40.0])),
+        goes_on=jnp.array([True, False, True, True])[:, None],
+        lambda_=0.5,
+    )
+    # 1 + 0.5 (0.5 * 10 + 0.5 * 12), where 12 = 2 + 0.5 * 20; 9 + 0.5 (0.5 * 30 + 0.5 * 24), where 24 = 4 + 0.5 * 40
+    np.testing.assert_allclose(found[:, 0], [6.5, 12.0, 22.5, 24.0])
+
+
+def test_a_wrong_shape_is_named():
+    steps = np.ones((4, 2))
+    with pytest.raises(ValueError, match=r"values must be \[T\+1, B\] with T = 4, B = 2; got \[4, 2\]"):
+        generalised_advantages(steps, steps, steps, steps, discount=1.0, gae_lambda=1.0)
+    for returns in (n_step_returns, q_lambda_returns):
+        with pytest.raises(ValueError, match=r"goes_on must be \[T, B\] with T = 4, B = 2; got \[2, 4\]"):
+            returns(steps, steps, steps, steps.T > 0, 1)
