@@ -50,7 +50,8 @@ def check_shapes(**arrays: tuple[Any, str]) -> None:
     """
     sizes: dict[str, tuple[int, ...]] = {}
     for name, (array, dims) in arrays.items():
-        shape, wanted = np.shape(array), ()
+        shape: tuple[int, ...] = np.shape(array)
+        wanted: tuple[int, ...] = ()
         for i, dim in enumerate(dims.split()):
             letter, _, addend = dim.partition("+")
             own = shape[i:] if letter == "..." else shape[i : i + 1] or (-1,)
