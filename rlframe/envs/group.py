@@ -12,10 +12,10 @@ import numpy as np
 from rlframe.envs import answers, snapshot
 from rlframe.envs.adapters import SingleEnv, wrap
 from rlframe.envs.answers import WrongAnswerError
-from rlframe.envs.frames import Frame, FrameRing
+from rlframe.envs.checks import Claim, check_distinct
+from rlframe.envs.codec import ObservationRows
+from rlframe.envs.layout import Frame, FrameRing
 from rlframe.envs.logs import EnvLog
-from rlframe.envs.rows import ObservationRows
-from rlframe.envs.sharing import Claim, check_distinct
 from rlframe.errors import EnvError, RlframeError, UsageError
 from rlframe.interprocess.heartbeat import Clock
 from rlframe.metrics.rows import Sums

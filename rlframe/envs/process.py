@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.envs.frames import Frame
 from rlframe.envs.group import LOOK, EnvState, StepWatch, interrupted
+from rlframe.envs.layout import Frame
 from rlframe.envs.worker import (
     AT,
     CALL,

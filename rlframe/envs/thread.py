@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.envs.frames import Frame, FrameRing, new_frame
 from rlframe.envs.group import LOOK, EnvGroup, EnvState, StepWatch, interrupted
+from rlframe.envs.layout import Frame, FrameRing, new_frame
 from rlframe.interprocess.inbox import Inbox
 from rlframe.metrics.rows import Sums, add_up
 from rlframe.types import TimeStep

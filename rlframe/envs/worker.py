@@ -24,8 +24,8 @@ import setproctitle
 
 from rlframe import streams
 from rlframe.envs.codec import Codec
-from rlframe.envs.frames import Frame, frame_shapes
 from rlframe.envs.group import EnvGroup, build_group, env_error
+from rlframe.envs.layout import Frame, frame_shapes
 from rlframe.envs.logs import EnvLog, log_shapes
 from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.futex import Futex

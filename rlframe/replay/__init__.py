@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlframe.replay.assembler import ItemAssembler
 from rlframe.replay.base import (
     BaseReplayBuffer,
     Draw,
@@ -17,6 +16,7 @@ from rlframe.replay.base import (
 from rlframe.replay.local import ReplayBuffer
 from rlframe.replay.rate_limiter import RateLimiter
 from rlframe.replay.shared_memory import SharedMemReplayBuffer
+from rlframe.replay.steps import ItemAssembler
 
 __all__ = [
     "BaseReplayBuffer",

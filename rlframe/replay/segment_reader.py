@@ -13,8 +13,7 @@ import numpy as np
 from rlframe.interprocess.futex import fence
 from rlframe.interprocess.processes import this_process
 from rlframe.replay import block
-from rlframe.replay.block import Block
-from rlframe.replay.segments import COUNT_BITS, COUNT_MASK, MARGIN
+from rlframe.replay.block import COUNT_BITS, COUNT_MASK, MARGIN, Block
 from rlframe.replay.steps import StepStore, make_table
 from rlframe.replay.tables import ItemTable, QueueTable, Ring
 from rlframe.replay.timeline import Index, Numbers, Timeline

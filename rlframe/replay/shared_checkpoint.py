@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlframe.errors import CheckpointError, UsageError
-from rlframe.replay import block, checkpoint, segments, steps
+from rlframe.replay import block, checkpoint, steps
 from rlframe.replay.block import Block
 from rlframe.replay.sampler import Sampler
 from rlframe.replay.segment_reader import NUMBER_MASK, RANK_BITS
@@ -116,7 +116,7 @@ def _fill(
     words, present = memory.headers[rank], memory.arrays["present"][rank * memory.rows :][:slots]
     present[:] = False
     present[items % slots] = True
-    memory.logs[rank][: len(items)] = segments.entries(items)
+    memory.logs[rank][: len(items)] = block.entries(items)
     words[block.SLOTS], words[block.CHUNK], words[block.FLOOR] = slots, chunk, floor
     words[block.LOG_RESERVED] = len(items)
     memory.cursors[rank].write(*cursors._replace(end=len(items)))
@@ -133,6 +133,6 @@ def _check_free(
     if slots > memory.rows:
         raise CheckpointError(f"{path} was saved with a greater max_envs: a segment has {slots} slots there.")
     try:
-        steps.check_room(spec, slots, (segments.MARGIN + 1) * chunk, header[block.NUM_ENVS])
+        steps.check_room(spec, slots, (block.MARGIN + 1) * chunk, header[block.NUM_ENVS])
     except UsageError as error:
         raise CheckpointError(f"{path} does not fit the writers of this buffer: {error}") from None

@@ -18,7 +18,7 @@ import numpy as np
 from rlframe.errors import UsageError
 from rlframe.interprocess.memory import SharedArrays
 from rlframe.interprocess.processes import this_process
-from rlframe.replay import block, segments, shared_checkpoint, steps
+from rlframe.replay import block, shared_checkpoint, steps
 from rlframe.replay.base import Draw, KeyedReplayBuffer, check_keys, override, replace_gone
 from rlframe.replay.block import Block
 from rlframe.replay.rate_limiter import RUN_AHEAD
@@ -76,7 +76,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
                 raise UsageError(f"SharedMemReplayBuffer's {option} must be at least 1, got {value}.")
         spec = override(agent.replay_spec, overrides)
         steps.check_capacity(spec, agent.step_spec, False)
-        rows = segments.segment_rows(spec, num_writers, max_envs)
+        rows = block.segment_rows(spec, num_writers, max_envs)
         self._created = block.create(num_writers, rows, spec, agent.step_spec)
         name, waits = self._created.name, (timeout, in_threads, run_ahead, come_and_go)
         assert name is not None

@@ -12,11 +12,10 @@ import numpy as np
 from rlframe.errors import RlframeError, StoppedError, UsageError
 from rlframe.interprocess.memory import Name
 from rlframe.interprocess.processes import this_process
-from rlframe.replay import block, segments, steps
-from rlframe.replay.block import Block
+from rlframe.replay import block, steps
+from rlframe.replay.block import Block, SegmentWriter
 from rlframe.replay.layout import check_added
 from rlframe.replay.rate_limiter import RateLimiter, samples_of_rounds
-from rlframe.replay.segments import SegmentWriter
 from rlframe.replay.steps import Writers
 from rlframe.replay.stores import check_memory
 from rlframe.replay.timeline import Fragments
@@ -111,7 +110,7 @@ class SharedWriters:
         self._check_envs(num_envs)
         if rank not in self._incarnations or memory.writer(rank) != this_process():
             raise UsageError(f"Rank {rank} is not this process's: call claim_rank first.")
-        segments.lay_out(memory, rank, plan.spec, num_envs)
+        block.lay_out(memory, rank, plan.spec, num_envs)
         # Pages are taken as they fill: all that the segments have yet to take must be there.
         heads = [cursors.read()[0] for cursors in memory.cursors]
         left = sum(max(0, header[block.SLOTS] - head) for header, head in zip(memory.headers, heads))

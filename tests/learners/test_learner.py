@@ -17,7 +17,7 @@ from rlframe.learners import Checkpointer, DataConfig, Learner, LearnerConfig
 from rlframe.learners.snapshot import Snapshot
 from rlframe.learners.versions import VersionCounter
 from rlframe.replay import ReplayBuffer, checkpoint
-from rlframe.replay.dataset import DatasetTimeoutError
+from rlframe.replay.base import DatasetTimeoutError
 from tests.fakes import (
     ACTION_SPEC,
     OBSERVATION_SPEC,

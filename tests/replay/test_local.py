@@ -11,7 +11,7 @@ import pytest
 
 from rlframe.errors import UsageError
 from rlframe.replay import ReplayBuffer, stores
-from rlframe.replay.dataset import DatasetTimeoutError
+from rlframe.replay.base import DatasetTimeoutError
 from rlframe.testing.streams import STEP_SPEC, ReplayTwin, StepStream, assert_batch_matches, fake_agent, first_ids
 from rlframe.types import AgentOutput, Sequence, Step, StepSpec, TimeStep, Transition, specs
 

@@ -19,9 +19,8 @@ from rlframe.handles import Remote
 from rlframe.programs.run_dir import RunDir
 from rlframe.programs.topologies.parts import add_service
 from rlframe.replay import ReplayClosedError
-from rlframe.replay.service import ReplayService, ServiceReplayBuffer, outbox
-from rlframe.replay.service.server import WriterId
-from rlframe.replay.service.stacks import Stage, unstacked
+from rlframe.replay.service import ReplayService, ServiceReplayBuffer, client
+from rlframe.replay.service.server import Stage, WriterId, unstacked
 from rlframe.testing.replay import play
 from rlframe.testing.streams import ReplayTwin, StepStream, assert_batch_matches, fake_agent, first_ids
 from rlframe.transport.sockets import SocketTransport
@@ -122,8 +121,8 @@ def test_a_batch_of_one_item_of_each_environment_is_of_one_service():
 
 
 def test_a_writer_waits_for_the_reader_of_a_full_queue_and_says_why(monkeypatch, caplog):
-    monkeypatch.setattr(outbox, "_WARN_AFTER", 0.2)
-    monkeypatch.setattr(outbox, "_MOST_STEPS", 4)
+    monkeypatch.setattr(client, "_WARN_AFTER", 0.2)
+    monkeypatch.setattr(client, "_MOST_STEPS", 4)
     agent = fake_agent("queue", Transition(1), 4, 40)
     service = ReplayService(agent)
     buffer = ServiceReplayBuffer(agent, [service])
@@ -155,7 +154,7 @@ def test_a_writer_waits_for_the_reader_of_a_full_queue_and_says_why(monkeypatch,
 
 
 def test_who_reads_by_the_same_object_does_not_wait_for_a_writer_that_is_held_back(monkeypatch):
-    monkeypatch.setattr(outbox, "_MOST_STEPS", 8)
+    monkeypatch.setattr(client, "_MOST_STEPS", 8)
     agent = fake_agent("queue", Transition(1), 4, 40)
     buffer = ServiceReplayBuffer(agent, [ReplayService(agent)])
     stream, taken, added = StepStream(4, end=0.0), [], []
@@ -279,7 +278,7 @@ def test_a_queue_that_was_read_is_not_restored_as_it_was_before(tmp_path):
 
 
 def test_a_writer_that_is_told_to_stop_does_not_wait_on(monkeypatch):
-    monkeypatch.setattr(outbox, "_MOST_STEPS", 2)
+    monkeypatch.setattr(client, "_MOST_STEPS", 2)
     agent = fake_agent("uniform", Transition(1), 4, 1000, samples_per_insert=1.0)
     buffer = ServiceReplayBuffer(agent, [ReplayService(agent, run_ahead=8)])
     stream, stopped = StepStream(4, end=0.0), threading.Event()

@@ -22,16 +22,12 @@ import numpy as np
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.heartbeat import patience as patience_of
-from rlframe.replay.base import BaseReplayBuffer, override
-from rlframe.replay.dataset import Dataset
+from rlframe.replay.base import BaseReplayBuffer, Dataset, override
 from rlframe.replay.rate_limiter import WriterQuorum, WriterState, default_run_ahead
-from rlframe.replay.reverb.connection import ReverbConnection
-from rlframe.replay.reverb.dataset import ReverbDataset
-from rlframe.replay.reverb.items import DrawnItems, ItemRows, ServerKeys
-from rlframe.replay.reverb.registry import RankRegistry
+from rlframe.replay.reverb.connection import HIGHEST, REPLAY, ReverbConnection
+from rlframe.replay.reverb.items import DrawnItems, ItemRows, ReverbDataset, ServerKeys
 from rlframe.replay.reverb.tables import (
-    HIGHEST,
-    REPLAY,
+    RankRegistry,
     ReverbTables,
     block_size,
     inserted,

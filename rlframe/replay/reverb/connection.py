@@ -22,6 +22,8 @@ from rlframe import extras
 from rlframe.errors import PeerError, StoppedError
 from rlframe.replay.base import ReplayClosedError
 
+REPLAY, CLAIMS, HIGHEST = "replay", "claims", "highest"  # the tables of a server
+
 _ATTEMPT = 1  # seconds that one look at the server may take
 _PAUSE = 0.1  # seconds between two
 _SLICE_MS = 500  # how long is waited for a confirmation before looking around

@@ -1,19 +1,23 @@
-"""The tables of a Reverb server, from what an agent says that it learns from."""
+"""The tables of a Reverb server, made for an agent, and the ranks that writers claim in one of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import random
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from rlframe.errors import UsageError
+import numpy as np
+
+from rlframe.errors import PeerError, UsageError
 from rlframe.replay.rate_limiter import RateLimiter, items_kept
-from rlframe.replay.reverb.connection import load
+from rlframe.replay.reverb.connection import CLAIMS, HIGHEST, REPLAY, ReverbConnection, ReverbInserter, load
 from rlframe.replay.reverb.items import ItemRows
 from rlframe.types import AgentSpecs
 
-REPLAY, CLAIMS, HIGHEST = "replay", "claims", "highest"  # the tables' names
 CLAIM_FIELDS = 5  # int64 numbers of an entry of CLAIMS, see `RankRegistry`
 _CLAIMS_KEPT = 1 << 20
 
@@ -120,3 +124,176 @@ def block_size(signature: Any, rows: ItemRows, address: str) -> int:
             f"there, {here[differs]} here. Make its tables from the same agent."
         )
     return int(signature.shape[0])
+
+
+# The last two numbers of an entry (rank, incarnation, token, what, environments).
+_CLAIMED, _WITHDRAWN, _OPENED = 0, 1, 2
+_READ_AHEAD = 64
+
+
+class RankRegistry:
+    """Ranks, how many environments each has, and the highest priority so far.
+
+    Reverb has no compare-and-swap, so ranks are claimed in a log that only grows (the table of claims). A writer
+    appends its claim and then reads the whole log: it has the rank if no other claim to it stands. Of two writers that
+    claim the same rank at once, at least one sees the other, since both write before they read. It withdraws, and tries
+    again after a random pause. So no two ever hold the same (rank, incarnation), however many processes start together,
+    and whichever of them dies in between.
+
+    Args:
+        connection: the server.
+        patience: seconds after which a claim that does not succeed is an error.
+    """
+
+    def __init__(self, connection: ReverbConnection, patience: float) -> None:
+        self._connection, self._patience = connection, patience
+        self._random = random.Random()  # tokens must differ between processes, whatever their seeds
+        self._lock = threading.RLock()
+        self._mine: dict[tuple[int, int], list[list[int]]] = {}  # the entries that this process wrote
+        self._begun: dict[int | None, tuple[tuple[int, int], int]] = {}  # rank asked for -> what was claimed, its token
+        self._counters: list[int] = []
+        self._envs: tuple[int, dict[int, int]] = (-1, {})  # (entries that had been written, rank -> environments)
+        self._highest = (-1, 1.0)  # (values that had been written, the last one)
+
+    def claim(self, rank: int | None) -> tuple[int, int]:
+        """Returns the (rank, incarnation) that nobody but the caller holds.
+
+        A claim that failed, since the server had gone, may be repeated: it goes on where it was.
+        """
+        began, pause = time.monotonic(), 0.05
+        with self._lock:
+            while True:
+                claims = self._claims()
+                if rank not in self._begun:
+                    if rank is None:
+                        held = {r for (r, _), tokens in claims.items() if tokens}
+                        chosen = next(r for r in range(len(held) + 1) if r not in held), 0
+                    else:
+                        chosen = rank, 1 + max((i for r, i in claims if r == rank), default=-1)
+                    token = self._random.getrandbits(62)
+                    self._begun[rank] = chosen, token
+                    self._append([*chosen, token, _CLAIMED, 0])
+                    claims = self._claims()
+                chosen, token = self._begun.pop(rank)
+                if claims.get(chosen) == {token}:
+                    self._mine[chosen] = [[*chosen, token, _CLAIMED, 0]]
+                    return chosen
+                self._append([*chosen, token, _WITHDRAWN, 0])
+                if time.monotonic() - began > self._patience:
+                    raise PeerError(
+                        f"No rank could be claimed at {self._connection.address} for {self._patience:g} s: "
+                        "others claimed the same again and again. Give the actors their ranks."
+                    )
+                time.sleep(self._random.uniform(0.0, pause))
+                pause = min(2 * pause, 2.0)
+
+    def open(self, rank: int, incarnation: int, num_envs: int) -> None:
+        """Notes how many environments a writer has."""
+        with self._lock:
+            entry = [rank, incarnation, 0, _OPENED, num_envs]
+            if entry not in self._mine[rank, incarnation]:
+                self._mine[rank, incarnation].append(entry)
+            self._append(entry)
+
+    def watch(self, tables: dict[str, Any]) -> None:
+        """Writes again what the server has forgotten, where its counters say that it has lost something.
+
+        Args:
+            tables: what the server says of them now.
+
+        Raises:
+            PeerError: another writer has claimed a rank of this process meanwhile.
+        """
+        counters = [inserted(table) for _, table in sorted(tables.items())]
+        with self._lock:
+            lost = any(now < before for now, before in zip(counters, self._counters))
+            self._counters = counters
+            if lost:
+                self._claim_again()
+
+    def _claim_again(self) -> None:
+        there = {tuple(entry) for entry in self._read()}
+        for (rank, incarnation), entries in self._mine.items():
+            for entry in entries:
+                if tuple(entry) not in there:
+                    self._append(entry)
+            if self._claims().get((rank, incarnation), set()) - {entries[0][2]}:
+                raise PeerError(
+                    f"The Reverb server at {self._connection.address} came back without its claims, and another writer "
+                    f"has claimed rank {rank} (incarnation {incarnation}) since. Restart this actor, and give the "
+                    "server a checkpointer."
+                )
+
+    def envs(self) -> dict[int, int]:
+        """How many environments the latest incarnation of each rank has; as last known where nobody answers."""
+        tables = self._connection.look()
+        with self._lock:
+            written = inserted(tables[CLAIMS]) if tables else self._envs[0]
+            if self._envs[0] != written:
+                latest: dict[int, tuple[int, int]] = {}
+                for rank, incarnation, _, what, count in self._read():
+                    if what == _OPENED:
+                        latest[rank] = max(latest.get(rank, (-1, 0)), (incarnation, count))
+                self._envs = written, {rank: count for rank, (_, count) in latest.items()}
+            return self._envs[1]
+
+    def highest(self, written: int) -> float:
+        """The highest priority so far, 1 at first. `written`: how many were ever inserted, as the server says."""
+        with self._lock:
+            if written and self._highest[0] != written:
+                for _, _, _, _, value in self._connection.draw(HIGHEST, 1, self._connection.timeout):
+                    self._highest = written, float(value[0])
+            return self._highest[1]
+
+    def raise_highest(self, priority: float, written: int) -> None:
+        """Makes `priority` the highest so far, where it is."""
+        with self._lock:
+            if priority > self.highest(written):
+                self._insert(HIGHEST, np.array([priority], np.float64))
+
+    def _claims(self) -> dict[tuple[int, int], set[int]]:
+        """(rank, incarnation) -> the tokens of the claims to it that stand; empty where all were withdrawn."""
+        claims: dict[tuple[int, int], set[int]] = {}
+        withdrawn = set()
+        for rank, incarnation, token, what, _ in self._read():
+            if what == _CLAIMED:
+                claims.setdefault((rank, incarnation), set()).add(token)
+            elif what == _WITHDRAWN:
+                withdrawn.add(token)
+        return {key: tokens - withdrawn for key, tokens in claims.items()}
+
+    def _read(self) -> list[list[int]]:
+        """All entries that were in the log when this was called, and maybe later ones.
+
+        A table can only be sampled: so entries are drawn until as many different ones came as there are. Since none
+        ever leaves, these are all.
+        """
+        samplers: list[Any] = []
+
+        def read() -> list[list[int]]:
+            if not self._connection.info("claim_rank")[CLAIMS].current_size:
+                return []
+            samplers.append(self._connection.sampler(CLAIMS, _READ_AHEAD))
+            seen: dict[int, list[int]] = {}
+            size = -1
+            while len(seen) != size:
+                key, _, size, _, entry = samplers[-1].GetNextTrajectory()
+                seen[int(key)] = entry.tolist()
+            return list(seen.values())
+
+        try:
+            return self._connection.call("claim_rank", read)
+        finally:
+            for sampler in samplers:
+                sampler.Close()
+
+    def _append(self, entry: list[int]) -> None:
+        assert len(entry) == CLAIM_FIELDS
+        self._insert(CLAIMS, np.array(entry, np.int64))
+
+    def _insert(self, table: str, array: np.ndarray) -> None:
+        inserter = ReverbInserter(self._connection, table, self._patience)
+        try:
+            inserter.insert([array])
+        finally:
+            inserter.close()

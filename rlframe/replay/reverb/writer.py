@@ -11,13 +11,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from rlframe.errors import StoppedError, UsageError
-from rlframe.replay.assembler import ItemAssembler
 from rlframe.replay.base import ReplayClosedError
 from rlframe.replay.layout import check_added
-from rlframe.replay.reverb.connection import ReverbConnection, ReverbInserter
+from rlframe.replay.reverb.connection import HIGHEST, REPLAY, ReverbConnection, ReverbInserter
 from rlframe.replay.reverb.items import ItemRows
-from rlframe.replay.reverb.registry import RankRegistry
-from rlframe.replay.reverb.tables import HIGHEST, REPLAY, inserted
+from rlframe.replay.reverb.tables import RankRegistry, inserted
+from rlframe.replay.steps import ItemAssembler
 from rlframe.types import AgentSpecs, Step
 
 _LOOK_FOR_STOP = 0.2  # seconds

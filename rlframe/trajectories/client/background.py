@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rlframe.replay.dataset import WAKE, Dataset
+from rlframe.replay.base import WAKE, Dataset
 from rlframe.trajectories.client.client import TrajectoryClient
 from rlframe.types import Batch
 
