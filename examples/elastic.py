@@ -17,7 +17,7 @@ from rlframe.coordinator import (
     CoordinatorConfig,
     LearnerWorker,
     LocalOperator,
-    SharedParamStore,
+    ParamStore,
     TrainOne,
     save_workers,
 )
@@ -46,7 +46,7 @@ def main(directory):
     agent = IMPALA(preset.agent_config, env.observation_spec, env.action_spec)
     env.close()
     replay_buffer = SharedMemReplayBuffer(agent, num_writers=NUM_COLLECTORS, come_and_go=True)
-    param_store = SharedParamStore.of(agent)
+    param_store = ParamStore()
     learner_cfg = LearnerConfig(checkpoint_dir=f"{directory}/checkpoints", resume=True)
     workers = {
         "learner": functools.partial(LearnerWorker, learner_cfg, agent, replay_buffer, param_store),

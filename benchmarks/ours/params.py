@@ -37,7 +37,7 @@ def _measure(way: str, reads: int) -> dict[str, float]:
     `processor_us` is what both processes take for a version, the update that makes it included.
     """
     from rlframe.handles import Remote
-    from rlframe.params.publication import LearnerClient
+    from rlframe.params.source import ParamReader
 
     transport = transport_of(way)
     here, there = multiprocessing.Pipe()
@@ -45,8 +45,8 @@ def _measure(way: str, reads: int) -> dict[str, float]:
     process.start()
     if not here.poll(120.0):
         raise TimeoutError("The learner did not start within 120 s.")
-    wrap = LearnerClient if way == "shared" else None
-    learner = Remote([here.recv()], "learner", transport=transport, wrap=wrap)
+    learner: Any = Remote([here.recv()], "learner", transport=transport)
+    learner = ParamReader(learner) if way == "shared" else learner
     version, took, watch = learner.get_params()[0], [], Stopwatch()
     for _ in range(reads):
         here.send("learn")

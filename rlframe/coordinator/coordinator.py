@@ -56,7 +56,7 @@ class Coordinator:
         commander: says what comes next, and when it is enough.
         operator: where workers come from.
         replay: the buffer that collectors write to and the learner reads from, or a handle to it.
-        param_store: where learners put parameters.
+        param_store: a `ParamStore`, in which learners put parameters, or a handle to one.
         cfg: see `CoordinatorConfig`.
         recorder: gets the rows of the metrics, and the end; None: nobody does.
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rlframe import handles
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.messages import BatchMeta
 from rlframe.errors import RlframeError
@@ -31,7 +32,7 @@ class ReplayThread:
 
     Args:
         replay: the buffer. Where it gives no keys, it is only asked for its counters.
-        param_store: see `rlframe.params`.
+        param_store: a `ParamStore`, or a handle to one.
         happened: is called with `BatchesDrawn` and `Pinned`.
         directory: where a buffer that is drawn from here is saved, and found again.
 
@@ -40,7 +41,8 @@ class ReplayThread:
     """
 
     def __init__(self, replay: Any, param_store: Any, happened: Callable[[Any], None], directory: pathlib.Path) -> None:
-        self._replay, self._store, self._happened = replay, param_store, happened
+        self._replay, self._happened = replay, happened
+        self._store = handles.resolve(param_store, "param store")
         spec = getattr(replay, "spec", None)
         self._max_staleness = spec.max_staleness if spec is not None else None
         self._kind = spec.kind if spec is not None else ""

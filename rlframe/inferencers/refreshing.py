@@ -12,7 +12,6 @@ from typing import Any
 from rlframe import handles
 from rlframe.errors import PeerError, StoppedError
 from rlframe.params.packing import PackedParams
-from rlframe.params.publication import LearnerClient
 from rlframe.params.source import PackedSource, ParamSource, as_packed_source
 
 _log = logging.getLogger(__name__)
@@ -51,11 +50,8 @@ class Refresher:
 
     @functools.cached_property
     def _learner(self) -> PackedSource:
-        return as_packed_source(
-            handles.resolve(
-                self._learner_or_handle, "learner", deadline=self._deadline, stop=self._stop, wrap=LearnerClient
-            )
-        )
+        learner, deadline = self._learner_or_handle, self._deadline
+        return as_packed_source(handles.resolve(learner, "learner", deadline=deadline, stop=self._stop))
 
     def refresh(self) -> None:
         """Takes over the learner's parameters if there is a newer version.

@@ -21,8 +21,7 @@ from rlframe.learners.snapshot import Snapshot
 from rlframe.learners.update import Update, check_are_numbers, check_params, check_update, copied, not_a_batch
 from rlframe.learners.versions import StalenessLimit, VersionCounter, mean_version
 from rlframe.params.packing import PackedParams, Packing
-from rlframe.params.publication import Publication
-from rlframe.params.store import PolicySource
+from rlframe.params.publication import Publication, SharedParams
 from rlframe.replay import BaseReplayBuffer, ReplayReader, as_replay_buffer
 from rlframe.types import Batch, Logs, Tree
 
@@ -286,7 +285,7 @@ class Learner:
         """As `get_params`, packed: what an Inferencer asks for."""
         return self._publication.get_packed(known_version)
 
-    def shared_params(self) -> PolicySource | None:
+    def shared_params(self) -> SharedParams | None:
         """Return the memory in which processes of this machine read what `get_packed` gives.
 
         None if the system has no such memory, or the Learner was closed.

@@ -1,19 +1,10 @@
-"""Parameters under rising versions: what gives them (`ParamSource`), and the stores that they lie in.
+"""Parameters under rising versions: where they come from (`ParamSource`), and how they reach the inferencers.
 
-A version is packed once, by its learner, and unpacked where it acts; between the two it travels as it is.
+A version is packed once by its learner and unpacked where it acts. In between it travels unchanged.
 """
 
-from rlframe.params.files import FileParamStore
 from rlframe.params.packing import PackedParams
-from rlframe.params.shared import SharedParamStore
 from rlframe.params.source import ParamSource
 from rlframe.params.store import Attempt, ParamStore
 
-__all__ = [
-    "Attempt",
-    "FileParamStore",
-    "PackedParams",
-    "ParamSource",
-    "ParamStore",
-    "SharedParamStore",
-]
+__all__ = ["Attempt", "PackedParams", "ParamSource", "ParamStore"]

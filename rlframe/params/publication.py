@@ -1,26 +1,36 @@
-"""What a Learner publishes: its newest parameters, and how other processes of the machine read them where they lie."""
+"""Publish the newest version: in the learner's process, and in memory that the processes of its machine share.
+
+The publisher announces the number of each version. It copies the arrays into shared memory when a reader asks for them,
+or at once if a reader took the version before. So a version that nobody reads costs next to nothing.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import pickle
 import threading
+import time
 from typing import Any
 
-import jax
+import numpy as np
 
-from rlframe.errors import NoMethodError, StoppedError, UnavailableError, UsageError
-from rlframe.interprocess.memory import SUPPORTED
+from rlframe.errors import UnavailableError, UsageError
+from rlframe.interprocess.futex import Futex, fence
+from rlframe.interprocess.memory import SUPPORTED, Fields, Name, Seqlock, SharedArrays
 from rlframe.params.packing import PackedParams, Packing
-from rlframe.params.shared import SharedParamStore
-from rlframe.params.source import NewestParams, unpacked
-from rlframe.params.store import PolicySource
-from rlframe.transport import Client, Future
+from rlframe.params.source import NewestParams, PackedSource
 
-_POLICY = "main"
+_LABEL = "rlframe-params"
+_SLOTS = 2  # one holds the newest version, the next one is written to the other
+_WORDS = 8  # of a row of numbers: a cache line
+_ANNOUNCED, _READ = 0, 1  # words of "versions": the newest version + 1; the version + 1 that was read last
+_PATIENCE = 1.0  # seconds that a reader waits for an announced version
+_AGAIN = 0.02  # seconds after which a reader asks again: two that ask at once may undo each other's wake-up
+_LOOK = 0.1  # seconds between two checks whether the publisher is alive
 
 
 class Publication(NewestParams):
-    """The newest version, also where other processes of this machine read it. Who asks waits for no update.
+    """The newest version in this process and, once another process has asked, in shared memory.
 
     Args:
         packing: of the parameters for acting.
@@ -28,90 +38,214 @@ class Publication(NewestParams):
         packed: its arrays, as `packing` has them; no update may donate them.
     """
 
-    def __init__(self, packing: Packing, version: int, packed: list[jax.Array]) -> None:
+    def __init__(self, packing: Packing, version: int, packed: list[Any]) -> None:
         super().__init__()
         self._packing = packing
         self._lock = threading.Lock()
-        self._shared: SharedParamStore | None = None  # once another process of this machine has asked for it
+        self._shared: SharedParams | None = None
         self._writer: threading.Thread | None = None
         self.publish(version, packed)
 
-    def publish(self, version: int, packed: list[jax.Array]) -> None:
-        """Puts a newer version in the place of the last; or the one that a checkpoint has, before anybody has read."""
+    def publish(self, version: int, packed: list[Any]) -> None:
+        """Replace the version by a newer one, or by a checkpoint's before anybody has read it."""
         self.put(version, PackedParams(self._packing, packed))
         with self._lock:
             if self._shared is not None:
-                self._shared.offer(_POLICY, version)
+                self._shared.announce(version)
 
-    def shared(self) -> PolicySource | None:
-        """Where processes of this machine read the newest version; None where there is no such memory, or any more."""
+    def shared(self) -> SharedParams | None:
+        """Return the memory that other processes of this machine read; None if unsupported, or after `close`."""
         with self._lock:
             if self._shared is None and SUPPORTED:
-                self._shared = SharedParamStore(self._packing, (_POLICY,), kept=1)
-                self._shared.offer(_POLICY, self.version)
-                self._writer = threading.Thread(target=self._answer, name="rlframe parameters", daemon=True)
+                self._shared = SharedParams(self._packing)
+                self._shared.announce(self.version)
+                self._writer = threading.Thread(
+                    target=self._shared.write_wanted, args=(self,), name="rlframe parameters", daemon=True
+                )
                 self._writer.start()
-            return self._shared.source(_POLICY) if self._shared is not None and self._writer is not None else None
+            return self._shared if self._writer is not None else None
 
     def close(self) -> None:
-        """Ends the thread that writes to shared memory; readers ask the learner from then on. May be called again."""
+        """End the thread that writes to shared memory. Readers then call the publisher. May be called again."""
         if self._writer is not None and self._shared is not None:
             writer, self._writer = self._writer, None
             self._shared.close()
             writer.join()
 
-    def _answer(self) -> None:
-        assert self._shared is not None
-        with contextlib.suppress(StoppedError):  # closed while it was putting
-            self._shared.answer(_POLICY, self)
 
+class SharedParams:
+    """The newest version in anonymous memory of the process that makes it. Pickles as a reference to that memory.
 
-class LearnerClient:
-    """A client of a learner, whose parameters are read from shared memory where they lie there. It wraps one.
+    A slot's number is 0 while it is written. A reader copies the arrays and then checks that the slot is unchanged, so
+    it never waits for a writer, and a killed reader blocks nobody.
 
-    Whether they do is asked at the first call, and again when a learner that shared them has gone.
+    Args:
+        packing: of all versions.
     """
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._asks = self._packs = True
-        self._shared: PolicySource | None = None
+    def __init__(self, packing: Packing) -> None:
+        created = SharedArrays.create(_LABEL, _fields(packing))
+        assert created.name is not None
+        self._set(created.name, packing)
+        self._memory = _Memory(created, packing)
 
-    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """See `rlframe.transport.Client`; `get_packed` works with a node that has only `get_params`, too."""
-        if method == "get_packed":
-            return self._get_packed(*args, **kwargs)
-        if method == "get_params":
-            return unpacked(self._get_packed(*args, **kwargs))
-        return self._client.call(method, *args, **kwargs)
+    def _set(self, name: Name, packing: Packing) -> None:
+        self._name, self._packing, self._looked_at = name, packing, 0.0
 
-    def submit(self, method: str, /, *args: Any) -> Future:
-        """See `rlframe.transport.Client`; parameters that are asked for in this way travel."""
-        return self._client.submit(method, *args)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reader, (pickle.dumps((self._name, self._packing)),)  # bytes: Courier sends no other objects
 
-    def _get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
-        if self._asks:
-            self._shared = self._find()
-            self._asks = False
-        if self._shared is not None:
-            version, packed = (-1, None) if self._shared.store.has_gone else self._shared.get_packed(known_version)
-            if version == known_version != -1 or (packed is not None and version > known_version):
-                return version, packed
-            self._shared, self._asks = None, True
-        try:
-            if self._packs:
-                return self._client.call("get_packed", known_version)
-        except NoMethodError:  # not a Learner, but something that has `get_params`
-            self._packs = False
-        version, params = self._client.call("get_params", known_version)
-        return version, None if params is None else PackedParams.of(params)
+    @functools.cached_property
+    def _memory(self) -> _Memory:
+        return _Memory(_attached(self._name, self._packing), self._packing)
 
-    def _find(self) -> PolicySource | None:
-        try:
-            shared = self._client.call("shared_params")
-        except NoMethodError:  # not a Learner
+    @property
+    def has_gone(self) -> bool:
+        """Whether the publisher has closed the memory or died. Checked ten times a second.
+
+        Raises:
+            UnavailableError: that was before this process first used it, or the memory is on another machine.
+            UsageError: it belongs to another user or Ray node.
+        """
+        arrays, now = self._memory.arrays, time.monotonic()
+        if arrays.closed or now < self._looked_at + _LOOK:
+            return arrays.closed
+        self._looked_at = now
+        return not arrays.creator_is_alive
+
+    @property
+    def written(self) -> int:
+        """The newest version whose arrays are in memory; -1 if there is none."""
+        return self._memory.newest()[0]
+
+    def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
+        """See `PackedSource`. Waits up to a second until an announced version is written."""
+        here = self._memory
+        announced = here.versions[_ANNOUNCED] - 1
+        if announced == known_version:
+            return announced, None
+        self._wait_until_written()
+        while True:  # again only if the slot was overwritten meanwhile
+            version, slot = here.newest()
+            if version < 0:
+                return announced, None
+            arrays = here.read(slot, version)
+            if arrays is not None:
+                here.versions[_READ] = version + 1
+                return version, PackedParams(self._packing, arrays)
+
+    def _wait_until_written(self) -> None:
+        here, deadline = self._memory, time.monotonic() + _PATIENCE
+        while not here.arrays.closed:
+            seen = here.changed.value
+            if self.written >= here.versions[_ANNOUNCED] - 1 or time.monotonic() > deadline:
+                return
+            here.wanted.wake()
+            here.changed.wait(seen, _AGAIN)
+
+    def announce(self, version: int) -> None:
+        """Tell readers that there is a newer version, which `write_wanted` copies for them."""
+        here = self._memory
+        was_read = 0 < here.versions[_READ] == here.versions[_ANNOUNCED]
+        here.versions[_ANNOUNCED] = version + 1
+        if was_read:  # its reader will want this one as well
+            here.wanted.wake()
+
+    def write_wanted(self, source: PackedSource) -> None:
+        """Write the versions that readers want, until `close`. Runs in a thread of the publisher.
+
+        Args:
+            source: gives the version that was announced last, or a newer one.
+        """
+        here, answered = self._memory, 0
+        while not here.arrays.closed:
+            wanted = here.wanted.value
+            if wanted == answered:
+                here.wanted.wait(wanted, 60.0)
+                continue
+            answered = wanted
+            version, packed = source.get_packed()
+            if packed is not None and version > self.written:
+                here.write(version, packed.arrays)
+            here.changed.wake()
+
+    def close(self) -> None:
+        """End `write_wanted` and the waits of readers, in the publisher's process. What is written stays readable."""
+        here = self._memory
+        here.arrays.close()
+        here.changed.wake()
+        here.wanted.wake()
+
+
+class _Memory:
+    """The memory of `SharedParams`, mapped into this process.
+
+    Attributes:
+        changed: wakes readers that wait for a version.
+        wanted: wakes the writer.
+        versions: see `_ANNOUNCED`.
+    """
+
+    def __init__(self, arrays: SharedArrays, packing: Packing) -> None:
+        self.arrays = arrays
+        self.changed, self.wanted = (Futex(arrays.rows(name)[0]) for name in ("changed", "wanted"))
+        (self.versions,) = arrays.rows("versions")
+        self._numbers = [Seqlock(words[: Seqlock.words(1)]) for words in arrays.rows("slots")]  # version + 1; 0: none
+        count = len(packing.packed_shapes)
+        self._packed = [[arrays.arrays[f"{slot}/{i}"] for i in range(count)] for slot in range(_SLOTS)]
+
+    def newest(self) -> tuple[int, int]:
+        """Return (the newest version that is written completely, its slot); the version is -1 if there is none."""
+        return max((number.read()[0] - 1, slot) for slot, number in enumerate(self._numbers))
+
+    def write(self, version: int, packed: list[Any]) -> None:
+        """Write a version, in place of the older one."""
+        slot = 1 - self.newest()[1]
+        self._numbers[slot].write(0)
+        for here, array in zip(self._packed[slot], packed):
+            here[...] = np.asarray(array)  # a quarter less time than where NumPy is given a device's array
+        self._numbers[slot].write(version + 1)
+
+    def read(self, slot: int, version: int) -> list[np.ndarray] | None:
+        """Copy the arrays of `version`; None if the slot was overwritten."""
+        number = self._numbers[slot]
+        count = number.count
+        if number.read()[0] - 1 != version:
             return None
-        try:
-            return None if shared is None or shared.store.has_gone else shared
-        except (UnavailableError, UsageError):  # on another machine or Ray node, or of another user
-            return None
+        packed = [array.copy() for array in self._packed[slot]]
+        fence()
+        return packed if number.count == count else None
+
+
+def _reader(pickled: bytes) -> SharedParams:
+    made = SharedParams.__new__(SharedParams)
+    made._set(*pickle.loads(pickled))
+    return made
+
+
+def _attached(name: Name, packing: Packing) -> SharedArrays:
+    try:
+        return SharedArrays.attach(name, _LABEL, _fields(packing))
+    except PermissionError as error:
+        raise UsageError(
+            f"The parameters of process {name.maker.pid} cannot be read: {error}. Its readers must run as the same "
+            "user, in the same container and on the same Ray node; others call it."
+        ) from None
+    except OSError as error:
+        raise UnavailableError(
+            f"The parameters of process {name.maker.pid} cannot be read: the process has ended, has closed them, or "
+            f"runs on another machine ({type(error).__name__})."
+        ) from None
+
+
+def _fields(packing: Packing) -> Fields:
+    word = np.dtype(np.int64)
+    fields: dict[str, tuple[tuple[int, ...], np.dtype]] = {
+        "changed": ((1,), word),
+        "wanted": ((1,), word),
+        "versions": ((_WORDS,), word),
+        "slots": ((_SLOTS, _WORDS), word),
+    }
+    for slot in range(_SLOTS):
+        fields.update({f"{slot}/{i}": packed for i, packed in enumerate(packing.packed_shapes)})
+    return fields

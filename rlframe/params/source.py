@@ -6,7 +6,8 @@ import threading
 import time
 from typing import Any, Protocol
 
-from rlframe.errors import UsageError
+from rlframe.errors import NoMethodError, UnavailableError, UsageError
+from rlframe.handles import Remote
 from rlframe.params.packing import PackedParams
 from rlframe.types import Tree
 
@@ -39,11 +40,13 @@ class PackedSource(ParamSource, Protocol):
 
 
 def as_packed_source(source: Any) -> PackedSource:
-    """The source itself, where it gives packed parameters, or an adapter that packs what its `get_params` gives.
+    """Return a source of packed parameters for an object that has `get_params`, or for a handle to one.
 
     Raises:
         UsageError: it has no `get_params`.
     """
+    if isinstance(source, Remote):
+        return ParamReader(source)
     if hasattr(source, "get_packed"):
         return source
     if not callable(getattr(source, "get_params", None)):
@@ -95,6 +98,67 @@ class NewestParams:
         return self.version
 
 
+class ParamReader:
+    """A `PackedSource` of a learner, or of one policy of a `ParamStore`. It pickles.
+
+    A peer in another process of this machine shares its newest version in memory. Any other peer is called.
+
+    Args:
+        peer: the learner or store, or a `Remote`, which may also lead to an object that has `get_params` alone.
+        *policy: of a store: the policy's id.
+    """
+
+    def __init__(self, peer: Any, *policy: str) -> None:
+        self._peer, self._policy = peer, policy
+        self._shared: Any = None  # the peer's `SharedParams`
+        self._asks = isinstance(peer, Remote)  # for `_shared`: at the first call, and after the peer was restarted
+        self._packs = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ParamReader, (self._peer, *self._policy)
+
+    def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
+        """See `PackedSource`. Raises as `Remote` does."""
+        if self._asks:
+            self._shared, self._asks = self._find_shared(), False
+        if self._shared is not None:
+            version, packed = (-1, None) if self._shared.has_gone else self._shared.get_packed(known_version)
+            if version == known_version != -1 or (packed is not None and version > known_version):
+                return version, packed
+            self._shared, self._asks = None, True
+        version, packed = self._call(known_version)
+        if version < 0:  # a store that was restarted shares memory once it has a version
+            self._asks = isinstance(self._peer, Remote)
+        return version, packed
+
+    def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
+        """See `ParamSource`."""
+        version, packed = self.get_packed(known_version)
+        return version, None if packed is None else packed.unpack()
+
+    def wait_for_version(self, known_version: int, timeout: float) -> int:
+        """See `ParamSource`."""
+        return self._peer.wait_for_version(*self._policy, known_version, timeout)
+
+    def _call(self, known_version: int) -> tuple[int, PackedParams | None]:
+        try:
+            if self._packs:
+                return self._peer.get_packed(*self._policy, known_version)
+        except NoMethodError:  # not a Learner, but an object that has `get_params`
+            self._packs = False
+        return _packed(self._peer.get_params(known_version))
+
+    def _find_shared(self) -> Any:
+        try:
+            shared = self._peer.shared_params(*self._policy)
+        except NoMethodError:  # not a Learner
+            return None
+        try:
+            return None if shared is None or shared.has_gone else shared
+        except (UnavailableError, UsageError):  # on another machine or Ray node, or of another user
+            return None
+
+
 class _Packs:
     """Packs the trees of a source that has only those."""
 
@@ -103,8 +167,7 @@ class _Packs:
         self.get_params = source.get_params
 
     def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
-        version, params = self._source.get_params(known_version)
-        return version, None if params is None else PackedParams.of(params)
+        return _packed(self._source.get_params(known_version))
 
     def wait_for_version(self, known_version: int, timeout: float) -> int:
         if hasattr(self._source, "wait_for_version"):
@@ -115,7 +178,6 @@ class _Packs:
         return version
 
 
-def unpacked(answer: tuple[int, PackedParams | None]) -> tuple[int, Tree | None]:
-    """What `get_params` answers, of what `get_packed` does."""
-    version, packed = answer
-    return version, None if packed is None else packed.unpack()
+def _packed(answer: tuple[int, Tree | None]) -> tuple[int, PackedParams | None]:
+    version, params = answer
+    return version, None if params is None else PackedParams.of(params)

@@ -1,29 +1,34 @@
-"""Where policies lie: parameters under rising versions, put by a learner and fetched by whoever acts.
+"""The parameters of elastic's learner, kept in a process that outlives it.
 
-What all stores promise is here. `shared.py` keeps policies in memory that the processes of one machine share,
-`files.py` in files: each says how a version is written and read, and how one writer keeps others out.
+The learner puts each version here; collectors and evaluators read it here. Versions that are pinned for an evaluation
+and the newest version survive the learner, and a learner that was replaced can put nothing any more.
 """
 
 from __future__ import annotations
 
-import abc
-import contextlib
+import collections
+import dataclasses
 import json
-import pickle
-import time
+import threading
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from rlframe.errors import FencedError, PeerError, StoppedError, UsageError
+from rlframe.errors import FencedError, StoppedError, UsageError
+from rlframe.handles import Remote, stopped_by_program
 from rlframe.params.packing import PackedParams
-from rlframe.params.source import LONGEST_WAIT, unpacked
+from rlframe.params.publication import Publication, SharedParams
+from rlframe.params.source import LONGEST_WAIT
+from rlframe.transport import Server
+from rlframe.transport.sockets import SocketTransport
 from rlframe.types import Tree
 
-HPARAMS_BYTES = 16 * 1024  # of a version's hyper-parameters, at most, as JSON
-PINS = 2  # versions of a policy that can be pinned at once
-_LOOK = 0.02  # seconds between two looks at a store that cannot say when it changes
-LOCK_TIMEOUT = 30.0  # seconds that a writer waits for another, which takes milliseconds
+_PINS = 2  # versions of a policy that can be pinned at once
+_REMOTE = (
+    *("open", "check", "put", "get", "pin", "unpin", "versions", "newest"),
+    *("get_packed", "wait_for_version", "shared_params", "finish"),
+)
 
 
 class StoredParams(NamedTuple):
@@ -31,62 +36,76 @@ class StoredParams(NamedTuple):
 
     version: int
     packed: PackedParams
-    hparams: dict[str, Any] | None  # what was put with them
+    hparams: dict[str, Any] | None  # as they were put with the parameters
 
     @property
     def params(self) -> Tree:
-        """The tree, of numpy arrays that are the caller's own."""
+        """The tree, of numpy arrays that the caller may write to."""
         return jax.tree.map(lambda leaf: leaf if leaf.flags.writeable else leaf.copy(), self.packed.unpack())
 
 
 class Attempt(NamedTuple):
-    """Which of those that put a policy's versions, one after the other, somebody is: the greater is the newer.
+    """The learner that puts a policy's versions: the greater attempt replaces the smaller one."""
 
-    A coordinator numbers the attempts of a task from 0, and so begins anew with each session. Hence the epoch, which
-    comes first: a store that outlives a session lets the next one in.
-    """
-
-    epoch: int  # when the task began, in milliseconds of Unix time; 0 for who numbers attempts across all sessions
-    number: int  # of the attempt at the task, from 0
+    epoch: int  # when its task began, in milliseconds of Unix time: the attempts of each task are counted from 0
+    number: int  # of the attempt at the task
 
 
-class ParamStore(abc.ABC):
-    """The newest versions of each policy. Every method may be called from any thread of any process.
+@dataclasses.dataclass
+class _Policy:
+    attempt: Attempt | None = None  # the newest, if one has opened the policy
+    put_by: Attempt | None = None  # the attempt that put the newest version
+    versions: dict[int, StoredParams] = dataclasses.field(default_factory=dict)  # in order
+    pinned: list[int] = dataclasses.field(default_factory=list)  # oldest pin first
+    newest: Publication | None = None
 
-    A version is there whole or not at all, whatever happens to the process that puts it, and versions of a policy only
-    rise: a learner that was restarted goes on above what it had put.
 
-    Who `open`s a policy fences off all attempts before its own: they may have been stopped or cut off, and wake up at
-    any time. A policy that nobody opened takes what anybody puts.
+class ParamStore:
+    """The newest versions of each policy. Any thread may call it.
+
+    A node of its own, or an object in the process that makes it: it pickles as a handle, by which other processes of
+    this machine call it.
+
+    Versions of a policy only rise. A learner that `open`s a policy fences off all older attempts. A policy that nobody
+    has opened accepts versions from anybody.
 
     Args:
-        kept: how many versions of each policy there are, the newest ones.
+        kept: number of versions to keep for each policy, besides the pinned ones.
+        at_end: seconds that `run` waits for `finish` when the program ends: the learner still puts its last version.
     """
 
-    def __init__(self, kept: int) -> None:
+    def __init__(self, kept: int = 4, at_end: float = 0.0) -> None:
         if kept < 1:
-            raise UsageError(f"A {type(self).__name__} keeps at least one version, got kept={kept}.")
-        self.kept = kept
+            raise UsageError(f"A ParamStore keeps at least one version, got kept={kept}.")
+        self._kept, self._at_end = kept, at_end
+        self._changed = threading.Condition()
+        self._policies: dict[str, _Policy] = collections.defaultdict(_Policy)
+        self._told_to_end, self._finished, self._closed = threading.Event(), threading.Event(), threading.Event()
+        self._server: Server | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        transport = SocketTransport()
+        with self._changed:
+            if self._server is None:
+                self._server = transport.serve({name: getattr(self, name) for name in _REMOTE})
+        return Remote([self._server.address], "param store", transport=transport).__reduce__()
+
+    # --- for the learner
 
     def open(self, policy_id: str, attempt: Attempt) -> None:
-        """From now on only this attempt puts, until a newer one does the same. May be said again.
+        """Accept versions only from this attempt, until a newer one opens the policy.
 
         Raises:
-            FencedError: a newer one has.
+            FencedError: a newer attempt has opened it.
         """
-        with self._writing(policy_id):
-            opened = self.opened(policy_id)
-            check_attempt(policy_id, attempt, opened)
-            if attempt != opened:
-                self._set_opened(policy_id, attempt)
-
-    @abc.abstractmethod
-    def opened(self, policy_id: str) -> Attempt | None:
-        """The attempt that may put; None where the policy was never opened, and everybody may."""
+        with self._changed:
+            _check_attempt(policy_id, attempt, self._policies[policy_id].attempt)
+            self._policies[policy_id].attempt = attempt
 
     def check(self, policy_id: str, attempt: Attempt | None) -> None:
-        """Raises `FencedError` where `put` would, by the attempt: for what is written elsewhere than here."""
-        check_attempt(policy_id, attempt, self.opened(policy_id))
+        """Raise `FencedError` if `put` would: asked before a learner writes a checkpoint."""
+        with self._changed:
+            _check_attempt(policy_id, attempt, self._policies[policy_id].attempt)
 
     def put(
         self,
@@ -97,241 +116,180 @@ class ParamStore(abc.ABC):
         *,
         attempt: Attempt | None = None,
     ) -> None:
-        """Makes `params` the newest version of a policy, and lets go of the one that is `kept` versions before it.
+        """Make `params` the newest version of a policy. A repeated call of the same attempt changes nothing.
 
         Args:
-            policy_id: whose.
-            version: from 0, above all that were put before.
-            params: packed, as a Learner's `get_packed` gives them; or a tree of arrays. Device arrays are fetched.
-            hparams: what belongs to them, as JSON can say it; `HPARAMS_BYTES` at most.
-            attempt: whose they are; needed where the policy was opened.
+            policy_id: the policy.
+            version: from 0, above all versions before.
+            params: a tree of arrays, or packed ones, as a Learner's `get_packed` gives them.
+            hparams: plain numbers and words that belong to the parameters.
+            attempt: of the learner; needed once the policy was opened.
 
         Raises:
-            FencedError: a newer attempt has opened the policy. Nothing is changed.
-            UsageError: the version is not above the newest; or what is put cannot be.
+            FencedError: a newer attempt has opened the policy.
+            UsageError: the version is not above the newest, the tree is not that of earlier versions, or hparams are
+                not plain.
         """
         if version < 0:
             raise UsageError(f"Versions of a policy start at 0, got {version} for {policy_id!r}.")
-        encoded = _encode(policy_id, hparams)
+        _check_hparams(policy_id, hparams)
         packed = params if isinstance(params, PackedParams) else PackedParams.of(params)
-        prepared = self._prepare(policy_id, version, packed, encoded)
-        with self._writing(policy_id):
-            if self._closed:
+        arrays = [np.array(array) for array in packed.arrays]
+        for array in arrays:
+            array.flags.writeable = False
+        with self._changed:
+            if self._closed.is_set():
                 raise StoppedError(f"The param store was closed before version {version} of {policy_id!r} was put.")
-            check_attempt(policy_id, attempt, self.opened(policy_id))
-            newest = max(self._there(policy_id), default=-1)
+            policy = self._policies[policy_id]
+            _check_attempt(policy_id, attempt, policy.attempt)
+            newest = max(policy.versions, default=-1)
+            if version == newest and attempt is not None and attempt == policy.put_by:
+                return
             if version <= newest:
                 raise UsageError(
                     f"Version {version} of policy {policy_id!r} was put, but version {newest} is there already: "
                     f"versions only rise. A learner that is restarted publishes above {newest}."
                 )
-            self._write(policy_id, version, prepared)
-            self._drop_old(policy_id)
-        self._wake()
+            if policy.newest is None:
+                policy.newest = Publication(packed.packing, version, arrays)
+            elif packed.packing != policy.versions[newest].packed.packing:
+                raise UsageError(_difference(policy.versions[newest].packed.packing.template, packed.packing.template))
+            else:
+                policy.newest.publish(version, arrays)
+            policy.versions[version] = StoredParams(version, PackedParams(packed.packing, arrays), hparams)
+            policy.put_by = attempt
+            policy.attempt = attempt or policy.attempt  # a store that was restarted has forgotten it
+            self._drop_old(policy)
+            self._changed.notify_all()
+
+    # --- for those who act
 
     def get(self, policy_id: str, min_version: int = -1, *, version: int | None = None) -> StoredParams | None:
-        """The newest version; None where there is none, or only ones below `min_version`.
+        """Return the newest version, or exactly `version`; None if it is not there, or below `min_version`."""
+        with self._changed:
+            versions = self._policies[policy_id].versions
+            wanted = max(versions, default=-1) if version is None else version
+            return versions.get(wanted) if wanted >= min_version else None
 
-        Args:
-            policy_id: whose.
-            min_version: the lowest that will do.
-            version: exactly this one is wanted; None where it is not there (yet, or any more).
+    def get_packed(self, policy_id: str, known_version: int = -1) -> tuple[int, PackedParams | None]:
+        """As `PackedSource.get_packed`; (-1, None) before the first version."""
+        newest = self._policies[policy_id].newest
+        return newest.get_packed(known_version) if newest is not None else (-1, None)
 
-        Raises:
-            CheckpointError: the version's file is damaged, or something else.
-        """
-        while True:  # again only where the version was overwritten, or removed, since
-            there = self.versions(policy_id)
-            wanted = max(there, default=-1) if version is None else version
-            if wanted not in there or wanted < min_version:
-                return None
-            found = self._read(policy_id, wanted)
-            if found is not None:
-                return StoredParams(wanted, found[0], json.loads(found[1]))
-
-    def pin(self, policy_id: str) -> int:
-        """Has the newest version kept until `unpin`, however many come after it, and returns it; -1: there is none.
-
-        For an evaluation, which is of exactly one version. Of more than `PINS` pins the oldest is let go of.
-        """
-        with self._writing(policy_id):
-            there = self._there(policy_id)
-            newest = max(there, default=-1)
-            if newest >= 0:
-                others = [version for version, pinned in there.items() if pinned and version != newest]
-                for version in others[: 1 - PINS or None]:
-                    self._set_pinned(policy_id, version, False)
-                self._set_pinned(policy_id, newest, True)
-                self._drop_old(policy_id)
-        return newest
-
-    def unpin(self, policy_id: str, version: int) -> None:
-        """Lets go of a pinned version. Of one that is not pinned it changes nothing."""
-        with self._writing(policy_id):
-            if self._there(policy_id).get(version):
-                self._set_pinned(policy_id, version, False)
-                self._drop_old(policy_id)
-
-    def versions(self, policy_id: str) -> list[int]:
-        """The versions that can be had, in order: the newest `kept`, and those that are pinned."""
-        there = self._there(policy_id)
-        newest = list(there)[-self.kept :]
-        return [version for version, pinned in there.items() if pinned or version in newest]
-
-    def newest(self, policy_id: str) -> int:
-        """The newest version; -1 where there is none."""
-        return max(self._there(policy_id), default=-1)
-
-    def wait_for_version(self, policy_id: str, known: int, timeout: float) -> int:
-        """The newest version, as soon as it is above `known`, or after `timeout` seconds (1 at most).
+    def wait_for_version(self, policy_id: str, known_version: int, timeout: float) -> int:
+        """As `ParamSource.wait_for_version`.
 
         Raises:
             StoppedError: the store was closed.
         """
-        deadline = time.monotonic() + min(timeout, LONGEST_WAIT)
-        while True:
-            seen = self._change()
-            newest, left = self.newest(policy_id), deadline - time.monotonic()
-            if newest > known:
-                return newest
-            if self._closed:
-                raise StoppedError(f"The param store was closed while a version of {policy_id!r} was waited for.")
-            if left <= 0:
-                return newest
-            self._wait(seen, left)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed.is_set() or self.newest(policy_id) > known_version, min(timeout, LONGEST_WAIT)
+            )
+            newest = self.newest(policy_id)
+        if self._closed.is_set() and newest <= known_version:
+            raise StoppedError(f"The param store was closed while a version of {policy_id!r} was waited for.")
+        return newest
 
-    def source(self, policy_id: str) -> PolicySource:
-        """What an Inferencer of this policy takes as its `learner`."""
-        self._check_policy(policy_id)
-        return PolicySource(self, policy_id)
+    def shared_params(self, policy_id: str) -> SharedParams | None:
+        """As `Learner.shared_params`; None before the first version."""
+        newest = self._policies[policy_id].newest
+        return newest.shared() if newest is not None else None
 
-    @property
-    def has_gone(self) -> bool:
-        """Whether nothing will come any more, and what is there may be old."""
-        return self._closed
+    # --- for evaluations of exactly one version
 
-    @abc.abstractmethod
+    def pin(self, policy_id: str) -> int:
+        """Keep the newest version until `unpin`, and return it; -1 if there is none. A third pin ends the oldest."""
+        with self._changed:
+            policy = self._policies[policy_id]
+            newest = max(policy.versions, default=-1)
+            if newest >= 0 and newest not in policy.pinned:
+                policy.pinned = [*policy.pinned[1 - _PINS :], newest]
+                self._drop_old(policy)
+            return newest
+
+    def unpin(self, policy_id: str, version: int) -> None:
+        """End a pin. Does nothing if the version is not pinned."""
+        with self._changed:
+            policy = self._policies[policy_id]
+            policy.pinned = [pinned for pinned in policy.pinned if pinned != version]
+            self._drop_old(policy)
+
+    def versions(self, policy_id: str) -> list[int]:
+        """Return the versions that are there, in order."""
+        return list(self._policies[policy_id].versions)
+
+    def newest(self, policy_id: str) -> int:
+        """Return the newest version; -1 if there is none."""
+        return max(self.versions(policy_id), default=-1)
+
+    def _drop_old(self, policy: _Policy) -> None:
+        newest = list(policy.versions)[-self._kept :]
+        for version in [*policy.versions]:
+            if version not in newest and version not in policy.pinned:
+                del policy.versions[version]
+
+    # --- as a node
+
+    def run(self) -> None:
+        """Serve until `finish`, or for `at_end` seconds after the program was told to end."""
+        with stopped_by_program(self._told_to_end.set):
+            self._told_to_end.wait()
+            self._finished.wait(self._at_end)
+
+    def stop(self) -> None:
+        """End `run` as the end of the program does. Any thread may call it."""
+        self._told_to_end.set()
+
+    def finish(self) -> None:
+        """End `run` at once: no worker needs the store any more."""
+        self._finished.set()
+        self._told_to_end.set()
+
     def close(self) -> None:
-        """Nothing is put any more, and what waits ends. May be called again."""
-
-    # What a kind of store says:
-
-    _closed: bool
-
-    @abc.abstractmethod
-    def _check_policy(self, policy_id: str) -> None:
-        """Raises `UsageError` for a policy that this store cannot hold."""
-
-    @abc.abstractmethod
-    def _writing(self, policy_id: str) -> contextlib.AbstractContextManager[Any]:
-        """Held by one thread of all processes at a time; raises PeerError after `LOCK_TIMEOUT`."""
-
-    @abc.abstractmethod
-    def _set_opened(self, policy_id: str, attempt: Attempt) -> None:
-        """Sets what `opened` gives. The caller holds the right to write, as in all that follows; it may die here."""
-
-    @abc.abstractmethod
-    def _there(self, policy_id: str) -> dict[int, bool]:
-        """All versions that are there whole, in order, and whether each is pinned. Anybody may ask."""
-
-    @abc.abstractmethod
-    def _set_pinned(self, policy_id: str, version: int, pinned: bool) -> None:
-        """Pins a version, or lets go of it."""
-
-    def _prepare(self, policy_id: str, version: int, packed: PackedParams, hparams: bytes) -> Any:
-        """What `_write` is given: whatever takes time and needs no right to write is done here."""
-        return packed, hparams
-
-    @abc.abstractmethod
-    def _write(self, policy_id: str, version: int, prepared: Any) -> None:
-        """Writes a version; whole, or it is none. Who is killed here keeps nobody from the next."""
-
-    @abc.abstractmethod
-    def _read(self, policy_id: str, version: int) -> tuple[PackedParams, bytes] | None:
-        """(the reader's own parameters, hparams); None where the version is not there any more. Anybody may."""
-
-    def _drop_old(self, policy_id: str) -> None:  # noqa: B027
-        """Frees what `versions` does not name."""
-
-    def _change(self) -> int:
-        """What `_wait` is to be given: read before looking at what is waited for."""
-        return 0
-
-    def _wait(self, seen: int, seconds: float) -> None:
-        """Waits for a change since `_change` gave `seen`, or a while."""
-        time.sleep(min(seconds, _LOOK))
-
-    def _wake(self) -> None:  # noqa: B027
-        """Ends `_wait`."""
+        """Accept no more versions, and end all waits. May be called again."""
+        self._closed.set()
+        with self._changed:
+            self._changed.notify_all()
+            server, self._server = self._server, None
+        for policy in list(self._policies.values()):
+            if policy.newest is not None:
+                policy.newest.close()
+        if server is not None:
+            server.stop()
 
 
-class PolicySource:
-    """The versions of one policy, as a `PackedSource`; picklable where its store is.
-
-    Attributes:
-        store: that they lie in.
-    """
-
-    def __init__(self, store: ParamStore, policy_id: str) -> None:
-        self.store, self._policy_id = store, policy_id
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _policy_source, (pickle.dumps(self.store), self._policy_id)
-
-    def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
-        """See `PackedSource`; (-1, None) before the first version."""
-        newest = self.store.newest(self._policy_id)
-        found = None if newest == known_version else self.store.get(self._policy_id)
-        return (found.version, found.packed) if found is not None else (newest, None)
-
-    def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
-        """See `ParamSource`."""
-        return unpacked(self.get_packed(known_version))
-
-    def wait_for_version(self, known_version: int, timeout: float) -> int:
-        """See `ParamSource`."""
-        return self.store.wait_for_version(self._policy_id, known_version, timeout)
-
-
-def _policy_source(pickled: bytes, policy_id: str) -> PolicySource:
-    return PolicySource(pickle.loads(pickled), policy_id)
-
-
-def check_attempt(policy_id: str, attempt: Attempt | None, opened: Attempt | None) -> None:
-    """Raises `FencedError` where `attempt` is older than the one that has `opened` the policy; None is the oldest."""
+def _check_attempt(policy_id: str, attempt: Attempt | None, opened: Attempt | None) -> None:
+    """Raise `FencedError` if `attempt` is older than the one that opened the policy; None is the oldest."""
     if opened is None or (attempt is not None and attempt >= opened):
         return
     whose = f"attempt {opened.number} of epoch {opened.epoch}"
     if attempt is None:
         raise FencedError(
-            f"Policy {policy_id!r} was opened by {whose}, and is put by that alone. Who puts it by hand opens "
-            "it first, with a newer Attempt, and puts with that."
+            f"Policy {policy_id!r} was opened by {whose}, which alone may put versions. To put one by hand, open the "
+            "policy with a newer Attempt and put with that."
         )
     raise FencedError(
         f"Attempt {attempt.number} of epoch {attempt.epoch} is fenced off: policy {policy_id!r} was opened by {whose}, "
-        "which goes on. If nobody does, the clock was set back since that epoch (milliseconds of Unix time): use "
-        "another directory for the param store."
+        "which goes on."
     )
 
 
-def overdue(where: str = "") -> Exception:
-    """The error of who waited `LOCK_TIMEOUT` for the right to write."""
-    return PeerError(
-        f"Another process has been putting parameters{where} for {LOCK_TIMEOUT:g} s: it was stopped (SIGSTOP) "
-        "meanwhile. Let it go on, or kill it."
-    )
-
-
-def _encode(policy_id: str, hparams: dict[str, Any] | None) -> bytes:
-    if hparams is None:
-        return b"null"
+def _check_hparams(policy_id: str, hparams: dict[str, Any] | None) -> None:
     try:
-        encoded = json.dumps(hparams).encode()
+        json.dumps(hparams)
     except (TypeError, ValueError) as error:
         raise UsageError(f"The hparams of policy {policy_id!r} must be plain numbers and words: {error}.") from None
-    if len(encoded) > HPARAMS_BYTES:
-        raise UsageError(
-            f"The hparams of policy {policy_id!r} take {len(encoded)} bytes as JSON, {HPARAMS_BYTES} at most are kept: "
-            "arrays belong into the parameters."
-        )
-    return encoded
+
+
+def _difference(expected: Tree, came: Tree) -> str:
+    """Describe how a tree differs from that of earlier versions."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(expected)
+    others, given = jax.tree.flatten(came)
+    if given != treedef:
+        return f"The parameters that were put have another tree than earlier versions: {given}, not {treedef}."
+    path, leaf, other = next((path, leaf, other) for (path, leaf), other in zip(leaves, others) if leaf != other)
+    return (
+        f"The parameters{jax.tree_util.keystr(path)} that were put are {other.dtype}{list(other.shape)}; those of "
+        f"earlier versions are {leaf.dtype}{list(leaf.shape)}."
+    )

@@ -42,7 +42,6 @@ class RunDir:
         self.checkpoints = self.path / "checkpoints"
         self.reverb = self.path / "reverb"
         self.replay_service = self.path / "replay_service"
-        self.params = self.path / "params"  # of workers that share this directory, but no memory
         self.learning_curve = self.path / "learning_curve.png"
         self.result = self.path / "result.json"
         self.metrics = self.path / "metrics.jsonl"

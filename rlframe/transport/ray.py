@@ -30,7 +30,7 @@ STATION = "RLFRAME_RAY_STATION"  # "DIRECTORY:RELAY", for the process of a node
 Packed = list[np.ndarray]  # uint8: `messages.Parts`, as both pickle and Ray send them without a copy
 
 _SOCKETS = SocketTransport()
-_VERSIONS = ("get_packed", "wait_for_version")  # of `rlframe.params.source.PackedSource`
+_VERSIONS = ("get_packed", "wait_for_version")  # of a `PackedSource` or a `ParamStore` (`rlframe.params`)
 _numbers = itertools.count()
 
 # It outlives the process that it reads from, and is no child of it: Ray kills those of its actors. The last one of a

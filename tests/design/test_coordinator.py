@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlframe.coordinator import Coordinator, CoordinatorConfig, FileParamStore, TrainOne
+from rlframe.coordinator import Coordinator, CoordinatorConfig, ParamStore, TrainOne
 from rlframe.coordinator.config import Limits
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.messages import (
@@ -252,8 +252,8 @@ def test_the_arguments_are_the_documents() -> None:
     assert arguments(Coordinator)[:5] == ["commander", "operator", "replay", "param_store", "cfg"]
     assert arguments(Coordinator.scale) == ["self", "role", "n"]
     assert arguments(Coordinator.events)[:2] == ["self", "since"]
-    assert arguments(FileParamStore.put)[:5] == ["self", "policy_id", "version", "params", "hparams"]
-    assert arguments(FileParamStore.get)[:3] == ["self", "policy_id", "min_version"]
+    assert arguments(ParamStore.put)[:5] == ["self", "policy_id", "version", "params", "hparams"]
+    assert arguments(ParamStore.get)[:3] == ["self", "policy_id", "min_version"]
 
 
 def test_the_deadlines_are_the_documents() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import pathlib
 import re
 import signal
@@ -16,6 +18,7 @@ import pytest
 from tests.engines import processes
 from tests.engines.processes import ROOT, finish, wait_for_nodes
 from tests.extras import needs
+from tests.programs.elastic import ElasticProgram, last_status
 from tests.ray_home import ray_home
 from tests.waiting import wait_until
 
@@ -214,4 +217,47 @@ def test_workers_of_elastic_that_share_no_memory_are_on_several_ray_nodes(train,
     wait_until(lambda: len(raylets()) > 1 or process.poll() is not None, seconds=300.0)
     result, _ = ended(process)
     assert result["env_steps"] >= 30000
-    assert list((tmp_path / "run" / "params" / "main").glob("*.params"))
+
+
+@pytest.mark.timeout(900)
+def test_elastic_keeps_its_versions_when_the_learner_or_the_node_that_has_them_is_killed(cluster, tmp_path):
+    options = ["--agent", "ppo", "--env", "CartPole-v1", "--steps", "100000000", "--eval-episodes", "2"]
+    options += ["--max-actors", "2", "--replay", "service", "--engine=ray", "--ray-address", cluster.address]
+    with ElasticProgram(tmp_path / "run", *options) as program:
+        program.wait_for_collectors(2)
+        program.wait_for(lambda status: status["job"]["params_version"] > 5)
+
+        learner = program.worker("learner/0")
+        program.ask(lambda client: client.evaluate_now())
+        program.worker("evaluator/0")  # it is told a version, which is pinned
+        os.kill(learner["pid"], signal.SIGKILL)
+        status = program.wait_for(lambda status: status["job"]["evaluated_version"] is not None)
+        newest = status["job"]["params_version"]
+        assert 5 < status["job"]["evaluated_version"] <= newest
+        assert program.worker("learner/0", above=learner["incarnation"])["pid"] != learner["pid"]
+        program.wait_for(lambda status: status["job"]["params_version"] > newest + 5)
+
+        (store,) = processes_titled("rlframe: params")
+        store.kill()
+        wait_until(lambda: [each for each in processes_titled("rlframe: params") if each != store], seconds=120.0)
+        before = program.wait_for(lambda status: status["job"]["state"] == "RUNNING")["job"]
+        program.wait_for(lambda status: status["job"]["params_version"] > before["params_version"] + 5)
+        program.wait_for(lambda status: status["job"]["env_steps"] > before["env_steps"])
+
+        program.ask(lambda client: client.cancel("seen enough"))
+        code, result = program.finish()
+    assert code == 0, program.errors()
+    assert result is not None and result["params_version"] > newest
+    assert last_status(program.run_dir)["job"]["restarts"] == 1  # the learner's
+    program.check_counters(last_status(program.run_dir))
+    assert not (program.run_dir / "params").exists()
+    assert_nothing_is_left()
+
+
+def processes_titled(title: str) -> list[psutil.Process]:
+    """Those of the cluster."""
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [each] if each.cmdline()[:1] and each.cmdline()[0].startswith(title) else []
+    return found

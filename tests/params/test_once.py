@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import pickle
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ from rlframe.handles import Remote
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess import memory
 from rlframe.learners import Learner, LearnerConfig
-from rlframe.params import FileParamStore, SharedParamStore
+from rlframe.params import ParamStore
 from rlframe.params.packing import Packing
-from rlframe.params.publication import LearnerClient
+from rlframe.params.source import ParamReader
 from tests.fakes import OBSERVATION_SPEC, RecordingBuffer, counting_agent, reward_batch
 from tests.in_process import InProcess
 
@@ -28,44 +29,41 @@ class Elsewhere(Learner):
         return None
 
 
-def in_one_process(learner, tmp_path, stack):
+def in_one_process(learner, stack):
     return learner, lambda: None
 
 
-def by_a_handle(learner, tmp_path, stack):
+def by_a_handle(learner, stack):
     transport = InProcess()
     methods = {name: getattr(learner, name) for name in ("get_packed", "get_params", "shared_params")}
     server = transport.serve(methods)
     stack.append(server.stop)
-    return Remote([server.address], "learner", transport=transport, wrap=LearnerClient), lambda: None
+    return Remote([server.address], "learner", transport=transport), lambda: None
 
 
-def by_a_store(make):
-    def connect(learner, tmp_path, stack):
-        store = make(learner, tmp_path)
-        stack.append(store.close)
+def by_a_store(learner, stack):
+    made = ParamStore()
+    stack.append(made.close)
+    store = pickle.loads(pickle.dumps(made))
 
-        def publish():  # as a LearnerWorker does
-            version, packed = learner.get_packed(store.newest("main"))
-            if packed is not None:
-                store.put("main", version, packed)
+    def publish():  # as a LearnerWorker does
+        version, packed = learner.get_packed(store.newest("main"))
+        if packed is not None:
+            store.put("main", version, packed)
 
-        return store.source("main"), publish
-
-    return connect
+    return ParamReader(store, "main"), publish
 
 
 WAYS = {
     "in one process": (Learner, in_one_process),
     "shared memory": (Learner, by_a_handle),
     "calls": (Elsewhere, by_a_handle),
-    "shared store": (Learner, by_a_store(lambda learner, tmp_path: SharedParamStore.of(counting_agent()))),
-    "files": (Learner, by_a_store(lambda learner, tmp_path: FileParamStore(tmp_path))),
+    "shared memory of a store": (Learner, by_a_store),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_version_is_packed_by_the_update_and_unpacked_by_the_call_that_acts(way, tmp_path, monkeypatch):
+def test_a_version_is_packed_by_the_update_and_unpacked_by_the_call_that_acts(way, monkeypatch):
     if not memory.SUPPORTED and "shared" in way:
         pytest.skip("no such memory here")
     cls, connect = WAYS[way]
@@ -86,7 +84,7 @@ def test_a_version_is_packed_by_the_update_and_unpacked_by_the_call_that_acts(wa
         count(name)
     learned, traced = [], {}
     try:
-        source, publish = connect(learner, tmp_path, stack)
+        source, publish = connect(learner, stack)
         inferencer = Inferencer(InferencerConfig(), agent, source)
         for reward in range(UPDATES):
             learner.step(reward_batch([float(reward)] * 4))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from rlframe import handles
 from rlframe.actors import Actor
 from rlframe.coordinator.messages import Collected, Evaluated, GetData, NotReady, Started, StartTask
 from rlframe.coordinator.workers.base import TaskWorker
@@ -13,7 +14,7 @@ from rlframe.coordinator.workers.overrides import ActsBy, check_takes_env_kwargs
 from rlframe.errors import StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.progress import waiting_for
-from rlframe.params.source import NewestParams, ParamSource
+from rlframe.params.source import NewestParams, ParamReader
 from rlframe.params.store import ParamStore, StoredParams
 from rlframe.types import Logs
 
@@ -52,7 +53,7 @@ class CollectorWorker(TaskWorker):
             replacement takes its exploration and its place in the buffer. Where the task has overrides `env`, it gets
             them as `env_kwargs=`. None: this worker collects nothing.
         agent: the `Agent` that acts.
-        param_store: see `rlframe.params`.
+        param_store: a `ParamStore`, or a handle to one.
         worker_id, index, incarnation: see `TaskWorker`.
         seed: of the actions.
         evaluations: `f(agent, learner)` gives what evaluates. None: this worker evaluates nothing.
@@ -62,7 +63,7 @@ class CollectorWorker(TaskWorker):
         self,
         make_actor: Callable[..., Actor] | None,
         agent: Any,
-        param_store: ParamStore,
+        param_store: ParamStore | Any,
         worker_id: str,
         index: int,
         incarnation: int,
@@ -71,7 +72,8 @@ class CollectorWorker(TaskWorker):
         evaluations: Callable[[Any, Any], VersionEvaluator] | None = None,
     ) -> None:
         self._make_actor, self._make_evaluations = make_actor, evaluations
-        self._agent, self._store, self._seed = agent, param_store, seed
+        self._agent, self._seed = agent, seed
+        self._store = handles.resolve(param_store, "param store")
         self._actor: Actor | None = None
         self._began = time.monotonic()  # of its task, once it is warm
         self._inferencer: Inferencer | None = None
@@ -93,7 +95,7 @@ class CollectorWorker(TaskWorker):
         env, acts_by = task.overrides.get("env", {}), task.overrides.get("collector", {})
         if env:
             check_takes_env_kwargs(self._make_actor, env)
-        source = self._store.source(task.policy_id)
+        source = ParamReader(self._store, task.policy_id)
         self._wait_for_params(source)
         agent: Any = with_config(self._agent, _policy_of(self._store.get(task.policy_id)))
         agent = agent.with_inner(lambda inner: ActsBy(inner, acts_by)) if acts_by else agent
@@ -105,7 +107,7 @@ class CollectorWorker(TaskWorker):
         version, self._began = self._inferencer.params_version, time.monotonic()
         return Started({"params_version": version, "rank": actor.rank, "num_envs": actor.num_envs})
 
-    def _wait_for_params(self, source: ParamSource) -> None:
+    def _wait_for_params(self, source: ParamReader) -> None:
         self._waits_for = "params"
         with waiting_for("the first parameters"):
             while source.wait_for_version(-1, _POLL) < 0:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rlframe import handles
 from rlframe.coordinator.messages import Demand, Learn, Learned, NotReady, Started, StartTask, Update
 from rlframe.coordinator.workers.base import TaskWorker
 from rlframe.coordinator.workers.overrides import replaced, with_config
@@ -40,7 +41,7 @@ class LearnerWorker(TaskWorker):
         cfg: of the Learner.
         agent: the `Agent` that learns.
         replay_buffer: an object that this process can sample, or fetch from by keys; or a `reverb.Client`.
-        param_store: see `rlframe.params`.
+        param_store: a `ParamStore`, or a handle to one.
         worker_id, index, incarnation: see `TaskWorker`.
         batches: that it asks for at once. On-policy it asks for what it may learn from before the next version.
     """
@@ -52,14 +53,15 @@ class LearnerWorker(TaskWorker):
         cfg: LearnerConfig,
         agent: Any,
         replay_buffer: Any,
-        param_store: ParamStore,
+        param_store: ParamStore | Any,
         worker_id: str,
         index: int,
         incarnation: int,
         *,
         batches: int = 32,
     ) -> None:
-        self._made_with, self._agent, self._store = cfg, agent, param_store
+        self._made_with, self._agent = cfg, agent
+        self._store = handles.resolve(param_store, "param store")
         self._given = replay_buffer
         self._batches = batches
         self._cfg = cfg  # of the task
@@ -105,8 +107,10 @@ class LearnerWorker(TaskWorker):
             dropped, logs = self._learn_from_keys(learner, request.batches)
         if request.save and learner.saver is not None:
             learner.saver.save_if_due(now=True)
-        self._publish(learner)
         updates = self._noted.take_updates()
+        if not updates and self._store.newest(self._policy_id) < self._published:
+            self._published = -1  # the store was restarted without it, and collectors may wait for it
+        self._publish(learner)
         if request.count and not updates and not dropped:
             return NotReady("data")
         return Learned(learner.params_version, learner.learner_steps, updates, dropped, logs)

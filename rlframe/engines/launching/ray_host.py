@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from rlframe import extras
 from rlframe.engines.launching.local_node import run_node
 from rlframe.engines.launching.node_main import node_processes
-from rlframe.engines.launching.ray_params import FetchedVersions, PublishedVersions
+from rlframe.engines.launching.ray_params import FetchedVersions, Policy, PublishedVersions
 from rlframe.engines.launching.running import GroupPolicy, RunningNode
 from rlframe.errors import UnavailableError
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
@@ -103,7 +103,7 @@ class NodeHost:
         self._relay.end_program = self._end_program
         self._path = self._relay.station.socket(node.address)
         self._client = SocketClient(self._path)
-        self._versions = PublishedVersions(self._client)
+        self._versions: dict[Policy, PublishedVersions] = {}
         self._changed = threading.Condition()
         self._lines: collections.deque[str] = collections.deque(maxlen=_LINES)
         self._count, self._ends, self._has_ended = 0, False, False
@@ -152,19 +152,19 @@ class NodeHost:
             return str(error)
 
     @ray.method(concurrency_group="signal")
-    def subscribe(self, other: str) -> None:
-        """Has the node's versions offered to the host of another: see `PublishedVersions`."""
+    def subscribe(self, other: str, policy: Policy) -> None:
+        """Offer the node's versions to the host of another node: see `PublishedVersions`."""
 
         def offer(version: int, references: list[Any]) -> None:
             if other in self._relay.others:
-                self._relay.others[other].offer.remote(self._address, version, references)
+                self._relay.others[other].offer.remote(self._address, policy, version, references)
 
-        self._versions.subscribe(other, offer)
+        self._versions.setdefault(policy, PublishedVersions(self._client, policy)).subscribe(other, offer)
 
     @ray.method(concurrency_group="signal")
-    def offer(self, source: str, version: int, references: list[Any]) -> None:
-        """There is this version of another node's: see `FetchedVersions`."""
-        self._relay.versions_of(source).take(version, references)
+    def offer(self, source: str, policy: Policy, version: int, references: list[Any]) -> None:
+        """Take the reference to a version of another node: see `FetchedVersions`."""
+        self._relay.versions_of(source, policy).take(version, references)
 
     def _take(self, name: str, text: str) -> None:
         del name
@@ -175,7 +175,8 @@ class NodeHost:
 
     def _end(self, running: RunningNode) -> None:
         running.send(signal.SIGKILL)  # to what it had started, and has left
-        self._versions.close()
+        for versions in list(self._versions.values()):
+            versions.close()
         with contextlib.suppress(FileNotFoundError):  # it was killed: it will be elsewhere, perhaps
             os.unlink(self._path)
         with self._changed:
@@ -204,7 +205,7 @@ class Relay:
 
     def __init__(self, station: Station, *sockets: str, subscriber: str | None = None) -> None:
         self._subscriber = subscriber
-        self._versions: dict[str, FetchedVersions] = {}  # by the node that has them
+        self._versions: dict[tuple[str, Policy], FetchedVersions] = {}  # by the node that has them
         self._lock = threading.Lock()
         self.station, self.others = station, dict[str, Any]()
         self.end_program: Callable[[], None] = lambda: None
@@ -222,17 +223,19 @@ class Relay:
         self._server.stop()
         self._close()
 
-    def versions_of(self, node: str) -> FetchedVersions:
-        """The versions that a node on another Ray node has."""
+    def versions_of(self, node: str, policy: Policy) -> FetchedVersions:
+        """Return the versions that a node on another Ray node has."""
+        key = node, policy
         with self._lock:
-            if node not in self._versions:
-                self._versions[node] = FetchedVersions(lambda host: host.subscribe.remote(self._subscriber))
-            return self._versions[node]
+            if key not in self._versions:
+                self._versions[key] = FetchedVersions(lambda host: host.subscribe.remote(self._subscriber, policy))
+            return self._versions[key]
 
     def _answer_versions(self, node: str, method: str, *args: Any) -> Any:
         if self._subscriber is None or node not in self.others:
             return None
-        return self.versions_of(node).answer(self.others[node], method, *args)
+        policy = tuple(arg for arg in args if isinstance(arg, str))  # they come first
+        return self.versions_of(node, policy).answer(self.others[node], method, *args[len(policy) :])
 
     def _pass_on(self, node: str, packed: Packed) -> Packed:
         answer = self._ask(node, "call", packed)

@@ -1,8 +1,8 @@
-"""Parameters between Ray nodes: put into Ray's store once for each version, and fetched once by each Ray node.
+"""Parameters between Ray nodes: put into Ray's object store once per version, and fetched once by each Ray node.
 
-The host beside a learner asks it for each version, once, and tells the hosts that want it where that lies. So what a
-learner does for its versions does not grow with the number of those who act. Within the learner's Ray node they are
-read from shared memory, as under every engine.
+The host beside a learner, or beside elastic's param store, asks it once for each version and offers the reference to
+the hosts that subscribed. So a learner's work per version does not grow with the number of actors. On the learner's own
+Ray node, inferencers read shared memory, as under every engine.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ _AGAIN = 5.0  # seconds after which a host that wants versions says so again
 _FIRST = 1.0  # seconds that the first version is waited for, before the node itself is asked
 
 Offer = Callable[[int, list[Any]], None]  # a version, and [the reference to it]
+Policy = tuple[str, ...]  # the first arguments of each call: () of a learner, (policy_id,) of a param store
 
 
 class PublishedVersions:
-    """The side of the node that has versions (`rlframe.params.source.PackedSource`): run beside it.
+    """The publisher's side, beside the node that has the versions.
 
     Args:
-        client: of the node.
+        client: of the node, a `PackedSource`.
+        policy: see `Policy`.
     """
 
-    def __init__(self, client: SocketClient) -> None:
-        self._client = client
+    def __init__(self, client: SocketClient, policy: Policy) -> None:
+        self._client, self._policy = client, policy
         self._lock = threading.Lock()
         self._wanted: dict[str, Offer] = {}  # by who wants it
         self._newest: tuple[int, list[Any]] | None = None
@@ -45,7 +47,7 @@ class PublishedVersions:
         self._over = False
 
     def subscribe(self, who: str, offer: Offer) -> None:
-        """Has each version offered from now on, and the newest at once. May be said again."""
+        """Offer each version from now on, and the newest at once. May be called again."""
         with self._lock:
             self._wanted[who] = offer
             if self._newest is not None:
@@ -62,10 +64,10 @@ class PublishedVersions:
         known = -1
         while not self._over:
             try:
-                version = self._client.call("wait_for_version", known, LONGEST_WAIT)
+                version = self._client.call("wait_for_version", *self._policy, known, LONGEST_WAIT)
                 if version > known:
-                    # What comes may be newer still; who has that is not told of it twice.
-                    parts = self._client.exchange(messages.pack(("get_packed", (-1,), {})))
+                    # The answer may be newer still. Then it is offered again under its own number, and not fetched.
+                    parts = self._client.exchange(messages.pack(("get_packed", (*self._policy, -1), {})))
                     self._publish(version, ray.put(as_arrays(parts)))
                     known = version
             except UnavailableError:
@@ -83,10 +85,10 @@ class PublishedVersions:
 
 
 class FetchedVersions:
-    """The side of those who want a node's versions, on another Ray node.
+    """The readers' side, on another Ray node.
 
     Args:
-        subscribe: has each version given to `take`.
+        subscribe: asks a host to give each version to `take`.
     """
 
     def __init__(self, subscribe: Callable[[Any], None]) -> None:
@@ -99,13 +101,13 @@ class FetchedVersions:
         self._fetched: tuple[int, Packed] = (-1, [])
 
     def take(self, version: int, references: list[Any]) -> None:
-        """There is this version, in Ray's store."""
+        """Take the reference to a version in Ray's object store."""
         with self._changed:
             self._version, self._references = version, references
             self._changed.notify_all()
 
     def answer(self, host: Any, method: str, known: int, timeout: float = 0.0) -> Any:
-        """What the node would answer to `wait_for_version`, or, packed, to `get_packed`; None: it must be asked itself.
+        """Answer `wait_for_version`, or, packed, `get_packed`, in the node's place; None: it must be called itself.
 
         Args:
             host: of the node.

@@ -6,6 +6,7 @@ memory of replay and parameters is the launcher's, which nothing that may be kil
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -26,11 +27,10 @@ from rlframe.coordinator.workers.process import SILENCE
 from rlframe.coordinator.workers.records import MakeWorker, save_workers
 from rlframe.engines import Engine
 from rlframe.engines.launching.placement import NO_ACCELERATOR, ON_CPU
-from rlframe.errors import UsageError
+from rlframe.errors import PeerError, StoppedError, UsageError
 from rlframe.interprocess.processes import ProcessId, this_process
 from rlframe.metrics.rows import ActorCounts
-from rlframe.params import FileParamStore, ParamStore
-from rlframe.params.shared import SharedParamStore
+from rlframe.params import ParamStore
 from rlframe.programs import naming
 from rlframe.programs.evaluation import Evaluations, explain
 from rlframe.programs.experiment import Experiment
@@ -91,7 +91,7 @@ class Elastic(GameProgram):
 
     @property
     def crosses_machines(self) -> bool:
-        """Whether workers may be on machines that share no memory with the launcher's, but the run's directory."""
+        """Whether workers may be on machines that share no memory with the launcher's."""
         return self.operator_name == "ray" and self.replay_kind == "service"
 
 
@@ -100,9 +100,9 @@ def elastic(engine: Engine, run: Run) -> None:
     """Add a coordinator, which has collectors come and go as the learner needs them."""
     replay_buffer = add_replay(engine, run)
     if run.topology.crosses_machines:
-        param_store: ParamStore = FileParamStore(run.directory.params)
+        param_store = engine.add("params", ParamStore, at_end=max(1.0, run.topology.grace_seconds - 1.0))
     else:
-        param_store = engine.own(SharedParamStore.of(run.agent, (POLICY,)))
+        param_store = engine.own(ParamStore())
     makers = make_workers(run, replay_buffer, param_store)
     engine.add("coordinator", make_coordinator, run, replay_buffer, param_store, add_operator(engine, run, makers))
 
@@ -184,8 +184,8 @@ def make_coordinator(
 
     Args:
         run: the session.
-        replay_buffer: in the launcher's memory.
-        param_store: the same.
+        replay_buffer: the replay, or what calls it.
+        param_store: the same of the `ParamStore`.
         make_operator: see `add_operator`.
     """
     experiment, path, config = run.experiment, coordinator_dir(run.path), run.topology
@@ -218,7 +218,8 @@ def make_coordinator(
         eval_return=config.until_return,
         eval_every=experiment.eval_every,
     )
-    return Coordinator(commander, make_operator(), replay_buffer, param_store, cfg, _Records(run, progress))
+    records = _Records(run, progress, param_store)
+    return Coordinator(commander, make_operator(), replay_buffer, param_store, cfg, records)
 
 
 def limits_of(experiment: Experiment) -> Limits:
@@ -253,8 +254,8 @@ def make_actor(
 class _Records:
     """A run's files, as the other topologies write them: the coordinator makes the rows."""
 
-    def __init__(self, run: Run, progress: Progress) -> None:
-        self._run, self._progress = run, progress
+    def __init__(self, run: Run, progress: Progress, param_store: Any) -> None:
+        self._run, self._progress, self._param_store = run, progress, param_store
         self._rows: Any = None
 
     def begin(self, counts: ActorCounts) -> None:
@@ -270,7 +271,9 @@ class _Records:
         self._rows.log(env_steps, row)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Write the result."""
+        """Write the result, and end the node of the parameters: no worker is left."""
+        with contextlib.suppress(PeerError, StoppedError):
+            self._param_store.finish()
         self._rows.close()
         self._progress.save()
         if not summary["failed"]:

@@ -6,13 +6,13 @@ python -m tests.coordinator.workers.old_learner DIRECTORY
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from pathlib import Path
 
 from rlframe.coordinator.messages import Learn
 from rlframe.coordinator.workers.learner import LearnerWorker
 from rlframe.learners import LearnerConfig
-from rlframe.params.files import FileParamStore
 from tests.coordinator.workers.calling import Caller
 from tests.coordinator.workers.test_learner import filled, start
 from tests.fakes import counting_agent
@@ -20,7 +20,7 @@ from tests.fakes import counting_agent
 
 def main(directory: Path) -> None:
     cfg = LearnerConfig(checkpoint_dir=str(directory / "checkpoints"), resume=True, checkpoint_seconds=1e9)
-    store = FileParamStore(directory / "policies", kept=100)
+    store = pickle.loads((directory / "store").read_bytes())  # a handle
     worker = LearnerWorker(cfg, counting_agent(), filled(), store, "learner/0", 0, 0)
     call = Caller(worker, "learn")
     start(call)

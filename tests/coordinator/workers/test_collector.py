@@ -14,7 +14,7 @@ from rlframe.coordinator.messages import Closed, Collected, Evaluated, Failed, G
 from rlframe.coordinator.workers.collector import CollectorWorker
 from rlframe.envs import SyncEnv
 from rlframe.errors import EnvError, StoppedError
-from rlframe.params.files import FileParamStore
+from rlframe.params import ParamStore
 from rlframe.programs.evaluation import Evaluations
 from rlframe.programs.experiment import make_experiment
 from rlframe.replay import ReplayBuffer
@@ -41,8 +41,8 @@ class Full(RecordingBuffer):
 
 
 @pytest.fixture
-def store(tmp_path):
-    store = FileParamStore(tmp_path / "policies")
+def store():
+    store = ParamStore()
     store.put(POLICY, 3, {"w": np.float32(0.5)})
     return store
 
@@ -125,8 +125,8 @@ def test_without_steps_it_collects_until_the_time_is_up(make):
     wait_until(lambda: call.until_done("get_data", GetData(seconds=0.05)).stats["env_steps"] > 0)
 
 
-def test_a_start_waits_for_the_first_version_and_compiles(make, tmp_path):
-    empty = FileParamStore(tmp_path / "empty")
+def test_a_start_waits_for_the_first_version_and_compiles(make):
+    empty = ParamStore()
     call = collector(make, params=empty)
     header = call.header()
     wait_until(lambda: call.worker.start_task(header, COLLECT) == NotReady("params"))
@@ -136,8 +136,8 @@ def test_a_start_waits_for_the_first_version_and_compiles(make, tmp_path):
     assert call.worker._inferencer.stats()["compilations"] == 1
 
 
-def test_a_start_that_waits_for_the_first_version_can_be_closed(make, tmp_path):
-    call = collector(make, params=FileParamStore(tmp_path / "empty"))
+def test_a_start_that_waits_for_the_first_version_can_be_closed(make):
+    call = collector(make, params=ParamStore())
     call.say("start_task", COLLECT)
     assert call.until_done("close_task", False) == Closed({})
     assert call.worker.ping().phase == "idle"
@@ -161,9 +161,9 @@ def test_a_collector_that_waits_for_room_says_so_and_can_be_closed(make):
     assert call.until_done("close_task", True).result["env_steps"] == 6
 
 
-def test_a_collector_of_an_on_policy_agent_waits_for_the_next_version(make, tmp_path):
+def test_a_collector_of_an_on_policy_agent_waits_for_the_next_version(make):
     params, agent = cartpole_params(PPO, PPOConfig(unroll_length=8))
-    store = FileParamStore(tmp_path / "ppo")
+    store = ParamStore()
     store.put(POLICY, 1, params)
     buffer = ReplayBuffer(agent)
     call = make(functools.partial(cartpole_actor, buffer), agent, params=store)
@@ -180,9 +180,9 @@ def test_a_collector_of_an_on_policy_agent_waits_for_the_next_version(make, tmp_
 @pytest.mark.parametrize(
     ("agent_cls", "config"), [(DQN, DQNConfig()), (IMPALA, IMPALAConfig(unroll_length=8))], ids=["dqn", "impala"]
 )
-def test_a_collector_fills_a_real_buffer(make, tmp_path, agent_cls, config):
+def test_a_collector_fills_a_real_buffer(make, agent_cls, config):
     params, agent = cartpole_params(agent_cls, config)
-    store = FileParamStore(tmp_path / "real")
+    store = ParamStore()
     store.put(POLICY, 1, params)
     buffer = ReplayBuffer(agent)
     call = make(functools.partial(cartpole_actor, buffer), agent, params=store)
@@ -249,9 +249,9 @@ def evaluate(version: int) -> StartTask:
 
 
 @pytest.fixture
-def evaluator(make, tmp_path):
+def evaluator(make):
     """A worker that evaluates, in a store with two versions of a policy that differ."""
-    store = FileParamStore(tmp_path / "evaluated")
+    store = ParamStore()
     params, agent = cartpole_params(DQN, DQNConfig())
     for version in (1, 2):
         store.put(POLICY, version, always(version - 1, params))

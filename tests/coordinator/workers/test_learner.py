@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -20,10 +21,11 @@ from rlframe.coordinator.messages import CallRefused, Closed, Demand, Learn, Lea
 from rlframe.coordinator.workers import learner as learner_module
 from rlframe.coordinator.workers.learner import LearnerWorker
 from rlframe.envs import SyncEnv
+from rlframe.errors import FencedError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import LearnerConfig
-from rlframe.params.files import FileParamStore
-from rlframe.params.store import Attempt
+from rlframe.params import Attempt, ParamStore
+from rlframe.params.source import ParamReader
 from rlframe.replay import ReplayBuffer
 from tests.coordinator.workers.calling import PATIENCE, Caller
 from tests.fakes import CountingEnv, FixedParams, counting_agent
@@ -74,8 +76,8 @@ def fill(buffer, steps: int = 8) -> None:
 
 
 @pytest.fixture
-def store(tmp_path):
-    return FileParamStore(tmp_path / "policies", kept=100)
+def store():
+    return ParamStore(kept=100)
 
 
 @pytest.fixture
@@ -421,8 +423,19 @@ def test_a_learner_goes_on_above_what_another_put_just_before_it_was_fenced_off(
     assert new.until_done("learn", grant(1)).params_version == store.newest(POLICY) == 52
 
 
+def test_what_a_restarted_store_has_lost_is_put_again_while_there_is_no_data(make, store):
+    call = make(filled(ByKey), max_learner_steps=0)
+    start(call)
+    store._policies.clear()
+    assert call.until_done("learn", Learn(0, ())).params_version == 1
+    assert (store.versions(POLICY), store.get(POLICY).params) == ([1], {"w": 0.0})
+    with pytest.raises(FencedError):
+        store.check(POLICY, Attempt(-1, 0))
+
+
 @pytest.mark.system
 def test_a_process_that_was_stopped_and_goes_on_after_its_successor_began_writes_nothing(make, store, tmp_path):
+    (tmp_path / "store").write_bytes(pickle.dumps(store))
     command = [sys.executable, "-m", "tests.coordinator.workers.old_learner", str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as old:
         try:
@@ -460,7 +473,7 @@ def test_an_attempt_of_a_later_epoch_is_newer_whatever_its_number_is(make, store
     start(first, epoch=1_000)
     session = make(filled(), incarnation=1, task_id="of the next session")
     start(session, epoch=2_000)
-    assert store.opened(POLICY) == (2_000, 0)
+    store.check(POLICY, Attempt(2_000, 0))
     first.attempt = 5
     failed = first.until_done("start_task", StartTask("learn", POLICY, {"epoch": 1_000}))
     assert (failed.error, failed.for_good) == ("FencedError", False)
@@ -486,7 +499,7 @@ def cartpole():
 
 
 def collect(agent, buffer, store, steps: int) -> Actor:
-    inferencer = Inferencer(InferencerConfig(), agent, store.source(POLICY))
+    inferencer = Inferencer(InferencerConfig(), agent, ParamReader(store, POLICY))
     actor = Actor(lambda seed: SyncEnv("gymnasium:CartPole-v1", 4, "loop", seed=seed), inferencer, buffer)
     actor.collect(steps=steps, seconds=60.0)
     return actor

@@ -16,7 +16,7 @@ from rlframe.coordinator.workers.overrides import ActsBy, with_config
 from rlframe.envs import SyncEnv
 from rlframe.errors import UsageError
 from rlframe.learners import LearnerConfig
-from rlframe.params.files import FileParamStore
+from rlframe.params import ParamStore
 from rlframe.replay import ReplayBuffer
 from tests.coordinator.workers.calling import Caller
 from tests.fakes import ACTION_SPEC, OBSERVATION_SPEC, CountingEnv, RecordingBuffer, counting_agent
@@ -31,8 +31,8 @@ class Drawn(ReplayBuffer):
 
 
 @pytest.fixture
-def store(tmp_path):
-    return FileParamStore(tmp_path / "policies")
+def store():
+    return ParamStore()
 
 
 @pytest.fixture

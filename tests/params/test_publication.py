@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from rlframe.agents import PPO, PPOConfig
-from rlframe.errors import PeerError
+from rlframe.errors import PeerError, UnavailableError, UsageError
 from rlframe.handles import resolve
 from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.interprocess.memory import MACHINE
 from rlframe.learners import Learner, LearnerConfig
 from rlframe.params.packing import PackedParams
-from rlframe.params.publication import LearnerClient, Publication
+from rlframe.params.publication import Publication
+from rlframe.params.source import ParamReader
 from tests.fakes import ACTION_SPEC, OBSERVATION_SPEC, RecordingBuffer, counting_agent, reward_batch
 from tests.ports import free_address
 from tests.serving import CHILD_DEADLINE, Child, client, serving
@@ -58,14 +60,15 @@ class ElsewhereLearner(CountedLearner):
     """One whose memory is not found here, as on another machine: another process has its number."""
 
     def shared_params(self):
-        source = pickle.loads(pickle.dumps(super().shared_params()))
-        name = source.store._plan.name
-        source.store._plan = source.store._plan._replace(name=name._replace(token=name.token + 1))
-        return source
+        shared = pickle.loads(pickle.dumps(super().shared_params()))
+        shared._name = shared._name._replace(token=shared._name.token + 1)
+        return shared
 
 
-def connect(address, deadline=CHILD_DEADLINE):
-    return resolve(client(address), "learner", deadline=deadline, wrap=LearnerClient)
+def connect(address):
+    """(the learner, what reads its parameters)."""
+    learner = resolve(client(address), "learner", deadline=CHILD_DEADLINE)
+    return learner, ParamReader(learner)
 
 
 @contextlib.contextmanager
@@ -80,17 +83,17 @@ def child(address, *args):
 def test_a_learner_in_another_process_gives_its_parameters_in_memory():
     address = free_address()
     with child(address, CountedLearner):
-        learner = connect(address)
-        version, params = learner.get_params()
+        learner, reader = connect(address)
+        version, params = reader.get_params()
         given = learner.given()
-        assert (version, params["w"]) == (1, 0.0) and learner.get_params(1) == (1, None)
+        assert (version, params["w"]) == (1, 0.0) and reader.get_params(1) == (1, None)
         for number in range(20):
             assert learner.learn(float(number)) == number + 2
-            version, params = learner.get_params(version)
+            version, params = reader.get_params(version)
             by_courier = client(address).get_params()
             assert version == by_courier[0] == number + 2
             assert params["w"].dtype == np.float32 and params["w"].tobytes() == by_courier[1]["w"].tobytes()
-            assert learner.get_params(version) == (version, None)
+            assert reader.get_params(version) == (version, None)
         assert learner.given() == given + 20
 
 
@@ -99,8 +102,7 @@ def test_every_leaf_is_bit_for_bit_that_of_get_params():
     agent = PPO(PPOConfig(), OBSERVATION_SPEC, ACTION_SPEC)
     learner = CountedLearner(agent)
     with serving(learner, address):
-        remote = connect(address)
-        version, params = remote.get_params(-1)
+        version, params = connect(address)[1].get_params(-1)
         assert learner.given() == 0
         expected = learner.get_params()
         assert version == expected[0]
@@ -113,7 +115,7 @@ def test_every_leaf_is_bit_for_bit_that_of_get_params():
 def test_an_inferencer_acts_by_the_newest_parameters_of_another_process():
     address = free_address()
     with child(address, CountedLearner):
-        remote = connect(address)
+        remote, _ = connect(address)
         inferencer = Inferencer(InferencerConfig(learner_deadline=CHILD_DEADLINE), counting_agent(), client(address))
         for number in range(5):
             version = remote.learn(1.0)
@@ -126,25 +128,25 @@ def test_an_inferencer_acts_by_the_newest_parameters_of_another_process():
 def test_a_learner_that_is_killed_is_missed_and_its_successor_found_with_higher_versions(tmp_path):
     address = free_address()
     with child(address, CountedLearner, None, str(tmp_path)) as process:
-        learner = connect(address)
-        learner.get_params()
+        learner, reader = connect(address)
+        reader.get_params()
         learner.learn(1.0)
         learner.save()
         newest = learner.learn(1.0)
-        assert learner.get_params()[0] == newest
+        assert reader.get_params()[0] == newest
         process.kill()
         learner._deadline = 1.0
-        with pytest.raises(PeerError, match=rf"The learner at {address} did not answer get_params\(\) within 1 s"):
+        with pytest.raises(PeerError, match=rf"The learner at {address} did not answer get_packed\(\) within 1 s"):
             for _ in range(int(DEADLINE / 0.01)):  # it is looked for ten times a second
-                assert learner.get_params(newest) == (newest, None)
+                assert reader.get_params(newest) == (newest, None)
                 threading.Event().wait(0.01)
     with child(address, CountedLearner, None, str(tmp_path), True):
         learner._deadline = CHILD_DEADLINE
-        version, params = learner.get_params(newest)
+        version, params = reader.get_params(newest)
         given = learner.given()
         assert version > newest and params["w"] == 0.5
         newest = learner.learn(1.0)
-        assert learner.get_params(version)[0] == newest
+        assert reader.get_params(version)[0] == newest
         assert learner.given() == given
 
 
@@ -152,11 +154,11 @@ def test_a_learner_whose_memory_is_not_here_is_asked_by_courier():
     address = free_address()
     learner = ElsewhereLearner()
     with serving(learner, address):
-        remote = connect(address)
+        _, reader = connect(address)
         for number in range(3):
-            assert remote.get_params()[0] == number + 1
+            assert reader.get_params()[0] == number + 1
             learner.learn(1.0)
-        assert remote.get_params(4) == (4, None)
+        assert reader.get_params(4) == (4, None)
         assert learner.given() >= 4
     learner.close()
 
@@ -165,12 +167,12 @@ def test_a_learner_that_is_closed_sends_its_readers_back_to_courier():
     address = free_address()
     learner = CountedLearner()
     with serving(learner, address):
-        remote = connect(address)
-        remote.get_params()
+        _, reader = connect(address)
+        reader.get_params()
         learner.close()
         assert learner.shared_params() is None
         learner.learn(1.0)
-        version, params = remote.get_params(1)
+        version, params = reader.get_params(1)
         assert (version, params["w"]) == (2, 0.5) and learner.given() >= 1
 
 
@@ -200,53 +202,74 @@ def test_no_read_is_torn_or_older_than_what_was_known_under_a_publisher_at_full_
     process.start()
     try:
         assert here.poll(CHILD_DEADLINE)
-        source = here.recv()
+        shared = here.recv()
         known, whole = -1, 0
         while whole < 300:
-            version, params = source.get_params(known)
+            version, newer = shared.get_packed(known)
             assert version >= known
-            if params is not None and version > known:
+            if newer is not None and version > known:
                 known, whole = version, whole + 1
-                for leaf in params.values():
+                for leaf in newer.unpack().values():
                     np.testing.assert_array_equal(leaf, known)
     finally:
         here.send("stop")
         process.join(DEADLINE)
-    assert process.exitcode == 0 and source.store.has_gone
+    assert process.exitcode == 0 and shared.has_gone
 
 
 def test_a_version_that_nobody_asks_for_is_not_written_and_one_that_is_asked_for_is_written_once():
     publication = Publication(packed(1).packing, 1, packed(1).arrays)
-    source = pickle.loads(pickle.dumps(publication.shared()))
+    shared = pickle.loads(pickle.dumps(publication.shared()))
     for version in range(2, 50):
         publication.publish(version, packed(version).arrays)
-    assert source.store.versions("main") == []
-    wait_until(lambda: source.get_packed(-1)[1] is not None)
-    assert source.get_packed(49) == (49, None)
-    assert source.get_packed(-1)[0] == 49 and source.store.versions("main") == [49]
+    assert shared.written == -1
+    wait_until(lambda: shared.get_packed(-1)[1] is not None)
+    assert shared.get_packed(49) == (49, None)
+    assert shared.get_packed(-1)[0] == 49 and shared.written == 49
     publication.close()
     publication.close()
-    assert publication.shared() is None and source.store.has_gone
+    assert publication.shared() is None and shared.has_gone
     assert publication.get_packed()[0] == 49
 
 
 def test_a_version_after_one_that_was_read_is_written_before_it_is_asked_for_and_the_next_is_not():
     publication = Publication(packed(1).packing, 1, packed(1).arrays)
-    source = pickle.loads(pickle.dumps(publication.shared()))
-    wait_until(lambda: source.get_packed(-1)[1] is not None)
+    shared = pickle.loads(pickle.dumps(publication.shared()))
+    wait_until(lambda: shared.get_packed(-1)[1] is not None)
     publication.publish(2, packed(2).arrays)
-    wait_until(lambda: 2 in source.store.versions("main"))
+    wait_until(lambda: shared.written == 2)
     for version in range(3, 50):  # the second was not read
         publication.publish(version, packed(version).arrays)
-    assert source.store.versions("main") == [2]
-    assert source.get_packed(2)[0] == 49
+    assert shared.written == 2
+    assert shared.get_packed(2)[0] == 49
+    publication.close()
+
+
+def test_memory_whose_publisher_has_closed_it_can_be_read_by_who_has_it_open_alone():
+    publication = Publication(packed(1).packing, 1, packed(1).arrays)
+    late, early = pickle.dumps(publication.shared()), pickle.loads(pickle.dumps(publication.shared()))
+    wait_until(lambda: early.get_packed()[0] == 1)
+    publication.close()
+    assert early.has_gone and early.get_packed()[0] == 1
+    with pytest.raises(UnavailableError, match="has ended, has closed them"):
+        pickle.loads(late).get_packed()
+
+
+def test_memory_of_another_ray_node_is_refused(monkeypatch):
+    monkeypatch.setenv(MACHINE, "one")
+    publication = Publication(packed(1).packing, 1, packed(1).arrays)
+    elsewhere = pickle.dumps(publication.shared())
+    monkeypatch.setenv(MACHINE, "other")
+    with pytest.raises(UsageError, match=r"memory of another Ray node.* others call it"):
+        pickle.loads(elsewhere).get_packed()
     publication.close()
 
 
 def read_for_ever(address, connection):
-    learner, version = connect(address), -1
+    _, reader = connect(address)
+    version = -1
     while True:
-        version = learner.get_params(version)[0]
+        version = reader.get_params(version)[0]
         connection.send(version)
 
 
@@ -257,20 +280,20 @@ def test_a_reader_that_is_killed_stalls_nobody():
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     with serving(learner, address):
-        remote = connect(address)
+        _, reader = connect(address)
         process = context.Process(target=read_for_ever, args=(address, there))
         process.start()
         assert here.poll(CHILD_DEADLINE)
-        remote.get_params()
+        reader.get_params()
         given = learner.given()
         for _ in range(100):
             learner.learn(1.0)
-            remote.get_params()
+            reader.get_params()
         process.kill()
         process.join(DEADLINE)
         for _ in range(100):
             version = learner.learn(1.0)
-            assert remote.get_params()[0] == version
+            assert reader.get_params()[0] == version
         assert learner.given() == given
     learner.close()
     new = set(threading.enumerate()) - before
