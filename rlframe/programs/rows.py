@@ -7,7 +7,7 @@ import math
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlframe.metrics import Logger, MultiLogger
@@ -160,16 +160,6 @@ def following(path: pathlib.Path, loggers: list[Logger], callbacks: Callbacks) -
         if loggers:
             thread.join()
             read()
-
-
-@contextlib.contextmanager
-def closing(loggers: Iterable[Logger]) -> Iterator[list[Logger]]:
-    """Close the loggers at the end of the context."""
-    opened = list(loggers)
-    try:
-        yield opened
-    finally:
-        MultiLogger(opened).close()
 
 
 def next_multiple(every: int, after: int) -> float:

@@ -18,7 +18,7 @@ from rlframe.engines.base import GRACE, deciding_group
 from rlframe.envs.names import split
 from rlframe.errors import ProgramError, UsageError
 from rlframe.learners import Checkpointer
-from rlframe.metrics import LenientLogger, Logger, plot_learning_curve
+from rlframe.metrics import LenientLogger, Logger, MultiLogger, plot_learning_curve
 from rlframe.programs.callbacks import Callback, Callbacks
 from rlframe.programs.control import Control, serve_control_of
 from rlframe.programs.env_backend import backend_note, check_backend, import_env
@@ -26,7 +26,7 @@ from rlframe.programs.evaluation import describe_evaluation
 from rlframe.programs.experiment import Experiment, complete, continued, load_experiment, with_fields
 from rlframe.programs.profile import Profile
 from rlframe.programs.progress import Progress
-from rlframe.programs.rows import closing, following
+from rlframe.programs.rows import following
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir import Result, RunDir, default_path
 from rlframe.programs.run_lock import RunLock
@@ -132,10 +132,10 @@ def train(
         if config.learns_from == "steps":
             _say_what_comes(experiment, run.agent, resume, progress)
         engine = make_engine(experiment, directory.logs, quiet)
-        trackers = opened.enter_context(closing(open_loggers(directory.path) if open_loggers is not None else []))
-        loggers: list[Logger] = [
-            LenientLogger([each], Exception) for each in ([progress] if progress else []) + trackers
-        ]
+        trackers = [] if open_loggers is None else list(open_loggers(directory.path))
+        opened.enter_context(contextlib.closing(MultiLogger(trackers)))
+        shown = [progress, *trackers] if progress is not None else trackers
+        loggers: list[Logger] = [LenientLogger([each], Exception) for each in shown]
         loggers += [called] if called else []  # last: callbacks may read what the others wrote
         if engine.in_process:
             run = dataclasses.replace(run, loggers=tuple(loggers), progress=progress)

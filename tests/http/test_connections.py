@@ -12,8 +12,8 @@ import httpx
 import pytest
 import uvicorn
 
-from rlframe.http.connections import bounded
 from rlframe.http.middleware import ReadBody
+from rlframe.http.serving import bounded
 from tests.waiting import wait_until
 
 DEADLINE = 60.0
