@@ -23,7 +23,7 @@ class DataConfig:
         check_above(self, 0, "timeout")
 
     def options_of(self, make_dataset: Callable[..., Any]) -> dict[str, Any]:
-        """Those that are set. Raises UsageError for one that `make_dataset` does not take."""
+        """Return the options that are set. Raise UsageError for one that `make_dataset` does not take."""
         options = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         accepted = inspect.signature(make_dataset).parameters if options else {}
         for name in options:
@@ -45,9 +45,9 @@ class LearnerConfig:
     ends_program: bool = True  # False: at max_learner_steps it is as after `finish()`
     checkpoint_dir: str | None = None  # None: nothing is saved
     checkpoint_every: int = 10_000  # learner steps between two checkpoints of `run()`
-    checkpoint_seconds: float = 30.0  # or so long, whichever is shorter: what a learner that is killed loses
+    checkpoint_seconds: float = 30.0  # the same in seconds; the shorter one counts: a killed learner loses so much
     checkpoints_kept: int = 3
-    resume: bool = False  # begin with the latest checkpoint, where there is one
+    resume: bool = False  # begin with the latest checkpoint, if there is one
     log_every: int = 100  # learner steps between two rows of `run()`'s logger
     data: DataConfig = DataConfig()  # how `run()` reads its replay
     codec: Any = None  # of the environments; checkpoints hold it, so that `rlframe.load` needs no environment

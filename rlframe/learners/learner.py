@@ -29,7 +29,7 @@ from rlframe.types import Batch, Logs, Tree
 class Learner:
     """Trains an agent's parameters from batches, and publishes them under rising versions.
 
-    What `get_params` gives is a copy, so the Learner's own arrays are donated to each update.
+    `get_params` returns a copy, so each update can donate the Learner's own arrays.
 
     Args:
         cfg: see `LearnerConfig`.
@@ -168,15 +168,15 @@ class Learner:
         return logs
 
     def run(self) -> None:
-        """Learns until `max_learner_steps`, `finish()`, `stop()` or the end of the Launchpad program.
+        """Learn until `max_learner_steps`, `finish()`, `stop()` or the end of the Launchpad program.
 
-        It logs and saves on the way, and saves at the end.
+        Log and save on the way, and save at the end.
         """
         with handles.stopped_by_program(self.stop):
             self._learn()
             self._finished.set()
             if self._finish.is_set() or (self._is_done and not self._cfg.ends_program):
-                self._stop.wait()  # `get_params` goes on answering
+                self._stop.wait()  # `get_params` still answers
         if self._is_done and self._cfg.ends_program:
             handles.stop_program()
 
@@ -248,15 +248,15 @@ class Learner:
         return {name: float(np.asarray(value).reshape(())) for name, value in self._logs.items()}
 
     def finish(self) -> None:
-        """Ends learning and saves, while `get_params` goes on answering until `stop()`. Any thread may call it."""
+        """End learning and save; `get_params` answers until `stop()`. Any thread may call it."""
         self._finish.set()
         self._close_dataset()
 
     def stats(self) -> dict[str, Any]:
-        """How far `run()` is: learner_steps, params_version, `finished`, the newest logs, the replay's counters.
+        """Return learner_steps, params_version, whether `run()` has `finished`, the newest logs, the replay's counters.
 
-        Any thread may ask, and waits for no update and for no server: the logs are of the update before the one that
-        is under way, and the replay's counters the newest that came.
+        Any thread may call it. It waits for no update and no server: the logs are of the last complete update, and
+        the replay's counters the newest that arrived.
         """
         logs = {name: float(np.asarray(value).reshape(())) for name, value in dict(self._logs).items()}
         replay = {f"replay_{name}": value for name, value in self._replay_stats().items()}
@@ -264,7 +264,7 @@ class Learner:
         return {**logs, **replay, **counters, "finished": self._finished.is_set()}
 
     def stop(self) -> None:
-        """Ends `run()` after the update under way, or while that waits for the replay. Any thread may call it."""
+        """End `run()` after the current update, or while it waits for the replay. Any thread may call it."""
         self._stop.set()
         self._close_dataset()
         if self._owns_buffer:
@@ -278,11 +278,11 @@ class Learner:
         return self._publication.get_params(known_version)
 
     def wait_for_version(self, known_version: int, timeout: float) -> int:
-        """The newest version, as soon as it is above `known_version`, or after `timeout` seconds (1 at most)."""
+        """Wait up to `timeout` seconds (at most 1) for a version above `known_version`. Return the newest version."""
         return self._publication.wait_for_version(known_version, timeout)
 
     def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
-        """As `get_params`, packed: what an Inferencer asks for."""
+        """As `get_params`, packed, for an Inferencer."""
         return self._publication.get_packed(known_version)
 
     def shared_params(self) -> SharedParams | None:
@@ -321,21 +321,21 @@ class Learner:
                 self.release_versions()
 
     def release_versions(self) -> None:
-        """Have a resumed run continue with the version after the newest: nothing is published after this."""
+        """Give reserved versions back, so that a resumed run skips none: nothing is published after this."""
         with self._update_lock:
             self._versions.release()
 
     def save_soon(self) -> None:
-        """Have a thread save as `run()` does, with the replay, after the update under way. Returns at once.
+        """Start a thread that saves as `run()` does, with the replay, after the current update.
 
-        Another node may call it, again and again. `run()` raises its errors.
+        Another node may call it repeatedly. `run()` raises its errors.
         """
         if self.saver is None:
             raise UsageError("Learner.save_soon needs LearnerConfig.checkpoint_dir.")
         self.saver.save_soon()
 
     def restore(self, step: int | None = None, *, with_replay: bool = False) -> Any:
-        """Go on from a checkpoint (the latest by default), and return the extras saved with it.
+        """Continue from a checkpoint (the latest by default), and return the extras saved with it.
 
         Args:
             step: of the checkpoint, as its directory is named.
@@ -374,7 +374,7 @@ class Learner:
         return self._update.pack(self._params, self._learner_state)
 
     def close(self) -> None:
-        """Ends the threads that checkpointing and publishing opened."""
+        """End the threads of checkpoints and of publishing."""
         self.stop()
         if self._checkpointer is not None:
             self._checkpointer.close()

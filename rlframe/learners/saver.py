@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class Saver:
-    """Has a learner save when a checkpoint is due. Any thread may call it.
+    """Saves a learner when a checkpoint is due. Any thread may call it.
 
     Args:
         cfg: of the learner.
@@ -83,7 +83,7 @@ class Saver:
             learner.release_versions()
 
     def save_soon(self) -> None:
-        """Have a thread save between two updates, and return at once; `save_if_due` raises what it raises."""
+        """Start a thread that saves between two updates. `save_if_due` raises its errors."""
         with self._starting:
             if not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._save_in_thread, name="rlframe checkpoint", daemon=True)

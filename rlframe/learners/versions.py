@@ -27,12 +27,12 @@ _FILE_BYTES = 64  # of the file, always
 class VersionCounter:
     """A counter whose values are never given twice, also after a crash.
 
-    Values are reserved in a small file before they are used; a restart goes on past all that were
-    reserved, a clean stop gives the unused ones back.
+    Values are reserved in a small file before they are used. A restart continues after the reserved ones; a clean stop
+    gives the unused ones back.
 
     Args:
-        directory: where `versions.json` is kept; None keeps nothing.
-        may_write: called before that file is written: what it raises is raised, and nothing is written.
+        directory: of the file `versions.json`; None writes no file.
+        may_write: called before the file is written. If it raises, nothing is written.
     """
 
     def __init__(self, directory: str | os.PathLike | None, may_write: Callable[[], None] | None = None) -> None:
@@ -43,31 +43,31 @@ class VersionCounter:
         self._written, self._cost = (0, 0.0), 0.0  # at the last reservation: (value, time); seconds that it took
 
     def next(self) -> int:
-        """Counts one up and returns it."""
+        """Return the next value."""
         self.value += 1
         if self._path is not None and self.value > self._reserved:
             self._reserve(self.value + self._ahead())
         return self.value
 
     def _ahead(self) -> int:
-        """How many to reserve beyond the next."""
+        """Return the number of values to reserve beyond the next one."""
         (value, at), now = self._written, time.monotonic()
         self._written = self.value, now
         part = self._cost * (self.value - value) / max(now - at, 1e-6)  # of the time that a write for each takes
         return min(_RESERVE, int(part * _COST)) if value else 0
 
     def skip(self, value: int) -> None:
-        """Goes on above `value`, which another counter gave."""
+        """Continue above `value`, which another counter gave."""
         self.value = max(self.value, value)
         self.next()
 
     def release(self) -> None:
-        """Gives back what was reserved beyond `value`: after a save that nothing follows."""
+        """Give back the values reserved beyond the current one: after a final save."""
         if self._path is not None and self._reserved != self.value:
             self._reserve(self.value)
 
     def resume(self, value: int) -> None:
-        """Goes on from a checkpoint's `value`, or past every value that may have been given since."""
+        """Continue from a checkpoint's `value`, or after every value that may have been given since."""
         self.value = value
         if self._path is not None and self._path.exists():
             try:
@@ -89,7 +89,7 @@ class VersionCounter:
             text = json.dumps({"reserved": upto}).ljust(_FILE_BYTES)
             try:
                 write_atomically(self._path, text, parents=True)
-            except OSError:  # a full disk: what is there has room for it
+            except OSError:  # a full disk: the old file has room for it
                 with self._path.open("r+") as file:
                     file.write(text)
         except OSError as error:
@@ -98,25 +98,30 @@ class VersionCounter:
 
 
 class StalenessLimit:
-    """Holds a replay to its `max_staleness`; where it has none, nothing is too old.
+    """Applies a replay's `max_staleness`, if it has one.
 
     Args:
-        replay_buffer: that the batches come from.
+        replay_buffer: the source of the batches.
     """
 
     def __init__(self, replay_buffer: object) -> None:
         self._buffer = replay_buffer if isinstance(replay_buffer, BaseReplayBuffer) else None
         self._limit = self._buffer.spec.max_staleness if self._buffer is not None else None
-        # The version of the checkpoint that the learner goes on from: the first one after it has the same parameters.
+        # The version of the restored checkpoint: the first version after it has the same parameters.
         self.resumed_from: int | None = None
 
     @property
     def is_set(self) -> bool:
-        """Whether there is a limit."""
+        """Return True if there is a limit."""
         return self._limit is not None
 
     def refuses(self, versions: np.ndarray, newest: int) -> bool:
-        """Whether a batch that `versions` [B] acted in was drawn before the buffer knew of the version `newest`."""
+        """Return True if a batch is too old: drawn before the buffer dropped what is too old for `newest`.
+
+        Args:
+            versions: [B] that acted.
+            newest: version of the learner.
+        """
         if self._limit is None:
             return False
         old = versions < newest - self._limit
@@ -134,14 +139,14 @@ class StalenessLimit:
         return True
 
     def forget(self, newest: int) -> None:
-        """Has the buffer drop what is too old for the version `newest`."""
+        """Drop items from the buffer that are too old for the version `newest`."""
         if self._limit is not None:
             assert self._buffer is not None
             self._buffer.forget_before(newest - self._limit)
 
 
 def mean_version(versions: np.ndarray) -> float:
-    """Of those that are known, NaN where none is; -1 stands for one that is not."""
+    """Return the mean of the known versions; NaN if none is known (-1)."""
     # Not `mean`, which costs several times as much.
     if versions.min() >= 0:
         return versions.sum() / len(versions)

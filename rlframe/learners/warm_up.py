@@ -33,10 +33,10 @@ def warm_up(
     logger: Any = None,
     log_every: int = 10,
 ) -> Params:
-    """Trains for `supervised_steps` updates of the agent's config, by cross-entropy.
+    """Train for `supervised_steps` updates of the agent's config, by cross-entropy.
 
-    Save what it returns with `rlframe.language.model.weights.save`, beside the tokenizer, and name the folder in
-    `GRPOConfig.weights`: then that is what GRPO starts from, and its reference.
+    Save the result with `rlframe.language.model.weights.save`, beside the tokenizer, and name the folder in
+    `GRPOConfig.weights`: GRPO starts from it, and uses it as its reference.
 
     Args:
         agent: whose parameters, optimizer and `supervised_*` settings.

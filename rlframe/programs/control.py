@@ -1,4 +1,4 @@
-"""The HTTP service of a run: its status, /metrics, /healthz, a live page, and what it can be told to do."""
+"""The HTTP service of a run: its status, /metrics, /healthz, a live page, and commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlframe.programs.run_status import OVER, StatusReader
 
 @dataclasses.dataclass(frozen=True)
 class Control:
-    """Where the HTTP service of a run is; see docs/coordinator.md."""
+    """The address of the HTTP service of a run; see docs/coordinator.md."""
 
     host: str = "127.0.0.1"
     port: int = 0  # 0: one that is free
@@ -27,7 +27,7 @@ class Control:
 
 
 class RunTarget:
-    """What a service shows and does of a run without a coordinator; it is in the process that runs it.
+    """The status and the commands of a run without a coordinator; it is in the process that runs it.
 
     Args:
         run_dir: of the run.
@@ -49,12 +49,12 @@ class RunTarget:
             raise UnavailableError(f"The run begins: {error}") from error
 
     def events(self, since: int, timeout: float = 0.0) -> list[dict[str, Any]]:
-        """None, at once: nobody keeps any."""
+        """Return none: nothing keeps events."""
         del since, timeout
         return []
 
     def cancel(self, reason: str = "") -> None:
-        """Ends the run as Ctrl-C does. A second SIGTERM would end it unsaved, so there is but one."""
+        """End the run as Ctrl-C does. Send SIGTERM once: a second one would end the run unsaved."""
         del reason
         if not self._is_told and self.status()["job"]["state"] not in OVER:
             self._is_told = True
@@ -65,7 +65,7 @@ class RunTarget:
 def serve_control_of(
     run_dir: pathlib.Path, control: Control | None, coordinator: Any = None, quiet: bool = False
 ) -> Iterator[None]:
-    """Serves the control of a run in this process, and says in its directory where; not at all for None.
+    """Serve the control of a run in this process, and write the address into its directory. Do nothing for None.
 
     Args:
         run_dir: of the run.
@@ -91,7 +91,7 @@ def serve_control_of(
         target, kind = coordinator, COORDINATOR
     with serve_control(target, control.host, control.port, token_file, kind=kind) as server:
         write_control(run_dir, server.url, token_file)
-        # What is not a terminal may be a log that others read.
+        # If it is no terminal, others may read the output.
         link = f"{server.url}/#token={read_token(token_file)}" if sys.stderr.isatty() else server.url
         if not quiet:
             print(f"[launcher] live page and control: {link} (token: {token_file})", file=sys.stderr)

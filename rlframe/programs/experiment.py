@@ -132,7 +132,7 @@ def field_names(cls: Any) -> list[str]:
 
 
 def from_flat(values: dict[str, Any]) -> Experiment:
-    """The experiment with these options, as `flat` gives them; what is missing has its default.
+    """Make the experiment with these options, as `flat` returns them; missing ones have their defaults.
 
     Raises:
         UsageError: an option is of another topology, which this one does not read.
@@ -297,7 +297,7 @@ def complete(experiment: Experiment) -> Experiment:
 
 # --- resuming
 
-# What a resumed run may change: none of it reaches the numbers, but `steps`, whose schedules are kept.
+# Options that a resumed run may change: they do not change the numbers, except `steps`, whose schedules are kept.
 _CHANGEABLE = {"steps", "schedule_steps", "num_workers", "eval_every", "log_every"}
 _CHANGEABLE |= {"eval_episodes", "eval_num_envs", "eval_max_episode_length"}
 _CHANGEABLE |= {"engine", "operator", "ray_address", "accelerators", "max_restarts", "hang_timeout", "grace_seconds"}
@@ -307,10 +307,10 @@ _CHANGEABLE |= {"slots", "service_port", "policy_port"}
 
 
 def continued(saved: Experiment, wanted: Experiment) -> Experiment:
-    """The experiment of a resumed run: `wanted`, with the schedules of `saved`.
+    """Return the experiment of a resumed run: `wanted`, with the schedules of `saved`.
 
     Raises:
-        UsageError: they differ in what a run cannot change in its middle.
+        UsageError: they differ in an option that a resumed run cannot change.
     """
     now_all = flat(wanted)
     for name, before in flat(saved).items():
@@ -343,7 +343,7 @@ def _first_difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
 
 
 def save_experiment(experiment: Experiment, path: pathlib.Path, notes: dict[str, Any]) -> None:
-    """Writes `config.json` in one piece: the experiment, and `notes` that nothing reads back (versions, preset)."""
+    """Write `config.json` atomically: the experiment, and `notes` for a reader (versions, preset)."""
     values = to_jsonable(experiment)
     topology = {("topology" if name == "name" else name): value for name, value in values.pop("topology").items()}
     values, topology = named(values), named(topology)
@@ -356,7 +356,7 @@ def save_experiment(experiment: Experiment, path: pathlib.Path, notes: dict[str,
 def load_experiment(
     path: str | os.PathLike[str], given: Mapping[str, Any] | None = None, *, replace: bool = False
 ) -> Experiment:
-    """Reads `config.json` of a run directory.
+    """Read `config.json` of a run directory.
 
     Args:
         path: of the directory or the file.

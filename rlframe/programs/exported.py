@@ -28,7 +28,7 @@ def export(
     agent: Any = None,
     network: Any = None,
 ) -> pathlib.Path:
-    """Write a trained policy with its parameters as StableHLO, which JAX runs without rlframe, as other tools do.
+    """Write a trained policy with its parameters as StableHLO, for JAX without rlframe and for other tools.
 
     `jax.export.deserialize(file.read_bytes()).call(observation, begins, state, seed)` gives (action, state), for any
     number B of environments. It acts without exploring.

@@ -27,7 +27,7 @@ _SAVE_WITHIN = 120.0  # seconds: the disk may be full
 
 
 def read_policy(agent: Agent, directory: RunDir, checkpoint: int | None = None) -> NewestParams:
-    """Read the parameters for acting from a run's checkpoint. Nothing is written: the run may go on.
+    """Read the parameters for acting from a run's checkpoint. Nothing is written: the run may be active.
 
     Args:
         agent: of the run.

@@ -156,7 +156,7 @@ class TrainedPolicy:
 def load(
     run_dir: str | os.PathLike[str], checkpoint: int | None = None, *, agent: Any = None, network: Any = None
 ) -> TrainedPolicy:
-    """Load what a run has learned, to act by: no environment is opened, and nothing is written.
+    """Load the trained policy of a run. No environment is opened, and nothing is written.
 
     Args:
         run_dir: the run's directory. The run may go on.

@@ -89,7 +89,6 @@ class TrainingLoop:
             self.actor = make()
             return
         saved, has_replay = self.learner.restored
-        self._replay_saved_at = saved["replay_saved_at"]
         self.inferencer.set_state(saved["inferencer"])
         if has_replay and saved["actor"]["env"] is not None:
             # The environments continue in mid-episode, and so do the fragments that they have open in the buffer.
@@ -100,6 +99,7 @@ class TrainingLoop:
                 pass
             self.actor = make(rank=0)
         self.actor.set_state(saved["actor"])
+        self._replay_saved_at = self.actor.env_steps if has_replay else 0
 
     def run(self) -> int | None:
         """Trains until the session's last step or a signal, saves, evaluates, and writes the result.
@@ -291,14 +291,13 @@ class TrainingLoop:
             final: nothing follows in this session. Then a large replay is saved too.
         """
         now, every = self.actor.env_steps, self._run.topology.replay_checkpoint_every
-        with_replay = final or (every > 0 and now - self._replay_saved_at >= every)
-        with_replay = with_replay or ReplayFiles.is_small(self.replay_buffer)
-        replay_saved_at = now if with_replay else self._replay_saved_at
+        is_due = final or (every > 0 and now - self._replay_saved_at >= every)
+        can_save = self.replay_buffer.is_saved_by_learner  # else a resumed run fills it again
+        with_replay = can_save and (is_due or ReplayFiles.is_small(self.replay_buffer))
         extras = {
             "actor": self.actor.get_state(with_envs=with_envs),
             "incarnation": self.actor.incarnation,
             "inferencer": self.inferencer.get_state(),
-            "replay_saved_at": replay_saved_at,
         }
         self.learner.save(extras, final=final, with_replay=with_replay)
-        self._saved_at, self._replay_saved_at = now, replay_saved_at
+        self._saved_at, self._replay_saved_at = now, now if with_replay else self._replay_saved_at

@@ -1,4 +1,4 @@
-"""When a run makes its first update, and how many it makes: said before it starts, and refused where that is none."""
+"""The number of updates of a run, and the step of the first one: printed before it starts. None is an error."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rlframe.types import ReplaySpec, Sequence
 
 
 def total_learner_steps(spec: ReplaySpec, steps: int, num_envs: int) -> int:
-    """How many updates a run of `steps` environment steps makes: where schedules end.
+    """Return the number of updates in a run of `steps` environment steps. Schedules end there.
 
-    Steps whose action is ignored (after an episode's end) are items too, and are not counted here.
+    Steps whose action is ignored (after an episode's end) are items too, but do not count here.
     """
     period = spec.item.period if isinstance(spec.item, Sequence) else 1
     items = steps / period
@@ -26,10 +26,10 @@ def total_learner_steps(spec: ReplaySpec, steps: int, num_envs: int) -> int:
 
 
 def least_updates(spec: ReplaySpec, steps: int, num_envs: int) -> int:
-    """How many updates a program has made at least after `steps` environment steps, if it lost nothing.
+    """Return the least number of updates that a program has made after `steps` environment steps, if it lost nothing.
 
-    Fewer than `total_learner_steps`, by those that writers may be ahead, and by the first sequence of each environment,
-    which takes longer than the next ones; and by a tenth, for what a learner that is restarted does not make up for.
+    It is less than `total_learner_steps`: writers may be ahead, the first sequence of an environment takes longer than
+    the next ones, and a restarted learner does not make up for a tenth.
     """
     late = num_envs * (spec.item.length - spec.item.period) if isinstance(spec.item, Sequence) else 0
     ahead = samples_of_rounds(spec, num_envs, RUN_AHEAD) / (spec.batch_size or num_envs)
@@ -37,9 +37,9 @@ def least_updates(spec: ReplaySpec, steps: int, num_envs: int) -> int:
 
 
 def first_update(spec: ReplaySpec, num_envs: int) -> int:
-    """Environment steps until there are items enough for the first update.
+    """Return the environment steps until there are enough items for the first update.
 
-    Less by the last items of episodes, which are shorter, and by steps whose action is ignored.
+    It may come earlier: the last items of episodes are shorter, and steps whose action is ignored are items too.
     """
     batch = spec.batch_size or num_envs
     items = max(spec.min_size, batch) if spec.kind == "queue" else spec.min_size
