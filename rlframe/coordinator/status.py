@@ -1,4 +1,4 @@
-"""What a coordinator tells of its job: plain dicts, as the HTTP API gives them."""
+"""The status of a coordinator's job, in plain dicts, as the HTTP API has it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def status(
 
     Args:
         job: its state.
-        counters: its accounts as they are in the journal: they never go back, whoever is killed.
+        counters: its accounts as they are in the journal, so that a restart never lowers them.
         describes: agent, env, run_dir, until.
         limits: least and most workers of each role that can be scaled.
-        operator: what it is called, and what it says is wrong.
+        operator: its kind, and its problems.
         replay: the buffer's counters.
         rates: of environment steps and updates.
         now: the time.

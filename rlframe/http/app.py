@@ -29,7 +29,7 @@ _DOCS = pathlib.Path(__file__).with_name("docs.html")  # asks for /openapi.json
 
 
 def make_app(title: str, description: str, lifespan: Any = None) -> FastAPI:
-    """An application whose only endpoints are /openapi.json and /docs, which shows it."""
+    """Make an application whose only endpoints are /openapi.json and /docs, which shows it."""
     app = FastAPI(
         title=title,
         version=rlframe.__version__,
@@ -59,7 +59,7 @@ def protect(
     page: pathlib.Path | None = None,
     stripped: str = "",
 ) -> None:
-    """Put before the endpoints what every request passes.
+    """Add the middleware that every request passes before an endpoint.
 
     Args:
         metrics: note how long requests take; `stripped` as for `Measure`.
@@ -94,7 +94,7 @@ def protect(
 def answer_errors(
     app: FastAPI, answers: Mapping[type[Exception], Callable[[Any], Response]], refusal: Refusal | None = None
 ) -> None:
-    """Answer what endpoints raise; by `refusal`, where it is given, also requests for what is not there."""
+    """Answer the exceptions of endpoints, and, if `refusal` is given, requests for unknown paths."""
 
     def handle(kind: type[Exception], respond: Callable[[Any], Response]) -> None:
         async def handler(_: Request, error: Exception) -> Response:
@@ -114,9 +114,9 @@ def answer_errors(
 
 
 class Page:
-    """ASGI: the page at / for who asks for text/html; all others get what they always got.
+    """ASGI: answers requests for / that accept text/html with the page, and passes on all others.
 
-    It holds no data, so it needs no token: it asks whoever looks at it for one.
+    The page holds no data, so it needs no token: it asks its reader for one.
 
     Args:
         file: the page, with one `<script>` and one `<style>`.
@@ -152,7 +152,7 @@ def _response(file: pathlib.Path) -> Response:
 
 
 def _policy(html: str) -> str:
-    """Nothing but the page's own script and style, and requests to where it came from."""
+    """Return the policy: only the page's own script and style, and requests to its own service."""
     sources = {"default": "'none'", "connect": "'self'", "img": "data:"}
     for name in ("script", "style"):
         (content,) = re.findall(rf"<{name}>(.*?)</{name}>", html, re.DOTALL)

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)  # seconds
 _METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 
-Table = Iterable[tuple[str, str, str]]  # of each number its name, its help, and where it stands in what is read
+Table = Iterable[tuple[str, str, str]]  # name, help, and key of each number
 
 
 class RequestMetrics:
@@ -55,7 +55,7 @@ class _Families(Collector):
 
 
 def numbers(prefix: str, counters: Table, gauges: Table, read: Callable[[str], Any]) -> Iterator[Metric]:
-    """A metric for each row of the tables whose value, which `read` gives, is not None."""
+    """Yield a metric for each row of the tables; `read(key)` returns its value, None if there is none."""
     for family, table in ((CounterMetricFamily, counters), (GaugeMetricFamily, gauges)):
         for name, help_text, key in table:
             if (value := read(key)) is not None:
@@ -63,10 +63,10 @@ def numbers(prefix: str, counters: Table, gauges: Table, read: Callable[[str], A
 
 
 class Measure:
-    """ASGI: how long requests take, by method, endpoint and status.
+    """ASGI: measures the duration of requests, by method, endpoint and status.
 
     Args:
-        stripped: what endpoints that are there twice begin with, the second time.
+        stripped: a prefix of paths that is left out: the same endpoints exist without it.
     """
 
     def __init__(self, app: ASGIApp, metrics: RequestMetrics, stripped: str = "") -> None:
@@ -94,7 +94,7 @@ class Measure:
             self._child(scope, status).observe(time.perf_counter() - start)
 
     def _child(self, scope: Scope, status: int) -> Any:
-        # The route, not the path that was asked for: what clients make up must not become labels.
+        # The route, not the path of the request: clients must not be able to make labels.
         route = scope.get("route")
         endpoint = "other" if route is None else route.path.removeprefix(self._stripped)
         method = scope["method"] if scope["method"] in _METHODS else "other"

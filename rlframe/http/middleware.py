@@ -1,6 +1,6 @@
-"""Middleware before every endpoint: the token, and the body within its limits and decompressed.
+"""Middleware before every endpoint: the token, and the body, which is limited and decompressed.
 
-Plain ASGI, so that a body is held once, and nothing is in the way of what needs none of it.
+Plain ASGI: a body is held once, and requests without one pass directly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DROPPED = 16  # times the limit: of a body that is too large, so much is read s
 
 
 def answer(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A small JSON answer."""
+    """Return a small JSON answer."""
     return Response(encoded(content), status, headers, "application/json")
 
 
@@ -49,17 +49,17 @@ Refusal = Callable[[str, int, dict[str, str] | None], Response]  # (error, statu
 
 
 def detail(error: str, status: int, headers: dict[str, str] | None = None) -> Response:
-    """A refusal as FastAPI has it."""
+    """Return a refusal in FastAPI's format."""
     return answer({"detail": error}, status, headers)
 
 
 def retry_later(error: str, status: str = "full", seconds: int = 1) -> Response:
-    """503: the same request may be sent again."""
+    """Return 503: the same request may be sent again."""
     return answer({"status": status, "error": error}, 503, {"Retry-After": str(seconds)})
 
 
 class RequireToken:
-    """401 unless the request carries the bearer token, or is for a path in `without`."""
+    """ASGI: answers 401 unless the request has the bearer token, or is for a path in `without`."""
 
     def __init__(self, app: ASGIApp, token: str, refusal: Refusal = detail, without: tuple[str, ...] = ()) -> None:
         self._app = app
@@ -79,9 +79,9 @@ class RequireToken:
 
 
 class ReadBody:
-    """Hands on the whole body, plain, as one message; or refuses it.
+    """ASGI: passes the whole body on, decompressed, as one message; or refuses it.
 
-    Small requests that come as MessagePack are handed on as JSON; the paths in `raw` read it themselves.
+    Small requests in MessagePack are passed on as JSON; the paths in `raw` read MessagePack themselves.
 
     Args:
         limit: bytes, both as sent and decompressed.
@@ -131,7 +131,7 @@ class ReadBody:
             self._reading -= taken[0]
 
     async def _read(self, headers: Headers, receive: Receive, taken: list[int]) -> bytes:
-        """The body as sent; `taken` says how much of `_reading` is its."""
+        """Read the body as sent; `taken` counts its share of `_reading`."""
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._limit:
             raise self._too_large(length=int(length))
@@ -147,7 +147,7 @@ class ReadBody:
                 if sent <= self._limit:
                     self._count(taken, len(part))
                     parts.append(part)
-                elif parts:  # from here on it is read and dropped, so that its sender sees the answer
+                elif parts:  # the rest is read and dropped, so that the client sees the answer
                     self._count(taken, -taken[0])
                     parts.clear()
         if sent > self._limit:
@@ -184,7 +184,7 @@ class ReadBody:
 
     def _too_large(self, length: int = 0, ended: bool = True) -> _Refused:
         error = f"A body has at most {self._limit >> 20} MB, decompressed too; --max-body-mb changes that."
-        # The server reads and drops what was announced; what has no end is cut off.
+        # The server reads and drops a body of a known length; one without an end is cut off.
         ended = ended and length <= _DROPPED * self._limit
         return _Refused(error, 413, None if ended else {"Connection": "close"})
 
@@ -196,7 +196,7 @@ class _Refused(Exception):
 
 
 def _handing(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body, and then what the server has to say."""
+    """Return a `receive` that gives the body, and then the messages of the server."""
     given = False
 
     async def hand() -> Message:

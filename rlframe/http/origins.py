@@ -1,10 +1,10 @@
-"""Who may call a service: programs, and pages that it served itself, under a name that is its own.
+"""Access control without a token: programs and the service's own pages may call it, under its own name.
 
-A service on loopback is reached by every page that a browser on this machine has open. A page from elsewhere may send
-it a request whose answer it never sees (CSRF: a form, or an image whose address is `/reset_data`), or have its own name
-lead here, and so pass for the service's page (DNS rebinding). The headers Origin and Sec-Fetch-Site
-(https://www.w3.org/TR/fetch-metadata/) tell the first, Host the second; programs that are no browsers send neither of
-the first two. A token is no page's to know, so Host matters only where none is needed.
+Every page that is open in a browser of this machine can reach a service on loopback. A page of another site may send
+a request without seeing the answer (CSRF: a form, or an image whose address is `/reset_data`), or let its own name
+resolve to this machine and so pass for the service's page (DNS rebinding). The headers Origin and Sec-Fetch-Site
+(https://www.w3.org/TR/fetch-metadata/) reveal the first, Host the second; programs other than browsers send neither of
+the first two. Pages of other sites cannot have a token, so Host matters only for a service without one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rlframe.http.middleware import Refusal, detail
 from rlframe.http.token_file import is_loopback
 
-_PAGES = ("/", "/docs")  # without data: whoever follows a link from elsewhere may open them
+_PAGES = ("/", "/docs")  # without data: links of other sites may open them
 
 
 class SameOrigin:
-    """ASGI: 403 for requests of pages from elsewhere, and for those that a service without a token does not answer.
+    """ASGI: answers 403 to pages of other sites, and to requests that a service without a token must not answer.
 
     Args:
         token: whether requests need one.
@@ -82,9 +82,9 @@ class SameOrigin:
         )
 
     def _sent_by_a_page(self, scope: Scope, headers: Headers, host: str) -> str:
-        """Say what is wrong if a browser says that a page from elsewhere sent this; empty if nothing is."""
+        """Return the problem if a page of another site sent this, as the browser's headers show; else an empty text."""
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
-        if site == "same-origin":  # the browser's word, whatever a proxy made of Host
+        if site == "same-origin":  # sent by the browser: a proxy may have changed Host
             return ""
         if origin is not None:
             own = origin.lower().rpartition("://")[2] == host and site in (None, "none")
@@ -104,13 +104,13 @@ class SameOrigin:
 
 
 def _is_local(server: tuple[str, int | None] | None) -> bool:
-    """Whether only this machine reaches the address that a connection came in at; None is that of a Unix socket."""
+    """Return True if only this machine reaches the address of the connection; None means a Unix socket."""
     return server is None or server[1] is None or is_loopback(server[0])
 
 
 @functools.lru_cache(maxsize=64)  # requests come by few names
 def _name(host: str) -> str:
-    """Without the port, and the brackets of an IPv6 address; empty where it cannot be a host."""
+    """Remove the port, and the brackets of an IPv6 address; empty if it is no valid host."""
     try:
         return urllib.parse.urlsplit(f"//{host}").hostname or ""
     except ValueError:

@@ -23,7 +23,7 @@ from rlframe.errors import PeerError, UsageError
 from rlframe.interprocess.progress import Phase, advance
 
 _SERVING = Phase("serving", 300.0)
-DRAIN = 10  # seconds for requests that are under way when the service is told to end
+DRAIN = 10  # seconds for the requests that have begun when the service ends
 _END = 2.0 * DRAIN  # seconds for its thread to end
 _READY = 60.0  # seconds for it to begin
 HEAD_DEADLINE = 30.0  # seconds from the first byte (or from connecting) to the end of the headers
@@ -38,7 +38,7 @@ _FULL = (
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an application until `should_exit`, then answers what is under way.
+    """Serves an application until `should_exit`, then finishes the requests that have begun.
 
     Args:
         app: the application.
@@ -87,13 +87,13 @@ class HttpServer(uvicorn.Server):
 
 
 class ServerThread:
-    """Serves an application in a thread, from when it is made until `close`. A context manager.
+    """Serves an application in a thread, from construction until `close`. A context manager.
 
     Args:
         app: the application.
         host, port: where it listens; port 0 is one that is free.
         max_connections, let_go: as for `HttpServer`.
-        ended: is called in the thread once it ends, be it by `close` or by `failure`.
+        ended: is called in the thread once it ends, by `close` or by `failure`.
         end: seconds that `close` waits for the thread to end.
 
     Raises:
@@ -136,7 +136,7 @@ class ServerThread:
         self.close()
 
     def close(self) -> None:
-        """Answer what is under way, and end. May be called again."""
+        """Finish the requests that have begun, and end. May be called again."""
         self._server.should_exit = True
         self._thread.join(self._end)
         self._listener.close()
@@ -152,7 +152,7 @@ class ServerThread:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises `UsageError` where that cannot be."""
+    """Return a socket that listens there. Raise `UsageError` if that fails."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, OverflowError) as error:
@@ -172,13 +172,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> str:
-    """HOST:PORT, as it stands in a URL."""
+    """Return HOST:PORT, as in a URL."""
     host, port = listener.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol. One more connection than `limit` is answered with 503 at once, and closed."""
+    """uvicorn's protocol with bounds. Connections above `limit` are answered with 503 at once, and closed."""
 
     limit = 1024
     head_deadline = HEAD_DEADLINE
@@ -239,7 +239,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._unread = self.loop.call_later(self.read_deadline, self._look_at_reader, self._read, left)
 
     def _look_at_reader(self, read: int, left: int) -> None:
-        """Cut off who has read nothing: closing would wait for him."""
+        """Disconnect a client that has read nothing. `close` would wait for it."""
         self._unread = None
         if read == self._read and self.transport.get_write_buffer_size() >= left:
             self.transport.abort()
@@ -258,7 +258,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def bounded(limit: int, **deadlines: Any) -> type[BoundedProtocol]:
-    """The protocol for so many connections; makes sure that the process may open as many files."""
+    """Return the protocol for so many connections, and let the process open as many files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limit + _SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,4 @@
-"""The secret of a service, and where it needs none: at loopback, or where its operator says so."""
+"""The token of a service, which is needed unless the service is on loopback or was started with --no-token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlframe.errors import UsageError
 
 
 def read_token(file: str | None) -> str | None:
-    """The bearer token in a file. Raises `UsageError` where the file cannot be read or is empty."""
+    """Read the bearer token in a file. Raise `UsageError` if the file cannot be read or is empty."""
     if file is None:
         return None
     try:
@@ -22,7 +22,7 @@ def read_token(file: str | None) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a service that listens at this address is reached from this machine only."""
+    """Return True if only this machine reaches a service that listens at this address."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -31,13 +31,13 @@ def is_loopback(host: str) -> bool:
 
 
 def check_guarded(host: str, token_file: str | None, can: str, no_token: bool | None = None) -> None:
-    """Raise `UsageError` where others than this machine's would need no token, and the operator has not said so.
+    """Raise `UsageError` if other machines would need no token, and --no-token was not given.
 
     Args:
         host: that the service listens at.
         token_file: with its token; None: it has none.
-        can: what whoever reaches the service can do.
-        no_token: whether the operator says that none is needed; None: that cannot be said of this service.
+        can: the actions that a client can take.
+        no_token: whether --no-token was given; None: the service has no such option.
     """
     if token_file is not None:
         if no_token:

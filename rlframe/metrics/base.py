@@ -1,4 +1,4 @@
-"""The protocol of a logger, and the loggers that hand rows on."""
+"""The protocol of a logger, and the loggers that pass rows on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Values = Mapping[str, Any]  # name -> number, string or array, on the host or on
 
 
 class Logger(Protocol):
-    """Takes rows of numbers. Anything with these two methods is one."""
+    """Takes rows of numbers. Any object with these two methods is a logger."""
 
     def write(self, step: int, values: Values) -> None:
         """Take one row.
@@ -33,11 +33,11 @@ class Logger(Protocol):
         """
 
     def close(self) -> None:
-        """Write what is pending and let go of files and processes. Calling it twice is harmless."""
+        """Write pending rows, and release files and processes. Calling it twice is harmless."""
 
 
 class CallbackLogger:
-    """Calls `function(step, values)` with each row; what it raises reaches the caller of `write`."""
+    """Calls `function(step, values)` with each row. Its exceptions reach the caller of `write`."""
 
     def __init__(self, function: Callable[[int, dict[str, Any]], Any]) -> None:
         self._function = function
@@ -50,9 +50,9 @@ class CallbackLogger:
 
 
 class MultiLogger:
-    """Hands each row to several loggers, fetched from the device once.
+    """Passes each row to several loggers, fetched from the device once.
 
-    One logger that fails does not keep the row from the others: the first error is raised afterwards.
+    If one logger fails, the others still get the row: the first error is raised afterwards.
     """
 
     def __init__(self, loggers: Iterable[Logger]) -> None:
@@ -113,7 +113,7 @@ def on_host(values: Values) -> dict[str, Any]:
 
 
 def scalars(values: Values) -> dict[str, float]:
-    """The numbers of a row that is on the host, without its strings and arrays."""
+    """Return the numbers of a row that is on the host, without its strings and arrays."""
     return {name: value for name, value in values.items() if isinstance(value, (bool, int, float))}
 
 
@@ -130,9 +130,9 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def append(fd: int, data: bytes, path: str | os.PathLike[str]) -> None:
-    """Append all of `data` to the file open as `fd`, or nothing.
+    """Append all of `data` to the file open as `fd`, or nothing. Raise RlframeError if that fails.
 
-    One system call, so that neither a reader nor a kill meets half of it. Raises RlframeError.
+    One system call: a reader or a kill never sees half of it.
     """
     with writing(path):
         written = os.write(fd, data)

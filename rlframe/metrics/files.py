@@ -93,7 +93,7 @@ def rows_after(path: Path, position: int) -> Iterator[tuple[dict[str, Any], int]
 
 
 class _Lines:
-    """A text file to which whole lines are appended: a line is in the file, or none of it is."""
+    """A text file to which whole lines are appended: never a part of a line."""
 
     def __init__(self, path: Path, step_of: Callable[[bytes], int | None], resume_at: int | None) -> None:
         self._path = pathlib.Path(path)
@@ -107,7 +107,7 @@ class _Lines:
         append(self._fd, line.encode(), self._path)
 
     def replace(self, text: str) -> None:
-        """Put `text` in the place of everything written so far, all at once."""
+        """Replace the content of the file by `text`, in one piece."""
         with writing(self._path):
             write_atomically(self._path, text)
             os.close(self._fd)

@@ -39,7 +39,7 @@ def labels(configs: Sequence[Config]) -> list[str]:
 
 
 def _differs(name: str, configs: Sequence[Config]) -> bool:
-    """Whether two configs have different values of an option, or only one of two has it that should both have it."""
+    """Return True if two configs have different values of an option, or one lacks an option that it could have."""
     having = [config for config in configs if name in config]
     if len({repr(config[name]) for config in having}) > 1:
         return True

@@ -185,7 +185,7 @@ def _put_legend_below(axis: Any, width: int) -> None:
 
 
 def _lines_below(groups: Sequence[SeedGroup], width: int) -> int:
-    """How many lines a panel's legend has below it, as it would cover the curves; 0 where it fits beside them."""
+    """Return the number of lines of a legend below its panel; 0 if it fits beside the curves."""
     labels = [_labels(group, False)[0] for group in groups]
     if len(groups) == 1 or (len(groups) <= _INSIDE and max(map(len, labels)) <= _SHORT):
         return 0
@@ -255,7 +255,7 @@ def _title(env: str, groups: list[SeedGroup]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text that matplotlib draws as it is: the name of a file may hold any bytes and dollar signs."""
+    """Escape a text for matplotlib: the name of a file may hold any bytes and dollar signs."""
     return printable(text).replace("$", r"\$")
 
 

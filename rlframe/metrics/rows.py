@@ -25,7 +25,7 @@ def add_up(sources: Iterable[Sums]) -> Sums:
 
 @dataclasses.dataclass
 class ActorCounts:
-    """What all actors have done. Counts never fall, and an answer that comes twice or late changes nothing.
+    """The counts of all actors. They never fall, and a repeated or late answer changes nothing.
 
     A restarted actor is a new incarnation: what the one before it had counted stays.
 
@@ -61,7 +61,7 @@ class ActorCounts:
 
 
 class Rows:
-    """Makes the rows of training: each covers what was done since the row before.
+    """Makes the rows of training: each covers the time since the row before.
 
     Args:
         step: step of the newest row, in the unit of the logs.

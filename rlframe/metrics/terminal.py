@@ -15,7 +15,7 @@ def _return(value: float) -> str:
     return f"{value:.1f}" if abs(value) >= 1 or value == 0 else f"{value:.3f}"
 
 
-# What is shown of the last row that held it: label, name, format.
+# Shown values, each of the newest row that has it: label, name, format.
 _SHOWN = (
     ("return", "episode_return", _return),
     ("evaluated", "return_mean", _return),
@@ -119,7 +119,7 @@ class TerminalLogger:
     def _times(self) -> str:
         """The time since the start and, where it can be told, the time left."""
         past, speed = _clock(time.monotonic() - self._started), self._speed.steps_per_second()
-        # The first updates compile: what they took says nothing about the rest.
+        # The first updates compile: their time says nothing about the rest.
         if self._total_steps is None or speed is None or self._step < 0.01 * self._total_steps:
             return past
         return f"{past}, {_clock(max(0, self._total_steps - self._step) / speed)} left"
@@ -150,7 +150,7 @@ class _Live:
         from rich.console import Console
         from rich.live import Live
 
-        # What a user's own code prints scrolls above the lines; a stdout that goes into a file or a pipe stays there.
+        # The output of a user's code scrolls above the lines, unless stdout is a file or a pipe.
         own = sys.stdout.isatty()
         self._live: Any = Live(console=Console(file=file), auto_refresh=False, redirect_stdout=own)
         self._live.start()

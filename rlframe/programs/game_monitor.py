@@ -1,4 +1,4 @@
-"""The monitor of a program that plays: it counts the steps of actors, and evaluates in environments of its own."""
+"""The monitor of a program that learns from environments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ENDS_WITHIN = 15.0  # seconds that an actor has to close its environments
 
 
 class GameMonitor(Monitor):
-    """Counts the steps of actors, tells them how far they may go, and evaluates in environments of its own.
+    """Counts the steps of actors, limits how many they take, and evaluates in separate environments.
 
     Args:
         run: the session.
@@ -95,7 +95,7 @@ class GameMonitor(Monitor):
         return self._evaluation.result() if self._evaluation.is_over else None
 
     def _end_actors(self) -> None:
-        """Has the actors close their environments."""
+        """Make the actors close their environments."""
         for actor in self._to_end:
             with contextlib.suppress(PeerError):
                 actor.end()
@@ -105,7 +105,7 @@ class GameMonitor(Monitor):
 
 
 class _Led:
-    """An actor that steps as far as the monitor lets it: while that is away, no more is taken than was to be.
+    """An actor whose number of steps the monitor limits: without a monitor it stops at the last limit.
 
     Args:
         actor: an Actor, or a handle to one.
@@ -113,10 +113,10 @@ class _Led:
 
     def __init__(self, actor: Any) -> None:
         self._allow = handles.Poll(handles.resolve(actor, "actor"), "allow")
-        self._incarnation, self._env_steps = -1, 0.0  # as it said last
+        self._incarnation, self._env_steps = -1, 0.0  # as reported last
 
     def lead(self, share: int) -> dict[str, Any] | None:
-        """Lets it take so many steps beyond those that are known of; what it said of itself, where it answered."""
+        """Allow it so many steps beyond those it has reported. Return its stats if it has answered."""
         stats = self._allow(self._incarnation, self._env_steps + share)
         if stats is not None:
             self._incarnation, self._env_steps = stats["incarnation"], stats["env_steps"]
@@ -124,10 +124,10 @@ class _Led:
 
 
 class _Evaluation:
-    """An evaluation in a thread, beside the watch.
+    """An evaluation in a thread.
 
     Args:
-        evaluate: gives its values.
+        evaluate: returns its values.
     """
 
     def __init__(self, evaluate: Callable[[], Logs]) -> None:
@@ -147,7 +147,7 @@ class _Evaluation:
         return not self._thread.is_alive()
 
     def result(self) -> Logs:
-        """What `Evaluator.evaluate` gave, once it is over; raises what that did."""
+        """Return the result of `evaluate`, or raise its error, once it is over."""
         if isinstance(self._values, BaseException):
             raise self._values
         assert self._values is not None

@@ -1,4 +1,4 @@
-"""The monitor of a program: it counts, writes the logs, has the policy evaluated, and says when the run is over."""
+"""The monitor of a program: it counts steps, writes the logs, evaluates the policy, and ends the run."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _FINISH_WITHIN = 3600.0  # seconds that the learner has for its last update and 
 
 
 class Monitor(abc.ABC):
-    """Ends a run at its last step, with an evaluation of what was learned; `run()` returns then.
+    """Ends a run at its last step, evaluates the final policy, and then returns from `run()`.
 
-    It asks the nodes how far they are, and waits for none that collects: one that is dead or paused does not hold it
-    up. It may be restarted itself: what it counted is in the run directory. A subclass says what a step is, and how to
+    It asks the nodes for their progress, and never waits for a node that collects: a dead or paused one does not delay
+    it. The monitor itself may be restarted: its counts are in the run directory. A subclass defines a step, and how to
     evaluate.
 
     Args:
@@ -53,7 +53,7 @@ class Monitor(abc.ABC):
         self._evaluation_error: str | None = None  # why the final evaluation failed
 
     def run(self) -> None:
-        """Watches until the session's last step (then the final policy is evaluated), or `stop()`."""
+        """Watch the program until the session's last step, and evaluate the final policy; or until `stop()`."""
         evaluation, stopped_by = None, "interrupt"
         try:
             with handles.stopped_by_program(self.stop):
@@ -73,7 +73,7 @@ class Monitor(abc.ABC):
             self._run.directory.write_result(self._result(self._rows, evaluation, stopped_by))
 
     def stop(self) -> None:
-        """Ends `run()`, without an evaluation. Any thread may call it."""
+        """End `run()`, without an evaluation. Any thread may call it."""
         self._stop.set()
 
     def end(self, by: str, evaluate: bool = True) -> None:
@@ -83,15 +83,15 @@ class Monitor(abc.ABC):
     @property
     @abc.abstractmethod
     def step(self) -> int:
-        """How far the run is, those of earlier sessions included, in the unit of its logs."""
+        """Steps so far, with those of earlier sessions, in the unit of the logs."""
 
     @abc.abstractmethod
     def _look(self) -> None:
-        """Asks every node how it is, without waiting for it."""
+        """Ask every node for its progress, without waiting for answers."""
 
     @abc.abstractmethod
     def _took_all(self) -> bool:
-        """Whether the session's last step was taken."""
+        """Return True once the session's last step was taken."""
 
     @abc.abstractmethod
     def _begin_evaluation(self, *, final: bool) -> None:
@@ -99,27 +99,27 @@ class Monitor(abc.ABC):
 
     @abc.abstractmethod
     def _poll_evaluation(self, *, final: bool) -> Logs | None:
-        """The values of the evaluation under way; None before it is done. Raises where it failed."""
+        """Return the values of the evaluation under way; None before it is done. Raise if it failed."""
 
     @abc.abstractmethod
     def _result(self, rows: RowWriter, evaluation: Logs | None, stopped_by: str) -> Result:
         """How the session ended."""
 
     def _begin(self) -> None:  # noqa: B027
-        """Does what comes before the first look."""
+        """Prepare for the first look."""
 
     def _hold(self) -> None:  # noqa: B027
-        """Keeps nodes from collecting more, once the session ends. To be repeated: it waits for no node."""
+        """Keep nodes from collecting more, once the session ends. Call it repeatedly: it never waits."""
 
     def _end(self) -> None:  # noqa: B027
-        """Does what comes after the last one."""
+        """Clean up after the last look."""
 
     def _values(self) -> dict[str, Any]:
-        """What a row says beside what was counted."""
+        """Return the values of a row beside the counts."""
         return {name: value for name, value in self._learned.items() if name != "finished"}
 
     def _first_evaluation(self) -> float:
-        """The step of the first evaluation. One that was due when a monitor before this one died is due still."""
+        """Return the step of the first evaluation. One that was due when the monitor was killed is due still."""
         return next_multiple(self._experiment.eval_every, self._progress.evaluated or 0)
 
     def _evaluation_row(self, values: Logs) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Monitor(abc.ABC):
         return RowWriter(self._run, self.step, self._progress.counts)
 
     def _watch(self, rows: RowWriter) -> str | None:
-        """Returns why the session ends, as `Result.stopped_by`; None when it was stopped before."""
+        """Return why the session ends, as `Result.stopped_by`; None if it was stopped first."""
         row_every, eval_every = self._experiment.row_every, self._experiment.eval_every
         at_start = self.step
         row_due, evaluation_due = next_multiple(row_every, at_start), self._first_evaluation()
@@ -143,7 +143,7 @@ class Monitor(abc.ABC):
             if self._took_all():
                 return self._run.last_step_is
             if self._ending.is_due(self._learned.get("learner_steps", 0)):
-                self._progress.ended = self._ending.by  # before the learner hears of it: this node may be restarted
+                self._progress.ended = self._ending.by  # before the learner is told: this node may be restarted
                 self._progress.try_to_save()
                 return self._ending.by
             if now >= row_due:
@@ -184,7 +184,7 @@ class Monitor(abc.ABC):
             _log.warning("The learner came back during the evaluation, and learned on: its end is evaluated again.")
 
     def _say_what_is_missing(self) -> None:
-        """Warns where the learner made no update."""
+        """Warn if the learner made no update."""
         if self._learned["learner_steps"] == 0:
             _log.warning(
                 "No update was made in %d environment steps. Run for more steps, or let learning begin earlier.",
@@ -192,7 +192,7 @@ class Monitor(abc.ABC):
             )
 
     def _try(self, do: Callable[..., Logs | None], *, final: bool) -> Logs | None:
-        """Do something for an evaluation. Where that fails, keep or tell why, and return {}."""
+        """Do something for an evaluation. If it fails, keep the reason or warn, and return {}."""
         try:
             return do(final=final)
         except StoppedError:
@@ -207,7 +207,7 @@ class Monitor(abc.ABC):
 
     def _wait_for_evaluation(self, *, final: bool) -> Logs:
         while (values := self._try(self._poll_evaluation, final=final)) is None:
-            self._tell_learner()  # it may die and come back meanwhile, and would learn on
+            self._tell_learner()  # again: a restarted learner would continue to learn
             self._hold()
             self._pause("the final policy was evaluated")
         return values

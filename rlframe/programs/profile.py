@@ -1,4 +1,4 @@
-"""Where the time of an inline run goes."""
+"""The profile of a run in one process: the time of each part."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Profile:
         self._native: NativePath | None = None  # the directory of the trace that is being written
 
     def attach(self, loop: TrainingLoop) -> None:
-        """Puts a clock around what the run calls."""
+        """Time the calls between the parts of the run."""
         env = loop.pool
         self._clock(env, "step" if env.is_sync else "recv", "environment")
         if not env.is_sync:
@@ -62,7 +62,7 @@ class Profile:
             jax.profiler.start_trace(self._native.path)
 
     def stop(self) -> None:
-        """Ends the trace and the clock."""
+        """End the trace and the measurement."""
         if self._native is not None:
             jax.profiler.stop_trace()
             self._native.close()
@@ -70,7 +70,7 @@ class Profile:
         self._total = time.perf_counter() - self._began
 
     def lines(self) -> list[Line]:
-        """The table, the largest part first; `rlframe` is what is left: the loop, the Actor, the logs."""
+        """Return the table, the largest part first; `rlframe` is the rest: the loop, the Actor, the logs."""
         rows = {**self._seconds, "compilation (first calls)": self._compiling}
         rows["rlframe (loop, actor, logs)"] = max(0.0, self._total - sum(rows.values()))
         calls = {**self._calls, "compilation (first calls)": len(self._calls)}

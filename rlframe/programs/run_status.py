@@ -1,6 +1,6 @@
-"""How a run is: `RUN_DIR/status.json`, which the process that runs it writes, beside the rows of its metrics.
+"""The status of a run: `RUN_DIR/status.json`, which the run's process writes, and the rows of its metrics.
 
-Whoever reads needs the directory only. Whether the run goes on, its lock says: a process that was killed wrote no end.
+A reader needs only the directory. The run's lock shows whether the run goes on: a killed process wrote no end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KEYS = ("learner_steps", "params_version", "staleness")  # of rows, as a status
 
 
 class StatusFile:
-    """What `read_status` reads of a session that goes on in this process.
+    """Writes the status of a session that runs in this process.
 
     Args:
         directory: of the run.
@@ -56,18 +56,18 @@ class StatusFile:
         self.write()
 
     def write(self, **changes: Any) -> None:
-        """Writes it in one piece, with these fields; a disk that is full ends nothing."""
+        """Write the file in one piece, with these changes. A full disk is ignored."""
         self._written = {**self._written, **changes, "time": time.time()}
         with contextlib.suppress(OSError):
             write_atomically(self._path, json.dumps(self._written), "\n")
 
     def watch(self, stops: bool, nodes: list[dict[str, Any]]) -> None:
-        """Takes how the processes of a program are, from their supervisor."""
+        """Write the state of a program's processes, from their supervisor."""
         self.write(state=(JobState.DRAINING if stops else JobState.RUNNING).value, nodes=nodes)
 
     @contextlib.contextmanager
     def until_the_end(self) -> Iterator[None]:
-        """Writes how the session in the context ended, where that was with an error."""
+        """Write the error that ends the session in the context, if one does."""
         try:
             yield
         except BaseException as error:
@@ -76,7 +76,7 @@ class StatusFile:
             raise
 
     def end(self, result: Result) -> None:
-        """Writes that it ended well."""
+        """Write that the session ended without an error."""
         if result.signal is None:
             is_early = result.stopped_by == "callback" or result.stopped_by.startswith("until_")
             reason = f"{result.env_steps:,} steps" + f", stopped by {result.stopped_by}" * is_early
@@ -86,7 +86,7 @@ class StatusFile:
 
 
 def topology_of(run_dir: str | os.PathLike) -> str | None:
-    """The topology of the run in a directory; None where it is not known."""
+    """Return the topology of the run in a directory; None if it is not known."""
     try:
         return json.loads(RunDir(run_dir).status.read_text())["topology"]
     except (OSError, ValueError, TypeError, KeyError):
@@ -94,7 +94,7 @@ def topology_of(run_dir: str | os.PathLike) -> str | None:
 
 
 class StatusReader:
-    """The status of a run, in the form of `Coordinator.status`, as often as it is asked for.
+    """Reads the status of a run, in the form of `Coordinator.status`. Each call reads it again.
 
     Args:
         run_dir: of the run, on this machine or a file system that it shares.
@@ -109,8 +109,8 @@ class StatusReader:
         self._rows = _Rows(self._directory.metrics)
 
     def __call__(self) -> dict[str, Any]:
-        """The status now."""
-        holder = run_lock.holder_of(self._directory.path)  # before what it writes at its end
+        """Return the status now."""
+        holder = run_lock.holder_of(self._directory.path)  # first: a holder may write its end and leave
         written, last = self._written(), self._rows.read()
         returns, evaluations = self._rows.returns, self._rows.evaluations
         state, reason = self._state(written, holder, bool(last))
@@ -156,7 +156,7 @@ class StatusReader:
         state = written["state"]
         if state in OVER:
             return state, written["reason"]
-        if holder is None and run_lock.holder_of(self._directory.path) is None:  # nor has it begun meanwhile
+        if holder is None and run_lock.holder_of(self._directory.path) is None:  # asked again: it may have begun since
             return JobState.FAILED.value, f"its process {written['pid']} on {written['host']} was killed"
         if state == JobState.RUNNING.value and not has_rows:
             return JobState.INIT.value, ""
@@ -164,10 +164,10 @@ class StatusReader:
 
 
 class _Rows:
-    """The rows of a metrics file that grows, or is cut back when a run is resumed.
+    """The rows of a metrics file that grows, or is shortened when a run is resumed.
 
     Attributes:
-        returns, evaluations: (step, mean) of the rows that have one; of many, every other is let go.
+        returns, evaluations: curves of (step, mean); see `add_point`.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -175,7 +175,7 @@ class _Rows:
         self._forget()
 
     def read(self) -> dict[str, Any]:
-        """The newest value of each name."""
+        """Return the newest value of each name."""
         try:
             if self._path.stat().st_size < self._at:
                 self._forget()

@@ -1,4 +1,4 @@
-"""Counters of a job, and how fast they rise. Counters never fall, whatever is restarted."""
+"""The counters of a job, and their rates."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Accounts(ActorCounts):
     """The counters of a job's collectors and learners, as they are in the journal. Only `learner_steps` may fall.
 
     Attributes:
-        learner_steps: of the parameters that are learned on: a restarted learner goes on from its checkpoint.
+        learner_steps: updates in the newest parameters: a restarted learner continues from its checkpoint.
         granted: batches that learners were told to learn from.
-        learned: of these, those that they did learn from.
-        dropped: those that they said they dropped.
-        lost: those that were out with a learner, or a coordinator, that died.
+        learned: granted batches that they learned from.
+        dropped: granted batches that they reported as dropped.
+        lost: granted batches of a learner, or a coordinator, that died.
         updates: sets of priorities (or of keys alone) that came back: one for each batch that was learned from.
-        learns: answers of learners that told of at least one batch.
-        discarded: open fragments of collectors that were lost: one of each of their environments.
+        learns: answers of learners about at least one batch.
+        discarded: open fragments of lost collectors: one of each of their environments.
     """
 
     learner_steps: int = 0

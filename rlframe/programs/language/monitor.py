@@ -16,12 +16,12 @@ from rlframe.programs.run_dir import Result
 from rlframe.programs.saved_policy import SavePoint
 from rlframe.types import Logs
 
-_EVALUATE_WITHIN = 600.0  # seconds for an evaluation; the environment may be started again meanwhile
+_EVALUATE_WITHIN = 600.0  # seconds for an evaluation, with a restart of the environment
 _REFRESH_WITHIN = 600.0  # seconds that the policy server has for the learner's last version
 
 
 class LanguageMonitor(Monitor):
-    """Counts the steps of the learner, and has an environment evaluate.
+    """Counts the steps of the learner, and asks an environment to evaluate.
 
     Args:
         run: the session.
@@ -47,7 +47,7 @@ class LanguageMonitor(Monitor):
 
     @property
     def step(self) -> int:
-        """Learner steps so far, those of the warm-up included."""
+        """Learner steps so far, with those of the warm-up."""
         return int(self._learned["learner_steps"]) + self._warmup_steps
 
     def _begin(self) -> None:
@@ -74,7 +74,7 @@ class LanguageMonitor(Monitor):
                     f"The policy server had not taken over the learner's last version within {_REFRESH_WITHIN:g} s."
                 )
             self._pause("the policy server had taken over the last version")
-        # By the clock: an environment that an earlier monitor has asked must not take it for the same one.
+        # From the clock: a number that an earlier monitor has used would name an earlier evaluation.
         self._save_point = None
         self._number, self._asked_at = max(self._number + 1, time.time_ns()), time.monotonic()
 
@@ -93,7 +93,7 @@ class LanguageMonitor(Monitor):
         raise EnvError(found)
 
     def _is_saved(self) -> bool:
-        """Whether what the learner had learned at the end of the evaluation is in a checkpoint."""
+        """Return True once the policy that the learner had at the end of the evaluation is in a checkpoint."""
         if self._save_point is None:
             self._save_point = SavePoint(self._learner, self._run.directory.checkpoints)
         return self._save_point.is_over(self._learned["learner_steps"])
