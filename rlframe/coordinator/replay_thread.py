@@ -1,4 +1,4 @@
-"""The data's side of a coordinator: keys are drawn, priorities set, versions kept; no data passes."""
+"""A coordinator's thread for the replay buffer: it draws keys, sets priorities and pins versions. No data passes."""
 
 from __future__ import annotations
 
@@ -64,21 +64,21 @@ class ReplayThread:
         self._thread = threading.Thread(target=self._run, name="rlframe keys", daemon=True)
 
     def start(self) -> None:
-        """Begins to take effects, with what was saved where the buffer is new, or its priorities where it is not.
+        """Restore the saved buffer (only its priorities, if it is not a new one), and start to take effects.
 
         Raises:
-            CheckpointError: that is damaged.
+            CheckpointError: the saved buffer is damaged.
         """
         if self._files is not None and (newest := self._files.newest()) is not None:
             self._files.restore(self._replay, newest)
         self._thread.start()
 
     def put(self, effect: Any) -> None:
-        """Takes an effect, and returns at once."""
+        """Queue an effect."""
         self._wanted.put(effect)
 
     def close(self) -> None:
-        """Ends the thread, once what is to be done is done, and looks at the counters a last time."""
+        """End the thread after its queued effects, and read the counters a last time."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(_END)

@@ -126,13 +126,13 @@ class ReplayFiles:
 
 
 def save_now_and_then(save: Callable[[], None], stop: threading.Event, seconds: float, at_end: float) -> None:
-    """Calls `save` every `seconds` seconds until `stop` is set, and once more then.
+    """Call `save` every `seconds` seconds until `stop` is set, and then once more.
 
     Args:
         save: writes a checkpoint.
-        stop: ends it.
-        seconds: between two checkpoints; longer where one takes more than a twentieth of that.
-        at_end: seconds that the last one may take: it is left out where the one before took longer.
+        stop: ends the loop.
+        seconds: between two checkpoints; longer if a checkpoint takes more than a twentieth of that.
+        at_end: seconds for the last one, which is left out if the one before took longer.
     """
     took = 0.0
     while not stop.wait(max(seconds, took / _SHARE)):
@@ -146,10 +146,10 @@ def save_now_and_then(save: Callable[[], None], stop: threading.Event, seconds: 
 def write(
     path: str | os.PathLike[str], spec: ReplaySpec, header: dict[str, Any], arrays: dict[str, np.ndarray]
 ) -> None:
-    """Writes `header` (JSON) and `arrays` (C-contiguous) to `path`; what was there stays until all is written.
+    """Write `header` (JSON) and `arrays` (C-contiguous) to `path`, atomically.
 
     Raises:
-        CheckpointError: it could not be written (a full disk, say). The file that was there before is untouched.
+        CheckpointError: it could not be written (a full disk, say). The old file is untouched.
     """
     path = Path(path)
     shapes = {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
@@ -172,14 +172,16 @@ def read(
     spec: ReplaySpec,
     places: Callable[[dict[str, Any], Shapes], dict[str, np.ndarray]],
 ) -> dict[str, Any]:
-    """Reads the file `path` into arrays and returns its header.
+    """Read the file `path` into arrays, and return its header.
 
     Args:
-        places: called with the header and the arrays' (dtype, shape), returns the arrays to fill; others are skipped.
+        path: of the file.
+        spec: of the buffer; that of the file must be the same.
+        places: called with the header and the arrays' (dtype, shape); returns the arrays to fill. Others are skipped.
 
     Raises:
-        CheckpointError: the file is missing, damaged, no replay buffer, or of one with another `spec`. The arrays may
-            have been filled in part.
+        CheckpointError: the file is missing, damaged, no replay buffer, or of a buffer with another `spec`. Some of the
+            arrays may have been filled.
     """
     path = Path(path)
     try:
@@ -209,7 +211,7 @@ def read(
 
 
 def check_shapes(path: str | os.PathLike[str], arrays: dict[str, np.ndarray], shapes: Shapes) -> None:
-    """Raises `CheckpointError` where the arrays of the file are not those that there are here."""
+    """Raise `CheckpointError` unless the file has these arrays, with the same dtypes and shapes."""
     for name in arrays.keys() | shapes.keys():
         here = [arrays[name].dtype.str, list(arrays[name].shape)] if name in arrays else "nothing of that name"
         if here != shapes.get(name):

@@ -1,7 +1,7 @@
 """A shared replay buffer on disk.
 
-It is saved without stopping its writers: rows are streamed from memory that may be overwritten meanwhile, and the
-floors, saved last, say which of them were not. Open fragments live in their writers' processes and are not saved.
+Its writers continue during a save: rows are streamed from memory that may be overwritten at the same time. The floors,
+saved last, tell which rows were not overwritten. Open fragments live in the writers' processes and are not saved.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rlframe.types import ReplaySpec
 
 
 def save(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: ReplaySpec) -> None:
-    """Writes what the segments hold and what the sampler knows to `path`, atomically.
+    """Write the segments and the sampler's state to `path`, atomically.
 
     Raises:
-        CheckpointError: it could not be written; what was there before is untouched.
+        CheckpointError: it could not be written; the old file is untouched.
     """
     reader = sampler.reader
     reader.sync()
@@ -53,10 +53,10 @@ def save(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: Re
 
 
 def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: ReplaySpec) -> None:
-    """The inverse of `save`; the caller holds the claims.
+    """Restore what `save` wrote; the caller holds the claims.
 
-    Where the buffer is the one that was saved, or was filled from the file before, its items are in memory, and newer:
-    it gets its priorities back.
+    If the buffer is the one that was saved, or was filled from the file before, its items in memory are newer: only
+    priorities are restored.
 
     Raises:
         CheckpointError: the file is missing, damaged or another agent's, or writers have added already.
@@ -104,7 +104,7 @@ def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec:
 
 
 def _rows(memory: Block, rank: int, head: int, slots: int) -> dict[str, np.ndarray]:
-    """The used part of a segment; which items there are is said by their numbers."""
+    """Return the used part of a segment. The numbers of the items tell which there are."""
     rows = slice(rank * memory.rows, rank * memory.rows + min(head, slots))
     return {f"{rank}/{name}": array[rows] for name, array in memory.arrays.items() if name != "present"}
 
@@ -112,7 +112,7 @@ def _rows(memory: Block, rank: int, head: int, slots: int) -> dict[str, np.ndarr
 def _fill(
     memory: Block, rank: int, slots: int, chunk: int, cursors: block.Cursors, items: np.ndarray, floor: int
 ) -> None:
-    """Makes the rows of a segment, which are in place, known: with the items that start at the timesteps `items`."""
+    """Register the rows of a segment, which are in memory already. `items`: the first timesteps of its items."""
     words, present = memory.headers[rank], memory.arrays["present"][rank * memory.rows :][:slots]
     present[:] = False
     present[items % slots] = True

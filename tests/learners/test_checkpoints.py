@@ -13,6 +13,9 @@ import pytest
 
 from rlframe.errors import CheckpointError
 from rlframe.learners import Checkpointer
+from rlframe.replay import ReplayBuffer
+from rlframe.testing.streams import fake_agent
+from rlframe.types import Transition
 from tests.waiting import wait_until
 
 
@@ -117,24 +120,33 @@ SAVES = """
 import itertools, sys
 import numpy as np
 from rlframe.learners import Checkpointer
-checkpointer = Checkpointer(sys.argv[1])
+from rlframe.replay import ReplayBuffer
+from rlframe.testing.streams import StepStream, fake_agent
+from rlframe.types import Transition
+checkpointer, replay_buffer = Checkpointer(sys.argv[1]), ReplayBuffer(fake_agent("uniform", Transition(1), 4, 20_000))
+replay_buffer.claim_rank(2)
+stream = StepStream(2)
 for step in itertools.count(1):
-    checkpointer.save(step, {"w": np.full(5_000_000, step, np.float32)})
+    replay_buffer.add(*stream.step())
+    checkpointer.save(step, {"w": np.full(5_000_000, step, np.float32)}, step, replay_buffer)
     print(step, flush=True)
 """
 
 
 @pytest.mark.system
-def test_a_writer_that_is_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path):
+@pytest.mark.parametrize("moment", ["*.orbax-checkpoint-tmp*", "replay/.*.new"])
+def test_a_writer_that_is_killed_while_it_saves_leaves_the_checkpoint_before_and_its_replay(tmp_path, moment):
     with subprocess.Popen([sys.executable, "-c", SAVES, str(tmp_path)], stdout=subprocess.PIPE) as process:
         saved = int(process.stdout.readline())
-        wait_until(lambda: list(tmp_path.glob("*.orbax-checkpoint-tmp*")))
+        wait_until(lambda: list(tmp_path.glob(moment)))
         process.kill()
         saved = [saved, *map(int, process.stdout)][-1]
-    again = Checkpointer(tmp_path)
+    again, replay_buffer = Checkpointer(tmp_path), ReplayBuffer(fake_agent("uniform", Transition(1), 4, 20_000))
     assert again.steps()[-1] in (saved, saved + 1)  # the one under way may have been completed
-    restored, *_ = again.restore({"w": np.zeros(5_000_000)})
-    assert (restored["w"] == again.steps()[-1]).all()
-    again.save(9, {"w": np.zeros(3)})
+    restored, extras, has_replay = again.restore({"w": np.zeros(5_000_000)}, replay_buffer=replay_buffer)
+    assert (restored["w"] == again.steps()[-1]).all() and has_replay
+    assert replay_buffer.stats()["steps"] == 2 * extras == 2 * again.steps()[-1]
+    again.save(again.steps()[-1] + 1, {"w": np.zeros(3)})
     again.close()
-    assert list(tmp_path.glob("*.orbax-checkpoint-tmp*")) == []
+    assert not [*tmp_path.glob("*.orbax-checkpoint-tmp*"), *tmp_path.glob("replay/.*")]
+    assert again.replays.newest() < again.steps()[-1]

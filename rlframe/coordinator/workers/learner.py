@@ -1,4 +1,4 @@
-"""The worker that learns."""
+"""The worker that learns, and what it records for its coordinator."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _LOOK = 0.005  # seconds between two looks at a buffer that has too little, and 
 
 
 class LearnerWorker(TaskWorker):
-    """A `Learner` that learns when a coordinator tells it to, and publishes to the param store.
+    """A `Learner` that learns when its coordinator calls it, and publishes to the param store.
 
-    It learns from the batches whose keys it is told, or draws as many as it is granted. Its checkpoints are those of
-    `Learner.run()`; a task begins with the latest one where `cfg.resume` is set.
+    A call names the keys of the batches, or grants a number of batches to draw. Checkpoints are saved and restored as
+    by `Learner.run()`: a task begins with the latest one if `cfg.resume` is set.
 
     A start fences off the learners of all attempts before, wherever they are: of what those do from then on, neither
     parameters nor checkpoints are written. One that was fenced off itself answers Failed (`FencedError`), and is idle.
@@ -74,7 +74,7 @@ class LearnerWorker(TaskWorker):
         agent = with_config(self._agent, self._policy)
         self._cfg = replaced(self._made_with, "learner", task.overrides.get("learner", {}), _OVERRIDES)
         self._fence = fence = Attempt(task.options.get("epoch", 0), self._attempt)
-        # First of all: the checkpoint and the versions that this learner goes on from are then the last of the others'.
+        # First: no earlier learner can write a checkpoint or a version after this.
         self._store.open(task.policy_id, fence)
         self._buffer = as_replay_buffer(self._given, lambda: self._agent)
         self._max_staleness = self._buffer.spec.max_staleness
@@ -126,7 +126,7 @@ class LearnerWorker(TaskWorker):
         return dropped, learner.settle()
 
     def _learn_from_keys(self, learner: Learner, batches: Any) -> tuple[int, dict[str, float]]:
-        """Learns from each of `batches`, however long that takes: what was drawn is not drawn again."""
+        """Learn from each of `batches`, however long it takes: batches that were drawn are not drawn again."""
         dropped = 0
         for meta in batches:
             batch = None if self._stop.is_set() else self._buffer.fetch(meta.keys, meta.probabilities)
@@ -199,19 +199,16 @@ class LearnerWorker(TaskWorker):
 
 
 class NotedReplay(BaseReplayBuffer):
-    """The replay buffer as a coordinator's learner sees it: what the learner says to it is noted for the coordinator.
+    """The replay buffer of a coordinator's learner: it records the keys and priorities of each update.
 
-    It notes each update's keys and priorities, beside the buffer or in its place.
-
-    Where the coordinator draws the keys, its process is the buffer's sampler: priorities, versions and what is too old
-    are said to it there, and the replay is not this learner's to save. Elsewhere the learner draws by itself, and says
-    all of that to the buffer from here.
+    If the coordinator draws the keys, its process samples the buffer: it sets priorities, drops old items and saves the
+    replay. Otherwise the learner does all of that from here.
 
     Args:
-        replay_buffer: whose items the learner learns from.
+        replay_buffer: the source of the batches.
 
     Attributes:
-        updates: since they were taken last.
+        updates: recorded since `take_updates`.
     """
 
     def __init__(self, replay_buffer: Any) -> None:
@@ -222,11 +219,11 @@ class NotedReplay(BaseReplayBuffer):
         self.updates: list[Update] = []
 
     def take_updates(self) -> tuple[Update, ...]:
-        """What was noted since the last time."""
+        """Return the updates recorded since the last call."""
         updates, self.updates = self.updates, []
         return tuple(updates)
 
-    # --- what is noted
+    # --- recorded
 
     def note_update(self, keys: Any, version: int) -> None:
         if len(keys):
@@ -243,7 +240,7 @@ class NotedReplay(BaseReplayBuffer):
         if self.is_sampler:
             self._buffer.forget_before(version)
 
-    # --- what the buffer answers
+    # --- passed on to the buffer
 
     def claim_rank(self, num_envs: int | None = None, rank: int | None = None) -> tuple[int, int]:
         return self._buffer.claim_rank(num_envs, rank)
@@ -269,4 +266,4 @@ class NotedReplay(BaseReplayBuffer):
         self._buffer.restore(path)
 
     def close(self) -> None:
-        """It is whose it was before: nothing is closed."""
+        """Do nothing: the buffer belongs to the caller."""
