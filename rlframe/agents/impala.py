@@ -14,6 +14,7 @@ from rlframe.agents import losses
 from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory
 from rlframe.agents.net_factory import build_network, default_config
 from rlframe.agents.networks import Head, NatureCNNConfig
+from rlframe.agents.optimizers import annealed, clipped
 from rlframe.agents.policies import Policy, default_policy
 from rlframe.agents.recurrent import Core
 from rlframe.agents.returns import vtrace
@@ -131,8 +132,7 @@ class IMPALA(Agent):
         else:
             # TensorFlow's, which the paper used, begins with a mean square of 1.
             optimizer = optax.rmsprop(self._learning_rate, cfg.rmsprop_decay, cfg.rmsprop_epsilon, initial_scale=1.0)
-        clip = optax.clip_by_global_norm(cfg.max_grad_norm) if cfg.max_grad_norm else optax.identity()
-        return optax.chain(clip, optimizer)
+        return clipped(cfg.max_grad_norm, optimizer)
 
     def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
         cfg, data = self.cfg, batch.data
@@ -171,10 +171,7 @@ class IMPALA(Agent):
     def _learning_rate(self, steps: Any) -> jax.Array:
         """[] float32: of the update after `steps` updates."""
         cfg = self.cfg
-        left: Any = 1.0
-        if cfg.anneal_learning_rate and cfg.total_learner_steps is not None:
-            left = jnp.maximum(1.0 - steps / cfg.total_learner_steps, 0.0)
-        return jnp.asarray(cfg.learning_rate * left, jnp.float32)
+        return annealed(cfg.learning_rate, steps, cfg.total_learner_steps if cfg.anneal_learning_rate else None)
 
 
 def _time_first(x: Any) -> jax.Array:

@@ -1,15 +1,4 @@
-"""Distributions over actions: what a policy head's numbers mean.
-
-Any object with these members fits a `policy_factory`:
-
-    num_params            numbers per observation that the network gives
-    num_free              how many of them, the last ones, need not depend on the observation
-    sample(rng, params)   params [B, num_params] -> a sample [B, ...]
-    mode(params)          the most likely sample
-    log_prob(params, sample), entropy(params)   [B] float32
-    to_action(sample)     the action for the environment, inside the bounds of its spec
-    clips                 whether `to_action` changes a sample, so that the sample must be kept
-"""
+"""Distributions over actions: the meaning of the numbers that a policy's head gives."""
 
 from __future__ import annotations
 
@@ -25,21 +14,32 @@ from rlframe.types import Tree, specs
 
 
 class Policy(Protocol):
-    """A distribution over the actions of one action spec."""
+    """A distribution over the actions of one action spec. A `policy_factory` may return any object with these members.
+
+    Attributes:
+        num_params: numbers per observation that the network gives.
+        num_free: how many of them, the last ones, need not depend on the observation.
+        clips: whether `to_action` changes a sample, so that the learner needs the sample.
+    """
 
     num_params: int
     num_free: int
     clips: bool
 
-    def sample(self, rng: jax.Array, params: jax.Array) -> jax.Array: ...
+    def sample(self, rng: jax.Array, params: jax.Array) -> jax.Array:
+        """Draw a sample [B, ...] by params [B, num_params]."""
 
-    def mode(self, params: jax.Array) -> jax.Array: ...
+    def mode(self, params: jax.Array) -> jax.Array:
+        """Return the most likely sample [B, ...]."""
 
-    def log_prob(self, params: jax.Array, sample: jax.Array) -> jax.Array: ...
+    def log_prob(self, params: jax.Array, sample: jax.Array) -> jax.Array:
+        """Return the log-probability [B] float32 of a sample."""
 
-    def entropy(self, params: jax.Array) -> jax.Array: ...
+    def entropy(self, params: jax.Array) -> jax.Array:
+        """Return the entropy [B] float32."""
 
-    def to_action(self, sample: jax.Array) -> jax.Array: ...
+    def to_action(self, sample: jax.Array) -> jax.Array:
+        """Return the action for the environment, inside the bounds of its spec."""
 
 
 class Categorical:

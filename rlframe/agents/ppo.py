@@ -15,6 +15,7 @@ from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory
 from rlframe.agents.minibatches import MinibatchUpdates
 from rlframe.agents.net_factory import build_network, default_config
 from rlframe.agents.networks import Head, has_images
+from rlframe.agents.optimizers import annealed, clipped
 from rlframe.agents.policies import Policy, default_policy
 from rlframe.agents.recurrent import Core
 from rlframe.agents.returns import generalised_advantages
@@ -146,8 +147,7 @@ class PPO(Agent):
         return not (has_images(self.observation_spec) and jax.default_backend() == "cpu")
 
     def make_optimizer(self) -> optax.GradientTransformation:
-        clip = optax.clip_by_global_norm(self.cfg.max_grad_norm) if self.cfg.max_grad_norm else optax.identity()
-        return optax.chain(clip, optax.scale_by_adam(eps=self.cfg.adam_epsilon))
+        return clipped(self.cfg.max_grad_norm, optax.scale_by_adam(eps=self.cfg.adam_epsilon))
 
     def initial_learner_state(self, params: Params) -> LearnerState:
         return super().initial_learner_state(params)._replace(steps=jnp.float32(0))
@@ -223,17 +223,11 @@ class PPO(Agent):
         return rollout, {"explained_variance": explained_variance(rollout.value, targets, rollout.mask)}
 
     def _learning_rate(self, steps: jax.Array) -> jax.Array:
-        return self._annealed(self.cfg.learning_rate, steps, self.cfg.anneal_learning_rate)
+        cfg = self.cfg
+        return annealed(cfg.learning_rate, steps, cfg.total_learner_steps if cfg.anneal_learning_rate else None)
 
     def _clip_epsilon(self, steps: jax.Array) -> jax.Array:
-        return self._annealed(self.cfg.clip_epsilon, steps, self.cfg.anneal_clip)
-
-    def _annealed(self, value: float, steps: jax.Array, anneals: bool) -> jax.Array:
-        """[] float32: `value`, or what is left of it at a learner step."""
-        left: Any = 1.0
-        if anneals and self.cfg.total_learner_steps is not None:
-            left = jnp.maximum(1.0 - steps / self.cfg.total_learner_steps, 0.0)
-        return jnp.asarray(value * left, jnp.float32)
+        return annealed(self.cfg.clip_epsilon, steps, self.cfg.total_learner_steps if self.cfg.anneal_clip else None)
 
     def _forward(self, params: Params, rollout: Rollout) -> tuple[jax.Array, jax.Array, Rollout]:
         """(policy parameters [N, P], values [N], the rollout with rows of one step) of a minibatch."""

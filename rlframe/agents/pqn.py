@@ -16,6 +16,7 @@ from rlframe.agents.dqn import ActorParams
 from rlframe.agents.minibatches import MinibatchUpdates
 from rlframe.agents.net_factory import build_network, default_config
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, has_images
+from rlframe.agents.optimizers import annealed, clipped
 from rlframe.agents.policies import epsilon_greedy
 from rlframe.agents.returns import q_lambda_returns
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
@@ -134,8 +135,7 @@ class PQN(Agent):
         return not (has_images(self.observation_spec) and jax.default_backend() == "cpu")
 
     def make_optimizer(self) -> optax.GradientTransformation:
-        clip = optax.clip_by_global_norm(self.cfg.max_grad_norm) if self.cfg.max_grad_norm else optax.identity()
-        return optax.chain(clip, optax.scale_by_radam(eps=self.cfg.adam_epsilon))
+        return clipped(self.cfg.max_grad_norm, optax.scale_by_radam(eps=self.cfg.adam_epsilon))
 
     def initial_learner_state(self, params: Params) -> LearnerState:
         return super().initial_learner_state(params)._replace(steps=jnp.float32(0))
@@ -173,11 +173,10 @@ class PQN(Agent):
 
     def apply_gradients(self, params: Params, grads: Params, learner_state: LearnerState) -> tuple[Params, Any, Logs]:
         """Do one step of RAdam."""
+        cfg = self.cfg
         updates, opt_state = self.optimizer.update(grads, learner_state.opt_state, params)
-        left: Any = 1.0
-        if self.cfg.anneal_learning_rate and self.cfg.total_learner_steps is not None:
-            left = jnp.maximum(1.0 - learner_state.steps / self.cfg.total_learner_steps, 0.0)
-        rate = self.cfg.learning_rate * left
+        total = cfg.total_learner_steps if cfg.anneal_learning_rate else None
+        rate = annealed(cfg.learning_rate, learner_state.steps, total)
         return jax.tree.map(lambda param, update: param - rate * update, params, updates), opt_state, {}
 
     def check_num_envs(self, num_envs: int) -> None:
