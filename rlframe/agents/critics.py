@@ -10,49 +10,69 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlframe.agents.net_factory import build_network
-from rlframe.agents.networks import Head, Network
-from rlframe.agents.trees import check_shapes
+from rlframe.agents.networks import Head
+from rlframe.agents.trees import check_shapes, zeros_like_spec
 from rlframe.errors import UsageError
 from rlframe.types import Params, Tree, specs
 
 
-def build_policy_and_critics(
-    net_factory: Any, observation_spec: Tree, num_actions: int, num_policy_params: int
-) -> tuple[Network, Network]:
-    """(the policy's network, that of both critics).
-
-    The policy's `apply` takes observations and gives `[B, num_policy_params]`; the critics' takes `{"observation": ...,
-    "action": [B, num_actions]}`, actions in units of half their range, and gives two `[B, 1]`.
+class PolicyAndCritics:
+    """A policy, and twin critics of its actions, which are in units of half their range.
 
     Args:
-        net_factory: a `NetworkConfig`, whose layers each of the three has for itself; or `f(observation_spec,
-            action_spec)` that gives the two as a pair.
+        net_factory: a `NetworkConfig`, whose layers each of the three networks has for itself; or
+            `f(observation_spec, action_spec)` that returns a pair (policy, critics). The policy's `apply` takes
+            observations and returns `[B, num_policy_params]`; the critics' takes `{"observation": ..., "action": [B,
+            num_actions]}` and returns two `[B, 1]`.
         observation_spec: of one environment.
         num_actions: numbers in an action.
         num_policy_params: numbers that the policy is made of.
 
     Raises:
-        UsageError: the function gives no such pair, or a network is recurrent.
+        UsageError: the function returns no such pair, or a network is recurrent.
     """
-    action = specs.BoundedArray((num_actions,), np.float32, -1.0, 1.0, "action")
-    critics_spec = {"action": action, "observation": observation_spec}
-    heads, critic_heads = (Head(num_policy_params),), (Head(1), Head(1))
-    if hasattr(net_factory, "build"):
-        own = dataclasses.replace(net_factory, separate=True) if hasattr(net_factory, "separate") else net_factory
-        return (
-            build_network(net_factory, observation_spec, action, heads),
-            build_network(own, critics_spec, action, critic_heads),
+
+    def __init__(self, net_factory: Any, observation_spec: Tree, num_actions: int, num_policy_params: int) -> None:
+        action = specs.BoundedArray((num_actions,), np.float32, -1.0, 1.0, "action")
+        critics_spec = {"action": action, "observation": observation_spec}
+        if hasattr(net_factory, "build"):
+            policy = critics = net_factory
+            if hasattr(net_factory, "separate"):
+                critics = dataclasses.replace(net_factory, separate=True)
+        else:
+            policy, critics = _pair(net_factory, observation_spec, action)
+        self._policy = build_network(policy, observation_spec, action, (Head(num_policy_params),))
+        self._critics = build_network(critics, critics_spec, action, (Head(1), Head(1)))
+        self._specs = observation_spec, critics_spec
+
+    def init(self, rng: jax.Array) -> tuple[Params, Params]:
+        """Return fresh parameters of the policy and of both critics."""
+        networks, rngs = (self._policy, self._critics), jax.random.split(rng)
+        policy, critics = (
+            network.init(rng, zeros_like_spec(spec, 1)) for network, rng, spec in zip(networks, rngs, self._specs)
         )
-    pair = net_factory(observation_spec, action)
+        return policy, critics
+
+    def policy(self, params: Params, observation: Tree) -> jax.Array:
+        """Return [B, num_policy_params]."""
+        outputs = self._policy.apply(params, observation)
+        return outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+
+    def values(self, params: Params, observation: Tree, action: jax.Array) -> jax.Array:
+        """Return [2, B]: the values of both critics for actions [B, num_actions]."""
+        first, second = self._critics.apply(params, {"action": action, "observation": observation})
+        return jnp.stack([first.reshape(len(action)), second.reshape(len(action))])
+
+
+def _pair(net_factory: Any, observation_spec: Tree, action_spec: Tree) -> tuple[Any, Any]:
+    """Return functions that return the two networks of a function."""
+    pair = net_factory(observation_spec, action_spec)
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(hasattr(each, "apply") for each in pair)):
         raise UsageError(
             f"net_factory must give a pair for this agent, (policy, critics), each with init and apply; got {pair!r}."
         )
     name = getattr(net_factory, "__qualname__", type(net_factory).__name__)
-    return (
-        build_network(_gives(pair[0], f"{name}, its policy"), observation_spec, action, heads),
-        build_network(_gives(pair[1], f"{name}, its critics"), critics_spec, action, critic_heads),
-    )
+    return _gives(pair[0], f"{name}, its policy"), _gives(pair[1], f"{name}, its critics")
 
 
 def _gives(network: Any, name: str) -> Any:
@@ -63,17 +83,6 @@ def _gives(network: Any, name: str) -> Any:
 
     give.__qualname__ = name
     return give
-
-
-def critic_values(critics: Network, params: Params, observation: Tree, action: jax.Array) -> jax.Array:
-    """[2, B]: what both critics give for actions [B, n] in units of half their range."""
-    first, second = critics.apply(params, {"action": action, "observation": observation})
-    return jnp.stack([first.reshape(len(action)), second.reshape(len(action))])
-
-
-def first_output(outputs: Any) -> jax.Array:
-    """The output of a network that has one, which may come in a tuple."""
-    return outputs[0] if isinstance(outputs, (tuple, list)) else outputs
 
 
 def soft_targets(

@@ -8,16 +8,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
-from rlframe.agents.critics import build_policy_and_critics, critic_values, first_output, soft_targets, twin_td_error
+from rlframe.agents.critics import PolicyAndCritics, soft_targets, twin_td_error
 from rlframe.agents.net_factory import default_config
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.policies import ActionRange, SquashedGaussian, check_bounds
-from rlframe.agents.trees import zeros_like_spec
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import AgentOutput, AgentState, Batch, Logs, Params, ReplaySpec, TimeStep, Transition, Tree
 
@@ -107,27 +105,19 @@ class SAC(Agent):
         self.policy = SquashedGaussian(action_spec, cfg.min_log_std, cfg.max_log_std)
         self._range = ActionRange(action_spec)
         factory = net_factory or default_config(self.networks, observation_spec)
-        self.network, self.critics = build_policy_and_critics(
-            factory, observation_spec, self._range.size, self.policy.num_params
-        )
+        self._nets = PolicyAndCritics(factory, observation_spec, self._range.size, self.policy.num_params)
         self._target_entropy = -float(self._range.size) if cfg.target_entropy is None else cfg.target_entropy
 
     def initial_params(self, rng: jax.Array) -> SACParams:
-        policy_rng, critics_rng = jax.random.split(rng)
-        observation = zeros_like_spec(self.observation_spec, 1)
-        critics_input = {"action": np.zeros((1, self._range.size), np.float32), "observation": observation}
-        return SACParams(
-            self.network.init(policy_rng, observation),
-            self.critics.init(critics_rng, critics_input),
-            jnp.asarray(math.log(self.cfg.initial_temperature), jnp.float32),
-        )
+        log_temperature = jnp.asarray(math.log(self.cfg.initial_temperature), jnp.float32)
+        return SACParams(*self._nets.init(rng), log_temperature)
 
     # Acting
 
     def actor_step(
         self, rng: jax.Array, params: SACActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        logits = self._logits(params.policy, timestep.observation)
+        logits = self._nets.policy(params.policy, timestep.observation)
         action = self.policy.to_action(self.policy.sample(rng, logits))
         shape = (len(action), self._range.size)
         uniform = self._range.to_action(jax.random.uniform(jax.random.fold_in(rng, 1), shape, minval=-1.0))
@@ -136,7 +126,7 @@ class SAC(Agent):
     def eval_step(
         self, rng: jax.Array, params: SACActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        logits = self._logits(params.policy, timestep.observation)
+        logits = self._nets.policy(params.policy, timestep.observation)
         return AgentOutput(self.policy.to_action(self.policy.mode(logits)), {}), state
 
     def actor_params(self, params: SACParams, learner_state: SACState) -> SACActorParams:
@@ -179,13 +169,13 @@ class SAC(Agent):
         temperature = jnp.exp(jax.lax.stop_gradient(params.log_temperature))
 
         next_action, next_log_prob = self._act(next_rng, params.policy, data.next_observation)
-        next_values = self._values(learner_state.target_critics, data.next_observation, next_action)
+        next_values = self._nets.values(learner_state.target_critics, data.next_observation, next_action)
         targets = soft_targets(data.reward, data.discount, next_values, next_log_prob, temperature)
-        values = self._values(params.critics, data.observation, self._range.to_units(data.action))
+        values = self._nets.values(params.critics, data.observation, self._range.to_units(data.action))
         critic_loss = jnp.mean(twin_td_error(values, targets))
 
         action, log_prob = self._act(rng, params.policy, data.observation)
-        action_values = self._values(jax.lax.stop_gradient(params.critics), data.observation, action)
+        action_values = self._nets.values(jax.lax.stop_gradient(params.critics), data.observation, action)
         policy_loss = jnp.mean(losses.soft_policy_loss(action_values, log_prob, temperature))
         temperature_loss = jnp.mean(losses.temperature_loss(params.log_temperature, log_prob, self._target_entropy))
         logs = {
@@ -205,12 +195,6 @@ class SAC(Agent):
 
     def _act(self, rng: jax.Array, policy_params: Params, observation: Tree) -> tuple[jax.Array, jax.Array]:
         """(actions [B, n] in units of half their range, their log-probabilities [B]), differentiable."""
-        logits = self._logits(policy_params, observation)
+        logits = self._nets.policy(policy_params, observation)
         sample = self.policy.sample(rng, logits)
         return jnp.tanh(sample), self.policy.log_prob(logits, sample)
-
-    def _values(self, params: Params, observation: Tree, action: jax.Array) -> jax.Array:
-        return critic_values(self.critics, params, observation, action)
-
-    def _logits(self, policy_params: Params, observation: Tree) -> jax.Array:
-        return first_output(self.network.apply(policy_params, observation))

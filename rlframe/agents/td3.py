@@ -7,15 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
-from rlframe.agents.critics import build_policy_and_critics, critic_values, first_output, soft_targets, twin_td_error
+from rlframe.agents.critics import PolicyAndCritics, soft_targets, twin_td_error
 from rlframe.agents.net_factory import default_config
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.policies import ActionRange, check_bounds
-from rlframe.agents.trees import zeros_like_spec
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import AgentOutput, AgentState, Batch, Logs, Params, ReplaySpec, TimeStep, Transition, Tree
 
@@ -98,13 +96,10 @@ class TD3(Agent):
         check_bounds("TD3", action_spec)
         self._range = ActionRange(action_spec)
         factory, size = net_factory or default_config(self.networks, observation_spec), self._range.size
-        self.network, self.critics = build_policy_and_critics(factory, observation_spec, size, size)
+        self._nets = PolicyAndCritics(factory, observation_spec, size, size)
 
     def initial_params(self, rng: jax.Array) -> TD3Params:
-        policy_rng, critics_rng = jax.random.split(rng)
-        observation = zeros_like_spec(self.observation_spec, 1)
-        critics_input = {"action": np.zeros((1, self._range.size), np.float32), "observation": observation}
-        return TD3Params(self.network.init(policy_rng, observation), self.critics.init(critics_rng, critics_input))
+        return TD3Params(*self._nets.init(rng))
 
     # Acting
 
@@ -173,15 +168,15 @@ class TD3(Agent):
         next_action = self._act(target.policy, data.next_observation)
         noise = cfg.smoothing_noise * jax.random.normal(rng, next_action.shape)
         next_action = smoothed_action(next_action, noise, cfg.smoothing_clip)
-        next_values = self._values(target.critics, data.next_observation, next_action)
+        next_values = self._nets.values(target.critics, data.next_observation, next_action)
         targets = soft_targets(data.reward, data.discount, next_values, 0.0, 0.0)
-        values = self._values(params.critics, data.observation, self._range.to_units(data.action))
+        values = self._nets.values(params.critics, data.observation, self._range.to_units(data.action))
         logs = {"value": jnp.mean(values), "td_error": jnp.mean(jnp.abs(targets - values))}
         return jnp.mean(twin_td_error(values, targets)), logs
 
     def policy_loss(self, policy_params: Params, critic_params: Params, observation: Tree) -> jax.Array:
         """[]: minus the first critic's value of the policy's actions (algorithm 1)."""
-        return -jnp.mean(self._values(critic_params, observation, self._act(policy_params, observation))[0])
+        return -jnp.mean(self._nets.values(critic_params, observation, self._act(policy_params, observation))[0])
 
     def _descend(self, params: Params, grads: Params, opt_state: Any) -> tuple[Params, Any]:
         updates, opt_state = self.optimizer.update(grads, opt_state, params)
@@ -189,10 +184,7 @@ class TD3(Agent):
 
     def _act(self, policy_params: Params, observation: Tree) -> jax.Array:
         """[B, n], in units of half the actions' range."""
-        return jnp.tanh(first_output(self.network.apply(policy_params, observation)))
-
-    def _values(self, params: Params, observation: Tree, action: jax.Array) -> jax.Array:
-        return critic_values(self.critics, params, observation, action)
+        return jnp.tanh(self._nets.policy(policy_params, observation))
 
 
 def smoothed_action(action: jax.Array, noise: jax.Array, clip: float) -> jax.Array:

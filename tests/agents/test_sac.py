@@ -46,7 +46,7 @@ def test_actions_are_uniform_until_the_first_update():
 
 def test_actions_are_the_policys_after_it():
     agent, params, seen, actions = actions_after(1)
-    logits = agent.network.apply(params.policy, seen.observation)[0]
+    logits = agent._nets.policy(params.policy, seen.observation)
     expected = agent.policy.to_action(agent.policy.sample(jax.random.PRNGKey(1), logits))
     np.testing.assert_array_equal(actions, expected)
 
