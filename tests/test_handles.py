@@ -17,8 +17,7 @@ from rlframe import handles
 from rlframe.errors import PeerError, RemoteError, StoppedError, UnavailableError, UsageError
 from rlframe.handles import Call, Poll, Remote, resolve
 from rlframe.transport import DEFAULT
-from rlframe.transport.directory import SocketDirectory
-from rlframe.transport.sockets import SocketTransport
+from rlframe.transport.sockets import SocketDirectory, SocketTransport
 from tests.extras import needs
 from tests.in_process import InProcess
 from tests.waiting import wait_until

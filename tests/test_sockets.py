@@ -17,8 +17,7 @@ import pytest
 from rlframe.errors import UnavailableError
 from rlframe.programs import naming
 from rlframe.transport import messages, sockets
-from rlframe.transport.directory import SocketDirectory
-from rlframe.transport.sockets import SocketTransport
+from rlframe.transport.sockets import SocketDirectory, SocketTransport
 from tests.waiting import wait_until
 
 ROOT = pathlib.Path(__file__).parents[1]

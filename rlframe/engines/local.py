@@ -20,8 +20,7 @@ from rlframe.engines.launching.ports import OPEN, pick_free_port
 from rlframe.engines.launching.supervisor import Supervisor
 from rlframe.engines.logs import NodeLogs
 from rlframe.handles import Remote
-from rlframe.transport.directory import SocketDirectory
-from rlframe.transport.sockets import SocketTransport
+from rlframe.transport.sockets import SocketDirectory, SocketTransport
 
 _TRANSPORT = SocketTransport()
 

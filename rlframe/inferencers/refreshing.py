@@ -1,4 +1,4 @@
-"""Refreshing: the newest parameters of a learner, taken over beside the calls that they answer."""
+"""Fetch the newest parameters of a learner for an inferencer."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from rlframe.params.source import PackedSource, ParamSource, as_packed_source
 
 _log = logging.getLogger(__name__)
 
-_POLL = 0.2  # seconds for which the learner keeps the question for newer parameters
+_POLL = 0.2  # seconds that one call waits for newer parameters
 
 
 class Refresher:
-    """Asks a learner for parameters: by shared memory where they lie there, else by calls.
+    """Fetches a learner's parameters, once or continuously.
 
     Args:
-        learner: a `ParamSource`, or a handle to a node that is one, which is looked up at the first question.
-        known: gives the version that is known; -1 is none.
-        take: is called with (version, packed parameters) of another one.
-        deadline: seconds that a learner in another process may be out of reach.
-        stop: ends the waiting for it, and `follow`.
+        learner: a `ParamSource`, or a handle to a node that is one, which is resolved at the first call.
+        known: returns the inferencer's version; -1 if it has none.
+        take: called with (version, packed parameters) of a newer version.
+        deadline: seconds that a learner in another process may be unreachable.
+        stop: ends `follow`, and any wait for the learner.
 
     Attributes:
         heard_at: when the learner answered last, by `time.monotonic()`; None: never.
-        problem: why it does not answer, for `follow`; empty while it does.
+        problem: why the learner does not answer; empty if it does.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Refresher:
         return as_packed_source(handles.resolve(learner, "learner", deadline=deadline, stop=self._stop))
 
     def refresh(self) -> None:
-        """Takes over the learner's parameters if there is a newer version.
+        """Take the learner's newest version, if it is another one.
 
         Raises:
-            PeerError: the learner is in another process, and did not answer for `deadline`.
+            PeerError: a learner in another process did not answer within `deadline`.
             StoppedError: `stop` was set, or the program ended, while it did not answer.
         """
         version, packed = self._learner.get_packed(self._known())
@@ -66,17 +66,17 @@ class Refresher:
             self._take(version, packed)
 
     def wait_for_version(self, known_version: int, timeout: float) -> None:
-        """Waits for the learner to have a version above `known_version`. Raises as `refresh`."""
+        """Wait until the learner has a version above `known_version`. Raises as `refresh`."""
         self._learner.wait_for_version(known_version, timeout)
 
     def follow(self, interval: float, *, waits: bool = False, required: bool = True) -> None:
-        """Refreshes every `interval` seconds until `stop` is set, or the program ends.
+        """Refresh every `interval` seconds until `stop` is set, or the program ends.
 
-        While the learner is out of reach, the newest that came stay.
+        While the learner is unreachable, the inferencer keeps its version.
 
         Args:
-            waits: has the learner say when there are newer ones, in place of the interval.
-            required: there are no parameters but the learner's.
+            waits: wait for each new version instead of for the interval.
+            required: raise if there are no parameters and no learner answers.
 
         Raises:
             PeerError: no learner answered within `deadline`, and there are no parameters.

@@ -13,7 +13,6 @@ def write_atomically(
     path: str | os.PathLike[str],
     *contents: str | bytes | memoryview,
     parents: bool = False,
-    sync: bool = False,
     mode: int = 0o666,
 ) -> None:
     """Write the contents, one after the other, to the file at `path`; if it raises, the file is as it was before.
@@ -21,7 +20,6 @@ def write_atomically(
     Args:
         contents: text is written as UTF-8.
         parents: whether to make the folders that it is in.
-        sync: whether to wait until the device has written it down.
         mode: permissions of the file, less the process's umask.
     """
     if parents:
@@ -30,9 +28,6 @@ def write_atomically(
     with replacing(path) as temporary, open(temporary, "wb", opener=lambda name, _: os.open(name, flags, mode)) as file:
         for content in contents:
             file.write(content.encode() if isinstance(content, str) else content)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
-"""Packing: the small leaves of a tree, end to end in one array.
+"""Pack the small leaves of a tree into one array.
 
-Each array that enters or leaves a jitted call costs 3 to 15 us on a CPU, whatever its size. A policy
-of a dozen small arrays therefore travels as one. Large leaves go on their own: copying them would
-cost more than it saves.
+Each array that enters or leaves a jitted call costs 3 to 15 us on a CPU, whatever its size. So a policy of a dozen
+small arrays travels as one array. Large leaves stay separate: copying them would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ _LARGE = 64 * 1024  # bytes
 
 
 class Packing:
-    """The layout of one tree: which leaves lie where. It pickles; two of equal trees are equal.
+    """The layout of a packed tree. Layouts of equal trees are equal. It pickles.
 
     Args:
-        tree: arrays, or anything with `shape` and `dtype`, in the structure that is to be packed.
+        tree: the tree to pack: arrays, or anything with `shape` and `dtype`.
 
     Attributes:
         template: the tree, of `jax.ShapeDtypeStruct`.
-        packed_shapes: (shape, dtype) of each array that `pack` gives.
+        packed_shapes: (shape, dtype) of each array that `pack` returns.
     """
 
     def __init__(self, tree: Tree) -> None:
@@ -65,7 +64,7 @@ class Packing:
     __hash__ = None  # type: ignore[assignment]
 
     def pack(self, tree: Tree) -> list[jax.Array]:
-        """[one int32 vector, *the other leaves]; for use inside a jitted function."""
+        """Return [one int32 vector, *the other leaves]. For jitted functions."""
         leaves = jax.tree.leaves(tree)
         small = [
             jax.lax.bitcast_convert_type(leaf, jnp.int32).ravel()
@@ -76,7 +75,7 @@ class Packing:
         return [vector, *(leaf for leaf, slot in zip(leaves, self._slots, strict=True) if slot is None)]
 
     def floats(self, packed: list[jax.Array]) -> list[jax.Array]:
-        """The floating-point numbers of what `pack` gives, in as few arrays as possible."""
+        """Return the floating-point numbers of a packed tree, in as few arrays as possible."""
         ranges: list[tuple[int, int]] = []
         for start, stop, _, dtype in filter(None, self._slots):
             if dtype == np.float32 and ranges and ranges[-1][1] == start:
@@ -88,7 +87,7 @@ class Packing:
         return [*small, *(leaf for leaf in others if jnp.issubdtype(leaf.dtype, jnp.inexact))]
 
     def unpack(self, packed: list[Any]) -> Tree:
-        """The tree that was packed, from what `pack` gave; for use inside a jitted function."""
+        """Return the tree that `pack` packed. For jitted functions."""
         vector, *others = packed
         rest = iter(others)
         leaves = [
@@ -98,7 +97,7 @@ class Packing:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def pack_numpy(self, tree: Tree) -> list[np.ndarray]:
-        """As `pack`, on numpy arrays."""
+        """Pack numpy arrays, as `pack` does."""
         vector = np.empty(self._size, np.int32)
         others = []
         for leaf, slot in zip(jax.tree.leaves(tree), self._slots, strict=True):
@@ -109,7 +108,7 @@ class Packing:
         return [vector, *others]
 
     def unpack_numpy(self, packed: list[Any]) -> Tree:
-        """As `unpack`, fetched as numpy; small leaves are writable views of one copy, large ones read-only."""
+        """Unpack to numpy arrays. Small leaves are writable views of one copy, large ones may be read-only."""
         vector = _fetch(packed[0]).copy()  # environments refuse actions that they may not write to
         rest = (np.asarray(array) for array in packed[1:])
         leaves = [np.ndarray(slot[2], slot[3], vector, 4 * slot[0]) if slot else next(rest) for slot in self._slots]
@@ -117,13 +116,13 @@ class Packing:
 
 
 class PackedParams:
-    """One version of the parameters, packed: what a learner publishes, and an inferencer uploads as it is.
+    """One version of the parameters, packed: a learner publishes it, and an inferencer uploads it unchanged.
 
-    It pickles with numpy arrays, whatever device they are on: each is fetched once, however often it is pickled.
+    It pickles with numpy arrays. A device array is fetched once, however often it is pickled.
 
     Args:
-        packing: their layout.
-        arrays: as `Packing.pack` gives them. Nobody writes to them.
+        packing: the layout.
+        arrays: as `Packing.pack` returns them. Do not write to them.
     """
 
     __slots__ = ("arrays", "packing")
@@ -143,7 +142,7 @@ class PackedParams:
         return self.packing.unpack_numpy(self.arrays)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Bytes and arrays, which every transport has a short way for; Courier has none for what a template holds.
+        # Bytes and arrays: Courier cannot send the objects of a template.
         return _packed_params, (self.packing.pickled, [np.asarray(array) for array in self.arrays])
 
 

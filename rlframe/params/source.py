@@ -1,4 +1,4 @@
-"""Where inferencers get their parameters from: the protocol, and the one adapter to it."""
+"""Where inferencers get their parameters from: the protocol `ParamSource`, and what reads it in other processes."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from rlframe.handles import Remote
 from rlframe.params.packing import PackedParams
 from rlframe.types import Tree
 
-LONGEST_WAIT = 1.0  # seconds that a `wait_for_version` takes at most: a stop waits for no longer than this
-_LOOK = 0.02  # seconds between two questions to a source that cannot be waited for
+LONGEST_WAIT = 1.0  # seconds that one `wait_for_version` takes at most, so that a stop is not delayed for longer
+_LOOK = 0.02  # seconds between two calls of a source without `wait_for_version`
 
 
 class ParamSource(Protocol):
     """Parameters under rising versions: a Learner, a policy of a param store, or an object of your own.
 
-    Any number of inferencers ask, from any thread, so an answer to one who is up to date is small. What is given out
-    is a copy: a learner goes on training its own.
+    Any number of inferencers call it, from any thread. The parameters are a copy: a learner goes on training its own.
     """
 
     def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
-        """(newest version, its tree of numpy arrays); (it, None) where that is `known_version`."""
+        """Return (newest version, its tree of numpy arrays), or (`known_version`, None) if that is the newest."""
 
     def wait_for_version(self, known_version: int, timeout: float) -> int:
-        """The newest version, as soon as it is above `known_version`, or after `timeout` seconds (1 at most).
+        """Return the newest version, as soon as it is above `known_version`, or after `timeout` seconds (1 at most).
 
-        Only inferencers of on-policy agents need it; where it is missing, they ask again and again.
+        Optional: only inferencers of on-policy agents use it, and poll `get_params` without it.
         """
 
 
 class PackedSource(ParamSource, Protocol):
-    """A source that packs a version once, for however many inferencers take it as it is."""
+    """A source that packs each version once, for all inferencers."""
 
     def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
         """As `get_params`, packed."""
@@ -58,20 +57,20 @@ def as_packed_source(source: Any) -> PackedSource:
 
 
 class NewestParams:
-    """A `PackedSource` of the version that was put last: by a Learner, or for an evaluation. Any thread may call it."""
+    """A `PackedSource` of the version that was put last. Any thread may call it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._newest: tuple[int, PackedParams | None] = (-1, None)
-        self._unpacked: tuple[PackedParams | None, Tree] = (None, None)  # once for a version, however many ask
+        self._unpacked: tuple[PackedParams | None, Tree] = (None, None)  # once per version
 
     @property
     def version(self) -> int:
-        """The version that was put last; -1 where there is none."""
+        """The version that was put last; -1 if there is none."""
         return self._newest[0]
 
     def put(self, version: int, packed: PackedParams) -> None:
-        """Puts a version in the place of the last. Device arrays must not be donated afterwards."""
+        """Replace the version. Device arrays must not be donated afterwards."""
         with self._changed:
             self._newest = version, packed
             self._changed.notify_all()
@@ -82,7 +81,7 @@ class NewestParams:
         return version, None if version == known_version else packed
 
     def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
-        """See `ParamSource`. Nobody may write to the arrays: others have them, too."""
+        """See `ParamSource`. The arrays are shared: do not write to them."""
         version, packed = self.get_packed(known_version)
         if packed is None:
             return version, None
@@ -160,7 +159,7 @@ class ParamReader:
 
 
 class _Packs:
-    """Packs the trees of a source that has only those."""
+    """Packs the trees of a source that has `get_params` alone."""
 
     def __init__(self, source: Any) -> None:
         self._source = source

@@ -22,8 +22,7 @@ import numpy as np
 from rlframe.errors import UsageError
 from rlframe.transport import messages
 from rlframe.transport.base import Client, Derived, Future
-from rlframe.transport.directory import place_of_sockets
-from rlframe.transport.sockets import SocketClient, SocketServer, SocketTransport, answered
+from rlframe.transport.sockets import SocketClient, SocketServer, SocketTransport, answered, place_of_sockets
 
 STATION = "RLFRAME_RAY_STATION"  # "DIRECTORY:RELAY", for the process of a node
 

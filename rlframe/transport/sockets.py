@@ -13,25 +13,32 @@ import contextlib
 import dataclasses
 import os
 import select
+import shutil
 import socket
 import struct
+import subprocess
+import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlframe import errors
-from rlframe.errors import NoMethodError, RemoteError, RlframeError, UnavailableError
+from rlframe.errors import NoMethodError, RemoteError, RlframeError, UnavailableError, UsageError
 from rlframe.transport import messages
 from rlframe.transport.base import CALL_TIMEOUT
 from rlframe.transport.callbacks import call_when_readable
-from rlframe.transport.directory import SocketDirectory
 
 _BACKLOG = 1024  # connections that wait to be taken
 _ANSWER_WITHIN = 60  # seconds that a server gives a client to read an answer
 _FULL = 0.1  # seconds before a server that has too many open files takes the next connection
 _IDLE = 16  # connections that a client keeps for calls to come
+_LONGEST = 50  # characters of the directory's place: a socket's whole path may have 107
+
+# It outlives the process that it reads from, even one that is killed.
+_REMOVE_AT_END = 'read _; exec rm -rf -- "$0"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,3 +295,49 @@ def _value_of(value: Any, name: str | None = None, message: str = "", text: str 
     if issubclass(kind, (RemoteError, UnavailableError)):
         raise kind(text or message)
     raise kind(message) from RemoteError(text)
+
+
+class SocketDirectory:
+    """A directory for a program's sockets, which only its user can enter.
+
+    It lies in TMPDIR, or in /tmp if the sockets' paths would be too long. `close` removes it, and so does the end of
+    this process, even if it is killed.
+
+    Attributes:
+        path: of the directory.
+    """
+
+    def __init__(self) -> None:
+        self.path = tempfile.mkdtemp(prefix="rlframe-", dir=place_of_sockets())  # of mode 0700
+        remover = subprocess.Popen(
+            ["/bin/sh", "-c", _REMOVE_AT_END, self.path],
+            stdin=subprocess.PIPE,  # which nobody writes to: the kernel closes it with this process
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is not for it
+        )
+        self._finalizer = weakref.finalize(self, _remove, self.path, remover)
+
+    def close(self) -> None:
+        """Remove the directory and its content. May be called again."""
+        self._finalizer()
+
+
+def place_of_sockets() -> str:
+    """Return the directory in which to make a `SocketDirectory`. Raises UsageError if none is suitable."""
+    place = next((each for each in (tempfile.gettempdir(), "/tmp", "/dev/shm") if _suits(each)), None)
+    if place is None:
+        raise UsageError(
+            f"The sockets of a program need a directory of at most {_LONGEST} characters that can be written to: "
+            "TMPDIR, /tmp or /dev/shm. None of these is."
+        )
+    return place
+
+
+def _remove(path: str, remover: subprocess.Popen[bytes]) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    remover.communicate()
+
+
+def _suits(place: str) -> bool:
+    return len(os.fsencode(place)) <= _LONGEST and os.access(place, os.W_OK | os.X_OK)

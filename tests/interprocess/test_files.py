@@ -11,7 +11,7 @@ from rlframe.interprocess.files import replacing, write_atomically
 def test_a_file_is_replaced_by_all_its_contents_one_after_the_other(tmp_path):
     path = tmp_path / "file"
     path.write_text("before, and longer than what comes after")
-    write_atomically(path, "a text, ", b"bytes", memoryview(b" and more"), " ü", sync=True)
+    write_atomically(path, "a text, ", b"bytes", memoryview(b" and more"), " ü")
     assert path.read_text(encoding="utf-8") == "a text, bytes and more ü"
     assert os.listdir(tmp_path) == ["file"]
 

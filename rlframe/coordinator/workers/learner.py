@@ -30,12 +30,11 @@ class LearnerWorker(TaskWorker):
     A call names the keys of the batches, or grants a number of batches to draw. Checkpoints are saved and restored as
     by `Learner.run()`: a task begins with the latest one if `cfg.resume` is set.
 
-    A start fences off the learners of all attempts before, wherever they are: of what those do from then on, neither
-    parameters nor checkpoints are written. One that was fenced off itself answers Failed (`FencedError`), and is idle.
+    A start fences off the learners of all earlier attempts: they can write neither parameters nor checkpoints any more.
+    A worker that was fenced off answers Failed (`FencedError`), and is idle.
 
-    A task's overrides `policy` are of the agent's config (the learning rate, say), `learner` of the LearnerConfig. The
-    first are the policy's hyper-parameters: they lie in the param store beside its parameters, where whoever acts by
-    these finds them.
+    A task's overrides `policy` change the agent's config (the learning rate, say), `learner` the LearnerConfig. The
+    first are the policy's hyper-parameters: they are put into the param store beside the parameters, for collectors.
 
     Args:
         cfg: of the Learner.

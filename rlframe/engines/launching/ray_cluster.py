@@ -15,8 +15,8 @@ from rlframe.engines.launching.ray_host import HostedNode, Relay
 from rlframe.engines.launching.ray_running import Hosts, RayNode
 from rlframe.errors import UsageError
 from rlframe.interprocess.memory import MACHINE
-from rlframe.transport.directory import SocketDirectory
 from rlframe.transport.ray import Station, join
+from rlframe.transport.sockets import SocketDirectory
 
 with extras.needed("--engine ray", "ray"):
     import ray
