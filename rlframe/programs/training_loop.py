@@ -30,13 +30,13 @@ _PROGRESS_SECONDS = 0.25
 class TrainingLoop:
     """Steps an actor and a learner in turn: one session of a run, from its start or a checkpoint to its stop.
 
+    Checkpoints of the learner hold the state of the actor (with its environments) and of the inferencer. If the learner
+    was restored from one, the loop continues with them.
+
     Args:
         run: the session.
         env_builder: of the actor's pool.
         inferencer, replay_buffer, learner: objects of this process; they are closed with the loop.
-
-    A checkpoint of the learner holds the state of the actor (with its environments) and of the inferencer. A learner
-    that was restored from one continues with them.
 
     Attributes:
         actor: made from these parts.
