@@ -4,7 +4,6 @@ from rlframe import extras
 
 extras.require("BaseEnv", "trajectories", "envs")
 with extras.needed("BaseEnv", "trajectories", "envs"):
-    from rlframe.language.environments.chat_tokens import tokenize_for_trainer
     from rlframe.language.environments.config import (
         APIServerConfig,
         BaseEnvConfig,
@@ -21,6 +20,7 @@ with extras.needed("BaseEnv", "trajectories", "envs"):
         ScoredDataGroup,
         ScoredDataItem,
         number,
+        tokenize_for_trainer,
     )
     from rlframe.language.environments.model_server import APIServer
     from rlframe.language.environments.server_manager import ManagedServer, SequenceNode, ServerManager

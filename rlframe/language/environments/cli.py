@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from rlframe import streams
 from rlframe.errors import RlframeError, UsageError, suggest
-from rlframe.language.environments import process
+from rlframe.language.environments import collecting
 from rlframe.language.environments.config import (
     APIServerConfig,
     BaseEnvConfig,
@@ -68,7 +68,11 @@ class CommandConfig(ServerManagerConfig):
     async def run(self) -> None:
         """Do what the command says."""
         env = self.make()
-        commands = {"serve": env.env_manager, "process": env.process_manager, "evaluate": lambda: process.evaluate(env)}
+        commands = {
+            "serve": env.env_manager,
+            "process": env.process_manager,
+            "evaluate": lambda: collecting.evaluate(env),
+        }
         await commands[self.command]()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, Union
 
 from rlframe.errors import EnvError
-from rlframe.language.environments import cli, files, groups, process
+from rlframe.language.environments import cli, collecting, files, groups
 from rlframe.language.environments.collecting import CollectAttempt, Collector, current_attempt, together
 from rlframe.language.environments.config import APIServerConfig, BaseEnvConfig, ReasoningConfig, ServerBaseline
 from rlframe.language.environments.groups import Item, ScoredDataGroup, ScoredDataItem
@@ -319,7 +319,7 @@ class BaseEnv(abc.ABC):
 
     async def process_manager(self) -> None:
         """`process`: collects `total_steps` groups into a JSONL and an HTML file."""
-        lines, page = await process.process(self)
+        lines, page = await collecting.process(self)
         logger.info("Groups are in %s; to read in %s.", lines, page)
 
     @classmethod

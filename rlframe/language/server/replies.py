@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rlframe.language.model.tokenizers import Tokenizer
-from rlframe.language.server.generation import AnswerPiece
+from rlframe.language.server.generation import AnswerPiece, TextDecoder
 from rlframe.language.server.requests import Asked, ChatRequest, CompletionRequest
-from rlframe.language.server.text_decoder import TextDecoder
 
 
 class Replies:

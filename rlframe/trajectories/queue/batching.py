@@ -6,8 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from rlframe.trajectories.queue.lanes import Lane, Lanes, QueuedGroup
-from rlframe.trajectories.queue.packing import fillable, oldest_fitting
+from rlframe.trajectories.queue.lanes import Lane, Lanes, QueuedGroup, fillable, oldest_fitting
 
 
 class MinimumShare(NamedTuple):

@@ -12,9 +12,8 @@ from rlframe.trajectories.messages import Registration
 from rlframe.trajectories.queue import reports
 from rlframe.trajectories.queue.batching import Taken, WeightedShares, form
 from rlframe.trajectories.queue.environments import Env, Envs
-from rlframe.trajectories.queue.idempotency import Added, KnownKeys
 from rlframe.trajectories.queue.lanes import Lanes, OddGroups, QueuedGroup
-from rlframe.trajectories.queue.leases import LeasedBatch, Leases
+from rlframe.trajectories.queue.leases import Added, KnownKeys, LeasedBatch, Leases
 
 _PLAIN = ("uuid", "step", "policy_version", "started", "paused", "stored_bytes", "barren")
 

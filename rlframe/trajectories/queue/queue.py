@@ -18,9 +18,8 @@ from rlframe.errors import UsageError
 from rlframe.trajectories.messages import EnvStatus, RegisteredEnv, Registration, RunStatus
 from rlframe.trajectories.queue import reports
 from rlframe.trajectories.queue.epoch import Epoch
-from rlframe.trajectories.queue.idempotency import Added
 from rlframe.trajectories.queue.lanes import QueuedGroup
-from rlframe.trajectories.queue.leases import LeasedBatch
+from rlframe.trajectories.queue.leases import Added, LeasedBatch
 
 
 class Queue:

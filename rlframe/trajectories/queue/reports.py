@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from rlframe.trajectories.messages import EnvStatus, RunStatus
 from rlframe.trajectories.queue.batching import MinimumShare, awaited, scaled
 from rlframe.trajectories.queue.environments import Env, EnvFacts
-from rlframe.trajectories.queue.idempotency import Added
-from rlframe.trajectories.queue.lanes import Lane, QueuedGroup
-from rlframe.trajectories.queue.packing import fillable, usable
+from rlframe.trajectories.queue.lanes import Lane, QueuedGroup, fillable, usable
+from rlframe.trajectories.queue.leases import Added
 
 if TYPE_CHECKING:
     from rlframe.trajectories.queue.epoch import Epoch

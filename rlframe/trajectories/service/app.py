@@ -25,16 +25,15 @@ from rlframe.http.token_file import check_guarded, no_token_means
 from rlframe.trajectories.service.endpoints import (
     REFUSED,
     batches,
-    envs,
     groups,
     invalid,
     live,
     named_run,
+    registration,
     service_of,
-    trainer,
 )
+from rlframe.trajectories.service.endpoints.live import PREFIX
 from rlframe.trajectories.service.previews import load_decode
-from rlframe.trajectories.service.prometheus import PREFIX
 from rlframe.trajectories.service.service import Service
 from rlframe.trajectories.service.settings import CAN, Settings
 from rlframe.trajectories.service.validation import InvalidGroupError
@@ -67,7 +66,7 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
     app.get("/runs", response_model=dict[str, list[str]], tags=["service"])(_runs)
     app.include_router(live.metrics_router, responses=REFUSED)
     # What is asked for most often comes first: the others are looked at one by one until one matches.
-    for router in (groups.router, batches.router, envs.router, trainer.router, live.router):
+    for router in (groups.router, batches.router, registration.env_router, registration.router, live.router):
         app.include_router(router, responses=REFUSED)
         app.include_router(router, prefix="/runs/{run}", dependencies=[Depends(named_run)], responses=REFUSED)
     answer_errors(

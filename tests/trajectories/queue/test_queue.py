@@ -8,7 +8,7 @@ import pytest
 from msgspec import msgpack
 
 from rlframe.errors import UsageError
-from rlframe.trajectories.queue import idempotency
+from rlframe.trajectories.queue import leases
 from rlframe.trajectories.queue.queue import Queue
 from tests.trajectories.queues import SETTINGS, add, batch_of, join, send, started
 
@@ -440,12 +440,12 @@ def test_a_repeated_key_gets_the_first_answer():
     assert again.duplicate
     assert (again.status, again.buffer_size) == (first.status, first.buffer_size) == ("buffered", 3)
     assert queue.status().buffered == 2
-    assert add(queue, 3, 0, 100, env_id, None, "key", idempotency.MAX_AGE).duplicate
-    assert not add(queue, 3, 0, 100, env_id, None, "key", 2 * idempotency.MAX_AGE).duplicate
+    assert add(queue, 3, 0, 100, env_id, None, "key", leases.MAX_AGE).duplicate
+    assert not add(queue, 3, 0, 100, env_id, None, "key", 2 * leases.MAX_AGE).duplicate
 
 
 def test_the_last_keys_are_known_and_those_long_before_are_forgotten(monkeypatch):
-    monkeypatch.setattr(idempotency, "MAX_KEYS", 2)
+    monkeypatch.setattr(leases, "MAX_KEYS", 2)
     queue = started()
     for key in "abc":
         send(queue, 1, key=key)

@@ -8,8 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec import msgpack
 
 from rlframe.trajectories.queue import reports
-from rlframe.trajectories.queue.idempotency import MAX_AGE
-from rlframe.trajectories.queue.leases import ANSWER_KEPT
+from rlframe.trajectories.queue.leases import ANSWER_KEPT, MAX_AGE
 from rlframe.trajectories.queue.queue import Queue
 from tests.trajectories.queues import SETTINGS
 

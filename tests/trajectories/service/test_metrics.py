@@ -11,7 +11,7 @@ from tests.extras import needs
 needs("trajectories")
 from prometheus_client.parser import text_string_to_metric_families
 
-from rlframe.trajectories.service.prometheus import PREFIX
+from rlframe.trajectories.service.endpoints.live import PREFIX
 from tests.trajectories.api import Api, group
 from tests.trajectories.serving import running_service
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from rlframe.http.middleware import MSGPACK, answer, retry_later
-from rlframe.trajectories.queue.idempotency import Added
+from rlframe.trajectories.queue.leases import Added
 from rlframe.trajectories.service import models
 from rlframe.trajectories.service.endpoints import (
     REPLAYED,

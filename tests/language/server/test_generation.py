@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rlframe.language.model.tokenizers import ByteTokenizer, load_tokenizer
-from rlframe.language.server.text_decoder import TextDecoder
+from rlframe.language.server.generation import TextDecoder
 from tests.language import published
 
 TOKENIZER = ByteTokenizer()

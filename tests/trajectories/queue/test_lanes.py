@@ -7,8 +7,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlframe.trajectories.queue.lanes import OddGroups, QueuedGroup
-from rlframe.trajectories.queue.packing import fillable, oldest_fitting, usable
+from rlframe.trajectories.queue.lanes import OddGroups, QueuedGroup, fillable, oldest_fitting, usable
 
 counts_of_sizes = st.dictionaries(st.integers(1, 9), st.integers(0, 4), max_size=4)
 
