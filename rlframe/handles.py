@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rlframe import extras
+from rlframe import extras, retry
 from rlframe.errors import PeerError, RemoteError, StoppedError, UnavailableError, UsageError
 from rlframe.interprocess.launchpad_node import refuse_nodes as refuse_nodes
 from rlframe.interprocess.progress import waiting_for
@@ -140,7 +140,7 @@ class Remote:
 
     def _repeat(self, address: str, method: str, args: Any, kwargs: Any, began: float, reason: str) -> Any:
         """Sends a call that `address` did not answer once more, until it is answered, or the time is up."""
-        pause, warned = _PAUSE, False
+        pauses, warned = retry.pauses(_PAUSE, _LONGEST_PAUSE), False
         warn_after = _WARN_AFTER if method in self._answered else _STARTS_WITHIN
         with waiting_for(f"the {self._name}"):
             for attempt in itertools.count(1):
@@ -155,8 +155,7 @@ class Remote:
                             "Look at that node's output: it may have failed, hang, or listen at another address."
                         )
                     unanswered = f"{self._who(address)} had not answered {method}()"
-                    self._pause(min(pause, self._deadline - waited), unanswered)
-                    pause = min(2 * pause, _LONGEST_PAUSE)
+                    self._pause(min(next(pauses), self._deadline - waited), unanswered)
                 self._leave(address)
                 address, client = self._peer()
                 if not self._transport.is_reachable(address):

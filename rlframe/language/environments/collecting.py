@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import dataclasses
+import functools
 import logging
 import pathlib
-import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rlframe import retry
 from rlframe.errors import EnvError, PeerError, RemoteError, UnavailableError, UsageError
 from rlframe.language.environments.files import write_page
 from rlframe.language.environments.metrics import CollectStatistics, open_wandb
@@ -26,7 +27,8 @@ ATTEMPTS = 3  # for one item
 FAILURES_IN_A_ROW = 32  # of attempts, after which the environment or its model is broken
 FRUITLESS = 100  # items in a row without a group, of which one should hear
 WHY = "collect_trajectories or postprocess_histories gave None, or what they gave was not sent, as logged."
-_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds before an item's next attempt, doubled with each failure in a row
+# Seconds before an item's next attempt, doubled with each failure in a row.
+_pauses = functools.partial(retry.pauses, 0.1, 1.0, jitter=0.5)
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +136,7 @@ class Collector:
         self._statistics = statistics
         self._timeout = timeout
         self._again: list[CollectAttempt] = []
-        self._failures = 0  # in a row
+        self._failures, self._pauses = 0, _pauses()  # in a row
         self.fruitless = 0
         self._changed = asyncio.Event()
 
@@ -198,7 +200,7 @@ class Collector:
             else:
                 await self._failure(one, error)
         else:
-            self._failures = 0
+            self._failures, self._pauses = 0, _pauses()
             self._statistics.ended(one.seconds, sent=sent)
             self.fruitless = 0 if sent else self.fruitless + 1
             if self.fruitless and self.fruitless % FRUITLESS == 0:
@@ -216,7 +218,7 @@ class Collector:
             )
             self.failed.__cause__ = error
             return
-        await asyncio.sleep(random.uniform(0.5, 1.0) * min(_PAUSE * 2**self._failures, _LONGEST_PAUSE))
+        await asyncio.sleep(next(self._pauses))
         if one.attempt < ATTEMPTS:
             self._again.append(one)
 

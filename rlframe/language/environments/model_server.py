@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 import numpy as np
 
-from rlframe import extras
+from rlframe import extras, retry
 from rlframe.errors import PeerError, UsageError
 from rlframe.language.environments.collecting import current_attempt
 from rlframe.language.environments.config import APIServerConfig, ReasoningConfig
@@ -184,12 +184,12 @@ class APIServer:
         """Ask until there is an answer. A server that did not answer is asked for its models first: that costs less."""
         doing = current_attempt.get()
         evaluating = split != "train"
-        end, pause, attempts = time.monotonic() + self.config.timeout, _PAUSE, 0
+        end, attempts = time.monotonic() + self.config.timeout, 0
+        pauses = retry.pauses(_PAUSE, _LONGEST_PAUSE)
         failure: Exception | None = None
         while True:
             if failure is not None:
-                await asyncio.sleep(min(pause, max(0.0, end - time.monotonic())))
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                await asyncio.sleep(min(next(pauses), max(0.0, end - time.monotonic())))
                 if time.monotonic() >= end:
                     raise PeerError(
                         f"The model server {self.config.base_url} did not answer within {self.config.timeout} s and "

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rlframe import retry
 from rlframe.errors import PeerError, UsageError
 from rlframe.replay.rate_limiter import RateLimiter, items_kept
 from rlframe.replay.reverb.connection import CLAIMS, HIGHEST, REPLAY, ReverbConnection, ReverbInserter, load
@@ -160,7 +161,7 @@ class RankRegistry:
 
         A claim that failed, since the server had gone, may be repeated: it goes on where it was.
         """
-        began, pause = time.monotonic(), 0.05
+        pauses = retry.pauses(0.05, 2.0, self._patience, since=time.monotonic(), jitter=1.0)
         with self._lock:
             while True:
                 claims = self._claims()
@@ -179,13 +180,13 @@ class RankRegistry:
                     self._mine[chosen] = [[*chosen, token, _CLAIMED, 0]]
                     return chosen
                 self._append([*chosen, token, _WITHDRAWN, 0])
-                if time.monotonic() - began > self._patience:
+                pause = next(pauses, None)
+                if pause is None:
                     raise PeerError(
                         f"No rank could be claimed at {self._connection.address} for {self._patience:g} s: "
                         "others claimed the same again and again. Give the actors their ranks."
                     )
-                time.sleep(self._random.uniform(0.0, pause))
-                pause = min(2 * pause, 2.0)
+                time.sleep(pause)
 
     def open(self, rank: int, incarnation: int, num_envs: int) -> None:
         """Notes how many environments a writer has."""

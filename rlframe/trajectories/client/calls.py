@@ -13,18 +13,19 @@ from typing import Any
 
 import msgspec
 
+from rlframe import retry
 from rlframe.errors import StoppedError, UnavailableError, UsageError
 from rlframe.trajectories.client import exchange
 from rlframe.trajectories.client.exchange import (
     JSON,
     LONGEST_POLL,
     MSGPACK,
-    ClientMethod,
+    POLL,
     HttpReply,
     HttpRequest,
     Lost,
+    client_method,
     new_key,
-    pauses,
     post_request,
 )
 from rlframe.trajectories.client.groups import Group, Posted, ServedBatch
@@ -105,7 +106,7 @@ class BaseClient:
 
     # A trainer
 
-    @ClientMethod
+    @client_method
     async def register(
         self,
         *,
@@ -144,22 +145,22 @@ class BaseClient:
         sent = {name: value for name, value in settings.items() if name not in optional or value is not None}
         return await self._ask(post_request("/register", sent), Registered, timeout)
 
-    @ClientMethod
+    @client_method
     async def info(self, *, timeout: float | None = None) -> Info:
         """What the trainer registered."""
         return await self._ask(HttpRequest("GET", "/info"), Info, timeout)
 
-    @ClientMethod
+    @client_method
     async def wandb_info(self, *, timeout: float | None = None) -> WandbInfo:
         """Where the trainer logs."""
         return await self._ask(HttpRequest("GET", "/wandb_info"), WandbInfo, timeout)
 
-    @ClientMethod
+    @client_method
     async def status(self, *, timeout: float | None = None) -> RunStatus:
         """How much waits, and for what."""
         return await self._ask(HttpRequest("GET", "/status"), RunStatus, timeout)
 
-    @ClientMethod
+    @client_method
     async def batch(
         self,
         *,
@@ -203,17 +204,17 @@ class BaseClient:
         groups = [Group.from_item(item) for item in content["batch"]]
         return ServedBatch(groups, content["batch_id"], content["step"], bool(content["redelivered"]))
 
-    @ClientMethod
+    @client_method
     async def ack(self, batch_id: int, *, timeout: float | None = None) -> bool:
         """Say that a leased batch is done with. False where it was before, or the run has started afresh."""
         return await self._settle("ack", batch_id, {}, timeout)
 
-    @ClientMethod
+    @client_method
     async def nack(self, batch_id: int, *, consumer: str | None = None, timeout: float | None = None) -> bool:
         """Give a leased batch back: it is the next to be given. False where it is not this consumer's."""
         return await self._settle("nack", batch_id, {"consumer": consumer or self.consumer}, timeout)
 
-    @ClientMethod
+    @client_method
     async def renew(
         self, batch_id: int, lease: float, *, consumer: str | None = None, timeout: float | None = None
     ) -> bool:
@@ -221,17 +222,17 @@ class BaseClient:
         told = {"consumer": consumer or self.consumer, "lease": lease}
         return await self._settle("renew", batch_id, told, timeout)
 
-    @ClientMethod
+    @client_method
     async def set_policy_version(self, version: int, *, timeout: float | None = None) -> None:
         """Say which version of the parameters the trainer has now; `batch` can say it, too."""
         await self._tell(post_request("/policy-version", {"policy_version": version}), timeout)
 
-    @ClientMethod
+    @client_method
     async def pause(self, *, timeout: float | None = None) -> None:
         """Have every environment hold, for an evaluation say, until `resume`."""
         await self._tell(post_request("/pause", {}), timeout)
 
-    @ClientMethod
+    @client_method
     async def resume(self, *, timeout: float | None = None) -> None:
         """End `pause`."""
         await self._tell(post_request("/resume", {}), timeout)
@@ -247,7 +248,7 @@ class BaseClient:
 
     # An environment
 
-    @ClientMethod
+    @client_method
     async def register_env(
         self,
         *,
@@ -281,7 +282,7 @@ class BaseClient:
         }
         if resume_token is not None:
             settings["resume_token"] = resume_token
-        looks = pauses(wait)
+        looks = retry.pauses(POLL, LONGEST_POLL, wait)
         while True:
             # A key for each look: what is sent again because an answer was lost has the same one.
             request = post_request("/register-env", settings, {"Idempotency-Key": new_key()})
@@ -296,22 +297,22 @@ class BaseClient:
                 )
             await self._pause(pause)
 
-    @ClientMethod
+    @client_method
     async def disconnect_env(self, env_id: int, *, timeout: float | None = None) -> None:
         """Leave the run; what was sent stays."""
         await self._tell(post_request("/disconnect-env", {"env_id": env_id}), timeout)
 
-    @ClientMethod
+    @client_method
     async def heartbeat(self, env_id: int, *, timeout: float | None = None) -> None:
         """A sign of life for an environment that is silent for long; a group is one, and so is `env_status`."""
         await self._tell(post_request("/heartbeat", {"env_id": env_id}), timeout)
 
-    @ClientMethod
+    @client_method
     async def env_status(self, env_id: int, *, timeout: float | None = None) -> EnvStatus:
         """How much waits, as the environment should see it."""
         return await self._ask(HttpRequest("GET", "/status-env", {"env_id": env_id}), EnvStatus, timeout)
 
-    @ClientMethod
+    @client_method
     async def post(
         self,
         groups: Group | Sequence[Group],

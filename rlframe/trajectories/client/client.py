@@ -10,16 +10,17 @@ from typing import Any, TypeVar
 import anyio
 import httpx
 
+from rlframe import retry
 from rlframe.errors import UnavailableError, UsageError
 from rlframe.trajectories.client.calls import BaseClient
-from rlframe.trajectories.client.exchange import ClientMethod, HttpReply, HttpRequest, Lost, pauses
+from rlframe.trajectories.client.exchange import LONGEST_POLL, POLL, HttpReply, HttpRequest, Lost, client_method
 from rlframe.trajectories.messages import EnvStatus, RunStatus
 
 
 class WaitingClient(BaseClient):
     """All of a client but how it sends: see `TrajectoryClient`."""
 
-    @ClientMethod
+    @client_method
     async def wait_for_step(self, step: int, *, wait: float = 600.0, timeout: float | None = None) -> RunStatus:
         """Return once `current_step` is `step` or more: the trainer has pulled batch number `step`.
 
@@ -33,7 +34,7 @@ class WaitingClient(BaseClient):
             UsageError: the run started afresh meanwhile, so the step may never come.
             UnavailableError: the step did not come within `wait` seconds (or as every call).
         """
-        looks, last = pauses(wait), 0
+        looks, last = retry.pauses(POLL, LONGEST_POLL, wait), 0
         while True:
             status = await self._ask(HttpRequest("GET", "/status"), RunStatus, timeout)
             at = status.current_step
@@ -52,7 +53,7 @@ class WaitingClient(BaseClient):
                 )
             await self._pause(pause)
 
-    @ClientMethod
+    @client_method
     async def wait_until_wanted(
         self, env_id: int, max_queued: int, *, wait: float = 600.0, timeout: float | None = None
     ) -> EnvStatus:
@@ -64,7 +65,7 @@ class WaitingClient(BaseClient):
         Raises:
             UnavailableError: it still has to hold after `wait` seconds (or as every call).
         """
-        looks = pauses(wait)
+        looks = retry.pauses(POLL, LONGEST_POLL, wait)
         while True:
             status = await self._ask(HttpRequest("GET", "/status-env", {"env_id": env_id}), EnvStatus, timeout)
             if status.queue_size <= max_queued and not status.hold:

@@ -7,19 +7,16 @@ their first step, and nothing waits for an event loop.
 from __future__ import annotations
 
 import functools
-import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, TypeVar
 
 import msgspec
 
+from rlframe import retry
 from rlframe.errors import PeerError, RemoteError, TooOldError, UnavailableError, UsageError
-
-if TYPE_CHECKING:
-    from rlframe.trajectories.client.client import AsyncTrajectoryClient, TrajectoryClient
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
@@ -30,7 +27,6 @@ _PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds before the first repetition and be
 _LEAST = 2.0  # seconds for an attempt, past the deadline where less is left: a busy service takes as long to say no
 _SHOWN = 500  # characters of an answer that nobody expected
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -69,31 +65,15 @@ class Lost:
     reason: str
 
 
-class ClientMethod(Generic[P, T]):
-    """A coroutine function as a method. Called on a `TrajectoryClient`, it returns what the coroutine does; on an
+def client_method(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
+    """Make a coroutine function a method of both clients. A `TrajectoryClient` returns the coroutine's result; with an
     `AsyncTrajectoryClient`, it is awaited."""
 
-    def __init__(self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> None:
-        self._method = method
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._run(method(self, *args, **kwargs))
 
-    @overload
-    def __get__(self, client: None, owner: Any) -> Callable[..., Coroutine[Any, Any, T]]: ...
-
-    @overload
-    def __get__(self, client: TrajectoryClient, owner: Any) -> Callable[P, T]: ...
-
-    @overload
-    def __get__(self, client: AsyncTrajectoryClient, owner: Any) -> Callable[P, Awaitable[T]]: ...
-
-    def __get__(self, client: Any, owner: Any) -> Callable[..., Any]:
-        if client is None:
-            return self._method
-
-        @functools.wraps(self._method)
-        def call(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return client._run(self._method(client, *args, **kwargs))
-
-        return call
+    return call
 
 
 async def exchange(
@@ -118,8 +98,9 @@ async def exchange(
         UnavailableError: at the deadline the service answered that it cannot now, or it says that it will not before.
         PeerError: at the deadline it did not answer.
     """
-    began = time.monotonic()
-    attempts = 0
+    began, attempts = time.monotonic(), 0
+    # Jitter keeps clients that lost the service together from coming back together.
+    pauses = retry.pauses(_PAUSE, _LONGEST_PAUSE, deadline, since=began, jitter=0.5)
     while True:
         left = began + deadline - time.monotonic()
         attempts += 1
@@ -127,13 +108,11 @@ async def exchange(
         if isinstance(answer, HttpReply) and answer.status not in _NOT_NOW:
             return answer
         left = began + deadline - time.monotonic()
-        least = _retry_after(answer)
-        if left <= 0 or least > left:
+        least, grown = _retry_after(answer), next(pauses, None)
+        if grown is None or least > left:
             waited = f"{time.monotonic() - began:.1f} s and {attempts} attempts (the deadline is {deadline:g} s)"
             raise _failure(f"{request.method} {base}{request.path}", waited, answer)
-        # Jitter keeps clients that lost the service together from coming back together.
-        jittered = random.uniform(0.5, 1.0) * min(_PAUSE * 2 ** min(attempts - 1, 16), _LONGEST_PAUSE)
-        await pause(min(least + jittered, left))
+        await pause(min(least + grown, left))
 
 
 def accepted(base: str, request: HttpRequest, reply: HttpReply) -> dict[str, Any]:
@@ -206,14 +185,6 @@ def _told(content: Any) -> str:
 def post_request(path: str, content: dict[str, Any], headers: dict[str, str] | None = None) -> HttpRequest:
     """A small request, as JSON."""
     return HttpRequest("POST", path, {}, {"Content-Type": JSON, **(headers or {})}, msgspec.json.encode(content))
-
-
-def pauses(wait: float) -> Iterator[float]:
-    """Seconds to pause between two looks at whether to go on, until `wait` seconds from now on are over."""
-    end, pause = time.monotonic() + wait, POLL
-    while (left := end - time.monotonic()) > 0:
-        yield min(pause, left)
-        pause = min(2 * pause, LONGEST_POLL)
 
 
 def new_key() -> str:

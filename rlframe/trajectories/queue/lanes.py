@@ -1,10 +1,10 @@
 """What waits to be batched: a first-in-first-out lane per environment and unit size, and sums over them kept as units
 come and go. Groups of odd sizes wait apart until some of them are a unit.
 
-Exact filling: which sizes sum to a target, if there are only so many of each. A set of reachable sums is one Python int,
-bit `t` set if `t` can be reached, so taking up to `n` units of a size is about log2(n) shifts. The work depends on the
-number of distinct sizes and on the target, never on how many units wait: more units of a size than fit into the target
-count as many as fit. Answers are cached by those counts.
+Exact filling: which sizes sum to a target, if there are only so many of each. A set of reachable sums is one Python
+int, bit `t` set if `t` can be reached, so taking up to `n` units of a size is about log2(n) shifts. The work depends on
+the number of distinct sizes and on the target, never on how many units wait: more units of a size than fit into the
+target count as many as fit. Answers are cached by those counts.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from rlframe import retry
 from rlframe.errors import PeerError, RlframeError, StoreError, UnavailableError, UsageError
 from rlframe.trajectories.stores.base import RecordsDroppedError
 from rlframe.trajectories.stores.group_commit import Append, Commit, GroupCommit
@@ -303,18 +304,17 @@ class RedisStore:
     def _call(self, what: str, call: Callable[[], _T], since: float | None = None) -> _T:
         """Repeat a call until the server answers; at least once, and until the deadline after `since`."""
         start = time.monotonic() if since is None else since
-        pause = _PAUSE
+        pauses = retry.pauses(_PAUSE, _LONGEST_PAUSE, self._deadline, since=start)
         while True:
             try:
                 return call()
             except redis.AuthenticationError as error:
                 raise UsageError(f"{self._name} refuses the credentials in the store's URL: {error}.") from error
             except _UNANSWERED as error:
-                waited = time.monotonic() - start
-                if waited + pause > self._deadline:
+                pause, waited = next(pauses, None), time.monotonic() - start
+                if pause is None:
                     raise PeerError(f"{self._name} did not answer: {what}, for {waited:.1f} s ({error}).") from error
                 time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
             except redis.RedisError as error:
                 raise self._refused(what, error) from error
 
