@@ -25,7 +25,7 @@ def open_store(url: str) -> Store:
     """
     kind, _, rest = url.partition(":")
     if kind == "memory" and not rest:
-        from rlframe.trajectories.stores.memory import MemoryStore
+        from rlframe.trajectories.stores.base import MemoryStore
 
         return MemoryStore()
     if kind == "sqlite" and rest:

@@ -18,7 +18,7 @@ from rlframe.trajectories.service.service import Service
 from rlframe.trajectories.service.settings import Settings
 from rlframe.trajectories.service.state_machine import encode_state
 from rlframe.trajectories.stores import RecordsDroppedError, open_store
-from rlframe.trajectories.stores.memory import MemoryStore
+from rlframe.trajectories.stores.base import MemoryStore
 from tests.trajectories.queues import SETTINGS
 from tests.trajectories.redis_server import redis_server  # noqa: F401
 
