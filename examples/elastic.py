@@ -19,7 +19,6 @@ from rlframe.coordinator import (
     LocalOperator,
     ParamStore,
     TrainOne,
-    save_workers,
 )
 from rlframe.programs import make_experiment
 
@@ -55,10 +54,9 @@ def main(directory):
         ),
         "evaluator": functools.partial(CollectorWorker, None, agent, param_store, evaluations=make_evaluator),
     }
-    save_workers(directory, workers)
     coordinator = Coordinator(
         TrainOne(learner_steps=LEARNER_STEPS, eval_every=50_000),
-        LocalOperator(directory),
+        LocalOperator(workers),
         replay_buffer,
         param_store,
         CoordinatorConfig(directory, collectors=NUM_COLLECTORS, max_collectors=NUM_COLLECTORS),

@@ -21,7 +21,6 @@ from rlframe.coordinator import (
     ParamStore,
     StartTask,
     TrainOne,
-    save_workers,
 )
 from rlframe.programs import make_experiment
 
@@ -73,10 +72,9 @@ def main(directory):
         ),
         "evaluator": functools.partial(CollectorWorker, None, agent, param_store, evaluations=make_evaluator),
     }
-    save_workers(directory, workers)
     coordinator = Coordinator(
         Curriculum(env_steps=STEPS),
-        LocalOperator(directory),
+        LocalOperator(workers),
         replay_buffer,
         param_store,
         CoordinatorConfig(directory, collectors=len(EPSILONS), max_collectors=len(EPSILONS)),

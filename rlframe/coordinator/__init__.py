@@ -17,7 +17,6 @@ _PUBLIC = {
     "ParamStore": "rlframe.params.store",
     "StartTask": "rlframe.coordinator.messages",
     "TrainOne": "rlframe.coordinator.commander",
-    "save_workers": "rlframe.coordinator.workers.records",
 }
 
 __all__ = list(_PUBLIC)

@@ -100,8 +100,8 @@ class Coordinator:
         self._noted = threading.Condition(self._lock)
         self._events: Inbox[Any] = Inbox()
         self._calls = WorkerCalls(operator.transport, self._events.put)
-        self._operator = OperatorThread(operator, cfg.path, self._events.put)
-        self._kind = type(operator).__name__
+        self._operator = OperatorThread(operator, self._events.put)
+        self._kind = getattr(operator, "kind", type(operator).__name__)
         self._replay = ReplayThread(replay, param_store, self._events.put, pathlib.Path(cfg.path) / "replay")
         self._does: dict[type, Callable[[Any], None]] = {
             ev.Send: self._calls.send,

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import numpy as np
 
 from rlframe.errors import UsageError, suggest
-from rlframe.interprocess.processes import ProcessId
 
 Role = Literal["learner", "collector", "evaluator"]
 Kind = Literal["learn", "collect", "evaluate"]
@@ -33,7 +32,7 @@ WorkerKey = tuple[str, int]  # (worker_id, incarnation): exactly one life of one
 
 @dataclasses.dataclass(frozen=True)
 class WorkerInfo:
-    """One incarnation of a worker, as its operator lists it or is to start it."""
+    """One incarnation of a worker, as its operator lists it."""
 
     role: Role
     index: int
@@ -41,9 +40,8 @@ class WorkerInfo:
     address: str | None = None  # where the operator's transport calls it; None until it serves
     host: str = ""
     pid: int | None = None  # on that host; None where it is not known
-    has_ended: bool = False  # what is left of it has yet to be cleared away
-    problem: str = ""  # why it does not start, or how it ended, where that is known
-    started: int = -1  # when the process `pid` was, in clock ticks since boot; -1 where it is not known
+    is_live: bool = True  # it runs or starts, and was not told to end
+    problem: str = ""  # why it does not start, or how it ended, if that is known
 
     @functools.cached_property
     def worker_id(self) -> str:
@@ -54,12 +52,6 @@ class WorkerInfo:
     def key(self) -> WorkerKey:
         """By which it is told from all others."""
         return self.worker_id, self.incarnation
-
-    @property
-    def process(self) -> ProcessId:
-        """Its process, where that is known: it means something on `host` only."""
-        assert self.pid is not None
-        return ProcessId(self.pid, self.started)
 
 
 def worker_id_of(role: str, index: int) -> str:

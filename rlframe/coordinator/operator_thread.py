@@ -1,13 +1,10 @@
-"""The operator's side of a coordinator: it lists, starts and stops workers, in rounds, in a thread of its own."""
+"""The operator's side of a coordinator: a thread that passes requests to the operator, and lists the workers."""
 
 from __future__ import annotations
 
-import contextlib
-import json
+import collections
+import functools
 import logging
-import os
-import pathlib
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +13,7 @@ from typing import Any
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.messages import ROLES, Role, WorkerInfo, WorkerKey
 from rlframe.coordinator.operators.base import Operator, OperatorError
-from rlframe.coordinator.operators.reconciler import Backoff, Reconciler
-from rlframe.interprocess.files import write_atomically
+from rlframe.errors import UsageError
 
 _log = logging.getLogger(__name__)
 
@@ -27,30 +23,19 @@ _JOIN = 10.0  # seconds for the thread to end: longer than any call of an operat
 
 
 class OperatorThread:
-    """Makes what there is like what is wanted: in each round it lists, compares (`Reconciler`) and acts.
+    """Passes on what the job wants of an operator, and lists its workers a few times a second.
 
-    What is wanted may be said by any thread, and again; it is kept while the operator cannot be reached.
+    Any thread may make a request. It is kept, and repeated, while the operator cannot be reached.
 
     Args:
-        operator: see `rlframe.coordinator.operators`.
-        state_dir: a directory to keep the incarnations in, across restarts.
+        operator: see `rlframe.coordinator.operators.base`.
         happened: is called with `OperatorAnswered`, `OperatorFailed`, `OperatorBroke` and `Disconnected`.
-        backoff: between the deaths of a worker that does not stay up.
     """
 
-    def __init__(
-        self,
-        operator: Operator,
-        state_dir: str | os.PathLike[str],
-        happened: Callable[[Any], None],
-        backoff: Backoff | None = None,
-    ) -> None:
+    def __init__(self, operator: Operator, happened: Callable[[Any], None]) -> None:
         self._operator, self._happened = operator, happened
-        self._incarnations = _Incarnations(pathlib.Path(state_dir) / "incarnations.json")
-        self._reconciler = Reconciler(self._incarnations.read(), backoff or Backoff(), operator.grace)
-        self._asked: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()  # at a time, of the reconciler
+        self._requests: collections.deque[Callable[[], None]] = collections.deque()
         self._problems: dict[str, str] = {}
-        self._seen: list[WorkerInfo] = []
         self._outage = ""
         self._has_answered = False
         self._stops_workers = False  # at the end
@@ -58,41 +43,40 @@ class OperatorThread:
         self._thread = threading.Thread(target=self._run, name="rlframe operator", daemon=True)
 
     def start(self) -> None:
-        """Begins: workers that are there already are adopted."""
+        """Begin: workers that are there already are adopted."""
         self._thread.start()
 
     def request(self, role: Role, n: int) -> None:
-        """Keep `n` workers of this role alive from now on. Ends none where there are more; `release` does."""
-        self._ask(lambda now: self._reconciler.request(role, n))
+        """See `Operator.scale`."""
+        self._ask(functools.partial(self._operator.scale, role, n))
 
     def report_failed(self, key: WorkerKey) -> None:
-        """Ends this worker at once, whatever it is at, and replaces it: the same index, the next incarnation."""
-        self._ask(lambda now: self._reconciler.report_failed(key, now))
+        """See `Operator.replace`."""
+        self._ask(functools.partial(self._operator.replace, key))
 
     def release(self, key: WorkerKey) -> None:
-        """Ends this worker for good, giving it the time to do it itself.
+        """See `Operator.release`."""
+        self._ask(functools.partial(self._operator.release, key))
 
-        Where that leaves fewer than are wanted, others are started: `request` the lower number first.
-        """
-        self._ask(lambda now: self._reconciler.release(key, now))
-
-    def _ask(self, what: Callable[[float], None]) -> None:
-        self._asked.put(what)
+    def _ask(self, request: Callable[[], None]) -> None:
+        self._requests.append(request)
         self._wake.set()
 
     def disconnect(self) -> None:
-        """Ends all workers, in the background and within seconds; `Disconnected` comes of it."""
+        """End all workers, in the background and within seconds; `Disconnected` follows."""
         self._stops_workers = True
         self._ends.set()
         self._wake.set()
 
     def close(self) -> None:
-        """Ends the thread, and lets the workers be. May be repeated."""
+        """End the thread, and close the operator. May be repeated."""
         self._closed.set()
         self._ends.set()
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(_JOIN)
+        elif self._thread.ident is None:
+            self._operator.close()
 
     def problems(self) -> dict[str, str]:
         """Return what is wrong now, in a sentence each: by worker_id, or "" for the operator itself."""
@@ -107,64 +91,48 @@ class OperatorThread:
                 live = self._round()
             except Exception as error:
                 self._fail(error)
-                # A wake-up is no reason to ask sooner somebody who does not answer.
+                # Not shorter after a wake-up: an operator that does not answer is not asked sooner.
                 self._ends.wait(min(_BACKOFF * 2 ** min(failures, 10), _LONGEST_BACKOFF))
                 failures += 1
             else:
                 self._outage, self._has_answered, failures = "", True, 0
                 self._happened(ev.OperatorAnswered(tuple(live)))
-                self._wake.wait(self._until_due())
+                self._wake.wait(self._operator.every)
         why = self._stop_all() if self._stops_workers else ""
         self._operator.close()
         if self._stops_workers:
             self._happened(ev.Disconnected(why))
 
     def _fail(self, error: Exception) -> None:
-        """Tell of an error. One that is no outage ends the job, unless the operator has answered before."""
+        """Report an error. One that is no outage ends the job if another try would end in the same way."""
         is_outage = isinstance(error, (OperatorError, OSError))
         if not is_outage:
             _log.error("The operator raised what is no outage.", exc_info=error)
         self._outage = why = f"{type(error).__name__}: {error}"
-        self._happened(ev.OperatorFailed(why) if is_outage or self._has_answered else ev.OperatorBroke(why))
-
-    def _until_due(self) -> float:
-        due = self._reconciler.next_due()
-        every = self._operator.every
-        return every if due is None else min(every, max(0.0, due - time.monotonic()))
+        ends_job = isinstance(error, UsageError) or not (is_outage or self._has_answered)
+        self._happened(ev.OperatorBroke(why) if ends_job else ev.OperatorFailed(why))
 
     def _round(self) -> list[WorkerInfo]:
-        """Lists, starts and stops; returns the workers that live and are wanted."""
-        while not self._asked.empty():
-            self._asked.get()(time.monotonic())
+        """Pass on the requests; return the workers that live and are wanted."""
+        while self._requests:
+            self._requests[0]()
+            self._requests.popleft()
         seen = [worker for worker in self._operator.list() if worker.role in ROLES]
         seen.sort(key=lambda worker: (ROLES.index(worker.role), worker.index, worker.incarnation))
-        self._seen = seen
-        live = [worker for worker in seen if not worker.has_ended]
-        starts, stops = self._reconciler.plan(seen, time.monotonic())
-        self._incarnations.write(self._reconciler.incarnations())  # before anything is started
-        for worker, kill in stops:
-            self._operator.stop(worker, kill)
-        for worker in starts:
-            if self._ends.is_set():
-                break
-            try:
-                self._operator.start(worker)
-            except OperatorError as error:
-                self._reconciler.failed_to_start(worker, time.monotonic(), str(error))
-                continue
-            self._reconciler.started(worker, time.monotonic())
-            self._wake.set()  # to list it
-        self._problems = self._reconciler.problems()
-        return [worker for worker in live if self._reconciler.is_wanted(worker.key)]
+        self._problems = {worker.worker_id: worker.problem for worker in seen if worker.problem}
+        return [worker for worker in seen if worker.is_live]
 
     def _stop_all(self) -> str:
-        """Ends all workers; returns why that could not be done, empty where it was."""
-        self._reconciler.release_all(time.monotonic())
+        """End all workers; return why that could not be done, empty if it was."""
         deadline, pause = time.monotonic() + self._operator.grace + _PATIENCE, 0.02
         while True:
             try:
-                self._round()
-                why = ", ".join(f"{worker.worker_id} ({worker.host})" for worker in self._seen)
+                for role in ROLES:
+                    self._operator.scale(role, 0)
+                left = self._operator.list()
+                for worker in left:
+                    self._operator.release(worker.key)
+                why = ", ".join(f"{worker.worker_id} ({worker.host})" for worker in left)
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
             if not why or time.monotonic() > deadline or self._closed.wait(pause):
@@ -173,25 +141,3 @@ class OperatorThread:
         if why:
             _log.warning("Workers that could not be ended in time: %s", why)
         return why
-
-
-class _Incarnations:
-    """The newest incarnation of each worker, on disk."""
-
-    def __init__(self, path: pathlib.Path) -> None:
-        self._path = path
-        self._written: dict[str, int] | None = None
-
-    def read(self) -> dict[str, int]:
-        with contextlib.suppress(FileNotFoundError):
-            self._written = json.loads(self._path.read_text())
-        return dict(self._written or {})
-
-    def write(self, incarnations: dict[str, int]) -> None:
-        if incarnations == self._written:
-            return
-        try:
-            write_atomically(self._path, json.dumps(incarnations), parents=True)
-        except OSError as error:
-            raise OperatorError(f"{self._path} cannot be written: {error}. Nothing is started without it.") from error
-        self._written = dict(incarnations)

@@ -82,15 +82,18 @@ class Engine(Protocol):
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
         """Adds a Reverb server of `tables`, whose checkpoints lie in `path`; where `runs_reverb` is True."""
 
-    def add_workers(self, makers: Mapping[str, Callable[[str, int, int], Any]], most: Mapping[str, int]) -> Any:
-        """Adds groups whose nodes come and go while the program runs: what an operator asks for them.
+    def worker_nodes(self, makers: Mapping[str, Callable[[str, int, int], Any]], most: Mapping[str, int]) -> Any:
+        """Return what an operator of this engine starts as workers while the program runs.
 
         Args:
-            makers: by role, what makes the object of a node, given (its name, its index, its incarnation).
-            most: by role, how many there may be at a time.
+            makers: by role, makes the object of a worker, given (its name, its index, its incarnation).
+            most: by role, how many may run at a time.
+
+        Returns:
+            By role, a function (index, incarnation) -> the node, a `SupervisedNode`.
 
         Raises:
-            UsageError: this engine starts nothing while a program runs.
+            UsageError: this engine has no operator of its own.
         """
         del makers, most
         raise UsageError(f"{type(self).__name__} starts no nodes while a program runs. The engine ray does.")

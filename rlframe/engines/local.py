@@ -17,7 +17,7 @@ from rlframe.engines.launching.local_node import LocalNode, run_node
 from rlframe.engines.launching.node_main import node_processes
 from rlframe.engines.launching.placement import policies
 from rlframe.engines.launching.ports import OPEN, pick_free_port
-from rlframe.engines.launching.supervisor import Supervisor
+from rlframe.engines.launching.program import ProgramSupervisor
 from rlframe.engines.logs import NodeLogs
 from rlframe.handles import Remote
 from rlframe.transport.sockets import SocketDirectory, SocketTransport
@@ -83,7 +83,7 @@ class LocalEngine(Engine):
                 print(f"[launcher] {OPEN.format(listening)}", file=options.output, flush=True)
             with node_processes(run_node, pickled, policies(self.groups, options)) as processes:
                 hang_timeout, grace = options.hang_timeout, options.grace_seconds
-                return Supervisor(
+                return ProgramSupervisor(
                     processes, options.output, self._logs, hang_timeout=hang_timeout, watch=watch, grace=grace
                 ).run()
 

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import io
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlframe import extras
 from rlframe.engines.base import Engine, EngineOptions, Watch
-from rlframe.engines.launching.local_node import LocalNode
+from rlframe.engines.launching.local_node import LocalNode, MakeWorker, pickle_worker
 from rlframe.engines.launching.node_main import pickle_node
 from rlframe.engines.launching.placement import policies
-from rlframe.engines.launching.running import SupervisedNode
-from rlframe.engines.launching.supervisor import Supervisor
+from rlframe.engines.launching.program import ProgramSupervisor
+from rlframe.engines.launching.running import GroupPolicy, SupervisedNode
 from rlframe.engines.logs import NodeLogs
 from rlframe.errors import UsageError
 from rlframe.handles import Remote
 from rlframe.transport.ray import RayTransport
 
 if TYPE_CHECKING:
-    from rlframe.engines.launching.ray_workers import Make, RayWorkers
+    from rlframe.engines.launching.ray_host import HostedNode
 
 _TRANSPORT = RayTransport()
 _BUSY = (
@@ -51,7 +52,6 @@ class RayEngine(Engine):
         self._resources = contextlib.ExitStack()
         self._owned: list[Any] = []
         self._nodes: dict[str, list[LocalNode]] = collections.defaultdict(list)  # by group
-        self._workers: list[RayWorkers] = []
         self._cluster = RayCluster(options.ray_address)
         self._resources.callback(self._cluster.close)
 
@@ -65,22 +65,21 @@ class RayEngine(Engine):
         """See `Engine`: there is none."""
         raise UsageError("The engine ray runs no Reverb server.")
 
-    def add_workers(self, makers: Mapping[str, Make], most: Mapping[str, int]) -> RayWorkers:
-        """See `Engine`. Nodes that are given it are on the Ray node of this process."""
-        from rlframe.engines.launching.ray_workers import RayWorkers, WorkerGroup, pickled_make
-
+    def worker_nodes(
+        self, makers: Mapping[str, MakeWorker], most: Mapping[str, int]
+    ) -> dict[str, Callable[[int, int], SupervisedNode]]:
+        """See `Engine`."""
         policy_of = policies(most, self._asked)
         are_bound = {role: refers_to(make, self._owned) for role, make in makers.items()}
         cpus, gpus = self._shares(most, any(are_bound.values()))
-        groups = {
-            role: WorkerGroup(
-                pickled_make(role, make), policy_of[role], cpus.get(role, 0.0), gpus.get(role, 0.0), are_bound[role]
-            )
-            for role, make in makers.items()
-        }
-        workers: RayWorkers = self.own(RayWorkers(self._cluster, groups))
-        self._workers.append(workers)
-        return workers
+
+        def node(role: str, make: bytes, index: int, incarnation: int) -> SupervisedNode:
+            name, address = f"{role}/{index}", f"{role}/{index}/{incarnation}"
+            pickled = pickle_worker(_TRANSPORT, address, make, name, index, incarnation)
+            hosted = self._hosted(name, address, pickled, policy_of[role])
+            return self._cluster.place(hosted, cpus.get(role, 0.0), gpus.get(role, 0.0), are_bound[role], _end_nothing)
+
+        return {role: functools.partial(node, role, pickle_node(role, make)) for role, make in makers.items()}
 
     @property
     def groups(self) -> dict[str, int]:
@@ -105,29 +104,29 @@ class RayEngine(Engine):
         """See `Engine`; as `rlframe.launch`."""
         hang_timeout, grace = self._asked.hang_timeout, self._asked.grace_seconds
         with self._resources:
-            supervisor = Supervisor(
+            supervisor = ProgramSupervisor(
                 [], self._asked.output, self._logs, hang_timeout=hang_timeout, watch=watch, grace=grace
             )
             supervisor.add(*self._placed(supervisor.stop))
-            for workers in self._workers:
-                workers.take_line = supervisor.take_line
             return supervisor.run()
 
     def _placed(self, end_program: Callable[[], None]) -> Iterator[SupervisedNode]:
         """The nodes, and what each is to have of the cluster."""
-        from rlframe.engines.launching.ray_host import HostedNode
-
-        asked, cluster = self._asked, self._cluster
         groups = self.groups
-        policy_of = policies(groups, asked)
+        policy_of = policies(groups, self._asked)
         pickled = {node.address: self._pickled(node) for nodes in self._nodes.values() for node in nodes}
         cpus, gpus = self._shares(groups, any(bound for _, bound in pickled.values()))
         for group, nodes in self._nodes.items():
             for node in nodes:
                 content, is_bound = pickled[node.address]
                 name = node.address if len(nodes) > 1 else group
-                hosted = HostedNode(name, node.address, content, policy_of[group], cluster.token, asked.hang_timeout)
-                yield cluster.place(hosted, cpus.get(group, 0.0), gpus.get(group, 0.0), is_bound, end_program)
+                hosted = self._hosted(name, node.address, content, policy_of[group])
+                yield self._cluster.place(hosted, cpus.get(group, 0.0), gpus.get(group, 0.0), is_bound, end_program)
+
+    def _hosted(self, name: str, address: str, pickled: bytes, policy: GroupPolicy) -> HostedNode:
+        from rlframe.engines.launching.ray_host import HostedNode
+
+        return HostedNode(name, address, pickled, policy, self._cluster.token, self._asked.hang_timeout)
 
     def _shares(self, groups: Mapping[str, int], is_bound: bool) -> tuple[dict[str, float], dict[str, float]]:
         """(CPUs, accelerators) that each node has to itself, by group; of other groups none."""
@@ -158,3 +157,7 @@ def refers_to(target: Any, resources: list[Any]) -> bool:
 
     Finder(io.BytesIO(), 5).dump(target)
     return bool(found)
+
+
+def _end_nothing() -> None:
+    """A worker does not end the program."""

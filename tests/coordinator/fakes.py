@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -30,11 +31,13 @@ from rlframe.coordinator.messages import (
     WorkerReply,
 )
 from rlframe.coordinator.operators.base import OperatorError
-from rlframe.coordinator.workers.process import WorkerServer
 from rlframe.errors import UnavailableError
 from tests.in_process import InProcess
 
 WITHIN = 60.0  # seconds that anything may take
+
+
+CALLS = ("ping", "resources", "start_task", "data_demand", "learn", "get_data", "close_task")
 
 
 class Called(NamedTuple):
@@ -123,7 +126,7 @@ class FakeWorker:
         self._runs = False
         self.start: StartTask | None = None
         self.env_steps = 0
-        self.server = WorkerServer(self, InProcess())
+        self.server = InProcess().serve({name: getattr(self, name) for name in CALLS})
 
     def ping(self) -> Alive:
         self._live()
@@ -230,6 +233,7 @@ class FakeOperator:
     def __init__(self, scene: Scene) -> None:
         self._scene, self._lock = scene, threading.Lock()
         self.is_out, self.held = False, set[str]()  # held: roles that come later
+        self.wanted: dict[str, int] = {}
         self.workers: dict[str, FakeWorker] = {}
         self.made: list[tuple[str, int]] = []
         self.disconnects = 0
@@ -238,28 +242,39 @@ class FakeOperator:
         self._check()
         with self._lock:
             self.workers = {worker_id: worker for worker_id, worker in self.workers.items() if not worker.is_dead}
+            for role in self.wanted.keys() - self.held:
+                self._fill(role)
             return [
                 WorkerInfo(worker.role, worker.index, worker.incarnation, worker.server.address, "here")
                 for worker in self.workers.values()
             ]
 
-    def start(self, worker: WorkerInfo) -> None:
-        self._check()
-        if worker.role in self.held:
-            raise OperatorError(f"A {worker.role} comes later.")
-        with self._lock:
-            if worker.worker_id not in self.workers:
-                self.made.append(worker.key)
-                made = FakeWorker(self._scene, worker.role, worker.index, worker.incarnation)
-                self.workers[worker.worker_id] = made
+    def _fill(self, role: str) -> None:
+        missing = self.wanted[role] - len([worker for worker in self.workers.values() if worker.role == role])
+        free = (index for index in itertools.count() if f"{role}/{index}" not in self.workers)
+        for index in itertools.islice(free, max(0, missing)):
+            worker_id = f"{role}/{index}"
+            incarnation = len([made for made, _ in self.made if made == worker_id])
+            self.made.append((worker_id, incarnation))
+            self.workers[worker_id] = FakeWorker(self._scene, role, index, incarnation)
 
-    def stop(self, worker: WorkerInfo, kill: bool) -> None:
+    def scale(self, role: str, n: int) -> None:
+        self._check()
+        self.wanted[role] = n
+
+    def replace(self, key: tuple[str, int]) -> None:
+        self._drop(key, kill=True)
+
+    def release(self, key: tuple[str, int]) -> None:
+        self._drop(key, kill=False)
+
+    def _drop(self, key: tuple[str, int], kill: bool) -> None:
         self._check()
         with self._lock:
-            found = self.workers.get(worker.worker_id)
-            if found is not None and found.incarnation == worker.incarnation:
+            found = self.workers.get(key[0])
+            if found is not None and found.incarnation == key[1]:
                 found.is_dead = kill
-                del self.workers[worker.worker_id]
+                del self.workers[key[0]]
 
     def close(self) -> None:
         self.disconnects += 1

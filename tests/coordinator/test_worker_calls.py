@@ -9,9 +9,8 @@ import pytest
 
 from rlframe.coordinator.messages import Alive, Failed, WorkerReply
 from rlframe.coordinator.worker_calls import reply_of
-from rlframe.coordinator.workers.process import WorkerServer
 from rlframe.errors import UnavailableError
-from rlframe.transport import DEFAULT, Transport
+from rlframe.transport import DEFAULT, Server, Transport
 from tests.extras import needs
 from tests.in_process import InProcess
 
@@ -41,14 +40,14 @@ def worker() -> Answering:
 
 
 @pytest.fixture
-def server(transport: Transport, worker: Answering) -> Iterator[WorkerServer]:
-    server = WorkerServer(worker, transport)
+def server(transport: Transport, worker: Answering) -> Iterator[Server]:
+    server = transport.serve({"ping": worker.ping})
     yield server
     server.stop()
 
 
 @pytest.fixture
-def ping(transport: Transport, server: WorkerServer) -> Callable[[], WorkerReply]:
+def ping(transport: Transport, server: Server) -> Callable[[], WorkerReply]:
     """Calls the worker."""
     client = transport.connect(server.address)
     return lambda: reply_of(client.submit("ping"), "ping")
@@ -81,7 +80,7 @@ def test_a_worker_that_says_it_cannot_just_now_is_no_answer(worker: Answering, p
         ping()
 
 
-def test_nobody_at_an_address_is_no_answer(server: WorkerServer, ping: Callable[[], WorkerReply]) -> None:
+def test_nobody_at_an_address_is_no_answer(server: Server, ping: Callable[[], WorkerReply]) -> None:
     server.stop()
     with pytest.raises(UnavailableError):
         ping()

@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
-from rlframe.engines.launching import supervisor
+from rlframe.engines.launching.program import ProgramSupervisor
 from rlframe.engines.launching.running import GroupPolicy, NodeProcess
-from rlframe.engines.launching.supervisor import Supervisor
+from rlframe.engines.launching.supervisor import Backoff
 from rlframe.errors import ProgramError
 from tests.waiting import wait_until
 
@@ -36,11 +36,6 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 SERVES = BEATS + "print('up', os.getpid(), flush=True)\nwhile True: time.sleep(0.1)"
 
 
-@pytest.fixture(autouse=True)
-def quick_restarts(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(supervisor, "_BACKOFF", 0.01)
-
-
 def node(name: str, code: str, **options: Any) -> NodeProcess:
     return NodeProcess(name, [sys.executable, "-S", "-c", textwrap.dedent(code)], GroupPolicy(**options))
 
@@ -48,9 +43,11 @@ def node(name: str, code: str, **options: Any) -> NodeProcess:
 class Program:
     """Nodes that run in a supervisor's thread until the context is left; nothing is left of them."""
 
-    def __init__(self, *nodes: NodeProcess, hang_timeout: float) -> None:
+    def __init__(self, *nodes: NodeProcess, hang_timeout: float, healthy: float = 900.0) -> None:
         self._output = io.StringIO()
-        self.supervisor = Supervisor(nodes, self._output, hang_timeout=hang_timeout)
+        self.supervisor = ProgramSupervisor(
+            nodes, self._output, hang_timeout=hang_timeout, backoff=Backoff(0.01, healthy=healthy)
+        )
         self.failure: ProgramError | None = None
         self._thread = threading.Thread(target=self._run)
 
@@ -117,10 +114,9 @@ def test_a_node_at_whose_work_nothing_moves_is_killed_with_the_place_where_it_ha
 
 
 @pytest.mark.system
-def test_a_node_that_hangs_in_every_life_uses_up_its_restarts_however_late_that_is_seen(monkeypatch):
-    monkeypatch.setattr(supervisor, "_HEALTHY", 3.0)
+def test_a_node_that_hangs_in_every_life_uses_up_its_restarts_however_late_that_is_seen():
     hangs = BEATS + "with Phase('computing', 3.5): time.sleep(600)"
-    with Program(node("learner", hangs, max_restarts=1), hang_timeout=30.0) as program:
+    with Program(node("learner", hangs, max_restarts=1), hang_timeout=30.0, healthy=3.0) as program:
         program.wait_for_end()
     assert re.match(r"The node learner hung: in phase computing for .* \(and 1 times before\)", str(program.failure))
 
@@ -151,9 +147,9 @@ def test_nothing_is_killed_where_it_is_turned_off():
 LAUNCHER = """
 import sys
 from rlframe.engines.launching.running import NodeProcess
-from rlframe.engines.launching.supervisor import Supervisor
+from rlframe.engines.launching.program import ProgramSupervisor
 nodes = [NodeProcess(name, [sys.executable, "-S", "-c", sys.argv[1]]) for name in ("a", "b")]
-print(Supervisor(nodes, hang_timeout=float(sys.argv[2])).run())
+print(ProgramSupervisor(nodes, hang_timeout=float(sys.argv[2])).run())
 """
 
 

@@ -14,9 +14,9 @@ import threading
 import psutil
 import pytest
 
-from rlframe.engines.launching import supervisor
+from rlframe.engines.launching.program import STOP_SIGNAL, ProgramSupervisor
 from rlframe.engines.launching.running import GroupPolicy, NodeProcess
-from rlframe.engines.launching.supervisor import Supervisor
+from rlframe.engines.launching.supervisor import Backoff
 from rlframe.errors import ProgramError
 from tests.waiting import still_runs, wait_until
 
@@ -32,9 +32,9 @@ FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(60)"
 SERVES = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nprint('up')\ntime.sleep(60)"
 
 
-def run(*nodes: NodeProcess) -> tuple[int | None, str]:
+def run(*nodes: NodeProcess, backoff: Backoff | None = None) -> tuple[int | None, str]:
     output = io.StringIO()
-    return Supervisor(nodes, output, grace=PATIENCE).run(), output.getvalue()
+    return ProgramSupervisor(nodes, output, grace=PATIENCE, backoff=backoff).run(), output.getvalue()
 
 
 def assert_none_left(before: set[int]) -> None:
@@ -69,20 +69,20 @@ def test_a_node_that_fails_is_named_with_its_traceback_and_ends_the_rest():
     assert message.endswith("ValueError: too bad")
 
 
-def test_a_node_that_dies_is_started_again_until_its_restarts_are_used_up(tmp_path: pathlib.Path, monkeypatch):
-    monkeypatch.setattr(supervisor, "_BACKOFF", 0.01)
+def test_a_node_that_dies_is_started_again_until_its_restarts_are_used_up(tmp_path: pathlib.Path):
     count = f"with open({str(tmp_path / 'lives')!r}, 'a') as f: f.write('x')\n"
     dies = count + "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     with pytest.raises(ProgramError, match=r"The node actor/1 was killed by SIGKILL \(and 2 times before\)"):
-        run(node("actor/1", dies, max_restarts=2), node("learner", SERVES, decides=True))
+        run(node("actor/1", dies, max_restarts=2), node("learner", SERVES, decides=True), backoff=Backoff(0.01))
     assert (tmp_path / "lives").read_text() == "xxx"
 
 
-def test_a_node_that_recovers_lets_the_program_end_well(tmp_path: pathlib.Path, monkeypatch):
-    monkeypatch.setattr(supervisor, "_BACKOFF", 0.01)
+def test_a_node_that_recovers_lets_the_program_end_well(tmp_path: pathlib.Path):
     path = str(tmp_path / "been")
     once = f"import os, sys\nif not os.path.exists({path!r}):\n  open({path!r}, 'w'); sys.exit(3)\nprint('back')"
-    result, output = run(node("learner", once, max_restarts=1, decides=True), node("actor", SERVES))
+    result, output = run(
+        node("learner", once, max_restarts=1, decides=True), node("actor", SERVES), backoff=Backoff(0.01)
+    )
     assert result is None
     assert "[learner] failed with exit code 3: restart 1 of 1 in 0.01 s" in output and "[learner] back" in output
 
@@ -90,7 +90,7 @@ def test_a_node_that_recovers_lets_the_program_end_well(tmp_path: pathlib.Path, 
 def test_a_node_that_ignores_sigterm_is_killed_after_the_grace():
     deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(60)"
     output = io.StringIO()
-    program = Supervisor([node("deaf", deaf)], output, grace=0.5)
+    program = ProgramSupervisor([node("deaf", deaf)], output, grace=0.5)
     threading.Thread(target=lambda: (wait_until(lambda: "up" in output.getvalue()), program.stop())).start()
     assert program.run() is None
     assert "[deaf] did not end within 0.5 s: killed" in output.getvalue()
@@ -100,7 +100,9 @@ FAILS = FOREVER.replace("import time", "import signal, time\nsignal.signal(signa
 DEAF = FOREVER.replace("import time", "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)")
 
 
-def interrupted(*nodes: NodeProcess, once: str, times: int = 1, grace: float = PATIENCE) -> tuple[int | None, str]:
+def interrupted(
+    *nodes: NodeProcess, once: str, times: int = 1, grace: float = PATIENCE, backoff: Backoff | None = None
+) -> tuple[int | None, str]:
     """Ctrl-C as soon as `once` is in the output."""
     output = io.StringIO()
 
@@ -113,7 +115,7 @@ def interrupted(*nodes: NodeProcess, once: str, times: int = 1, grace: float = P
     thread = threading.Thread(target=interrupt)
     thread.start()
     try:
-        return Supervisor(nodes, output, grace=grace).run(), output.getvalue()
+        return ProgramSupervisor(nodes, output, grace=grace, backoff=backoff).run(), output.getvalue()
     finally:
         thread.join()
 
@@ -133,7 +135,7 @@ def test_a_second_ctrl_c_has_ended_a_program_well_only_if_those_that_save_had_sa
     with pytest.raises(ProgramError, match="^The node learner was killed by SIGKILL while the program ended"):
         interrupted(node("learner", DEAF, saves=True), once="[learner] up", times=2)
     output = io.StringIO()
-    program = Supervisor([node("learner", SERVES, saves=True), node("actor", DEAF)], output, grace=PATIENCE)
+    program = ProgramSupervisor([node("learner", SERVES, saves=True), node("actor", DEAF)], output, grace=PATIENCE)
 
     def interrupt() -> None:
         wait_until(lambda: "[learner] up" in output.getvalue() and "[actor] up" in output.getvalue())
@@ -148,12 +150,10 @@ def test_a_second_ctrl_c_has_ended_a_program_well_only_if_those_that_save_had_sa
     thread.join()
 
 
-def test_who_should_save_and_is_not_back_from_its_death_is_named_when_the_program_is_stopped(monkeypatch):
-    for name in ("_BACKOFF", "_LONGEST_BACKOFF"):
-        monkeypatch.setattr(supervisor, name, PATIENCE)
+def test_who_should_save_and_is_not_back_from_its_death_is_named_when_the_program_is_stopped():
     dies = node("learner", "1 / 0", saves=True, max_restarts=1)
     with pytest.raises(ProgramError, match="The node learner had died, and was not back yet when the program was stop"):
-        interrupted(dies, node("actor", SERVES), once="restart 1 of 1")
+        interrupted(dies, node("actor", SERVES), once="restart 1 of 1", backoff=Backoff(PATIENCE, PATIENCE))
 
 
 def test_who_saved_before_the_program_was_complete_need_not_end_well(tmp_path: pathlib.Path):
@@ -169,13 +169,14 @@ import signal, sys
 for ignored_under_nohup in (signal.SIGHUP, signal.SIGINT):
     signal.signal(ignored_under_nohup, signal.SIG_DFL)
 from rlframe.engines.launching.running import NodeProcess
-from rlframe.engines.launching.supervisor import Supervisor
+from rlframe.engines.launching.program import STOP_SIGNAL, ProgramSupervisor
 code = sys.argv[1]
-print(Supervisor([NodeProcess(name, [sys.executable, "-S", "-c", code]) for name in ("a", "b")], grace=60.0).run())
+nodes = [NodeProcess(name, [sys.executable, "-S", "-c", code]) for name in ("a", "b")]
+print(ProgramSupervisor(nodes, grace=60.0).run())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, supervisor.STOP_SIGNAL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, STOP_SIGNAL])
 def test_a_signal_to_the_launcher_ends_all_and_is_told(number: signal.Signals):
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, SERVES], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -185,7 +186,7 @@ def test_a_signal_to_the_launcher_ends_all_and_is_told(number: signal.Signals):
         assert process.stderr.readline().endswith("up\n")
     process.send_signal(number)
     output, _ = process.communicate(timeout=PATIENCE)
-    assert output.strip() == ("None" if number == supervisor.STOP_SIGNAL else str(int(number)))
+    assert output.strip() == ("None" if number == STOP_SIGNAL else str(int(number)))
     assert process.returncode == 0
 
 

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from rlframe.engines import logs
+from rlframe.engines.launching.program import ProgramSupervisor
 from rlframe.engines.launching.running import GroupPolicy, NodeProcess
-from rlframe.engines.launching.supervisor import Supervisor
 from rlframe.programs import make_experiment, train
 from tests.programs.running import ROOT
 
@@ -35,7 +35,9 @@ def node(name, code, *arguments, **options):
 def test_each_line_of_a_node_is_kept_in_its_file_with_time_level_and_node_over_restarts(tmp_path):
     directory, output = tmp_path / "logs", io.StringIO()
     for _ in range(2):
-        Supervisor([node("actor/0", WARNS, "0"), node("b", "print('b')")], output, logs.NodeLogs(directory)).run()
+        ProgramSupervisor(
+            [node("actor/0", WARNS, "0"), node("b", "print('b')")], output, logs.NodeLogs(directory)
+        ).run()
     assert sorted(path.name for path in directory.iterdir()) == ["actor-0.log", "b.log"]
     assert re.fullmatch(
         rf"(plain\n{STAMP} WARNING \[actor/0\] it is cold\n){{2}}", (directory / "actor-0.log").read_text()
@@ -48,7 +50,7 @@ def test_what_the_launcher_says_of_a_node_is_in_the_nodes_file(tmp_path):
     dies_once = "import os, sys; p = sys.argv[1]; e = os.path.exists(p); open(p, 'w').close(); sys.exit(0 if e else 3)"
     output, once = io.StringIO(), str(tmp_path / "once")
     nodes = [node("a", dies_once, once, max_restarts=1)]
-    Supervisor(nodes, output, logs.NodeLogs(tmp_path / "logs")).run()
+    ProgramSupervisor(nodes, output, logs.NodeLogs(tmp_path / "logs")).run()
     (line,) = (tmp_path / "logs/a.log").read_text().splitlines()
     assert re.fullmatch(rf"{STAMP} WARNING \[a\] failed with exit code 3: restart 1 of 1 in 0.5 s", line)
     assert output.getvalue() == "[a] failed with exit code 3: restart 1 of 1 in 0.5 s\n"

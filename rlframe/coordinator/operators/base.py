@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from rlframe.coordinator.messages import WorkerInfo
+from rlframe.coordinator.messages import Role, WorkerInfo, WorkerKey
 from rlframe.errors import RlframeError
 from rlframe.transport import Transport
 
 
 class OperatorError(RlframeError):
-    """Where workers come from cannot be reached. What runs goes on; the call is repeated."""
+    """The operator cannot be reached. The workers go on; the call is repeated."""
 
 
 class Operator(Protocol):
-    """Starts, lists and stops workers. Which ones, and when, `rlframe.coordinator.operator_thread` decides.
+    """Keeps workers running: it starts them, and starts those that die again, with the next incarnation.
 
-    It is called by one thread at a time. Each method may raise `OperatorError`, and is called again then; none takes
-    longer than a few seconds. What is asked for may be asked for again, and changes nothing then.
+    `rlframe.coordinator.operator_thread` calls it. Each method may raise `OperatorError`, and is called again then. No
+    call takes longer than a few seconds. Repeated calls change nothing.
 
     Attributes:
         transport: by which its workers are called.
-        every: seconds between two lists where nothing else happens.
+        every: seconds between two lists.
         grace: seconds that a worker is given to end by itself.
     """
 
@@ -30,13 +30,23 @@ class Operator(Protocol):
     grace: float
 
     def list(self) -> list[WorkerInfo]:
-        """List all workers that exist now, whoever started them, and those that have ended but still need clearing."""
+        """List all workers: those that run, and those that died and are about to be started again."""
 
-    def start(self, worker: WorkerInfo) -> None:
-        """Starts a worker. Raises UsageError where it has none of that role."""
+    def scale(self, role: Role, n: int) -> None:
+        """Keep `n` workers of this role running. Where more run, none ends: see `release`.
 
-    def stop(self, worker: WorkerInfo, kill: bool) -> None:
-        """Tells a worker to end, or kills it; or clears away what is left of it. Repeated while it is listed."""
+        Raises:
+            UsageError: it has no workers of this role.
+        """
+
+    def replace(self, key: WorkerKey) -> None:
+        """Kill this incarnation, and start the next one."""
+
+    def release(self, key: WorkerKey) -> None:
+        """End this incarnation for good: it has `grace` seconds to end by itself.
+
+        If fewer run than are wanted then, others are started: `scale` down first.
+        """
 
     def close(self) -> None:
-        """Lets go of what it holds in this process. Ends no worker; may be repeated."""
+        """Free what it holds in this process, and end the workers that belong to this process. May be repeated."""

@@ -41,7 +41,7 @@ _ENDS_WITHIN = 4.0  # seconds that the work under way has when the worker is clo
 
 
 class TaskWorker:
-    """Answers a coordinator: its calls are served by `rlframe.coordinator.workers.process`.
+    """Answers a coordinator: an operator serves its calls.
 
     One thread does the work of all calls, one after the other. A call waits for its own work for 0.3 s and answers
     `NotReady` where that takes longer: said again with the same number it waits on, or gets the reply; the last reply

@@ -15,8 +15,8 @@ from typing import Any, TextIO
 from rlframe.engines.base import GRACE, Watch
 from rlframe.engines.launching.node_main import node_processes, pickle_node
 from rlframe.engines.launching.ports import OPEN
+from rlframe.engines.launching.program import STOP_SIGNAL, ProgramSupervisor
 from rlframe.engines.launching.running import GroupPolicy
-from rlframe.engines.launching.supervisor import STOP_SIGNAL, Supervisor
 from rlframe.engines.logs import NodeLogs
 from rlframe.errors import UsageError, suggest
 from rlframe.interprocess.heartbeat import TIMEOUT
@@ -60,7 +60,7 @@ def launch(
         logs: where the nodes' lines are kept as well; None: nowhere.
         hang_timeout: seconds that a node's interpreter may be silent before the node is killed and started again, as
             one that died; so is one whose work hangs (docs/failures.md). 0: none is.
-        watch: see `Supervisor`.
+        watch: see `ProgramSupervisor`.
         grace: seconds that nodes have to end after SIGTERM.
 
     Returns:
@@ -82,7 +82,7 @@ def launch(
     with node_processes(run_node, nodes, policies) as processes:
         if listening := _open_ports(program):
             print(f"[launcher] {OPEN.format(listening)}", file=output or sys.stderr, flush=True)
-        return Supervisor(processes, output, logs, hang_timeout=hang_timeout, watch=watch, grace=grace).run()
+        return ProgramSupervisor(processes, output, logs, hang_timeout=hang_timeout, watch=watch, grace=grace).run()
 
 
 def run_node(pickled: bytes) -> None:

@@ -12,10 +12,12 @@ from types import FrameType
 from typing import Any
 
 from rlframe.engines.launching.node_main import LAUNCHER_PID, pickle_node
-from rlframe.engines.launching.supervisor import STOP_SIGNAL
+from rlframe.engines.launching.program import STOP_SIGNAL
 from rlframe.interprocess.progress import STARTING
 from rlframe.program_end import join_program
 from rlframe.transport import Transport
+
+MakeWorker = Callable[[str, int, int], Any]  # (name, index, incarnation) -> the object of a worker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,24 @@ class LocalNode:
     def pickled(self) -> bytes:
         """See `run_node`."""
         return pickle_node(self.group, self)
+
+
+def pickle_worker(transport: Transport, address: str, make: bytes, name: str, index: int, incarnation: int) -> bytes:
+    """Pickle a worker of elastic, for `run_node`.
+
+    Args:
+        transport: by which it is called.
+        address: at which.
+        make: a pickled `MakeWorker`.
+        name, index, incarnation: its arguments.
+    """
+    return LocalNode(name, transport, address, _make_worker, (make, name, index, incarnation), {}).pickled()
+
+
+def _make_worker(make: bytes, name: str, index: int, incarnation: int) -> Any:
+    import cloudpickle
+
+    return cloudpickle.loads(make)(name, index, incarnation)
 
 
 def run_node(pickled: bytes, end: Callable[[], None] | None = None) -> None:

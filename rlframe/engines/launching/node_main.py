@@ -34,7 +34,7 @@ LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"
 def node_processes(
     run: Callable[[bytes], Any], groups: Mapping[str, Sequence[bytes]], policies: Mapping[str, GroupPolicy]
 ) -> Iterator[list[NodeProcess]]:
-    """The processes of a program, for a `Supervisor`.
+    """The processes of a program, for a `ProgramSupervisor`.
 
     Args:
         run: a function of a module, which runs a node in its process.

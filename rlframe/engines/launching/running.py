@@ -30,7 +30,7 @@ class GroupPolicy:
     max_restarts: int = 0  # how often each node may die and be started again, at the same address
     decides: bool = False  # the program is over, and well, when the nodes of all such groups have ended well
     saves: bool = False  # when they end: a program that is stopped has ended well only if these nodes have
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # environment variables of its processes
+    env: Mapping[str, str | None] = dataclasses.field(default_factory=dict)  # environment variables; None: removed
 
 
 class RunningNode(abc.ABC):
@@ -45,12 +45,14 @@ class RunningNode(abc.ABC):
         code: its exit code, or the negative number of the signal that it died of; None while it runs.
         pid: its number, on its machine; None where that is not known.
         host: the name of that machine.
+        serves_at: the address at which it takes calls; None until it does, or if it takes none.
         hangs: why it was killed before it ended by itself; empty where it was not.
     """
 
     code: int | None = None
     pid: int | None = None
     host: str = socket.gethostname()
+    serves_at: str | None = None
 
     def __init__(self, name: str, pulse: HeartbeatMonitor | None, take_line: Callable[[str, str], None]) -> None:
         self.name, self.pulse, self.hangs = name, pulse, ""
@@ -125,6 +127,7 @@ class NodeProcess:
     command: Sequence[str]
     policy: GroupPolicy = GroupPolicy()
     descriptors: Sequence[int] = ()  # that it inherits
+    address: str | None = None  # path of the socket at which it takes calls
 
     def start(self, pulse: HeartbeatMonitor | None, has_ended: HasEnded, take_line: TakeLine) -> RunningProcess:
         """See `SupervisedNode`."""
@@ -138,14 +141,16 @@ class RunningProcess(RunningNode):
         self, node: NodeProcess, pulse: HeartbeatMonitor | None, has_ended: HasEnded, take_line: TakeLine
     ) -> None:
         super().__init__(node.name, pulse, take_line)
+        self._address = node.address
+        variables = {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            **node.policy.env,
+            **(pulse.variables if pulse is not None else {}),
+        }
         self._process = start_process(
             list(node.command),
-            env={
-                **os.environ,
-                "PYTHONUNBUFFERED": "1",
-                **node.policy.env,
-                **(pulse.variables if pulse is not None else {}),
-            },
+            env={name: value for name, value in variables.items() if value is not None},
             pass_fds=(*node.descriptors, *([pulse.descriptor] if pulse is not None else [])),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -156,6 +161,11 @@ class RunningProcess(RunningNode):
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         threading.Thread(target=self._wait, args=(has_ended,), daemon=True).start()
+
+    @property
+    def serves_at(self) -> str | None:  # type: ignore[override]
+        """See `RunningNode`."""
+        return self._address if self._address is not None and os.path.exists(self._address) else None
 
     def send(self, number: int) -> None:
         """See `RunningNode`."""

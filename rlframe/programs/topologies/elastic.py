@@ -1,7 +1,7 @@
 """The topology elastic: a coordinator's job, whose workers come and go while it runs.
 
-The coordinator is the program's one node. Its workers are processes that it has spawned, but that outlive it; the
-memory of replay and parameters is the launcher's, which nothing that may be killed holds.
+The coordinator is the program's one node. Its workers, and the memory of replay and parameters, belong to the launcher:
+they outlive a coordinator that dies.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Union
 
 from rlframe.actors import Actor
@@ -23,12 +22,11 @@ from rlframe.coordinator.operators.base import Operator
 from rlframe.coordinator.operators.ray import RayOperator
 from rlframe.coordinator.workers.collector import CollectorWorker
 from rlframe.coordinator.workers.learner import LearnerWorker
-from rlframe.coordinator.workers.process import SILENCE
-from rlframe.coordinator.workers.records import MakeWorker, save_workers
 from rlframe.engines import Engine
-from rlframe.engines.launching.placement import NO_ACCELERATOR, ON_CPU
+from rlframe.engines.launching.local_node import MakeWorker
+from rlframe.engines.launching.placement import NO_ACCELERATOR
+from rlframe.engines.logs import Nowhere
 from rlframe.errors import PeerError, StoppedError, UsageError
-from rlframe.interprocess.processes import ProcessId, this_process
 from rlframe.metrics.rows import ActorCounts
 from rlframe.params import ParamStore
 from rlframe.programs import naming
@@ -144,49 +142,36 @@ def add_replay(engine: Engine, run: Run) -> Any:
     return add_shared_memory(engine, run, most, capacity, **options)
 
 
-def add_operator(engine: Engine, run: Run, makers: Mapping[str, MakeWorker]) -> Callable[[], Operator]:
-    """Return the function that makes the operator, for the coordinator's process."""
+def add_operator(engine: Engine, run: Run, makers: Mapping[Any, MakeWorker]) -> Operator:
+    """Return the operator, which belongs to this process: a coordinator that is started again finds its workers."""
     config = run.topology
+    options: dict[str, Any] = {
+        "output": Nowhere() if run.quiet else None,
+        "logs": run.directory.logs,
+        "hang_timeout": config.hang_timeout,
+    }
     if config.operator_name == "ray":
         most = {"learner": 1, "collector": config.max_actors, "evaluator": 0}  # evaluators work now and then
-        return functools.partial(RayOperator, engine.add_workers(makers, most))
-    # The coordinator has no accelerator: its learner gets the variables of this process.
-    learner_env = {name: os.environ.get(name) for name in ON_CPU}
-    if "learner" not in config.accelerators:
-        learner_env |= NO_ACCELERATOR
-    return functools.partial(_make_operator, run, makers, this_process(), learner_env)
-
-
-def _make_operator(
-    run: Run, makers: Mapping[str, MakeWorker], owner: ProcessId, learner_env: dict[str, str | None]
-) -> Operator:
-    """Make an operator of processes, which end with `owner`, the launcher."""
-    path = coordinator_dir(run.path)
-    save_workers(path, makers)
-    # A coordinator that hangs and is started again finds its workers alive.
-    silence = SILENCE + 2.0 * float(run.topology.hang_timeout)
-    operator_cls = naming.operator_class(run.topology.operator_name)
-    operator: Operator = operator_cls(
-        path, owner=owner, silence=silence, env={"learner": learner_env}, logs=run.directory.logs
-    )
-    return operator
+        operator: Operator = RayOperator(engine.worker_nodes(makers, most), **options)
+    else:
+        env = {} if "learner" in config.accelerators else {"learner": NO_ACCELERATOR}
+        operator = naming.operator_class(config.operator_name)(makers, env=env, **options)
+    return engine.own(operator)
 
 
 def coordinator_dir(run_dir: pathlib.Path) -> pathlib.Path:
-    """Return the directory of a coordinator's journal and of its workers' records."""
+    """Return the directory of a coordinator's journal."""
     return run_dir / "coordinator"
 
 
-def make_coordinator(
-    run: Run, replay_buffer: Any, param_store: Any, make_operator: Callable[[], Operator]
-) -> Coordinator:
+def make_coordinator(run: Run, replay_buffer: Any, param_store: Any, operator: Operator) -> Coordinator:
     """The node of the program: in the launcher's first try, and whenever it is started again.
 
     Args:
         run: the session.
         replay_buffer: the replay, or what calls it.
         param_store: the same of the `ParamStore`.
-        make_operator: see `add_operator`.
+        operator: the launcher's, or a handle to it.
     """
     experiment, path, config = run.experiment, coordinator_dir(run.path), run.topology
     progress = Progress(run.directory.progress, run.session)
@@ -219,7 +204,7 @@ def make_coordinator(
         eval_every=experiment.eval_every,
     )
     records = _Records(run, progress, param_store)
-    return Coordinator(commander, make_operator(), replay_buffer, param_store, cfg, records)
+    return Coordinator(commander, operator, replay_buffer, param_store, cfg, records)
 
 
 def limits_of(experiment: Experiment) -> Limits:

@@ -1,17 +1,16 @@
-"""`python adopted.py STATE_DIR OWNER`: a coordinator that has two collectors started, and waits to be killed."""
+"""`python adopted.py HANDLE`: a coordinator that has two collectors started, and waits to be killed."""
 
 from __future__ import annotations
 
+import pathlib
+import pickle
 import sys
 import threading
 
-from rlframe.coordinator.operators.local import LocalOperator
-from rlframe.interprocess.processes import ProcessId
 from tests.coordinator.operators.driven import Driven
 
 if __name__ == "__main__":
-    pid, started = sys.argv[2].split(":")
-    operator = Driven(LocalOperator(sys.argv[1], owner=ProcessId(int(pid), int(started))), sys.argv[1])
+    operator = Driven(pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()))
     operator.connect()
     operator.request("collector", 2)
     while sum(worker.address is not None for worker in operator.list()) < 2:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,24 +9,15 @@ from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.messages import Role, WorkerInfo, WorkerKey
 from rlframe.coordinator.operator_thread import OperatorThread
 from rlframe.coordinator.operators.base import Operator, OperatorError
-from rlframe.coordinator.operators.reconciler import Backoff
 from tests.waiting import wait_until
-
-AT_ONCE = Backoff(first=0.01)
 
 
 class Driven:
-    """What is wanted of an operator, and what it says.
+    """What is wanted of an operator, and what it says."""
 
-    Args:
-        operator: that is driven.
-        state_dir: for the incarnations.
-        backoff: between the deaths of a worker.
-    """
-
-    def __init__(self, operator: Operator, state_dir: str | os.PathLike[str], backoff: Backoff = AT_ONCE) -> None:
+    def __init__(self, operator: Operator) -> None:
         self.events: list[Any] = []
-        self._thread = OperatorThread(operator, state_dir, self.events.append, backoff)
+        self._thread = OperatorThread(operator, self.events.append)
         self.problems = self._thread.problems
         self._is_gone = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 import pathlib
 import pickle
@@ -14,10 +15,12 @@ import psutil
 import pytest
 
 from rlframe import handles
-from rlframe.coordinator.messages import WorkerInfo
 from rlframe.coordinator.operators.ray import RayOperator
+from rlframe.engines.launching.local_node import pickle_worker
+from rlframe.engines.launching.node_main import pickle_node
 from rlframe.engines.launching.running import GroupPolicy
 from rlframe.errors import UsageError
+from rlframe.transport.ray import RayTransport
 from tests.coordinator.operators import workers
 from tests.coordinator.operators.driven import Driven
 from tests.extras import needs
@@ -42,19 +45,21 @@ def cluster():
 
 
 @pytest.fixture
-def hosted(cluster):
-    """What starts the workers, and the lines that they write."""
-    from rlframe.engines.launching.ray_workers import RayWorkers, WorkerGroup, pickled_make
+def operator(cluster):
+    """An operator whose workers Ray starts, and what it printed."""
+    from rlframe.engines.launching.ray_host import HostedNode
 
-    lines = []
     makes = {"collector": workers.quiet, "learner": workers.broken, "evaluator": workers.never_closes}
-    groups = {
-        role: WorkerGroup(pickled_make(role, make), GroupPolicy(env={"WHERE": role}), is_bound=True)
-        for role, make in makes.items()
-    }
-    made = RayWorkers(cluster, groups)
-    made.take_line = lambda name, line: lines.append(f"[{name}] {line}")
-    yield made, lines
+
+    def node(role: str, index: int, incarnation: int):
+        name, address = f"{role}/{index}", f"{role}/{index}/{incarnation}"
+        pickled = pickle_worker(RayTransport(), address, pickle_node(role, makes[role]), name, index, incarnation)
+        hosted = HostedNode(name, address, pickled, GroupPolicy(env={"WHERE": role}), cluster.token, 0.0)
+        return cluster.place(hosted, 0.0, 0.0, True, lambda: None)
+
+    output = io.StringIO()
+    made = RayOperator({role: functools.partial(node, role) for role in makes}, output=output)
+    yield made, output
     made.close()
 
 
@@ -69,18 +74,17 @@ def serving(operator, *keys):
 
 
 def called(info):
-    return handles.Remote([info.address], info.worker_id, transport=RayOperator.transport)
+    return handles.Remote([info.address], info.worker_id, transport=RayTransport())
 
 
 def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_workers_are_replaced_adopted_and_ended(hosted, tmp_path):
-    started, lines = hosted
-    # As a coordinator's process has it: a handle.
-    make = functools.partial(Driven, RayOperator(pickle.loads(pickle.dumps(started))), tmp_path)
-    operator = make()
+def test_workers_are_replaced_adopted_and_ended(operator):
+    owned, output = operator
+    handle = pickle.dumps(owned)  # as a coordinator's process has it
+    operator = Driven(pickle.loads(handle))
     assert operator.connect() == []
     operator.request("collector", 2)
     first, second = serving(operator, ("collector/0", 0), ("collector/1", 0))
@@ -90,30 +94,31 @@ def test_workers_are_replaced_adopted_and_ended(hosted, tmp_path):
     os.kill(first.pid, signal.SIGKILL)
     serving(operator, ("collector/0", 1), ("collector/1", 0))
     wait_until(lambda: is_gone(child.pid))  # and what it had started
-    assert any(line.startswith("[collector/0] (incarnation 0) was killed by SIGKILL.") for line in lines)
+    assert "[collector/0] (incarnation 0) was killed by SIGKILL." in output.getvalue()
     os.kill(second.pid, signal.SIGSTOP)
     operator.report_failed([second.key])
     operator.report_failed([second.key])
     before = serving(operator, ("collector/0", 1), ("collector/1", 1))
     operator.disconnect(end_workers=False)
 
-    successor = make()
+    successor = Driven(pickle.loads(handle))
     successor.connect()
     assert serving(successor, ("collector/0", 1), ("collector/1", 1)) == before
+    successor.request("collector", 1)
     successor.release([before[0].key])
     assert [info.key for info in successor.list()] == [before[1].key]
     wait_until(lambda: is_gone(before[0].pid))
-    assert "[collector/0] closed" in lines
+    assert "[collector/0] closed" in output.getvalue().splitlines()
     successor.request("evaluator", 1)
     *_, stubborn = serving(successor, before[1].key, ("evaluator/0", 0))
     successor.disconnect()
     assert is_gone(before[1].pid) and is_gone(stubborn.pid)  # one that does not close is killed
-    assert started.list() == []
+    assert owned.list() == []
 
 
-def test_one_that_cannot_be_made_says_why_and_one_of_no_role_is_refused(hosted, tmp_path):
-    started, _ = hosted
-    operator = Driven(RayOperator(started), tmp_path)
+def test_one_that_cannot_be_made_says_why_and_one_of_no_role_is_refused(operator):
+    owned, _ = operator
+    operator = Driven(pickle.loads(pickle.dumps(owned)))
     operator.connect()
     operator.request("learner", 1)
     wait_until(
@@ -122,4 +127,4 @@ def test_one_that_cannot_be_made_says_why_and_one_of_no_role_is_refused(hosted, 
     assert "failed with exit code 4. It would fail again." in operator.problems()["learner/0"]
     operator.disconnect()
     with pytest.raises(UsageError, match="no workers of the role 'cook', only collector, learner, evaluator"):
-        RayOperator(started).start(WorkerInfo("cook", 0, 0))  # type: ignore[arg-type]
+        owned.scale("cook", 1)  # type: ignore[arg-type]

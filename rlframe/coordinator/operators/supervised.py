@@ -1,0 +1,237 @@
+"""Workers under the supervisor that also runs the nodes of programs (`rlframe.engines.launching.supervisor`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO, cast
+
+from rlframe.coordinator.messages import Role, WorkerInfo, WorkerKey, worker_id_of
+from rlframe.coordinator.operators.base import OperatorError
+from rlframe.engines.launching.running import FOR_GOOD, RunningNode, SupervisedNode
+from rlframe.engines.launching.supervisor import Backoff, Slot, Supervisor
+from rlframe.engines.logs import NodeLogs
+from rlframe.errors import PeerError, UsageError
+from rlframe.handles import Remote
+from rlframe.transport import Transport
+
+MakeNode = Callable[[int, int], SupervisedNode]  # (index, incarnation) -> the node of a worker
+
+BACKOFF = Backoff(healthy=30.0)
+_EVERY, _GRACE = 0.1, 7.0
+_CALLED_WITHIN = 5.0  # seconds for a call by a handle
+_PLACED_WITHIN = 15.0  # seconds after which it is a problem that a worker has no process yet
+
+
+class SupervisedOperator(Supervisor):
+    """Keeps the workers of each role running, in a thread of this process. See `Operator`.
+
+    They end with this process at the latest. The operator pickles as a handle: if the launcher makes it, the
+    coordinator may die, and its successor finds the workers.
+
+    Args:
+        nodes: by role, makes the nodes of the workers.
+        transport: by which the workers are called, and this object by its handles.
+        address: of this object.
+        output, logs, hang_timeout, backoff: see `Supervisor`.
+    """
+
+    every, grace = _EVERY, _GRACE
+
+    def __init__(
+        self,
+        nodes: Mapping[Role, MakeNode],
+        transport: Transport,
+        address: str,
+        *,
+        output: TextIO | None = None,
+        logs: NodeLogs | None = None,
+        hang_timeout: float = 0.0,
+        backoff: Backoff = BACKOFF,
+    ) -> None:
+        super().__init__(output, logs, hang_timeout=hang_timeout, grace=_GRACE, backoff=backoff)
+        self.transport, self._nodes = transport, nodes
+        self._wanted: dict[Role, int] = {}
+        self._is_closed = False
+        calls: list[Callable[..., Any]] = [self.list, self.scale, self.replace, self.release]
+        self._server = transport.serve({call.__name__: call for call in calls}, address)
+        self._thread = threading.Thread(target=self._run, name="rlframe supervisor", daemon=True)
+        self._thread.start()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OperatorHandle, (type(self).__name__, self._server.address, self.transport)
+
+    def list(self) -> list[WorkerInfo]:
+        """See `Operator`."""
+        with self._lock:
+            return [self._seen(slot) for slot in self._slots.values() if slot.running is not None or slot.is_wanted]
+
+    def scale(self, role: Role, n: int) -> None:
+        """See `Operator`."""
+        if n and role not in self._nodes:
+            raise UsageError(f"There are no workers of the role {role!r}, only {', '.join(self._nodes)}.")
+        with self._lock:
+            self._wanted[role] = n
+            self._fit(role)
+        self._events.put(_wake)
+
+    def replace(self, key: WorkerKey) -> None:
+        """See `Operator`."""
+        with self._lock:
+            slot = self._slots.get(key[0])
+            if slot is not None and slot.incarnation == key[1] and not slot.is_ending:
+                slot.problem = f"{slot.name} was replaced."
+                self._kill(slot)
+
+    def release(self, key: WorkerKey) -> None:
+        """See `Operator`."""
+        with self._lock:
+            slot = self._slots.get(key[0])
+            if slot is not None and slot.incarnation == key[1] and slot.running is not None:
+                _give_up(slot)
+                self._end(slot)
+                self._fit(_role_of(slot))
+        self._events.put(_wake)
+
+    def close(self) -> None:
+        """Kill the workers that still run."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._events.put(_wake)
+            self._thread.join()
+            self._kill_all()
+            self._server.stop()
+            self._logs.close()
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            self._step()
+
+    def _fit(self, role: Role) -> None:
+        """Want as many slots as are asked for; a running one is never given up here."""
+        slots = [slot for slot in self._slots.values() if _role_of(slot) == role and slot.is_wanted]
+        for slot in reversed(slots[:]):
+            if len(slots) > self._wanted[role] and slot.running is None:
+                _give_up(slot)
+                slots.remove(slot)
+        for index in itertools.count():
+            if len(slots) >= self._wanted[role]:
+                break
+            slot = self._slot(role, index)
+            if not slot.is_wanted and slot.running is None:  # else the old one has yet to end
+                slot.is_wanted, slot.restart_at = True, time.monotonic()
+                slots.append(slot)
+
+    def _slot(self, role: Role, index: int) -> Slot:
+        name = worker_id_of(role, index)
+        if name not in self._slots:
+            self._slots[name] = Slot(name, functools.partial(self._nodes[role], index), is_wanted=False)
+        return self._slots[name]
+
+    def _start(self, slot: Slot) -> None:
+        try:
+            super()._start(slot)
+        except OSError as error:  # the machine has no room for a process
+            slot.deaths += 1
+            slot.problem = f"{slot.name} could not be started: {error}."
+            self._restart_later(slot)
+
+    def _ended(self, slot: Slot, running: RunningNode) -> None:
+        """Start the next incarnation later, if the worker is still wanted."""
+        if not slot.is_ending:
+            how = _how_it_ended(running)
+            slot.problem = f"{slot.name} {how}"
+            self._say(slot.name, f"(incarnation {slot.incarnation}) {how}")
+        running.send(signal.SIGKILL)  # to the processes that it started, and left
+        if slot.is_wanted:
+            self._count_death(slot, running)
+            self._restart_later(slot)
+        self._fit(_role_of(slot))
+
+    def _seen(self, slot: Slot) -> WorkerInfo:
+        running, problem = slot.running, slot.problem
+        info = WorkerInfo(_role_of(slot), int(slot.name.partition("/")[2]), slot.incarnation, is_live=False)
+        if slot.deaths > 1:
+            problem += f" It died {slot.deaths} times in succession."
+        if running is None:
+            return dataclasses.replace(info, problem=problem)
+        if running.lived() > self._backoff.healthy:
+            problem = ""
+        if running.pid is None and running.lived() > _PLACED_WITHIN:
+            problem = f"{slot.name} has not been started by Ray yet: its nodes may have no CPU to spare."
+        return dataclasses.replace(
+            info,
+            address=running.serves_at,
+            host=running.host if running.pid is not None else "",
+            pid=running.pid,
+            is_live=slot.is_wanted and not slot.is_ending and not running.hangs,
+            problem=problem,
+        )
+
+
+class OperatorHandle:
+    """An operator in another process. See `Operator`.
+
+    Args:
+        kind: the name of its class.
+        address: at which it is called.
+        transport: by which it and its workers are called.
+    """
+
+    every, grace = _EVERY, _GRACE
+
+    def __init__(self, kind: str, address: str, transport: Transport) -> None:
+        self.kind, self.transport = kind, transport
+        self._operator = Remote([address], "launcher", _CALLED_WITHIN, None, transport)
+
+    def list(self) -> list[WorkerInfo]:
+        """See `Operator`."""
+        found: list[WorkerInfo] = self._call("list")
+        return found
+
+    def scale(self, role: Role, n: int) -> None:
+        """See `Operator`."""
+        self._call("scale", role, n)
+
+    def replace(self, key: WorkerKey) -> None:
+        """See `Operator`."""
+        self._call("replace", key)
+
+    def release(self, key: WorkerKey) -> None:
+        """See `Operator`."""
+        self._call("release", key)
+
+    def close(self) -> None:
+        """See `Operator`: the workers belong to the other process."""
+
+    def _call(self, method: str, *args: Any) -> Any:
+        try:
+            return getattr(self._operator, method)(*args)
+        except PeerError as error:
+            raise OperatorError(f"The process that supervises the workers does not answer: {error}") from error
+
+
+def _role_of(slot: Slot) -> Role:
+    return cast(Role, slot.name.partition("/")[0])
+
+
+def _give_up(slot: Slot) -> None:
+    slot.is_wanted, slot.restart_at, slot.deaths, slot.problem = False, math.inf, 0, ""
+
+
+def _how_it_ended(running: RunningNode) -> str:
+    if running.code == 0:
+        return "ended by itself."
+    again = " It would fail again." if running.code == FOR_GOOD else ""
+    last = running.last_line
+    return f"{running.how()}.{again}" + (f" Its last line: {last}" if last else "")
+
+
+def _wake() -> None:
+    """Make the supervisor look again at what is due."""

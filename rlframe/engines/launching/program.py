@@ -1,0 +1,165 @@
+"""The supervisor of a program: it runs all nodes until the program is over, and ends them together."""
+
+from __future__ import annotations
+
+import functools
+import math
+import signal
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from rlframe.engines.base import GRACE, Watch, node_status
+from rlframe.engines.launching.running import FOR_GOOD, GroupPolicy, RunningNode, SupervisedNode
+from rlframe.engines.launching.supervisor import Backoff, Slot, Supervisor
+from rlframe.engines.logs import NodeLogs
+from rlframe.engines.stopping import handling, stop_signals
+from rlframe.errors import ProgramError
+
+STOP_SIGNAL = signal.SIGUSR1  # sent to the launcher by a node that ends the program (`lp.stop()`)
+
+
+class ProgramSupervisor(Supervisor):
+    """Runs nodes until one that decides has ended, all have, one fails for good, or it is told to stop.
+
+    Args:
+        nodes: the nodes.
+        output, logs, hang_timeout, backoff: see `Supervisor`.
+        watch: is told whether the nodes are being ended, and `node_status` of each, when that changes.
+        grace: seconds from SIGTERM to SIGKILL when the program ends.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[SupervisedNode],
+        output: TextIO | None = None,
+        logs: NodeLogs | None = None,
+        *,
+        hang_timeout: float = 0.0,
+        watch: Watch | None = None,
+        grace: float = GRACE,
+        backoff: Backoff | None = None,
+    ) -> None:
+        super().__init__(output, logs, hang_timeout=hang_timeout, grace=grace, backoff=backoff)
+        self._policies: dict[str, GroupPolicy] = {}
+        self._watch = watch
+        self._told: Any = None  # to `watch`
+        self._ended_well: set[str] = set()
+        self._signal: int | None = None
+        self._is_stopping = False
+        self._is_complete = False  # the nodes that decide have ended well
+        self._failure: str | None = None
+        self._unsaved: str | None = None
+        self.add(*nodes)
+
+    def add(self, *nodes: SupervisedNode) -> None:
+        """Add nodes that need this object to be made. Call it before `run`."""
+        for node in nodes:
+            self._slots[node.name] = Slot(node.name, functools.partial(_same, node))
+            self._policies[node.name] = node.policy
+
+    def stop(self) -> None:
+        """End the program, and well. Any thread may call it."""
+        self._events.put(self._stop)
+
+    def run(self) -> int | None:
+        """Run the program to its end.
+
+        Returns:
+            The number of the signal that ended it (the first one), or None if it ended by itself.
+
+        Raises:
+            ProgramError: a node failed more often than it may, or before it had saved when the program was stopped, or
+                was killed by a second Ctrl-C; the message has its name and its traceback.
+        """
+        with handling((*stop_signals(), STOP_SIGNAL), self._on_signal):
+            try:
+                for slot in self._slots.values():
+                    self._start(slot)
+                self._tell()
+                while not self._is_over():
+                    self._step()
+                    self._tell()
+            finally:
+                self._kill_all()
+                self._logs.close()
+        if self._failure is not None:
+            raise ProgramError(self._failure)
+        if self._unsaved is not None and not self._is_complete:
+            raise ProgramError(self._unsaved)
+        return self._signal
+
+    def _is_over(self) -> bool:
+        return all(slot.running is None and slot.restart_at == math.inf for slot in self._slots.values())
+
+    def _ended(self, slot: Slot, running: RunningNode) -> None:
+        """Restart a node that died; end the program if that is its end."""
+        policy, code, how = self._policies[slot.name], running.code, running.how()
+        if self._is_stopping:
+            if code not in (0, -signal.SIGTERM, -signal.SIGKILL):
+                self._say(slot.name, f"{how} while the program ended")
+            if policy.saves and code not in (0, -signal.SIGTERM):  # a node that SIGTERM kills had not begun
+                self._lose(slot, f"{how} while the program ended", running.last_words())
+            return
+        if code == 0:
+            self._ended_well.add(slot.name)
+            deciding = [name for name, each in self._policies.items() if each.decides]
+            if policy.decides and self._ended_well.issuperset(deciding):
+                self._is_complete = True
+                self._stop()
+            return
+        self._count_death(slot, running)
+        if code == FOR_GOOD or slot.deaths > policy.max_restarts:
+            times = f" (and {slot.deaths - 1} times before)" if slot.deaths > 1 else ""
+            self._failure = f"The node {slot.name} {how}{times}.{running.last_words()}"
+            self._stop()
+            return
+        delay = self._restart_later(slot)
+        self._say(slot.name, f"{how}: restart {slot.deaths} of {policy.max_restarts} in {delay:g} s")
+
+    def _stop(self) -> None:
+        if self._is_stopping:
+            return
+        self._is_stopping = True
+        for slot in self._slots.values():
+            if self._policies[slot.name].saves and slot.restart_at < math.inf:
+                self._lose(slot, "had died, and was not back yet when the program was stopped", "")
+            slot.restart_at = math.inf
+            self._end(slot)
+
+    def _lose(self, slot: Slot, how: str, last_words: str) -> None:
+        self._unsaved = f"The node {slot.name} {how}: what it had not saved is lost.{last_words}"
+
+    def _on_signal(self, number: int) -> None:
+        self._events.put(self._stop if number == STOP_SIGNAL else functools.partial(self._signalled, number))
+
+    def _signalled(self, number: int) -> None:
+        if self._signal is not None:
+            self._kill_all()
+        elif not self._is_stopping:
+            count = sum(slot.running is not None for slot in self._slots.values())
+            self._say("launcher", f"{signal.Signals(number).name}: ending {count} processes; once more kills them")
+        self._signal = self._signal or number
+        self._stop()
+
+    def _tell(self) -> None:
+        if self._watch is None:
+            return
+        now = self._is_stopping, [self._status_of(slot) for slot in self._slots.values()]
+        if now != self._told:
+            self._told = now
+            self._watch(*now)
+
+    def _status_of(self, slot: Slot) -> dict[str, Any]:
+        running = slot.running
+        if running is None:
+            state = "GONE" if slot.restart_at == math.inf else "LOST"  # as a `WorkerState` of a coordinator is called
+            return node_status(slot.name, slot.incarnation, None, state)
+        status = {**node_status(slot.name, slot.incarnation, running.pid), "host": running.host}
+        if running.pulse is not None:
+            status.update(phase=running.pulse.phase, silent_for=round(running.pulse.silent))
+        return status
+
+
+def _same(node: SupervisedNode, incarnation: int) -> SupervisedNode:
+    del incarnation
+    return node

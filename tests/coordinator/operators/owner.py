@@ -1,0 +1,18 @@
+"""`python owner.py`: a process that has an operator with two workers, names their processes, and waits to be killed."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+from rlframe.coordinator.operators.local import LocalOperator
+from tests.coordinator.operators import workers
+
+if __name__ == "__main__":
+    operator = LocalOperator({"learner": workers.quiet, "collector": workers.quiet}, output=io.StringIO())
+    operator.scale("learner", 1)
+    operator.scale("collector", 1)
+    while sum(worker.address is not None for worker in operator.list()) < 2:
+        threading.Event().wait(0.02)
+    print(*[worker.pid for worker in operator.list()], operator._sockets.path, flush=True)
+    threading.Event().wait(600)
