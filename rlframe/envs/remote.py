@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlframe import handles
+from rlframe import handles, retry
 from rlframe.errors import UsageError
 from rlframe.metrics.rows import Sums, add_up
 from rlframe.types import TimeStep, Tree
@@ -161,13 +161,12 @@ class RemoteAsyncEnv:
 
     def _first_of(self, asked: list[_Server]) -> _Server:
         """Wait for an answer. A server beyond its deadline counts as one, so that it is named."""
-        look = _LOOK
+        looks = retry.pauses(_LOOK, _LONGEST_LOOK)
         while True:
             for server in asked:
                 if server.has_answered():
                     return server
-            time.sleep(look)
-            look = min(2 * look, _LONGEST_LOOK)
+            time.sleep(next(looks))
 
 
 class _Server:
