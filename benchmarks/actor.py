@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.context import Context
 from benchmarks.processor import Stopwatch
 from benchmarks.report import Row, Table
-from rlframe.engines.inline import InlineEngine
+from rlframe.engines.threads import InlineEngine
 from rlframe.programs import make_experiment
 from rlframe.programs.run import Run
 from rlframe.programs.topologies.parts import make_agent

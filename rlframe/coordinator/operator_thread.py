@@ -14,10 +14,11 @@ from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.messages import ROLES, Role, WorkerInfo, WorkerKey
 from rlframe.coordinator.operators.base import Operator, OperatorError
 from rlframe.errors import UsageError
+from rlframe.retry import pauses
 
 _log = logging.getLogger(__name__)
 
-_BACKOFF, _LONGEST_BACKOFF = 0.25, 5.0  # seconds between two tries to reach it
+_BACKOFF = 0.25, 5.0  # seconds between two tries to reach it: the first, at most
 _PATIENCE = 5.0  # seconds, beside the grace that they are given, for workers to be gone
 _JOIN = 10.0  # seconds for the thread to end: longer than any call of an operator takes
 
@@ -84,7 +85,7 @@ class OperatorThread:
         return {**outage, **self._problems}
 
     def _run(self) -> None:
-        failures = 0
+        waits = pauses(*_BACKOFF)
         while not self._ends.is_set():
             self._wake.clear()
             try:
@@ -92,10 +93,9 @@ class OperatorThread:
             except Exception as error:
                 self._fail(error)
                 # Not shorter after a wake-up: an operator that does not answer is not asked sooner.
-                self._ends.wait(min(_BACKOFF * 2 ** min(failures, 10), _LONGEST_BACKOFF))
-                failures += 1
+                self._ends.wait(next(waits))
             else:
-                self._outage, self._has_answered, failures = "", True, 0
+                self._outage, self._has_answered, waits = "", True, pauses(*_BACKOFF)
                 self._happened(ev.OperatorAnswered(tuple(live)))
                 self._wake.wait(self._operator.every)
         why = self._stop_all() if self._stops_workers else ""

@@ -1,4 +1,4 @@
-"""The engine of one process: every node is a thread. For debugging, and for tests."""
+"""The engines of one process: every node is a thread, for debugging and tests; or its one node runs in the caller's."""
 
 from __future__ import annotations
 
@@ -145,6 +145,20 @@ class ThreadsEngine(Engine):
             if hasattr(node, "close"):
                 node.close()
         self._resources.close()
+
+
+class InlineEngine(ThreadsEngine):
+    """Runs its node in the thread that calls `run`. What the node raises is raised as it is."""
+
+    def run(self, watch: Watch | None = None) -> int | None:
+        """See `Engine`; the node's own `run()` says which signal ended it."""
+        ((group, node),) = self._nodes
+        try:
+            if watch is not None:
+                watch(False, [node_status(group, 0, os.getpid())])
+            return node.run()
+        finally:
+            self._close()
 
 
 def _failed(group: str, how: str, error: BaseException) -> ProgramError:

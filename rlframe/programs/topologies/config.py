@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Topology = Callable[[Any, Any], Any]
 
 Accelerated = Literal["learner", "inferencer", "policy"]
-INLINE = "rlframe.engines.inline:InlineEngine"
+INLINE = "rlframe.engines.threads:InlineEngine"
 EnvType = Literal["auto", "loop", "thread", "process", "envpool"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
