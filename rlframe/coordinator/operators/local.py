@@ -17,8 +17,7 @@ from rlframe.engines.launching.running import GroupPolicy, HasEnded, RunningProc
 from rlframe.engines.launching.supervisor import Backoff
 from rlframe.engines.logs import NodeLogs
 from rlframe.interprocess.heartbeat import TIMEOUT, HeartbeatMonitor
-from rlframe.transport.directory import SocketDirectory
-from rlframe.transport.sockets import SocketTransport
+from rlframe.transport.sockets import SocketDirectory, SocketTransport
 
 WorkerEnv = Mapping[str, "str | None"]  # environment variables; None: removed
 
