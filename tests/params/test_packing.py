@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copyreg
+import functools
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlframe.params.packing import Packing
+from rlframe.params.packing import PackedParams, Packing
 
 
 def tree():
@@ -71,3 +75,15 @@ def test_floats_are_the_floating_point_numbers_alone_and_neighbors_share_an_arra
     packing = Packing(tree)
     found = [np.asarray(each).tolist() for each in jax.jit(lambda x: packing.floats(packing.pack(x)))(tree)]
     assert found == [[1.0, 2.0, 3.0], [4.0], [5.0]]
+
+
+def test_it_pickles_after_launchpad_has_changed_how_caches_are_pickled(monkeypatch):
+    packed = PackedParams.of(tree())
+
+    def refuse(cache):
+        pytest.fail(f"{cache} was pickled")
+
+    monkeypatch.setitem(copyreg.dispatch_table, type(functools.lru_cache()(lambda: None)), refuse)
+    found = pickle.loads(pickle.dumps(packed))
+    assert found.packing == packed.packing
+    assert_same(found.unpack(), tree())

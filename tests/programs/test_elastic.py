@@ -153,3 +153,13 @@ def test_a_run_learns_whatever_becomes_of_its_processes(
     assert status["job"]["restarts"] >= 3  # two collectors and the learner
     assert status["job"]["coordinator_restarts"] == 1
     program.check_counters(status)
+
+
+@pytest.mark.system
+def test_it_runs_to_its_end_under_launchpad(tmp_path: pathlib.Path) -> None:
+    needs("launchpad")
+    arguments = ("--agent", "ppo", "--env", "CartPole-v1", "--steps", "4000", "--max-actors", "2")
+    with ElasticProgram(tmp_path / "run", *arguments, "--engine", "launchpad", "--eval-episodes", "2") as program:
+        code, result = program.finish()
+    assert code == 0, program.errors()
+    assert result is not None and result["env_steps"] >= 4000 and result["return_mean"] is not None
