@@ -60,7 +60,7 @@ def experiment(name: str, seed: int, steps: int, log_every: int, eval_every: int
         epsilon_decay_steps=total // 2,
         optimizer="adam",
         learning_rate=2.5e-4,
-        huber_threshold=None,
+        head_huber_threshold=None,
         **common,
     )
 

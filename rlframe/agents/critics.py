@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlframe.agents.net_factory import build_network
+from rlframe.agents.net_factory import build_network, only_output
 from rlframe.agents.networks import Head
 from rlframe.agents.trees import check_shapes, zeros_like_spec
 from rlframe.errors import UsageError
@@ -55,8 +55,7 @@ class PolicyAndCritics:
 
     def policy(self, params: Params, observation: Tree) -> jax.Array:
         """Return [B, num_policy_params]."""
-        outputs = self._policy.apply(params, observation)
-        return outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+        return only_output(self._policy.apply(params, observation))
 
     def values(self, params: Params, observation: Tree, action: jax.Array) -> jax.Array:
         """Return [2, B]: the values of both critics for actions [B, num_actions]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import typing
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rlframe.agents import losses, noisy
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
-from rlframe.agents.net_factory import build_network, default_config
-from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig
+from rlframe.agents.dqn_heads import Expectation, ReturnHead
+from rlframe.agents.net_factory import build_network, default_config, only_output
+from rlframe.agents.networks import MLPConfig, NatureCNNConfig, action_values
 from rlframe.agents.policies import epsilon_greedy
 from rlframe.agents.priorities import importance_weights
+from rlframe.agents.trees import check_shapes
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import (
     AgentOutput,
@@ -52,11 +53,11 @@ class DQNConfig:
     learning_rate: float = 2.5e-4
     adam_epsilon: float = 1e-8  # of `adam` only; Kingma and Ba 2015
     max_grad_norm: float | None = None
-    huber_threshold: float | None = 1.0  # where the squared error becomes linear; None: never
     anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
     total_learner_steps: int | None = None  # what annealing ends at; None: it does not begin
+    # What the network gives for each action. Each head has options of its own, as `--head.num-atoms`.
+    head: ReturnHead = dataclasses.field(default_factory=Expectation)
     double: bool = False  # van Hasselt et al. 2016
-    dueling: bool = False  # Wang et al. 2016: advantages and values, with a hidden layer each
     n_step: int = 1  # rewards summed before bootstrapping
     # Vieillard et al. 2020, arXiv:2007.14430, whose numbers these are: targets of a soft policy, and a bonus for what
     # that policy likes.
@@ -64,14 +65,6 @@ class DQNConfig:
     munchausen_scale: float = 0.9  # alpha, of the bonus
     munchausen_temperature: float = 0.03  # tau, of the policy
     munchausen_clip: float = -1.0  # l_0, the lowest tau log pi in the bonus
-    num_quantiles: int | None = None  # of each action's return, in place of its mean; 200 in Dabney et al. 2018
-    # Values of each action's return whose chances the network gives, in place of its mean; 51 in Bellemare et al. 2017.
-    num_atoms: int | None = None
-    value_min: float = -10.0  # the lowest and highest of these values: returns beyond are taken for them
-    value_max: float = 10.0
-    # Noisy dense layers (Fortunato et al. 2018): the deviation to begin with, times sqrt(inputs); 0.5 there. Explores
-    # instead of random actions: let epsilon be 0.
-    noisy: float | None = None
     prioritised: bool = False  # Schaul et al. 2016, proportional
     priority_exponent: float = 0.6  # alpha
     importance_exponent: float = 0.4  # beta at the beginning; 1 at total_learner_steps
@@ -81,34 +74,18 @@ class DQNConfig:
         check_share(self, "discount", "epsilon_begin", "epsilon_end")
         check_at_least(self, 1, "total_learner_steps")
         check_at_least(self, 0, "epsilon_decay_steps", "munchausen_scale", "priority_exponent", "importance_exponent")
-        check_above(self, 0, "learning_rate", "adam_epsilon", "max_grad_norm", "huber_threshold")
-        check_above(self, 0, "noisy", "munchausen_temperature")
+        check_above(self, 0, "learning_rate", "adam_epsilon", "max_grad_norm", "munchausen_temperature")
         check_above(self, 1, "exploration_duration_exponent")
-        other_targets = (self.double, self.n_step > 1, self.num_quantiles is not None, self.num_atoms is not None)
-        if self.munchausen and any(other_targets):
+        if not isinstance(self.head, typing.get_args(ReturnHead)):
+            heads = ", ".join(each.__name__ for each in typing.get_args(ReturnHead))
+            raise UsageError(f"DQNConfig.head must be one of {heads}, got {self.head!r}.")
+        if self.munchausen and (self.double or self.n_step > 1 or not isinstance(self.head, Expectation)):
             raise UsageError(
                 "DQNConfig.munchausen has targets of its own, means of one step by the target network alone; got "
-                f"double={self.double}, n_step={self.n_step}, num_quantiles={self.num_quantiles}, "
-                f"num_atoms={self.num_atoms}. Leave them False, 1, None and None."
+                f"double={self.double}, n_step={self.n_step}, head={self.head.name}. Leave them False, 1, expectation."
             )
         if not self.munchausen_clip <= 0.0:  # logarithms of chances are below 0
             raise UsageError(f"DQNConfig.munchausen_clip must be at most 0, got {self.munchausen_clip}.")
-        if self.num_quantiles is not None and (self.num_quantiles < 1 or self.huber_threshold is None):
-            raise UsageError(
-                "DQNConfig.num_quantiles must be at least 1 (or None) and needs a huber_threshold, got "
-                f"num_quantiles={self.num_quantiles}, huber_threshold={self.huber_threshold}."
-            )
-        has_values = -math.inf < self.value_min < self.value_max < math.inf
-        if self.num_atoms is not None and (self.num_atoms < 2 or not has_values):
-            raise UsageError(
-                "DQNConfig.num_atoms must be at least 2 (or None), and value_min below value_max, both finite, got "
-                f"num_atoms={self.num_atoms}, value_min={self.value_min}, value_max={self.value_max}."
-            )
-        if self.num_atoms is not None and self.num_quantiles is not None:
-            raise UsageError(
-                "DQNConfig.num_atoms and num_quantiles are two ways to learn a return's distribution, got "
-                f"{self.num_atoms} and {self.num_quantiles}: leave one None."
-            )
         if self.optimizer not in ("rmsprop", "adam"):
             raise UsageError(f"DQNConfig.optimizer must be 'rmsprop' or 'adam', got {self.optimizer!r}.")
         if self.min_replay_size > self.replay_capacity:
@@ -147,8 +124,8 @@ _MAX_DURATION = 1_000  # longer ones would have a chance of 0.0006, at the expon
 class DQN(Agent):
     """Q-learning with a target network and replay, for discrete actions.
 
-    A network's `apply` gives action values `[B, A]`, or for dueling (advantages `[B, A]`, value `[B, 1]`). With N
-    quantiles or atoms it gives N numbers in the place of each: `[B, A N]`, the N of the first action first; `[B, N]`.
+    A network's `apply` gives `[B, A N]`: for each action the N numbers that the head needs (1 of `Expectation`), those
+    of the first action first. A noisy network has `sample(rng, params)`, which draws parameters.
     """
 
     config_cls = DQNConfig
@@ -167,23 +144,17 @@ class DQN(Agent):
         if not isinstance(action_spec, specs.DiscreteArray):
             raise UsageError(f"DQN needs Discrete actions, got the action spec {action_spec!r}. Use SAC or PPO.")
         self._num_actions = action_spec.num_values
-        count = cfg.num_quantiles or cfg.num_atoms or 1
-        plain = (Head(self._num_actions * count),)
-        dueling = (Head(self._num_actions * count, own_layer=True), Head(count, own_layer=True))
-        heads, other_heads = (dueling, plain) if cfg.dueling else (plain, dueling)
         factory = net_factory or default_config(self.networks, observation_spec)
-        self.network = build_network(factory, observation_spec, action_spec, heads, other_heads)
-
-    def initial_params(self, rng: jax.Array) -> Params:
-        params = super().initial_params(rng)
-        return params if self.cfg.noisy is None else noisy.with_deviations(params, self.cfg.noisy)
+        heads = (action_values(self._num_actions, cfg.head.size),)
+        self.network = build_network(factory, observation_spec, action_spec, heads, may_be_noisy=True)
 
     # Acting
 
     def actor_step(
         self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        greedy = self._greedy(params.params, timestep.observation, jax.random.fold_in(rng, 2))
+        noisy_params = self._sample(jax.random.fold_in(rng, 2), params.params)
+        greedy = self._greedy(noisy_params, timestep.observation)
         chosen, explores = epsilon_greedy(rng, greedy, params.epsilon, self._num_actions)
         if self.cfg.exploration_duration_exponent is None:
             return AgentOutput(chosen, {}), state
@@ -250,55 +221,29 @@ class DQN(Agent):
         return DQNState(opt_state, steps, rng, target_params=params)
 
     def loss(self, params: Params, learner_state: DQNState, batch: Batch) -> tuple[jax.Array, Logs]:
-        if self._is_distributional:
-            return self._distributional_loss(params, learner_state, batch)
-        data = batch.data
-        online, target, selecting = self._sampled(params, learner_state)
-        values = self._values(online, data.observation)
-        next_values = self._values(target, data.next_observation)
-        if self.cfg.munchausen:
-            target_values = self._values(target, data.observation)
-            errors = losses.munchausen_errors(
-                values,
-                data.action,
-                data.reward,
-                data.discount,
-                target_values,
-                next_values,
-                scale=self.cfg.munchausen_scale,
-                temperature=self.cfg.munchausen_temperature,
-                clip=self.cfg.munchausen_clip,
-            )
+        cfg, head, data = self.cfg, self.cfg.head, batch.data
+        rngs = jax.random.split(jax.random.fold_in(learner_state.rng, learner_state.steps), 3)
+        online = self._sample(rngs[0], params)
+        target = self._sample(rngs[1], learner_state.target_params)
+        outputs = self._outputs(online, data.observation)
+        next_outputs = self._outputs(target, data.next_observation)
+        reward = data.reward
+        if cfg.munchausen:
+            target_values = head.values(self._outputs(target, data.observation))
+            reward += munchausen_bonus(target_values, data.action, cfg)
+            following = soft_value(head.values(next_outputs), cfg.munchausen_temperature)[:, None]
         else:
-            selectors = self._values(selecting, data.next_observation) if self.cfg.double else next_values
-            errors = losses.td_errors(values, data.action, data.reward, data.discount, next_values, selectors)
-        logs = {"value": jnp.mean(values), "td_error": jnp.mean(jnp.abs(errors))}
-        elementwise = losses.huber(errors, self.cfg.huber_threshold)
-        return self._weighed(elementwise, jnp.abs(errors), logs, learner_state, batch)
-
-    def _distributional_loss(self, params: Params, learner_state: DQNState, batch: Batch) -> tuple[jax.Array, Logs]:
-        cfg, data = self.cfg, batch.data
-        online, target, selecting = self._sampled(params, learner_state)
-        outputs = self._distributions(online, data.observation)
-        following = self._distributions(target, data.next_observation)
-        selectors = self._distributions(selecting, data.next_observation) if cfg.double else following
-        steps = (outputs, data.action, data.reward, data.discount, following, self._means(selectors))
-        if cfg.num_quantiles is not None:
-            elementwise = losses.quantile_errors(*steps, cfg.huber_threshold)
-        else:
-            elementwise = losses.categorical_errors(*steps, self._support)
-        logs = {"value": jnp.mean(self._means(outputs)), "td_error": jnp.mean(elementwise)}
-        return self._weighed(elementwise, elementwise, logs, learner_state, batch)
-
-    def _weighed(
-        self, elementwise: jax.Array, priorities: jax.Array, logs: Logs, learner_state: DQNState, batch: Batch
-    ) -> tuple[jax.Array, Logs]:
-        """(loss, logs) of the losses [B] of a batch: as they are, or corrected for how they were drawn."""
-        if not self.cfg.prioritised:
-            return jnp.mean(elementwise), logs
+            choosing = next_outputs
+            if cfg.double:  # the online network chooses the next action (van Hasselt et al. 2016)
+                choosing = self._outputs(self._sample(rngs[2], params), data.next_observation)
+            following = _of_action(next_outputs, jnp.argmax(head.values(choosing), axis=-1))
+        loss, priority = head.loss(_of_action(outputs, data.action), reward, data.discount, following)
+        logs = {"value": jnp.mean(head.values(outputs)), "td_error": jnp.mean(priority)}
+        if not cfg.prioritised:
+            return jnp.mean(loss), logs
         weights = importance_weights(batch.probabilities, self._importance_exponent(learner_state.steps))
-        # Schaul et al. 2016, section 3.3: never 0
-        return jnp.mean(weights * elementwise), {**logs, "priorities": priorities + 1e-6}
+        # Schaul et al. 2016, section 3.3: a priority is never 0.
+        return jnp.mean(weights * loss), {**logs, "priorities": priority + 1e-6}
 
     def update_learner_state(self, params: Params, opt_state: Any, learner_state: DQNState) -> DQNState:
         learner_state = super().update_learner_state(params, opt_state, learner_state)
@@ -313,49 +258,38 @@ class DQN(Agent):
         done = jnp.minimum(steps / self.cfg.total_learner_steps, 1.0)
         return self.cfg.importance_exponent + done * (1.0 - self.cfg.importance_exponent)
 
-    def _values(self, params: Params, observation: Tree) -> jax.Array:
-        """[B, A]"""
-        if self._is_distributional:
-            return self._means(self._distributions(params, observation))
-        return losses.action_values(self.network.apply(params, observation))
+    def _outputs(self, params: Params, observation: Tree) -> jax.Array:
+        """[B, A, N]: what the head needs for each action."""
+        outputs = only_output(self.network.apply(params, observation))
+        return outputs.reshape(len(outputs), self._num_actions, -1)
 
-    @property
-    def _is_distributional(self) -> bool:
-        return self.cfg.num_quantiles is not None or self.cfg.num_atoms is not None
+    def _sample(self, rng: jax.Array, params: Params) -> Params:
+        """Parameters with noise, of a network that has noise."""
+        sample = getattr(self.network, "sample", None)
+        return params if sample is None else sample(rng, params)
 
-    @property
-    def _support(self) -> jax.Array:
-        """[N], the values of the atoms."""
-        return jnp.linspace(self.cfg.value_min, self.cfg.value_max, self.cfg.num_atoms)
-
-    def _distributions(self, params: Params, observation: Tree) -> jax.Array:
-        """[B, A, N]: quantiles, in the order of their shares of the return's distribution, or logits of the atoms."""
-        outputs = self.network.apply(params, observation)
-        outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-        shaped = [output.reshape(len(output), -1, self.cfg.num_quantiles or self.cfg.num_atoms) for output in outputs]
-        if len(shaped) == 1:
-            return shaped[0]
-        advantages, value = shaped
-        return value + advantages - jnp.mean(advantages, axis=1, keepdims=True)
-
-    def _means(self, distributions: jax.Array) -> jax.Array:
-        """[B, A] of [B, A, N]."""
-        if self.cfg.num_quantiles is not None:
-            return jnp.mean(distributions, axis=-1)
-        return jax.nn.softmax(distributions) @ self._support
-
-    def _sampled(self, params: Params, learner_state: DQNState) -> tuple[Params, Params, Params]:
-        """The network's parameters for values, for target values and for choices, each with noise of its own."""
-        target = learner_state.target_params
-        if self.cfg.noisy is None:
-            return params, target, params
-        rngs = jax.random.split(jax.random.fold_in(learner_state.rng, learner_state.steps), 3)
-        online, target, selecting = map(noisy.sampled, rngs, (params, target, params))
-        return online, target, selecting
-
-    def _greedy(self, params: Params, observation: Tree, rng: jax.Array | None = None) -> jax.Array:
-        """[B]; by noisy parameters where there is an `rng`, and noise in them."""
-        if self.cfg.noisy is not None:
-            params = params.mean if rng is None else noisy.sampled(rng, params)
-        values = self._values(params, observation)
+    def _greedy(self, params: Params, observation: Tree) -> jax.Array:
+        """[B]: the actions of the highest values."""
+        values = self.cfg.head.values(self._outputs(params, observation))
         return jnp.argmax(values, axis=-1).astype(self.action_spec.dtype)
+
+
+def munchausen_bonus(target_values: jax.Array, action: jax.Array, cfg: DQNConfig) -> jax.Array:
+    """[B]: the reward that Munchausen DQN adds for actions that its policy likes (Vieillard et al. 2020, equation 3).
+
+    The policy is softmax(values / temperature) of the target network's values [B, A].
+    """
+    check_shapes(target_values=(target_values, "B A"), action=(action, "B"))
+    log_policy = cfg.munchausen_temperature * jax.nn.log_softmax(target_values / cfg.munchausen_temperature)
+    chosen = _of_action(log_policy[..., None], action)[:, 0]
+    return cfg.munchausen_scale * jnp.clip(chosen, cfg.munchausen_clip, 0.0)
+
+
+def soft_value(values: jax.Array, temperature: float) -> jax.Array:
+    """[B]: the mean of value - temperature * log-probability of the policy softmax(values [B, A] / temperature)."""
+    return temperature * jax.nn.logsumexp(values / temperature, axis=-1)
+
+
+def _of_action(outputs: jax.Array, action: jax.Array) -> jax.Array:
+    """[B, N] of outputs [B, A, N] and actions [B]."""
+    return jnp.take_along_axis(outputs, action[:, None, None].astype(jnp.int32), axis=1)[:, 0]

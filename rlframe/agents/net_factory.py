@@ -28,9 +28,9 @@ def build_network(
     observation_spec: Tree,
     action_spec: Tree,
     heads: Sequence[Head],
-    other_heads: Sequence[Head] | None = None,
     *,
     may_recur: bool = False,
+    may_be_noisy: bool = False,
 ) -> Any:
     """The network that a `net_factory` stands for: a config is told the heads, a function the specs.
 
@@ -38,12 +38,12 @@ def build_network(
         net_factory: see `Agent`.
         observation_spec, action_spec: of the environments.
         heads: what the network is to give.
-        other_heads: what it may give in their place.
         may_recur: whether the agent carries a network's state, see `rlframe.agents.recurrent`.
+        may_be_noisy: whether the agent draws a network's noise, `Network.sample`.
 
     Raises:
-        UsageError: the function gives no network, or one whose outputs are neither `heads` nor `other_heads`, or one
-            with a state that the agent does not carry.
+        UsageError: the function gives no network, or one whose outputs are not `heads`, or one with a state or with
+            noise that the agent does not use.
     """
     name = getattr(net_factory, "__qualname__", type(net_factory).__name__)
     is_ours = hasattr(net_factory, "build")
@@ -53,6 +53,8 @@ def build_network(
             f"The network of {name} has a state, which this agent does not carry from step to step. PPO, IMPALA and "
             "R2D2 do; or use a network without one: mlp, nature_cnn."
         )
+    if getattr(network, "sample", None) is not None and not may_be_noisy:
+        raise UsageError(f"The network of {name} is noisy, which this agent does not use. DQN does; leave noisy None.")
     if is_ours:
         return network
     if not (callable(getattr(network, "init", None)) and callable(getattr(network, "apply", None))):
@@ -60,8 +62,13 @@ def build_network(
             "net_factory must give an object with init(rng, observation) and apply(params, observation), "
             f"got {network!r}."
         )
-    _check_outputs(name, network, observation_spec, [heads] if other_heads is None else [heads, other_heads])
+    _check_outputs(name, network, observation_spec, heads)
     return network
+
+
+def only_output(outputs: Any) -> jax.Array:
+    """The output of a network that has one, which may come in a tuple."""
+    return outputs[0] if isinstance(outputs, (tuple, list)) else outputs
 
 
 def is_recurrent(network: Any) -> bool:
@@ -69,8 +76,8 @@ def is_recurrent(network: Any) -> bool:
     return hasattr(network, "initial_state")
 
 
-def _check_outputs(name: str, network: Any, observation_spec: Tree, accepted: Sequence[Sequence[Head]]) -> None:
-    """Raises UsageError unless the outputs of the network called `name` are one of `accepted`."""
+def _check_outputs(name: str, network: Any, observation_spec: Tree, heads: Sequence[Head]) -> None:
+    """Raises UsageError unless the outputs of the network called `name` are `heads`."""
     batch_size = 5
     zeros = jax.tree.map(lambda leaf: np.zeros((batch_size, *leaf.shape), leaf.dtype), observation_spec)
     state = (network.initial_state(batch_size),) if is_recurrent(network) else ()
@@ -83,7 +90,7 @@ def _check_outputs(name: str, network: Any, observation_spec: Tree, accepted: Se
         # One number per observation may come without an axis of its own.
         return shape == (batch_size, head.size) or (head.size == 1 and shape == (batch_size,))
 
-    if any(len(given) == len(heads) and all(map(fits, given, heads)) for heads in accepted):
+    if len(given) == len(heads) and all(map(fits, given, heads)):
         return
 
     def said(shapes: Sequence[tuple[Any, ...]]) -> str:
@@ -91,7 +98,7 @@ def _check_outputs(name: str, network: Any, observation_spec: Tree, accepted: Se
         parts = [f"[{', '.join(map(str, name))}]" for name in names]
         return f"({', '.join(parts)})" if len(parts) > 1 else "".join(parts)
 
-    wanted = " or ".join(said([(batch_size, head.size) for head in heads]) for heads in accepted)
+    wanted = said([(batch_size, head.size) for head in heads])
     raise UsageError(
         f"The network of {name} gives {said(given)}; for this agent and its action spec, apply must give {wanted}."
     )

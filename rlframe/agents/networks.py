@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlframe.errors import UsageError
+from rlframe.agents.noisy import noisy
+from rlframe.errors import UsageError, check_above
 from rlframe.types import MultiDiscreteArray, Params, Tree, specs
 
 
@@ -26,6 +27,7 @@ class Network(NamedTuple):
 
     init: Callable[[jax.Array, Tree], Params]  # (rng, observation [B, ...]) -> params
     apply: Callable[[Params, Tree], Any]  # (params, observation [B, ...]) -> outputs [B, ...]
+    sample: Callable[[jax.Array, Params], Params] | None = None  # (rng, params) -> params with noise; None: has none
 
 
 class Head(NamedTuple):
@@ -35,7 +37,12 @@ class Head(NamedTuple):
     scale: float = 1.0  # gain of the initial weights
     num_free: int = 0  # how many of them, the last ones, do not depend on the observation
     free_init: float = 0.0  # what those begin as
-    own_layer: bool = False  # where heads share layers: whether each, all of them, has the last one for itself
+    num_actions: int = 0  # of action values, size / num_actions numbers for each action; 0: it is something else
+
+
+def action_values(num_actions: int, size: int = 1) -> Head:
+    """A head that gives `size` numbers for each action, those of the first action first."""
+    return Head(num_actions * size, num_actions=num_actions)
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -61,6 +68,8 @@ class MLPConfig:
     separate: bool = True  # layers of its own for each head, or layers that all heads share
     orthogonal: bool = True  # initial weights; False: truncated normal of deviation 1 / sqrt(inputs)
     layer_norm: bool = False  # before each activation (Ba et al. 2016)
+    dueling: bool = False  # advantages and a value, each with a last layer of its own (Wang et al. 2016)
+    noisy: float | None = None  # DQN alone: of weights, to begin with noisy / sqrt(inputs); Fortunato et al. 2018: 0.5
 
     def __post_init__(self) -> None:
         check_layers(self)
@@ -87,6 +96,8 @@ class NatureCNNConfig:
     separate: bool = False
     orthogonal: bool = True
     layer_norm: bool = False  # before each activation, over the channels (Ba et al. 2016)
+    dueling: bool = False  # advantages and a value, each with a last layer of its own (Wang et al. 2016)
+    noisy: float | None = None  # DQN alone: of dense weights, to begin with noisy / sqrt(inputs)
 
     def __post_init__(self) -> None:
         if not len(self.channels) == len(self.kernels) == len(self.strides):
@@ -172,32 +183,44 @@ def _convolve(image: jax.Array, weights: jax.Array, stride: int) -> jax.Array:
 
 def _with_heads(inputs: Callable[[Tree, str], jax.Array], cfg: Any, heads: Sequence[Head]) -> Network:
     """Dense layers on `inputs(observation, name)` `[B, n]`, each head's own or shared, and the heads on these."""
-    num_own = len(cfg.hidden) if cfg.separate else int(has_own_layers(heads))
+    num_own = len(cfg.hidden) if cfg.separate else int(cfg.dueling)
     num_shared = max(len(cfg.hidden) - num_own, 0)
+    parts = dueling_parts(heads) if cfg.dueling else heads
 
     def forward(observation: Tree) -> tuple[jax.Array, ...]:
         features = None
         if not cfg.separate:
             features = dense_layers(inputs(observation, "torso"), cfg, "torso", cfg.hidden[:num_shared])
         outputs = []
-        for i, head in enumerate(heads):
+        for i, head in enumerate(parts):
             own = inputs(observation, f"torso{i}") if features is None else features
             own = dense_layers(own, cfg, f"torso{i}", cfg.hidden[num_shared:])
             outputs.append(apply_head(own, cfg, head, i))
-        return tuple(outputs)
+        if not cfg.dueling:
+            return tuple(outputs)
+        advantages, value = outputs
+        return (dueling_values(advantages, value, heads[0].num_actions),)
 
-    return Network(*hk.without_apply_rng(hk.transform(forward)))
+    network = Network(*hk.without_apply_rng(hk.transform(forward)))
+    return network if cfg.noisy is None else noisy(network, cfg.noisy)
 
 
-def has_own_layers(heads: Sequence[Head]) -> bool:
-    """Whether heads that share layers have the last one each for itself.
+def dueling_parts(heads: Sequence[Head]) -> tuple[Head, Head]:
+    """The advantages and the value in place of a head of action values.
 
     Raises:
-        UsageError: some have, and some have not.
+        UsageError: the heads are not action values.
     """
-    if len({head.own_layer for head in heads}) > 1:
-        raise UsageError(f"Of heads that share layers all have the last one for themselves, or none; got {heads}.")
-    return heads[0].own_layer
+    if len(heads) != 1 or not heads[0].num_actions:
+        raise UsageError("Only action values can be dueling (of DQN, PQN, R2D2): leave network.dueling False.")
+    return heads[0], Head(heads[0].size // heads[0].num_actions)
+
+
+def dueling_values(advantages: jax.Array, value: jax.Array, num_actions: int) -> jax.Array:
+    """[..., A N] from advantages [..., A N] and values [..., N] (Wang et al. 2016, equation 9)."""
+    shaped = advantages.reshape(*value.shape[:-1], num_actions, -1)
+    values = value[..., None, :] + shaped - jnp.mean(shaped, axis=-2, keepdims=True)
+    return values.reshape(advantages.shape)
 
 
 def apply_head(features: jax.Array, cfg: Any, head: Head, index: int) -> jax.Array:
@@ -299,3 +322,5 @@ def check_layers(cfg: Any) -> None:
         raise UsageError(f"{name}.activation must be one of {sorted(ACTIVATIONS)}, got {cfg.activation!r}.")
     if any(size < 1 for size in cfg.hidden):
         raise UsageError(f"{name}.hidden must be sizes of at least 1, got {cfg.hidden}.")
+    if hasattr(cfg, "noisy"):
+        check_above(cfg, 0, "noisy")

@@ -1,8 +1,4 @@
-"""Noisy networks (Fortunato et al. 2018, arXiv:1706.10295): noise on the weights explores, as much as is learned.
-
-The network stays as it is: its parameters are the means, beside which go the deviations of every dense layer. What is
-applied is a sample of these.
-"""
+"""Noisy networks (Fortunato et al. 2018, arXiv:1706.10295): noise on the weights explores, as much as is learned."""
 
 from __future__ import annotations
 
@@ -13,6 +9,20 @@ import jax.numpy as jnp
 
 from rlframe.errors import UsageError
 from rlframe.types import Params
+
+
+def noisy(network: Any, scale: float) -> Any:
+    """The network with learned noise on its dense layers: `apply` takes the means, or what `sample(rng, params)` draws.
+
+    Args:
+        network: a `Network` whose parameters are the means.
+        scale: the deviation to begin with, times sqrt(inputs); 0.5 in the paper.
+    """
+    return network._replace(
+        init=lambda rng, observation: with_deviations(network.init(rng, observation), scale),
+        apply=lambda params, observation: network.apply(params.mean, observation),
+        sample=sampled,
+    )
 
 
 class NoisyParams(NamedTuple):
@@ -38,8 +48,8 @@ def with_deviations(params: Params, scale: float) -> NoisyParams:
     return NoisyParams(params, deviation)
 
 
-def sampled(rng: jax.Array, params: NoisyParams) -> Params:
-    """The parameters of a network with factorised Gaussian noise (equations 10, 11); gradients flow to both."""
+def sampled(rng: jax.Array, params: NoisyParams) -> NoisyParams:
+    """Parameters whose means have factorized Gaussian noise (equations 10, 11); gradients flow to both."""
     result = dict(params.mean)
     for i, (name, deviation) in enumerate(sorted(params.deviation.items())):
         inputs, outputs = deviation["w"].shape
@@ -49,7 +59,7 @@ def sampled(rng: jax.Array, params: NoisyParams) -> Params:
         mean = params.mean[name]
         w = mean["w"] + deviation["w"] * of_inputs[:, None] * of_outputs
         result[name] = {**mean, "w": w, "b": mean["b"] + deviation["b"] * of_outputs}
-    return result
+    return params._replace(mean=result)
 
 
 def _is_dense(module: Any) -> bool:

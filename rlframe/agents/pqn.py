@@ -14,8 +14,8 @@ from rlframe.agents import losses
 from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory
 from rlframe.agents.dqn import ActorParams
 from rlframe.agents.minibatches import MinibatchUpdates
-from rlframe.agents.net_factory import build_network, default_config
-from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, has_images
+from rlframe.agents.net_factory import build_network, default_config, only_output
+from rlframe.agents.networks import MLPConfig, NatureCNNConfig, action_values, has_images
 from rlframe.agents.optimizers import annealed, clipped
 from rlframe.agents.policies import epsilon_greedy
 from rlframe.agents.returns import q_lambda_returns
@@ -97,7 +97,7 @@ class PQN(Agent):
         if not isinstance(action_spec, specs.DiscreteArray):
             raise UsageError(f"PQN needs Discrete actions, got the action spec {action_spec!r}. Use SAC or PPO.")
         factory = net_factory or default_config(self.networks, observation_spec)
-        self.network = build_network(factory, observation_spec, action_spec, (Head(action_spec.num_values),))
+        self.network = build_network(factory, observation_spec, action_spec, (action_values(action_spec.num_values),))
 
     # Acting
 
@@ -194,4 +194,4 @@ class PQN(Agent):
 
     def _values(self, params: Params, observation: Tree) -> jax.Array:
         """[B, A]"""
-        return losses.action_values(self.network.apply(params, observation))
+        return only_output(self.network.apply(params, observation))

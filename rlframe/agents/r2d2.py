@@ -12,8 +12,8 @@ import optax
 
 from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
-from rlframe.agents.net_factory import build_network
-from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, has_images
+from rlframe.agents.net_factory import build_network, only_output
+from rlframe.agents.networks import MLPConfig, NatureCNNConfig, action_values, has_images
 from rlframe.agents.policies import epsilon_greedy
 from rlframe.agents.priorities import importance_weights, sequence_priorities
 from rlframe.agents.recurrent import Core, GRUConfig, LSTMConfig
@@ -96,18 +96,18 @@ class Explorer(NamedTuple):
 class R2D2(Agent):
     """Double, dueling Q-learning from sequences, for discrete actions and observations that do not say all.
 
-    A network's `apply` gives (advantages `[B, A]`, value `[B, 1]`), or action values `[B, A]`, and should be recurrent
-    (`rlframe.agents.recurrent`). The state that is stored with a sequence is where learning unrolls from; the first
+    A network's `apply` gives action values `[B, A]`; it should be recurrent (`rlframe.agents.recurrent`), and
+    dueling as the paper's is. The state that is stored with a sequence is where learning unrolls from; the first
     `burn_in` steps of it are not learned from, but bring the state to what the newest parameters make of it.
     """
 
     config_cls = R2D2Config
     takes_policy = False
     networks = (
-        LSTMConfig(activation="relu", orthogonal=False),
-        GRUConfig(activation="relu", orthogonal=False),
-        MLPConfig(activation="relu", orthogonal=False),
-        NatureCNNConfig(orthogonal=False),
+        LSTMConfig(activation="relu", orthogonal=False, dueling=True),
+        GRUConfig(activation="relu", orthogonal=False, dueling=True),
+        MLPConfig(activation="relu", orthogonal=False, dueling=True),
+        NatureCNNConfig(orthogonal=False, dueling=True),
     )
 
     def __init__(
@@ -122,11 +122,10 @@ class R2D2(Agent):
         if not isinstance(action_spec, specs.DiscreteArray):
             raise UsageError(f"R2D2 needs Discrete actions, got the action spec {action_spec!r}. Use PPO or IMPALA.")
         self._num_actions = action_spec.num_values
-        heads = (Head(self._num_actions, own_layer=True), Head(1, own_layer=True))
-        paper = LSTMConfig((), 512, "relu", orthogonal=False)
+        paper = LSTMConfig((), 512, "relu", orthogonal=False, dueling=True)
         factory = net_factory or (paper if has_images(observation_spec) else self.networks[0])
-        plain = (Head(self._num_actions),)
-        self.network = build_network(factory, observation_spec, action_spec, heads, plain, may_recur=True)
+        heads = (action_values(self._num_actions),)
+        self.network = build_network(factory, observation_spec, action_spec, heads, may_recur=True)
         self._core = Core(self.network)
 
     # Acting
@@ -146,7 +145,7 @@ class R2D2(Agent):
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: Explorer
     ) -> tuple[AgentOutput, AgentState]:
         outputs, core = self._core.step(params, timestep.observation, state.core)
-        action = jnp.argmax(losses.action_values(outputs), axis=-1).astype(self.action_spec.dtype)
+        action = jnp.argmax(only_output(outputs), axis=-1).astype(self.action_spec.dtype)
         return AgentOutput(action, {}), Explorer(core, state.epsilon)
 
     # Learning
@@ -209,7 +208,7 @@ class R2D2(Agent):
             state = jax.lax.stop_gradient(state)
         late = jax.tree.map(lambda leaf: leaf[:, burn_in:], data.observation)
         outputs, _ = self._core.unroll(params, late, data.step_type[:, burn_in:], state)
-        return jnp.swapaxes(losses.action_values(outputs), 0, 1)
+        return jnp.swapaxes(only_output(outputs), 0, 1)
 
     def _targets(self, values: jax.Array, target_values: jax.Array, data: SequenceBatch) -> jax.Array:
         """[T, B]: what values [T + 1, B, A] should become, by the target network's of the online one's choices."""

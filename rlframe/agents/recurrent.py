@@ -24,8 +24,9 @@ from rlframe.agents.networks import (
     apply_head,
     check_layers,
     dense_layers,
+    dueling_parts,
+    dueling_values,
     has_images,
-    has_own_layers,
     initial_weights,
     vectors,
 )
@@ -119,7 +120,7 @@ class _RecurrentConfig:
     """A torso, a recurrent core, and heads on what the core gives.
 
     The torso is dense layers, and before these, for images, the convolutions of `NatureCNNConfig`. Heads are linear, or
-    have a layer of their own as large as the core's output (`Head.own_layer`). Weights are orthogonal (of the core with
+    have a layer of their own as large as the core's output (`dueling`). Weights are orthogonal (of the core with
     gain 1, biases 0), as those of CleanRL's ppo_atari_lstm.py.
     """
 
@@ -127,6 +128,7 @@ class _RecurrentConfig:
     size: int = 64  # numbers of the core's output
     activation: Activation = "tanh"
     orthogonal: bool = True  # initial weights; False: truncated normal of deviation 1 / sqrt(inputs)
+    dueling: bool = False  # advantages and a value, each with a layer of its own (Wang et al. 2016)
 
     _gates: ClassVar[int] = 0
 
@@ -137,7 +139,8 @@ class _RecurrentConfig:
     def build(self, observation_spec: Tree, heads: Sequence[Head]) -> RecurrentNetwork:
         """A network whose outputs are a tuple with one `[..., head.size]` for each head."""
         images = NatureCNNConfig(hidden=(), orthogonal=self.orthogonal) if has_images(observation_spec) else None
-        own = (self.size,) if has_own_layers(heads) else ()  # layers of each head
+        own = (self.size,) if self.dueling else ()  # layers of each head
+        parts = dueling_parts(heads) if self.dueling else heads
 
         def forward(observation: Tree, is_first: jax.Array | None, state: AgentState) -> tuple[Any, AgentState]:
             # Without is_first one step [B, ...], else [B, T, ...]: all but the core is applied to all rows at once.
@@ -155,8 +158,11 @@ class _RecurrentConfig:
                 core, state = self._scan(weights, inputs.reshape(*lead, -1), is_first, state)
                 core = core.reshape(-1, self.size)
             outputs = []
-            for i, head in enumerate(heads):
+            for i, head in enumerate(parts):
                 outputs.append(apply_head(dense_layers(core, self, f"torso{i}", own), self, head, i))
+            if self.dueling:
+                advantages, value = outputs
+                outputs = [dueling_values(advantages, value, heads[0].num_actions)]
             return tuple(output.reshape(*lead, output.shape[-1]) for output in outputs), state
 
         transformed: Any = hk.without_apply_rng(hk.transform(forward))

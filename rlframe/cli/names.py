@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import sys
 import warnings
 from typing import Annotated, Any, TextIO
@@ -14,8 +15,8 @@ from rlframe.cli.parsing import parse
 from rlframe.errors import UsageError, suggest
 from rlframe.metrics.terminal import console
 from rlframe.programs import naming
-from rlframe.programs.experiment import flat
-from rlframe.programs.options import to_jsonable
+from rlframe.programs.experiment import option_value
+from rlframe.programs.options import option_names, to_jsonable
 from rlframe.programs.presets import PRESETS, Preset
 
 _ENVS = (
@@ -98,8 +99,9 @@ def _print_agent(name: str, *, every: bool) -> None:
         return
     config = agent_cls.config_cls()
     print("\noptions of `rlframe train`, with the class's defaults:")
-    for field in dataclasses.fields(config):
-        print(f"  --{field.name.replace('_', '-'):26} {getattr(config, field.name)}")
+    for name in option_names(config):
+        value = operator.attrgetter(name)(config)
+        print(f"  --{name.replace('_', '-'):26} {getattr(value, 'name', value)}")
     for preset in presets:
         print(f"\nfor {', '.join(preset.envs)}:", flush=True)
         print_preset(preset, None, sys.stdout)
@@ -121,18 +123,12 @@ def print_preset(preset: Preset, experiment: Any, file: TextIO) -> None:
     for column in ("field", "value", "source"):
         table.add_column(column, overflow="fold")
     network = preset.fields.get("network")
-    has_its_network = experiment is None or network is None or _used(experiment, "network") == network.value
+    has_its_network = experiment is None or network is None or option_value(experiment, "network") == network.value
     for key, setting in preset.fields.items():
         if key.startswith("network.") and not has_its_network:
             continue
-        used = setting.value if experiment is None else _used(experiment, key)
+        used = setting.value if experiment is None else option_value(experiment, key.removeprefix("agent."))
         same = used == setting.value
         value = str(setting.value) if same else f"{used} (preset: {setting.value})"
-        table.add_row(key.rpartition("agent.")[2], value, setting.source if same else "command line")
+        table.add_row(key.removeprefix("agent."), value, setting.source if same else "command line")
     console(file).print(table)
-
-
-def _used(experiment: Any, key: str) -> Any:
-    group, _, name = key.rpartition(".")
-    options = flat(experiment)
-    return getattr(options.get(f"{group}_config"), name, None) if group else options.get(name)

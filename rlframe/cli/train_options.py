@@ -23,6 +23,7 @@ from rlframe.programs.experiment import (
     from_flat,
     with_fields,
 )
+from rlframe.programs.options import choices_of, chosen, hints_of
 from rlframe.programs.presets import Preset
 
 PROG = "rlframe train"
@@ -91,7 +92,9 @@ def _defaults(arguments: list[str]) -> tuple[Experiment, Preset | None]:
     topology = defaults.topology
     if network is not None and network != getattr(topology, "network", network):
         defaults = with_fields(defaults, network=None if network == "None" else network, network_config=None)
-    return complete(defaults), preset
+    defaults = complete(defaults)
+    names = {name: peek(arguments, name.replace("_", "-")) for name in field_names(defaults.agent_config)}
+    return dataclasses.replace(defaults, agent_config=chosen(defaults.agent_config, names)), preset
 
 
 def _agents_with(option: str) -> str:
@@ -111,7 +114,15 @@ def _start(defaults: Experiment, arguments: list[str], session_cls: type[TrainOp
         ("agent_config", Annotated[config_cls, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]),
     ]
     own = {**flat(defaults), "agent_config": None}
+    choices: list[Any] = [
+        (name, Annotated[Literal.__getitem__(tuple(known)), tyro.conf.arg(help=f"Its options are --{name}.*")])
+        for name, hint in hints_of(config_cls).items()
+        if (known := choices_of(hint))
+    ]
+    chosen_cls: Any = dataclasses.make_dataclass("Choices", choices)
+    fields.append(("choices", Annotated[chosen_cls, tyro.conf.arg(name=""), flat_options]))
     values = {"session": session_cls(), "agent_config": defaults.agent_config}
+    values["choices"] = chosen_cls(**{name: getattr(defaults.agent_config, name).name for name, _ in choices})
     if own.get("network_config") is not None:
         values["network_config"] = own["network_config"]
         own["network_config"] = None

@@ -22,7 +22,7 @@ from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.metrics.curves import interquartile_mean, run_name
 from rlframe.metrics.plots import OptionPanel, plot_options
-from rlframe.programs.experiment import Experiment, flat, save_experiment
+from rlframe.programs.experiment import Experiment, option_value, save_experiment
 from rlframe.programs.run_dir import SEEDS
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
@@ -64,7 +64,7 @@ class Varied:
         Raises:
             UsageError: it has a range, and is no number; or it is a switch, and has other values than True and False.
         """
-        value = _value_of(experiment, self.name)
+        value = option_value(experiment, self.name)
         if isinstance(value, bool) and not {text.lower() for text in self.values} <= {"true", "false"}:
             raise UsageError(f"--vary {self.name} is a switch: its values are True,False.")
         if not self.is_range or value is None:
@@ -102,19 +102,6 @@ def parse_varied(text: str) -> Varied:
         least = ", above 0 for a logarithm," if log else ""
         raise UsageError(f"--vary {text}: a range goes from a number{least} to a higher one.")
     return Varied(name, (low, high), is_range=True, log=log is not None)
-
-
-def _value_of(experiment: Experiment, option: str) -> Any:
-    """The value of an option, as `learning-rate` or `network.hidden`; None where there is none such."""
-    first, *rest = option.replace("-", "_").split(".")
-    options = flat(experiment)
-    if rest and first == "network":
-        value = options.get("network_config")
-    else:
-        value = options.get(first, getattr(options["agent_config"], first, None))
-    for name in rest:
-        value = getattr(value, name, None)
-    return value
 
 
 @dataclasses.dataclass

@@ -17,7 +17,16 @@ from rlframe.interprocess.files import write_atomically
 from rlframe.programs import naming
 from rlframe.programs.given import OPTIONS, check_can_leave, name_of, named, with_given
 from rlframe.programs.object_names import is_live, remember
-from rlframe.programs.options import convert, from_jsonable, hints_of, option_names, resolved, to_jsonable, with_options
+from rlframe.programs.options import (
+    chosen,
+    convert,
+    from_jsonable,
+    hints_of,
+    option_names,
+    resolved,
+    to_jsonable,
+    with_options,
+)
 from rlframe.programs.presets import Preset, find_preset
 from rlframe.programs.topologies.config import TopologyConfig, check_least, find_topology
 from rlframe.user_files import forget_changed, look_in, places
@@ -169,6 +178,19 @@ def config_classes(agent: str, own: str | None = None) -> dict[str, type[Topolog
     return {name: find_topology(name, learns_from).config_cls for name in names}
 
 
+def option_value(experiment: Experiment, option: str) -> Any:
+    """The value of an option, as `learning-rate`, `network.hidden` or `head.num_atoms`; None if there is none such."""
+    first, *rest = option.replace("-", "_").split(".")
+    options = flat(experiment)
+    if rest and first == "network":
+        value = options.get("network_config")
+    else:
+        value = options.get(first, getattr(options["agent_config"], first, None))
+    for name in rest:
+        value = getattr(value, name, None)
+    return value.name if dataclasses.is_dataclass(value) and hasattr(value, "name") else value
+
+
 def with_fields(experiment: Experiment, **changes: Any) -> Experiment:
     """The experiment with other values of some flat options."""
     return from_flat({**flat(experiment), **changes})
@@ -235,6 +257,7 @@ def changed(defaults: Experiment, options: Mapping[str, Any], others: Iterable[s
     for part in parts.keys() & options.keys():
         given = options[part]
         configs[part] = given if part not in configs else convert(type(configs[part]), given, part)
+    configs = {part: chosen(config, options) if part == "agent_config" else config for part, config in configs.items()}
     in_parts = {part: option_names(config, parts[part]) for part, config in configs.items()}
     known = [*own, *parts, *itertools.chain(*in_parts.values())]
     found = resolved(options, known, f"an experiment with {agent}", agents_with, others)
@@ -270,7 +293,7 @@ def with_preset(preset: Preset | None, agent: str, env: str) -> Experiment:
     values = {**next(iter(config_classes(agent).values())).defaults, "agent": agent, "env": env}
     if preset is None:
         return complete(from_flat(values))
-    values.update(preset.values("run"), agent_config=config_cls(**preset.values("agent")))
+    values.update(preset.values("run"), agent_config=with_options(config_cls(), preset.values("agent")))
     of_env = {"env_kwargs", "eval_env_kwargs"} & values.keys()
     if of_env and naming.is_library_env(env) and split(env)[0] != "envpool" and users_spec(split(env)[1]) is not None:
         values = {name: value for name, value in values.items() if name not in of_env}  # they are EnvPool's

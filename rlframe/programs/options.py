@@ -67,6 +67,21 @@ def _hint(given: str, known: Sequence[str], elsewhere: Any) -> str:
     return (elsewhere(given) if elsewhere else "") or suggest(given, known)
 
 
+def choices_of(hint: Any) -> dict[str, Any]:
+    """The dataclasses of a union by their `name`: a field with this annotation is chosen by name, as `head`."""
+    members = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else ()
+    return {each.name: each for each in members if dataclasses.is_dataclass(each) and hasattr(each, "name")}
+
+
+def chosen(config: Any, names: Mapping[str, Any]) -> Any:
+    """The config with the choices that are named (`head="categorical"`). What it has by this name already, it keeps."""
+    changes = {}
+    for field, hint in hints_of(type(config)).items():
+        if isinstance(names.get(field), str) and choices_of(hint) and names[field] != getattr(config, field).name:
+            changes[field] = convert(hint, names[field], field)
+    return dataclasses.replace(config, **changes) if changes else config
+
+
 def with_options(config: Any, options: Mapping[str, Any], prefix: str = "") -> Any:
     """The config with other values of some of its fields, and of those of the configs in it.
 
@@ -78,6 +93,7 @@ def with_options(config: Any, options: Mapping[str, Any], prefix: str = "") -> A
     Raises:
         UsageError: a value does not fit the annotation of its field.
     """
+    config = chosen(config, options)
     hints = hints_of(type(config))
     values: dict[str, Any] = {}
     parts: dict[str, dict[str, Any]] = collections.defaultdict(dict)
@@ -86,6 +102,8 @@ def with_options(config: Any, options: Mapping[str, Any], prefix: str = "") -> A
         if dot:
             parts[first][rest] = value
         else:
+            is_chosen = isinstance(value, str) and choices_of(hints.get(first))
+            value = getattr(config, first) if is_chosen else value
             values[first] = convert(hints.get(first, Any), value, prefix + name)
     for first, inner in parts.items():
         values[first] = with_options(values.get(first, getattr(config, first)), inner, f"{prefix}{first}.")
@@ -102,7 +120,9 @@ def to_jsonable(value: Any) -> Any:
         UsageError: it holds something that JSON cannot.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = {field.name: to_jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        name = getattr(value, "name", None)  # of a choice it is no field
+        return {"name": name, **fields} if isinstance(name, str) else fields
     if isinstance(value, collections.abc.Mapping):
         return {str(key): to_jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -154,6 +174,8 @@ def convert(hint: Any, value: Any, where: str) -> Any:
     if _is_array(value):
         value = value.tolist()
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if choices := choices_of(hint):
+        return _convert_choice(choices, value, where)
     if origin in (Union, types.UnionType):
         return _convert_union(hint, value, where)
     if origin is typing.Literal:
@@ -178,6 +200,17 @@ def convert(hint: Any, value: Any, where: str) -> Any:
     if isinstance(wants, type) and (not isinstance(value, wants) or (wants is int and isinstance(value, bool))):
         raise UsageError(f"{where}: expected {name_of(hint)}, got {_received(value)}.")
     return value
+
+
+def _convert_choice(choices: Mapping[str, Any], value: Any, where: str) -> Any:
+    """One of the choices: itself, its name, or a dict with its name and its options."""
+    if isinstance(value, tuple(choices.values())):
+        return value
+    options = dict(value) if isinstance(value, dict) else {"name": value}
+    name = options.pop("name", None)
+    if name not in choices:
+        raise UsageError(f"{where}: expected {' or '.join(map(repr, choices))}, got {_received(name)}.")
+    return from_jsonable(choices[name], options, where)
 
 
 def _convert_union(hint: Any, value: Any, where: str) -> Any:

@@ -8,8 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from rlframe.agents import DQN, DQNConfig, losses
-from rlframe.agents.dqn import ActorParams, Repetition
+from rlframe.agents import DQN, DQNConfig
+from rlframe.agents.dqn import ActorParams, Repetition, munchausen_bonus, soft_value
+from rlframe.agents.dqn_heads import Categorical, Expectation, Quantiles
 from rlframe.agents.networks import MLPConfig
 from rlframe.agents.priorities import importance_weights
 from rlframe.agents.trees import zero_timestep
@@ -21,9 +22,9 @@ from tests.agents.batches import BOX, DISCRETE, MULTI, VECTOR, assert_trees_equa
 RNG = jax.random.PRNGKey(0)
 
 
-def make(**changes) -> DQN:
+def make(dueling=False, **changes) -> DQN:
     cfg = {"batch_size": 16, "min_replay_size": 16, "optimizer": "adam", "learning_rate": 1e-2, **changes}
-    return DQN(DQNConfig(**cfg), VECTOR, DISCRETE, MLPConfig((8,), "relu"))
+    return DQN(DQNConfig(**cfg), VECTOR, DISCRETE, MLPConfig((8,), "relu", dueling=dueling))
 
 
 def test_what_it_asks_of_the_replay():
@@ -116,7 +117,7 @@ def values(agent, params, observation):
 
 
 def test_the_loss_by_hand():
-    agent = make(huber_threshold=None)
+    agent = make(head=Expectation(None))
     params, learner_state = started(agent)
     target = agent.initial_params(jax.random.PRNGKey(9))
     batch = batches.transitions(agent)
@@ -129,7 +130,7 @@ def test_the_loss_by_hand():
 
 
 def test_double_takes_the_online_networks_choice():
-    agent = make(double=True, huber_threshold=None)
+    agent = make(double=True, head=Expectation(None))
     params, learner_state = started(agent)
     target = agent.initial_params(jax.random.PRNGKey(9))
     batch = batches.transitions(agent)
@@ -144,7 +145,7 @@ def test_double_takes_the_online_networks_choice():
 
 def test_munchausen_adds_what_the_target_networks_policy_likes():
     bonus = {"munchausen_temperature": 0.5, "munchausen_scale": 0.7, "munchausen_clip": -0.6}
-    agent = make(munchausen=True, **bonus, huber_threshold=None)
+    agent = make(munchausen=True, **bonus, head=Expectation(None))
     params, learner_state = started(agent)
     target = agent.initial_params(jax.random.PRNGKey(9))
     batch = batches.transitions(agent)
@@ -159,24 +160,35 @@ def test_munchausen_adds_what_the_target_networks_policy_likes():
     np.testing.assert_allclose(loss, np.mean(0.5 * np.square(errors)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("change", [{"double": True}, {"n_step": 3}, {"num_quantiles": 5}, {"num_atoms": 5}])
+def test_the_munchausen_bonus_and_the_soft_value_are_their_definitions():
+    random = np.random.RandomState(0)
+    target, following = (random.randn(5, 3).astype(np.float32) for _ in range(2))
+    actions = random.randint(0, 3, 5)
+    cfg = DQNConfig(munchausen=True, munchausen_temperature=0.5, munchausen_clip=-0.6)
+    bonus, soft = munchausen_bonus(target, actions, cfg), soft_value(following, 0.5)
+    policy, next_policy = (np.exp(q / 0.5) / np.exp(q / 0.5).sum(axis=1, keepdims=True) for q in (target, following))
+    log_policy = 0.5 * np.log(policy[np.arange(5), actions])
+    assert 0 < np.sum(log_policy < -0.6) < 5
+    np.testing.assert_allclose(bonus, 0.9 * np.maximum(log_policy, -0.6), rtol=1e-4)
+    np.testing.assert_allclose(soft, np.sum(next_policy * (following - 0.5 * np.log(next_policy)), axis=1), rtol=1e-4)
+
+
+@pytest.mark.parametrize("change", [{"double": True}, {"n_step": 3}, {"head": Quantiles(5)}, {"head": Categorical(5)}])
 def test_munchausen_with_other_targets_is_refused(change):
-    with pytest.raises(UsageError, match=r"munchausen has targets of its own.* Leave them False, 1, None and None"):
+    with pytest.raises(UsageError, match=r"munchausen has targets of its own.* Leave them False, 1, expectation"):
         make(munchausen=True, **change)
 
 
 @pytest.mark.parametrize("dueling", [False, True])
 def test_quantiles_are_learned_as_their_definition_says(dueling):
-    agent = make(num_quantiles=4, dueling=dueling, double=True, prioritised=True, huber_threshold=0.5)
+    agent = make(dueling, head=Quantiles(4, 0.5), double=True, prioritised=True)
     params, learner_state = started(agent)
     target = agent.initial_params(jax.random.PRNGKey(9))
     batch = batches.transitions(agent)
     data = batch.data
 
     def quantiles(params, observation):
-        outputs = [np.asarray(output) for output in agent.network.apply(params, observation)]
-        shaped = outputs[0].reshape(16, 3, 4)
-        return shaped + outputs[1][:, None] - shaped.mean(axis=1, keepdims=True) if dueling else shaped
+        return np.asarray(agent.network.apply(params, observation)[0]).reshape(16, 3, 4)
 
     here, online, following = (
         quantiles(p, seen)
@@ -201,7 +213,7 @@ def test_quantiles_are_learned_as_their_definition_says(dueling):
 
 
 def test_quantiles_find_the_distribution_of_a_bandits_rewards():
-    agent = make(num_quantiles=4, learning_rate=3e-2, huber_threshold=0.01)
+    agent = make(head=Quantiles(4, 0.01), learning_rate=3e-2)
     params, learner_state = started(agent)
     batch, random, step = batches.transitions(agent), np.random.RandomState(0), jax.jit(agent.learner_step)
     data = batch.data._replace(observation=np.ones((16, 3), np.float32), discount=np.zeros(16, np.float32))
@@ -211,33 +223,12 @@ def test_quantiles_find_the_distribution_of_a_bandits_rewards():
         params, learner_state, _ = step(
             params, learner_state, batch._replace(data=data._replace(reward=reward, action=action))
         )
-    np.testing.assert_allclose(agent._distributions(params, data.observation)[0], [[0, 1, 2, 3]] * 3, atol=0.5)
-
-
-@pytest.mark.parametrize("change", [{"num_quantiles": 0}, {"num_quantiles": 8, "huber_threshold": None}])
-def test_quantiles_that_cannot_be_learned_are_refused(change):
-    with pytest.raises(UsageError, match=r"num_quantiles must be at least 1 .* and needs a huber_threshold"):
-        make(**change)
-
-
-def test_a_categorical_target_is_shared_by_the_values_around_it():
-    support = jnp.array([-1.0, 0.0, 1.0])
-    chances = np.array([[0.2, 0.3, 0.5]])
-    arguments = (jnp.log(jnp.array([[[0.25, 0.25, 0.5]]])), np.array([0]))
-    following = (jnp.log(chances)[:, None], np.zeros((1, 1)), support)
-    # 0.25 + 0.5 z is -0.25, 0.25 and 0.75: 0.2 a quarter of the way down from 0, 0.3 and 0.5 up to 1.
-    target = np.array([0.2 * 0.25, 0.2 * 0.75 + 0.3 * 0.75 + 0.5 * 0.25, 0.3 * 0.25 + 0.5 * 0.75])
-    expected = np.sum(target * np.log(target / [0.25, 0.25, 0.5]))
-    found = losses.categorical_errors(*arguments, np.array([0.25]), np.array([0.5]), *following)
-    np.testing.assert_allclose(found, [expected], rtol=1e-5)
-    # A reward of 3 at the end is beyond the support: all of it is at 1, whose chance is a half.
-    found = losses.categorical_errors(*arguments, np.array([3.0]), np.array([0.0]), *following)
-    np.testing.assert_allclose(found, [np.log(2.0)], rtol=1e-5)
+    np.testing.assert_allclose(agent._outputs(params, data.observation)[0], [[0, 1, 2, 3]] * 3, atol=0.5)
 
 
 @pytest.mark.parametrize("dueling", [False, True])
 def test_categorical_returns_are_learned_as_the_algorithm_says(dueling):
-    agent = make(num_atoms=5, value_min=-1.0, value_max=1.0, dueling=dueling, double=True, prioritised=True)
+    agent = make(dueling, head=Categorical(5, -1.0, 1.0), double=True, prioritised=True)
     support = np.linspace(-1.0, 1.0, 5)
     params, learner_state = started(agent)
     target = agent.initial_params(jax.random.PRNGKey(9))
@@ -245,9 +236,7 @@ def test_categorical_returns_are_learned_as_the_algorithm_says(dueling):
     data = batch.data
 
     def chances(params, observation):
-        outputs = [np.asarray(output) for output in agent.network.apply(params, observation)]
-        shaped = outputs[0].reshape(16, 3, 5)
-        shaped = shaped + outputs[1][:, None] - shaped.mean(axis=1, keepdims=True) if dueling else shaped
+        shaped = np.asarray(agent.network.apply(params, observation)[0]).reshape(16, 3, 5)
         return np.exp(shaped) / np.exp(shaped).sum(axis=2, keepdims=True)
 
     here, online, following = (
@@ -273,20 +262,6 @@ def test_categorical_returns_are_learned_as_the_algorithm_says(dueling):
     np.testing.assert_array_equal(greedy[0].action, (here @ support).argmax(axis=1))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"num_atoms": 1}, {"num_atoms": 51, "value_min": 1.0, "value_max": 1.0}, {"num_atoms": 51, "value_max": np.inf}],
-)
-def test_atoms_that_cannot_be_learned_are_refused(change):
-    with pytest.raises(UsageError, match=r"num_atoms must be at least 2 .* value_min below value_max"):
-        make(**change)
-
-
-def test_atoms_and_quantiles_at_once_are_refused():
-    with pytest.raises(UsageError, match=r"two ways to learn a return's distribution, got 51 and 200: leave one None"):
-        make(num_atoms=51, num_quantiles=200)
-
-
 def test_the_target_network_is_copied_every_period():
     agent = make(target_update_period=3)
     params, learner_state = started(agent)
@@ -301,7 +276,7 @@ def test_the_target_network_is_copied_every_period():
 
 
 def test_priorities_are_the_sizes_of_the_errors_and_weights_correct_for_them():
-    agent = make(prioritised=True, huber_threshold=None, importance_exponent=0.5)
+    agent = make(prioritised=True, head=Expectation(None), importance_exponent=0.5)
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
     loss, logs = agent.loss(params, learner_state, batch)
@@ -324,14 +299,6 @@ def test_without_prioritised_replay_probabilities_do_not_matter():
     loss, logs = agent.loss(params, learner_state, batch)
     assert loss == agent.loss(params, learner_state, batch._replace(probabilities=batch.probabilities * 3))[0]
     assert "priorities" not in logs
-
-
-def test_dueling_values_average_to_the_state_value():
-    agent = make(dueling=True)
-    params, _ = started(agent)
-    observation = batches.random_tree(VECTOR, (5,))
-    _, value = agent.network.apply(params, observation)
-    np.testing.assert_allclose(agent._values(params, observation).mean(axis=1), value[:, 0], rtol=1e-4, atol=1e-6)
 
 
 def test_rmsprop_has_the_papers_epsilon_for_gradients_of_means():
@@ -391,7 +358,7 @@ def test_actions_that_are_not_discrete_are_refused(spec):
         {"learning_rate": -1.0},
         {"learning_rate": float("nan")},
         {"exploration_duration_exponent": float("nan")},
-        {"huber_threshold": 0.0},
+        {"head": "quantiles"},
         {"max_grad_norm": -1.0},
         {"adam_epsilon": -1.0},
         {"munchausen_clip": 1.0},

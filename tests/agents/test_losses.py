@@ -65,41 +65,6 @@ def test_huber_without_a_threshold_is_half_the_square():
     np.testing.assert_allclose(losses.huber(jnp.array([3.0, -4.0]), None), [4.5, 8.0])
 
 
-def td_inputs(seed=0):
-    random = np.random.RandomState(seed)
-    values, next_values, selectors = (jnp.asarray(random.randn(16, 3), jnp.float32) for _ in range(3))
-    actions = jnp.asarray(random.randint(0, 3, 16))
-    rewards, discounts = jnp.asarray(random.randn(16), jnp.float32), jnp.asarray(random.rand(16), jnp.float32)
-    return values, actions, rewards, discounts, next_values, selectors
-
-
-def test_td_errors_agree_with_rlax_q_learning(rlax):
-    values, actions, rewards, discounts, next_values, _ = td_inputs()
-    ours = losses.td_errors(values, actions, rewards, discounts, next_values, next_values)
-    np.testing.assert_allclose(ours, jax.vmap(rlax.q_learning)(values, actions, rewards, discounts, next_values))
-
-
-def test_double_td_errors_agree_with_rlax(rlax):
-    inputs = td_inputs(1)
-    np.testing.assert_allclose(losses.td_errors(*inputs), jax.vmap(rlax.double_q_learning)(*inputs))
-
-
-def test_no_gradient_flows_through_the_target():
-    values, actions, rewards, discounts, next_values, selectors = td_inputs(2)
-    slope = jax.grad(lambda q: jnp.sum(losses.td_errors(values, actions, rewards, discounts, q, selectors)))(
-        next_values
-    )
-    np.testing.assert_array_equal(slope, np.zeros_like(slope))
-
-
-def test_dueling_values_by_hand():
-    np.testing.assert_allclose(
-        losses.dueling_values(jnp.array([[1.0, 3.0]] * 2), jnp.array([10.0, 20.0])), [[9, 11], [19, 21]]
-    )
-    result = losses.dueling_values(jnp.array([[1.0, 3.0]]), jnp.array([[10.0]]))
-    np.testing.assert_allclose(result, [[9.0, 11.0]])
-
-
 def test_importance_weights_by_hand():
     weights = priorities.importance_weights(jnp.array([0.1, 0.4]), 0.5)
     np.testing.assert_allclose(weights, [1.0, 0.5], rtol=1e-6)
@@ -107,33 +72,6 @@ def test_importance_weights_by_hand():
 
 def test_importance_weights_without_correction_are_one():
     np.testing.assert_allclose(priorities.importance_weights(jnp.array([0.1, 0.4]), 0.0), [1.0, 1.0])
-
-
-def test_munchausen_errors_are_their_definition():
-    random = np.random.RandomState(0)
-    values, target, following = (random.randn(5, 3).astype(np.float32) for _ in range(3))
-    actions, rewards = random.randint(0, 3, 5), random.randn(5).astype(np.float32)
-    discounts = np.array([0.9, 0.0, 0.9, 0.9, 0.9], np.float32)
-    options = {"scale": 0.9, "temperature": 0.5, "clip": -0.6}
-    errors = losses.munchausen_errors(values, actions, rewards, discounts, target, following, **options)
-    clipped = 0
-    for i in range(5):
-        policy, next_policy = (np.exp(q / 0.5) / np.exp(q / 0.5).sum() for q in (target[i], following[i]))
-        bonus = max(0.5 * np.log(policy[actions[i]]), -0.6)
-        clipped += bonus == -0.6
-        soft = sum(p * (q - 0.5 * np.log(p)) for p, q in zip(next_policy, following[i]))
-        expected = rewards[i] + 0.9 * bonus + discounts[i] * soft - values[i, actions[i]]
-        np.testing.assert_allclose(errors[i], expected, rtol=1e-4)
-    assert 0 < clipped < 5
-
-
-def test_munchausen_errors_by_hand():
-    # Equal values: each of 2 actions has the log-probability -log 2, times 0.1; the soft value is 3 + 0.1 log 2.
-    equal = jnp.array([[3.0, 3.0]])
-    options = {"scale": 0.5, "temperature": 0.1, "clip": -1.0}
-    arrays = (jnp.array([x]) for x in (0, 1.0, 0.5))
-    error = losses.munchausen_errors(equal, *arrays, equal, equal, **options)
-    np.testing.assert_allclose(error, [1.0 - 0.05 * np.log(2.0) + 0.5 * (3.0 + 0.1 * np.log(2.0)) - 3.0], rtol=1e-6)
 
 
 def test_sequence_priorities_by_hand():

@@ -11,7 +11,8 @@ import pytest
 from dm_env import specs
 
 from rlframe.agents import DQN, DQNConfig
-from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, _convolve
+from rlframe.agents.dqn_heads import Categorical
+from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, _convolve, action_values, dueling_values
 from rlframe.agents.recurrent import GRUConfig
 from rlframe.errors import UsageError
 from tests.agents.batches import SMALL_CNN, random_tree
@@ -59,9 +60,8 @@ def test_separate_heads_share_no_layer_and_shared_ones_do():
     assert {name for name in together if name.startswith("torso")} == {"torso_dense0", "torso_dense1"}
 
 
-def test_heads_of_shared_layers_may_have_the_last_one_for_themselves():
-    heads = (Head(2, own_layer=True), Head(1, own_layer=True))
-    network = MLPConfig((5, 4), "relu", separate=False).build(VECTOR, heads)
+def test_a_dueling_network_joins_advantages_and_a_value_each_with_a_last_layer_of_its_own():
+    network = MLPConfig((5, 4), "relu", separate=False, dueling=True).build(VECTOR, (action_values(2),))
     observation = random_tree(VECTOR, (6,))
     params = network.init(RNG, observation)
     assert params.keys() == {"torso_dense0", "torso0_dense0", "torso1_dense0", "head0", "head1"}
@@ -70,9 +70,18 @@ def test_heads_of_shared_layers_may_have_the_last_one_for_themselves():
         return inputs @ np.asarray(params[name]["w"]) + np.asarray(params[name]["b"])
 
     shared = np.maximum(layer("torso_dense0", observation), 0.0)
-    for i, output in enumerate(network.apply(params, observation)):
-        expected = layer(f"head{i}", np.maximum(layer(f"torso{i}_dense0", shared), 0.0))
-        np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
+    parts = [layer(f"head{i}", np.maximum(layer(f"torso{i}_dense0", shared), 0.0)) for i in range(2)]
+    (values,) = network.apply(params, observation)
+    expected = parts[1] + parts[0] - parts[0].mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_dueling_values_by_hand():
+    advantages, value = jnp.array([[1.0, 3.0]] * 2), jnp.array([[10.0], [20.0]])
+    np.testing.assert_allclose(dueling_values(advantages, value, 2), [[9, 11], [19, 21]])
+    # Two numbers per action: each has advantages and a value of its own.
+    found = dueling_values(jnp.array([[1.0, 0.0, 3.0, 4.0]]), jnp.array([[10.0, 20.0]]), 2)
+    np.testing.assert_allclose(found, [[9, 18, 11, 22]])
 
 
 def test_orthogonal_weights_are_orthogonal_and_scaled():
@@ -165,19 +174,18 @@ def test_the_nature_network_has_the_papers_parameters():
 
 
 def test_a_dueling_nature_network_has_a_hidden_layer_for_values_and_one_for_advantages():
-    spec, cfg = specs.BoundedArray((4, 84, 84), np.uint8, 0, 255), DQNConfig(dueling=True, num_atoms=51)
-    shapes = jax.eval_shape(DQN(cfg, spec, specs.DiscreteArray(6)).initial_params, RNG)
+    spec, cfg = specs.BoundedArray((4, 84, 84), np.uint8, 0, 255), DQNConfig(head=Categorical(51))
+    shapes = jax.eval_shape(DQN(cfg, spec, specs.DiscreteArray(6), NatureCNNConfig(dueling=True)).initial_params, RNG)
     # Wang et al. 2016, figure 1; Hessel et al. 2018 with 51 atoms: the convolutions alone are shared.
     convolutions = 8192 + 32 + 32768 + 64 + 36864 + 64
     streams = 2 * (3136 * 512 + 512) + 512 * 6 * 51 + 6 * 51 + 512 * 51 + 51
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == convolutions + streams
 
 
-def test_heads_of_their_own_layers_and_of_shared_ones_are_not_mixed():
-    heads = (Head(2, own_layer=True), Head(1))
-    for config in (MLPConfig(separate=False), GRUConfig()):
-        with pytest.raises(UsageError, match="all have the last one for themselves, or none"):
-            config.build(VECTOR, heads)
+def test_only_action_values_can_be_dueling():
+    for config in (MLPConfig(dueling=True), GRUConfig(dueling=True)):
+        with pytest.raises(UsageError, match="Only action values can be dueling"):
+            config.build(VECTOR, (Head(2), Head(1)))
 
 
 def test_a_vector_is_refused_by_the_cnn():

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlframe.agents import DQN, DQNConfig, losses
+from rlframe.agents import DQN, SAC, DQNConfig, SACConfig
+from rlframe.agents.dqn_heads import Categorical, Quantiles
 from rlframe.agents.networks import MLPConfig
 from rlframe.agents.noisy import NoisyParams, sampled, with_deviations
 from rlframe.agents.priorities import importance_weights
 from rlframe.errors import UsageError
 from tests.agents import batches
-from tests.agents.batches import DISCRETE, VECTOR, started
+from tests.agents.batches import BOX, DISCRETE, VECTOR, started
 
 RNG = jax.random.PRNGKey(0)
 
@@ -34,18 +35,21 @@ def test_noise_is_a_product_of_that_of_inputs_and_of_outputs():
     mean = {"dense": {"w": jnp.full((4, 3), 7.0), "b": jnp.full(3, 2.0)}, "norm": {"scale": jnp.ones(3)}}
     params = with_deviations(mean, 0.5)
     sample = sampled(RNG, params)
-    noise, of_outputs = (np.asarray(sample["dense"]["w"]) - 7.0) / 0.25, (np.asarray(sample["dense"]["b"]) - 2.0) / 0.25
+    noise, of_outputs = (
+        (np.asarray(sample.mean["dense"]["w"]) - 7.0) / 0.25,
+        (np.asarray(sample.mean["dense"]["b"]) - 2.0) / 0.25,
+    )
     np.testing.assert_allclose(noise / of_outputs, np.repeat((noise / of_outputs)[:, :1], 3, axis=1), rtol=1e-4)
-    np.testing.assert_array_equal(sample["norm"]["scale"], mean["norm"]["scale"])
-    draws = jax.vmap(lambda rng: sampled(rng, params)["dense"]["b"])(jax.random.split(RNG, 4_000))
+    np.testing.assert_array_equal(sample.mean["norm"]["scale"], mean["norm"]["scale"])
+    draws = jax.vmap(lambda rng: sampled(rng, params).mean["dense"]["b"])(jax.random.split(RNG, 4_000))
     squares = jnp.square((draws - 2.0) / 0.25)  # |x| of a Gaussian
     np.testing.assert_allclose(squares.mean(), np.sqrt(2.0 / np.pi), atol=0.03)
     np.testing.assert_allclose(draws.mean(), 2.0, atol=0.02)
 
 
-def make(**changes) -> DQN:
-    cfg = {"batch_size": 16, "min_replay_size": 16, "optimizer": "adam", "noisy": 0.5, "epsilon_begin": 0.0, **changes}
-    return DQN(DQNConfig(**cfg), VECTOR, DISCRETE, MLPConfig((8,), "relu"))
+def make(noisy=0.5, dueling=False, **changes) -> DQN:
+    cfg = {"batch_size": 16, "min_replay_size": 16, "optimizer": "adam", "epsilon_begin": 0.0, **changes}
+    return DQN(DQNConfig(**cfg), VECTOR, DISCRETE, MLPConfig((8,), "relu", dueling=dueling, noisy=noisy))
 
 
 def test_actors_explore_by_noise_and_evaluations_do_not():
@@ -55,25 +59,22 @@ def test_actors_explore_by_noise_and_evaluations_do_not():
     acts = jax.jit(lambda rng: agent.actor_step(rng, published, seen, ())[0].action)
     assert len({acts(jax.random.PRNGKey(i)).tobytes() for i in range(8)}) > 4
     evaluates = {agent.eval_step(jax.random.PRNGKey(i), published, seen, ())[0].action.tobytes() for i in range(3)}
-    (values,) = agent.network.apply(params.mean, seen.observation)
+    (values,) = make(noisy=None).network.apply(params.mean, seen.observation)
     assert evaluates == {np.asarray(values.argmax(axis=1), np.int32).tobytes()}
 
 
-RAINBOW = {"double": True, "dueling": True, "num_atoms": 3, "prioritised": True}
+RAINBOW = {"double": True, "dueling": True, "head": Categorical(3), "prioritised": True}
 
 
 def loss_of_samples(plain, batch, online, target, selecting):
     """The loss of three sets of parameters without noise: for values, for those of targets, and for their choices."""
-    data, weights = batch.data, importance_weights(batch.probabilities, plain.cfg.importance_exponent)
-    read = plain._values if plain.cfg.num_atoms is None else plain._distributions
-    values, following = read(online, data.observation), read(target, data.next_observation)
-    choices = plain._values(selecting, data.next_observation)
-    steps = (values, data.action, data.reward, data.discount, following, choices)
-    if plain.cfg.num_atoms is None:
-        elementwise = losses.huber(losses.td_errors(*steps), plain.cfg.huber_threshold)
-    else:
-        elementwise = losses.categorical_errors(*steps, plain._support)
-    return jnp.mean(elementwise * weights if plain.cfg.prioritised else elementwise)
+    head, data, rows = plain.cfg.head, batch.data, np.arange(len(batch.data.action))
+    choices = head.values(plain._outputs(selecting, data.next_observation)).argmax(axis=1)
+    chosen = plain._outputs(online, data.observation)[rows, data.action]
+    following = plain._outputs(target, data.next_observation)[rows, choices]
+    loss = head.loss(chosen, data.reward, data.discount, following).loss
+    weights = importance_weights(batch.probabilities, plain.cfg.importance_exponent)
+    return jnp.mean(loss * weights if plain.cfg.prioritised else loss)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def loss_of_samples(plain, batch, online, target, selecting):
         RAINBOW,
         *(
             pytest.param(one, marks=pytest.mark.system)
-            for one in ({}, {"num_quantiles": 3}, {"num_atoms": 3}, {"double": True})
+            for one in ({}, {"head": Quantiles(3)}, {"head": Categorical(3)}, {"double": True})
         ),
     ],
 )
@@ -91,7 +92,9 @@ def test_the_loss_is_that_of_sampled_parameters_and_the_noise_is_learned(changes
     plain = make(**changes, noisy=None)
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
-    online, target, selecting = agent._sampled(params, learner_state)
+    rngs = jax.random.split(jax.random.fold_in(learner_state.rng, learner_state.steps), 3)
+    samples = map(sampled, rngs, (params, learner_state.target_params, params))
+    online, target, selecting = (sample.mean for sample in samples)
     weights = [each["head0"]["w"] for each in (params.mean, online, target, selecting)]
     assert all((one != other).any() for one, other in itertools.combinations(weights, 2))
     loss, _ = agent.loss(params, learner_state, batch)
@@ -107,5 +110,10 @@ def test_the_loss_is_that_of_sampled_parameters_and_the_noise_is_learned(changes
 
 
 def test_noise_of_nothing_is_refused():
-    with pytest.raises(UsageError, match=r"DQNConfig.noisy must be above 0, got 0.0"):
+    with pytest.raises(UsageError, match=r"MLPConfig.noisy must be above 0, got 0.0"):
         make(noisy=0.0)
+
+
+def test_agents_that_draw_no_noise_refuse_a_noisy_network():
+    with pytest.raises(UsageError, match="The network of MLPConfig is noisy, which this agent does not use"):
+        SAC(SACConfig(), VECTOR, BOX, MLPConfig((8,), noisy=0.5))

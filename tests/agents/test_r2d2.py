@@ -26,7 +26,7 @@ BURN_IN, LENGTH, ROWS = 3, 8, 4
 def make(network=None, **changes) -> R2D2:
     cfg = {"batch_size": ROWS, "sequence_length": LENGTH, "burn_in": BURN_IN, "period": 4, "min_replay_size": 4}
     cfg |= {"learning_rate": 1e-2, "n_step": 3, "discount": 0.9, **changes}
-    return R2D2(R2D2Config(**cfg), VECTOR, DISCRETE, network or GRUConfig(hidden=(4,), size=3))
+    return R2D2(R2D2Config(**cfg), VECTOR, DISCRETE, network or GRUConfig(hidden=(4,), size=3, dueling=True))
 
 
 def sequences(seed=0):
@@ -55,8 +55,8 @@ def twin_values(agent, params, data):
     core = np.array(data.agent_state.core)
     for t in range(data.step_type.shape[1]):
         core = np.where((data.step_type[:, t] == FIRST)[:, None], 0.0, core)
-        (advantages, value), core = agent.network.apply(params, data.observation[:, t], core)
-        values.append(np.asarray(value + advantages - advantages.mean(axis=1, keepdims=True)))
+        (found,), core = agent.network.apply(params, data.observation[:, t], core)
+        values.append(np.asarray(found))
     return np.stack(values, axis=1)[:, BURN_IN:]
 
 
@@ -207,7 +207,7 @@ def test_the_target_network_is_copied_every_period():
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(("network", "error"), [(GRUConfig(hidden=(8,), size=8), 0.0), (MLPConfig((8,)), 0.67)])
+@pytest.mark.parametrize(("network", "error"), [(GRUConfig((8,), 8, dueling=True), 0.0), (MLPConfig((8,)), 0.67)])
 def test_it_learns_what_only_a_memory_can_tell(network, error):
     """The third action is rewarded by what the first observation was: by it, by 0 or by its opposite."""
     agent = make(network, burn_in=0, sequence_length=3, n_step=1, rescaling=None)
@@ -247,7 +247,7 @@ def test_a_network_without_a_state_learns_at_the_papers_sizes():
 def test_on_images_it_has_the_papers_network():
     agent, paper = (
         R2D2(R2D2Config(), IMAGE, DISCRETE, factory)
-        for factory in (None, LSTMConfig((), 512, "relu", orthogonal=False))
+        for factory in (None, LSTMConfig((), 512, "relu", orthogonal=False, dueling=True))
     )
     observation, state = batches.random_tree(IMAGE, (2,)), paper.initial_state(2).core
     params = agent.initial_params(jax.random.PRNGKey(0))

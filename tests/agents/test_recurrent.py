@@ -11,7 +11,7 @@ import pytest
 
 from rlframe import Actor, Inferencer, InferencerConfig, Learner, LearnerConfig, ReplayBuffer, SyncEnv
 from rlframe.agents import DQN, IMPALA, PPO, DQNConfig, IMPALAConfig, PPOConfig
-from rlframe.agents.networks import Head
+from rlframe.agents.networks import Head, action_values
 from rlframe.agents.recurrent import Core, GRUConfig, LSTMConfig, LSTMState, RecurrentNetwork
 from rlframe.errors import UsageError
 from rlframe.types import FIRST, LAST
@@ -142,17 +142,18 @@ def test_a_network_of_ones_own_is_recurrent_where_it_has_an_initial_state():
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_heads_may_have_a_layer_of_their_own_after_the_core(name):
-    network = SMALL[name].build(VECTOR, (Head(2, own_layer=True), Head(1, own_layer=True)))
+def test_a_dueling_network_has_a_layer_for_advantages_and_one_for_the_value_after_the_core(name):
+    network = dataclasses.replace(SMALL[name], dueling=True).build(VECTOR, (action_values(2),))
     observation, state = random_tree(VECTOR, (5,)), network.initial_state(5)
     params = network.init(jax.random.PRNGKey(0), observation)
-    outputs, after = network.apply(params, observation, state)
-    core = after.hidden if name == "lstm" else after
-    for i, output in enumerate(outputs):
+    (values,), after = network.apply(params, observation, state)
+    core, parts = after.hidden if name == "lstm" else after, []
+    for i in range(2):
         layer, head = params[f"torso{i}_dense0"], params[f"head{i}"]
         assert layer["w"].shape == (3, 3)
-        expected = np.tanh(core @ layer["w"] + layer["b"]) @ head["w"] + head["b"]
-        np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
+        parts.append(np.tanh(core @ layer["w"] + layer["b"]) @ head["w"] + head["b"])
+    expected = parts[1] + parts[0] - parts[0].mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_images_pass_through_convolutions_before_the_core():

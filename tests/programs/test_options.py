@@ -13,12 +13,20 @@ import pytest
 
 import rlframe
 from rlframe.agents import PPOConfig
+from rlframe.agents.dqn_heads import Categorical, Quantiles
 from rlframe.cli.main import main
 from rlframe.cli.train_options import TrainOptions, read_arguments
 from rlframe.errors import UsageError
 from rlframe.programs import api, make_experiment, naming, session
 from rlframe.programs.api import SessionOptions
-from rlframe.programs.experiment import config_classes, field_names, flat, flat_fields
+from rlframe.programs.experiment import (
+    config_classes,
+    field_names,
+    flat,
+    flat_fields,
+    load_experiment,
+    save_experiment,
+)
 from rlframe.programs.options import from_jsonable, to_jsonable
 from rlframe.programs.run_dir import Result
 from rlframe.programs.topologies.config import find_topology
@@ -59,7 +67,8 @@ def defaults(agent: str) -> dict[str, object]:
     agent_config, network_config = values.pop("agent_config"), values.pop("network_config", None)
     values.update(flat_fields(agent_config), **flat_fields(options))
     values["async"] = values.pop("async_envs", None)
-    for prefix, config in (("network", network_config), ("model", getattr(agent_config, "model", None))):
+    parts = {name: getattr(agent_config, name, None) for name in ("model", "head")}
+    for prefix, config in {"network": network_config, **parts}.items():
         values.update(
             {f"{prefix}.{name}": each for name, each in ({} if config is None else flat_fields(config)).items()}
         )
@@ -95,16 +104,40 @@ def test_every_option_of_the_command_is_one_of_the_function_or_is_named_as_none(
 def test_what_the_command_line_and_a_script_ask_for_is_the_same(asked):
     words = "--agent dqn --env Acrobot-v1 --network mlp --network.hidden 32 16 --network.no-orthogonal --seed 3 --async"
     words += ' --env-type process --learning-rate 1 --no-double --eval-env-kwargs {"a":1} --run-dir run --stop-at 5'
-    words += " --profile-trace --project mine --take-over"
+    words += " --profile-trace --project mine --take-over --head categorical --head.num-atoms 21"
     experiment, options, _ = read_arguments(words.split())
     rlframe.train("dqn", "Acrobot-v1", network="mlp", agent_config=None, num_envs=experiment.num_envs,
                   **{"network.hidden": [32, 16]}, network_orthogonal=False, seed=3,
                   async_envs=True, env_type="process", learning_rate=1, double=False, eval_env_kwargs={"a": 1},
-                  run_dir="run", stop_at=5, profile_trace=True, project="mine", take_over=True)  # fmt: skip
+                  run_dir="run", stop_at=5, profile_trace=True, project="mine", take_over=True,
+                  head="categorical", head_num_atoms=21)  # fmt: skip
     ((same, told),) = asked
     assert same == experiment
     assert (str(told["run_dir"]), told["stop_at"], told["take_over"]) == (options.run_dir, 5, True)
     assert told["profile"] is not None and told["notes"] == {"preset": "dqn/acrobot"}
+
+
+def test_a_choice_has_options_of_its_own_and_keeps_those_of_the_preset(asked, tmp_path):
+    assert make_experiment("dqn", head=Categorical(5)).agent_config.head == Categorical(5)
+    rainbow = make_experiment("dqn", "Pong-v5", preset="dqn/rainbow_atari", head="categorical", head_value_max=5)
+    assert rainbow.agent_config.head == Categorical(51, -10.0, 5.0)
+    quantiles = make_experiment("dqn", "Pong-v5", preset="dqn/rainbow_atari", head="quantiles")
+    assert quantiles.agent_config.head == Quantiles()
+    save_experiment(rainbow, tmp_path / "config.json", {})
+    assert json.loads((tmp_path / "config.json").read_text())["experiment"]["agent_config"]["head"]["value_max"] == 5.0
+    assert load_experiment(tmp_path / "config.json") == rainbow
+    rlframe.train(config=tmp_path / "config.json", head_num_atoms=3)
+    assert read_arguments(["--config", str(tmp_path / "config.json"), "--head.num-atoms", "3"])[0] == asked[-1][0]
+    assert asked[-1][0].agent_config.head == Categorical(3, -10.0, 5.0)
+    for wrong, message in {
+        "c51": "head: expected 'expectation' or 'quantiles' or 'categorical', got 'c51' (str).",
+        3: "head: expected 'expectation' or 'quantiles' or 'categorical', got 3 (int).",
+    }.items():
+        with pytest.raises(UsageError) as raised:
+            rlframe.train("dqn", head=wrong)
+        assert str(raised.value) == message
+    with pytest.raises(UsageError, match=r"--head.num-atoms is an option of what --head chooses: give --head as well"):
+        read_arguments(["--agent", "dqn", "--head.num-atoms", "3"])
 
 
 def test_a_word_of_python_is_written_with_an_underscore_or_in_a_dict(asked):
@@ -115,8 +148,6 @@ def test_a_word_of_python_is_written_with_an_underscore_or_in_a_dict(asked):
 
 def test_a_saved_config_is_run_again_with_other_options(asked, tmp_path):
     (tmp_path / "run").mkdir()
-    from rlframe.programs.experiment import save_experiment
-
     saved = make_experiment("dqn", "Acrobot-v1", seed=7, learning_rate=0.5)
     save_experiment(saved, tmp_path / "run" / "config.json", {})
     rlframe.train(config=tmp_path / "run" / "config.json", seed=8, learning_rate=0.25)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from gymnasium.envs.registration import EnvSpec
 
+from rlframe.agents.dqn_heads import Categorical
 from rlframe.errors import UsageError
 from rlframe.programs import naming
-from rlframe.programs.experiment import Experiment, flat, make_experiment, with_preset
+from rlframe.programs.experiment import Experiment, make_experiment, option_value, with_preset
 from rlframe.programs.presets import PRESETS, find_preset
 from tests.agents.batches import BOX, DISCRETE, IMAGE, VECTOR
 
@@ -16,18 +17,8 @@ from tests.agents.batches import BOX, DISCRETE, IMAGE, VECTOR
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
 def test_every_preset_fits_the_configs_and_names_its_sources(preset):
     described = with_preset(preset, preset.agent, preset.envs[0])
-    options = flat(described)
-    groups = {
-        "run": options,
-        "agent": described.agent_config,
-        "network": options.get("network_config"),
-    }
-    shown = 0
-    for group, owner in groups.items():
-        for name, value in preset.values(group).items():
-            assert (owner[name] if group == "run" else getattr(owner, name)) == value
-            shown += 1
-    assert shown == len(preset.fields)
+    for option, setting in preset.fields.items():
+        assert option_value(described, option.removeprefix("agent.")) == setting.value
     assert all(len(setting.source) > 5 for setting in preset.fields.values())
 
 
@@ -40,7 +31,7 @@ def test_every_preset_fits_the_configs_and_names_its_sources(preset):
         ("ppo/pendulum", "steps", 300_000, "which explores by gSDE"),
         *((f"ppo/{env}", "agent.value_cost", 0.5, "weighs twice as much") for env in ("cartpole", "acrobot")),
         *((f"ppo/{env}", "agent.value_cost", 0.5, "weighs twice as much") for env in ("mountain_car", "pendulum")),
-        ("dqn/atari", "agent.huber_threshold", 1.0, "CleanRL squares all of them"),
+        ("dqn/atari", "agent.head.huber_threshold", 1.0, "CleanRL squares all of them"),
         ("dqn/atari", "agent.epsilon_decay_steps", 1_000_000, "from the first update on"),
         ("sac/mujoco", "agent.min_log_std", -5.0, "which scales a tanh to these bounds; here they clip"),
     ],
@@ -116,12 +107,10 @@ def test_options_of_envpools_task_are_not_given_to_an_environment_that_a_user_re
 
 def test_rainbow_is_dqn_with_all_of_its_parts_and_asked_for_by_name():
     assert find_preset("auto", "dqn", "Pong-v5").name == "dqn/atari"
-    cfg = make_experiment("dqn", "Pong-v5", preset="dqn/rainbow_atari").agent_config
-    assert (cfg.double, cfg.dueling, cfg.prioritised, cfg.n_step, cfg.num_atoms, cfg.noisy) == (True,) * 3 + (
-        3,
-        51,
-        0.5,
-    )
+    experiment = make_experiment("dqn", "Pong-v5", preset="dqn/rainbow_atari")
+    cfg, network = experiment.agent_config, experiment.topology.network_config
+    assert (cfg.double, cfg.prioritised, cfg.n_step, cfg.head) == (True, True, 3, Categorical(51, -10.0, 10.0))
+    assert (network.dueling, network.noisy) == (True, 0.5)
     assert cfg.epsilon_begin == cfg.epsilon_end == 0.0
 
 

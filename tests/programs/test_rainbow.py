@@ -6,8 +6,19 @@ import pytest
 
 from tests.programs.running import RunningProgram, options_of
 
-PARTS = ["--double", "--dueling", "--prioritised", "--n-step", "3", "--num-atoms", "51", "--noisy", "0.5"]
-PARTS += ["--value-min", "0", "--value-max", "100", "--epsilon-begin", "0", "--epsilon-end", "0"]
+PARTS = ["--double", "--prioritised", "--n-step", "3", "--network.dueling", "--network.noisy", "0.5"]
+PARTS += [
+    "--head",
+    "categorical",
+    "--head.value-min",
+    "0",
+    "--head.value-max",
+    "100",
+    "--epsilon-begin",
+    "0",
+    "--epsilon-end",
+    "0",
+]
 SIZES = ["--min-replay-size", "500", "--batch-size", "32", "--update-period", "4", "--discount", "0.99"]
 SIZES += ["--optimizer", "adam", "--learning-rate", "1e-3", "--target-update-period", "100", "--network", "mlp"]
 

@@ -50,8 +50,9 @@ def dqn(**fields) -> Experiment:
 def rainbow(**fields) -> Experiment:
     """What the preset changes of DQN's numbers, but for its sizes."""
     preset = make_experiment("dqn", "Pong-v5", preset="dqn/rainbow_atari").agent_config
-    parts = ("double", "dueling", "noisy", "num_atoms", "optimizer", "epsilon_begin", "epsilon_end", "max_grad_norm")
-    return dqn(**{name: getattr(preset, name) for name in parts}, **fields)
+    parts = ("double", "head", "optimizer", "epsilon_begin", "epsilon_end", "max_grad_norm")
+    own = {"network_config": MLPConfig((16,), dueling=True, noisy=0.5)}
+    return dqn(**{name: getattr(preset, name) for name in parts}, **{**own, **fields})
 
 
 def impala(**fields) -> Experiment:

@@ -126,7 +126,7 @@ ATARI_GAMES = Preset(
             agent__epsilon_end=0.01,
         ),
         **settings(f"{CLEANRL_ATARI}{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=1_000_000),  # 0.1 of 10,000,000
-        **settings("Mnih et al. 2015: clipped errors; CleanRL squares all of them", agent__huber_threshold=1.0),
+        **settings("Mnih et al. 2015: clipped errors; CleanRL squares all of them", agent__head__huber_threshold=1.0),
         **settings("Mnih et al. 2015: the network", network="nature_cnn", network__orthogonal=False),
         **settings("Mnih et al. 2015: whole games, true scores", eval_env_kwargs=ATARI_EVALUATION),
         **settings("our choice", num_envs=8),
@@ -147,15 +147,16 @@ RAINBOW_ATARI = Preset(
             agent__adam_epsilon=1.5e-4,
             agent__epsilon_begin=0.0,  # the noise explores
             agent__epsilon_end=0.0,
-            agent__noisy=0.5,
             agent__target_update_period=2_000,  # 8,000 steps
             agent__prioritised=True,
             agent__priority_exponent=0.5,
             agent__importance_exponent=0.4,
             agent__n_step=3,
-            agent__num_atoms=51,
-            agent__value_min=-10.0,
-            agent__value_max=10.0,
+            agent__head="categorical",
+            agent__head__num_atoms=51,
+            agent__head__value_min=-10.0,
+            agent__head__value_max=10.0,
+            network__noisy=0.5,
         ),
         **settings(
             "Hessel et al. 2018 (Rainbow), table 4",
@@ -164,7 +165,7 @@ RAINBOW_ATARI = Preset(
             agent__update_period=4,
             agent__replay_capacity=1_000_000,
         ),
-        **settings("Hessel et al. 2018 (Rainbow): its parts", agent__double=True, agent__dueling=True),
+        **settings("Hessel et al. 2018 (Rainbow): its parts", agent__double=True, network__dueling=True),
         **settings("dqn_zoo, rainbow/run_atari.py", agent__max_grad_norm=10.0),
         **settings("Hessel et al. 2018 (Rainbow) runs 50,000,000", steps=10_000_000),
         **settings("Mnih et al. 2015: clipped rewards, a life is an episode", env_kwargs=ATARI_TRAINING),

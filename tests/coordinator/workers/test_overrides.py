@@ -9,6 +9,7 @@ import pytest
 
 from rlframe.actors import Actor
 from rlframe.agents import DQN, IMPALA, DQNConfig, IMPALAConfig, Normalized
+from rlframe.agents.dqn_heads import Quantiles
 from rlframe.coordinator.messages import Failed, GetData, Learn, Started, StartTask
 from rlframe.coordinator.workers.collector import CollectorWorker
 from rlframe.coordinator.workers.learner import LearnerWorker
@@ -157,7 +158,7 @@ def test_hyper_parameters_that_an_agents_config_refuses_are_refused():
     with pytest.raises(UsageError, match="DQNConfig.learning_rate must be a number, got 'fast'"):
         with_config(agent, {"learning_rate": "fast"})
     with pytest.raises(UsageError, match="change the parameters of DQN"):
-        with_config(agent, {"dueling": True})
+        with_config(agent, {"head": Quantiles(5)})
     other = with_config(agent, {"learning_rate": 0.5})
     assert (type(other), other.cfg.learning_rate, agent.cfg.learning_rate) == (DQN, 0.5, 2.5e-4)
     assert with_config(agent, {}) is agent

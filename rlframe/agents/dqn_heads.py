@@ -1,0 +1,165 @@
+"""DQN's heads: what the network gives for each action, how it is learned, and its mean.
+
+`Expectation` learns the mean of a return (Mnih et al. 2015), `Quantiles` and `Categorical` its distribution.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar, NamedTuple, Union
+
+import jax
+import jax.numpy as jnp
+
+from rlframe.agents.losses import huber
+from rlframe.agents.trees import check_shapes
+from rlframe.errors import UsageError, check_above, check_at_least
+
+
+class HeadLoss(NamedTuple):
+    """A loss for each item of a batch, and its priority in the replay buffer."""
+
+    loss: jax.Array  # [B]
+    priority: jax.Array  # [B], at least 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Expectation:
+    """One number per action: the mean of its return (Mnih et al. 2015)."""
+
+    name: ClassVar[str] = "expectation"
+    size: ClassVar[int] = 1  # numbers per action
+
+    huber_threshold: float | None = 1.0  # where the squared error becomes linear; None: never
+
+    def __post_init__(self) -> None:
+        check_above(self, 0, "huber_threshold")
+
+    def values(self, outputs: jax.Array) -> jax.Array:
+        """[..., A]: action values of outputs [..., A, 1]."""
+        return outputs[..., 0]
+
+    def loss(self, outputs: jax.Array, reward: jax.Array, discount: jax.Array, next_outputs: jax.Array) -> HeadLoss:
+        """The squared error of a value, linear beyond the threshold; its size is the priority.
+
+        Args:
+            outputs: [B, 1], of the action that was chosen.
+            reward: [B], summed over n steps.
+            discount: [B], gamma to the n; 0 where the episode terminated.
+            next_outputs: [B, 1], of the target network n steps later, for the next action.
+        """
+        _check(outputs, reward, discount, next_outputs, "1")
+        target = jax.lax.stop_gradient(reward + discount * next_outputs[:, 0])
+        error = target - outputs[:, 0]
+        return HeadLoss(huber(error, self.huber_threshold), jnp.abs(error))
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantiles:
+    """N quantiles of each action's return (Dabney et al. 2018, arXiv:1710.10044: QR-DQN)."""
+
+    name: ClassVar[str] = "quantiles"
+
+    num_quantiles: int = 200
+    huber_threshold: float = 1.0  # kappa: where the squared error becomes linear
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "num_quantiles")
+        check_above(self, 0, "huber_threshold")
+
+    @property
+    def size(self) -> int:
+        """Numbers per action."""
+        return self.num_quantiles
+
+    def values(self, outputs: jax.Array) -> jax.Array:
+        """[..., A]: the mean of quantiles [..., A, N]."""
+        return jnp.mean(outputs, axis=-1)
+
+    def loss(self, outputs: jax.Array, reward: jax.Array, discount: jax.Array, next_outputs: jax.Array) -> HeadLoss:
+        """Quantile regression (algorithm 1 of the paper): summed over the quantiles, the mean over their targets.
+
+        Huber's loss is divided by its threshold, as in IQN (arXiv:1806.06923); at the usual 1 it is the same. The loss
+        is the priority.
+
+        Args:
+            outputs: [B, N], quantiles of the action that was chosen, in the order of their shares.
+            reward, discount: [B], as of `Expectation.loss`.
+            next_outputs: [B, N], of the target network for the next action.
+        """
+        _check(outputs, reward, discount, next_outputs, "N")
+        targets = jax.lax.stop_gradient(reward[:, None] + discount[:, None] * next_outputs)
+        errors = targets[:, None, :] - outputs[:, :, None]  # [B, N of the values, N of the targets]
+        count = outputs.shape[-1]
+        shares = (jnp.arange(count, dtype=jnp.float32) + 0.5) / count
+        weights = jnp.abs(shares[:, None] - (errors < 0.0))
+        threshold = self.huber_threshold
+        loss = jnp.sum(jnp.mean(weights * huber(errors, threshold) / threshold, axis=2), axis=1)
+        return HeadLoss(loss, loss)
+
+
+@dataclasses.dataclass(frozen=True)
+class Categorical:
+    """Logits of N values of each action's return (Bellemare et al. 2017, arXiv:1707.06887: C51)."""
+
+    name: ClassVar[str] = "categorical"
+
+    num_atoms: int = 51  # values, in equal distances
+    value_min: float = -10.0  # the lowest value; a return below counts as this
+    value_max: float = 10.0  # the highest value; a return above counts as this
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 2, "num_atoms")
+        if not -math.inf < self.value_min < self.value_max < math.inf:
+            raise UsageError(
+                "Categorical.value_min must be below value_max, and both finite, got "
+                f"value_min={self.value_min}, value_max={self.value_max}."
+            )
+
+    @property
+    def size(self) -> int:
+        """Numbers per action."""
+        return self.num_atoms
+
+    @property
+    def support(self) -> jax.Array:
+        """[N]: the values."""
+        return jnp.linspace(self.value_min, self.value_max, self.num_atoms)
+
+    def values(self, outputs: jax.Array) -> jax.Array:
+        """[..., A]: the mean of the distributions of logits [..., A, N]."""
+        return jax.nn.softmax(outputs) @ self.support
+
+    def loss(self, outputs: jax.Array, reward: jax.Array, discount: jax.Array, next_outputs: jax.Array) -> HeadLoss:
+        """The divergence KL(target || prediction), which is the priority too (algorithm 1 of the paper).
+
+        It is the paper's cross-entropy less a constant: 0 where they agree. A target beyond the support is at its end.
+
+        Args:
+            outputs: [B, N], logits of the action that was chosen.
+            reward, discount: [B], as of `Expectation.loss`.
+            next_outputs: [B, N], of the target network for the next action.
+        """
+        _check(outputs, reward, discount, next_outputs, "N")
+        support = self.support
+        targets = jnp.clip(reward[:, None] + discount[:, None] * support, support[0], support[-1])
+        # Each target's probability goes to the two values around it, in proportion to how near they are.
+        distances = jnp.abs(targets[:, None, :] - support[:, None]) / (support[1] - support[0])  # [B, N, N targets]
+        projected = jnp.sum(jnp.clip(1.0 - distances, 0.0, 1.0) * jax.nn.softmax(next_outputs)[:, None, :], axis=2)
+        projected = jax.lax.stop_gradient(projected)
+        log_probs = jax.nn.log_softmax(outputs)
+        loss = jnp.sum(jax.scipy.special.xlogy(projected, projected) - projected * log_probs, axis=1)
+        return HeadLoss(loss, loss)
+
+
+ReturnHead = Union[Expectation, Quantiles, Categorical]
+
+
+def _check(outputs: jax.Array, reward: jax.Array, discount: jax.Array, next_outputs: jax.Array, size: str) -> None:
+    check_shapes(
+        reward=(reward, "B"),
+        discount=(discount, "B"),
+        outputs=(outputs, f"B {size}"),
+        next_outputs=(next_outputs, f"B {size}"),
+    )
