@@ -76,6 +76,19 @@ def imports_of_files() -> Graph:
     return graph
 
 
+def defined(path: pathlib.Path) -> set[str]:
+    """The names that a file defines or imports anywhere."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
 def box_of(module: str) -> str:
     inner = module.removeprefix("rlframe").removeprefix(".")
     parts = inner.split(".")
@@ -113,6 +126,18 @@ def test_no_file_imports_itself_through_others():
         order.prepare()
     except graphlib.CycleError as error:
         raise AssertionError(f"These files import each other in a circle: {' -> '.join(error.args[1])}") from None
+
+
+def test_every_name_that_a_file_imports_from_the_package_exists():
+    files, missing = modules(), []
+    names = {module: defined(path) for module, path in files.items()}
+    for module, path in files.items():
+        for other, name in imported(ast.parse(path.read_text())):
+            if other.partition(".")[0] != "rlframe" or f"{other}.{name}" in files:
+                continue
+            is_there = other in files and (not name or name in names[other] or "__getattr__" in names[other])
+            missing += [] if is_there else [f"{module} imports {other}: {name}"]
+    assert not missing
 
 
 def test_the_diagram_shows_the_imports_between_packages():
