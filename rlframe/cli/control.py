@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
 _STOP = "rlframe stop"
 _STOP_DESCRIPTION = (
-    "End a run in good order, as Ctrl-C does: what is under way is taken to its end and everything is saved, without a "
-    "last evaluation. Waits for the end of the run (of `--seeds` or of a sweep: all runs) in RUN_DIR, and says what is "
-    "saved."
+    "End a run as Ctrl-C does: it finishes the step under way and saves everything, without a last evaluation. Waits "
+    "for the end of the run in RUN_DIR (of `--seeds` or of a sweep: of all runs), and says what is saved."
 )
 _LOOK = 0.1  # seconds between two looks whether it has ended
 
@@ -51,7 +50,7 @@ class RunOptions(ControlOptions):
 
 
 def connected(options: Any, prog: str) -> ControlClient:
-    """A client of the run's control, for the command `prog`. Raises `UsageError` where none can be."""
+    """Connect to the control of a run, for the command `prog`. Raise `UsageError` if it cannot be found."""
     with extras.needed(prog, "trajectories"):
         from rlframe.coordinator.control.client import ControlClient
     from rlframe.coordinator.control.address import read_control
@@ -68,13 +67,13 @@ def connected(options: Any, prog: str) -> ControlClient:
 
 
 def check_names_one_run(options: Any) -> None:
-    """Raise `UsageError` where no run is named, or two are."""
+    """Raise `UsageError` unless one run is named."""
     if (options.run_dir is None) == (options.url is None):
         raise UsageError("Name one run, by RUN_DIR or by the --url of its control.")
 
 
 def is_steered(run_dir: str) -> bool:
-    """Whether the run in a directory has a coordinator whose control can be asked from here."""
+    """Return True if the run in a directory has a coordinator, and its control answers on this host."""
     from rlframe.coordinator.control.address import control_file, read_control
     from rlframe.programs.run_status import topology_of
 
@@ -83,7 +82,7 @@ def is_steered(run_dir: str) -> bool:
 
 
 def _is_elsewhere(run_dir: str, url: str) -> bool:
-    """Whether a URL means a port of another host, at which anybody may listen here: it must not get the run's token."""
+    """Return True if a URL names loopback of another host: here anybody may listen there, and would get the token."""
     from rlframe.programs.run_lock import holder_of
 
     holder, host = holder_of(pathlib.Path(run_dir)), urllib.parse.urlsplit(url).hostname
@@ -97,7 +96,7 @@ def _is_elsewhere(run_dir: str, url: str) -> bool:
 
 
 def status_by_files(run_dir: str) -> Callable[[], dict[str, Any]]:
-    """Return what gives the status of a run by the files of its directory: its coordinator's last one, or now's."""
+    """Return a function that reads the status of a run from its directory: the coordinator's last, or the current."""
     from rlframe.coordinator.control.address import status_when_over
     from rlframe.programs.run_status import StatusReader
 
@@ -207,7 +206,7 @@ def _cancel(options: Any) -> None:
 
 
 def _stop(options: StopOptions, run_dir: str) -> tuple[dict[str, Any], str]:
-    """End what runs in a directory, and return how it ended and what is saved: as an object, and for a person."""
+    """End the run in a directory. Return how it ended and what is saved, as an object and as a sentence."""
     from rlframe.programs.run_dir import RUN, RunDir
     from rlframe.programs.run_lock import holder_of
 

@@ -15,7 +15,7 @@ import rlframe
 from rlframe import streams
 from rlframe.errors import RlframeError, UsageError, suggest
 
-# command -> what it does, for the help.
+# Commands, with the sentence that the help has about each.
 COMMANDS = {
     "train": "train an agent on an environment",
     "sweep": "search the options of train for values that learn best",

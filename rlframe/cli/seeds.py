@@ -1,6 +1,6 @@
 """Several runs that differ by their seed: `rlframe train --seeds 1-5`, and each trial of `rlframe sweep`.
 
-Each run is a process of its own. Their results make one table and one plot.
+Each run is a process. Their results make one table and one plot.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def run_seeds(experiment: Experiment, session: TrainOptions) -> int:
-    """Train once for each seed, in processes of their own, and print and draw what they say together.
+    """Train once for each seed, each in a process. Print a table and draw a plot of all runs.
 
-    The runs are RUN_DIR/seed-1 and so on; what each prints is in RUN_DIR/logs. With `--resume`, those that are over
-    stay as they are, and the others go on. Ctrl-C has those under way save and end; after SIGKILL they go on, until
-    `--resume --take-over`.
+    The runs are RUN_DIR/seed-1 and so on; RUN_DIR/logs has their output. `--resume` leaves finished runs alone and
+    continues the others. At Ctrl-C the runs save and end. SIGKILL does not reach them: `--resume --take-over` ends them
+    and continues.
 
     Returns:
-        0 where all runs ended well; else 128 + the signal that ended them, or the exit code of the first that failed.
+        0 if all runs ended well; else 128 + the signal that ended them, or the exit code of the first that failed.
     """
     assert session.seeds is not None
     seeds = parse_seeds(session.seeds)
@@ -79,7 +79,7 @@ def run_seeds(experiment: Experiment, session: TrainOptions) -> int:
         directory.create()
     with lock(directory, experiment, session):
         if not session.resume:
-            directory.create()  # again: it may have been another's meanwhile
+            directory.create()  # check again: another process may have used it before the lock
             save_experiment(experiment, directory.config, {})
         _note(directory, session.seeds, seeds)
         runs = [SeedRun(directory.path, seed, session) for seed in seeds]
@@ -110,7 +110,7 @@ def _check_begins(experiment: Experiment, session: TrainOptions) -> None:
 
 
 def _note(directory: RunDir, text: str, seeds: list[int]) -> None:
-    """Write in `seeds.json` which runs there are: these, and those of before."""
+    """Write the seeds of all runs to `seeds.json`: these and earlier ones."""
     path = directory.path / SEEDS
     before = parse_seeds(json.loads(path.read_text())["seeds"]) if path.exists() else []
     if not set(before) <= set(seeds):
@@ -119,7 +119,7 @@ def _note(directory: RunDir, text: str, seeds: list[int]) -> None:
 
 
 def _check_free(runs: list[SeedRun], session: TrainOptions) -> None:
-    """Raise UsageError for a run that goes on already: a killed `--seeds` leaves such, or it is gone on with alone."""
+    """Raise UsageError if another process writes to one of the runs."""
     for run in runs:
         if not session.take_over and (holder := holder_of(run.path)) is not None:
             raise UsageError(
@@ -129,7 +129,7 @@ def _check_free(runs: list[SeedRun], session: TrainOptions) -> None:
 
 
 def _run(runs: list[SeedRun], session: TrainOptions) -> int | None:
-    """Run those that are not over. Return the number of the signal that ended them, or None."""
+    """Run those that are not finished. Return the number of the signal that ended them, or None."""
     waiting = [run for run in runs if run.result is None]
 
     def say(run: SeedRun, text: str) -> None:
@@ -208,7 +208,7 @@ def _print_table(done: list[tuple[int, Result]], summary: dict[str, Any], pictur
 
 
 def check_of_several(experiment: Experiment, session: TrainOptions, by: str) -> None:
-    """Raises UsageError for what is of one run, where `by`, as a user knows it, makes several."""
+    """Raise UsageError for options that several runs cannot share. `by` names the option or command of several runs."""
     for name in _REFUSED:
         if getattr(session, name) != getattr(TrainOptions, name):
             raise UsageError(f"--{name.replace('_', '-')} is of one run; {by} makes several.")
@@ -227,20 +227,20 @@ def check_of_several(experiment: Experiment, session: TrainOptions, by: str) -> 
 
 
 def lock(directory: RunDir, experiment: Experiment, session: TrainOptions) -> RunLock:
-    """The lock of a directory of several runs, whose holder lets them save before it ends."""
+    """Return the lock of a directory of several runs. Its holder waits until they have saved."""
     grace = getattr(experiment.topology, "grace_seconds", GRACE)
     return RunLock(directory.path, session.take_over, ends_within=grace + 30.0)
 
 
 def run_all(next_run: Callable[[], SeedRun | None], ended: Callable[[SeedRun], None], at_once: int) -> int | None:
-    """Run what `next_run` gives, `at_once` beside each other, until nothing runs and it gives None.
+    """Run up to `at_once` runs at a time, until none is left.
 
     Args:
-        next_run: gives the next one; None where there is none now.
-        ended: hears of each that has ended. What it raises has the others save and end.
+        next_run: returns the next run, or None if there is none now.
+        ended: called with each run that has ended. If it raises, the other runs save and end.
 
     Returns:
-        The number of the signal that had them save and end; None where there was none.
+        The number of the signal that stopped them, or None.
     """
     running: list[SeedRun] = []
     with StopSignal() as stop:
@@ -260,7 +260,7 @@ def run_all(next_run: Callable[[], SeedRun | None], ended: Callable[[SeedRun], N
                     told = True
                     for run in running:
                         run.stop()
-        finally:  # of a second signal, which has them leave at once
+        finally:  # a second signal makes them leave at once
             for run in running:
                 run.stop()
             for run in running:
@@ -268,11 +268,11 @@ def run_all(next_run: Callable[[], SeedRun | None], ended: Callable[[SeedRun], N
 
 
 class SeedRun:
-    """One seed's run, in `DIRECTORY/seed-N` with the config of the directory.
+    """The run of one seed, in `DIRECTORY/seed-N`, with the config of the directory.
 
     Attributes:
-        log: what it prints, `DIRECTORY/logs/seed-N.log`.
-        code: its exit code, None while it goes on.
+        log: the file of its output, `DIRECTORY/logs/seed-N.log`.
+        code: exit code of its process; None while it runs.
         told: whether it was told to stop.
     """
 
@@ -286,13 +286,13 @@ class SeedRun:
 
     @property
     def result(self) -> Result | None:
-        """Of a run that is over."""
+        """The result of a finished run, else None."""
         path = RunDir(self.path).result
         result = Result.read(path) if path.exists() else None
         return result if result is not None and result.return_mean is not None else None
 
     def start(self) -> None:
-        """Begins the run; with `--resume` it goes on with what there is of it."""
+        """Start the run. With `--resume`, continue one that was started before."""
         command = [sys.executable, "-m", "rlframe", "train", "--run-dir", str(self.path), "--quiet"]
         if self._session.resume and (self.path / "config.json").exists():
             command += ["--resume", *["--take-over"] * self._session.take_over]
@@ -305,31 +305,31 @@ class SeedRun:
                 command += [name] if value is True else [name, str(value)]
         self.log.parent.mkdir(exist_ok=True)
         with open(self.log, "ab") as log:
-            # In a session of its own: Ctrl-C at a terminal reaches us alone, and each run is told once. A second signal
-            # would have it leave without saving.
+            # A new session: Ctrl-C at a terminal reaches only this process, which tells each run once. A second signal
+            # would make it leave without saving.
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
             )
 
     def has_ended(self) -> bool:
-        """Whether its process has."""
+        """Return True once its process has ended."""
         assert self._process is not None
         self.code = self._process.poll()
         return self.code is not None
 
     def stop(self) -> None:
-        """Has it save and end, as Ctrl-C does, where it has begun."""
+        """Make a started run save and end, as Ctrl-C does."""
         if self._process is not None:
             self.told = True
             self._process.send_signal(signal.SIGINT)
 
     def wait(self) -> None:
-        """Waits for its end."""
+        """Wait for the end of its process."""
         assert self._process is not None
         self.code = self._process.wait()
 
     def said(self) -> str:
-        """How it ended."""
+        """Return how it ended, for a person."""
         result = self.result
         if self.told and self.code in (128 + signal.SIGINT, -signal.SIGINT):  # or so early that it took no signals yet
             return "stopped"
@@ -339,6 +339,6 @@ class SeedRun:
         return f"return {result.return_mean:.1f}{spread}, {result.wall_seconds:.0f} s"
 
     def _last_words(self) -> str:
-        """The last line that it printed."""
+        """Return the last line of its output."""
         lines = self.log.read_text(encoding="utf-8", errors="backslashreplace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")

@@ -12,7 +12,7 @@ from rlframe import extras, transport
 from rlframe.cli.parsing import parse
 from rlframe.errors import UsageError, suggest
 
-# service -> what it does, for the help.
+# Services, with the sentence that the help has about each.
 SERVICES = {
     "trajectories": "groups of sequences from environments, in batches for trainers",
     "policy": "a language model behind the OpenAI API, with its learner's newest weights",
@@ -50,7 +50,7 @@ class TrajectoryOptions(ServiceOptions):
 
     port: int = 8000  # 0: one that is free
     store: str = "sqlite:trajectories.db"  # sqlite:PATH, memory, or redis://HOST:PORT/DATABASE
-    # begin every run of the store anew: registrations, environments and groups in it are dropped
+    # clear the store: drop all registrations, environments and groups in it
     fresh: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     tokenizer: Union[str, None] = None  # byte, or a tokenizer.json, with which the live page shows tokens as text
     max_queue_mb: int = 16_384  # megabytes of groups that are kept; environments are told to hold at 80 % of it

@@ -19,7 +19,7 @@ from rlframe.metrics.terminal import console
 PROG = "rlframe status"
 DESCRIPTION = "Show how a run is: its state, its progress, and every process."
 _OVER = ("CLOSED", "FAILED")
-_STATES = {  # in the words of who reads
+_STATES = {  # as a person reads them
     "INIT": "starting",
     "CONNECTING": "starting",
     "WAITING": "starting (waits for a learner)",
@@ -37,14 +37,14 @@ _AWAY = 60.0  # seconds for which --watch waits for a control that does not answ
 
 @dataclasses.dataclass(frozen=True)
 class StatusOptions(RunOptions):
-    """What `rlframe status` takes."""
+    """Options of `rlframe status`."""
 
     watch: bool = False  # show it again and again, until the run is over
     interval: float = 1.0  # seconds between two looks, with --watch
 
 
 def run(arguments: list[str]) -> int:
-    """Runs the command and returns its exit code."""
+    """Run the command and return its exit code."""
     options = parse(StatusOptions, arguments, PROG, DESCRIPTION)
     if not 0.1 <= options.interval <= 3600.0:
         raise UsageError(f"--interval must be between 0.1 and 3600 seconds, got {options.interval:g}.")
@@ -64,7 +64,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _look_at(options: StatusOptions, run_dir: str, opened: contextlib.ExitStack) -> Look:
-    """What gives the status of the run in a directory: its coordinator, or the directory's files."""
+    """Return a function that reads the status of the run in a directory, from its coordinator or from its files."""
     from rlframe.programs.run_lock import holder_of
 
     directory = pathlib.Path(run_dir)
@@ -84,7 +84,7 @@ def _look_at(options: StatusOptions, run_dir: str, opened: contextlib.ExitStack)
 
 
 def _watch(look: Look, options: StatusOptions) -> None:
-    """Until the run is over. A control that does not answer is waited for: it may be restarting."""
+    """Show the status until the run is over. Wait for a control that does not answer: it may be restarting."""
     from rich.live import Live
 
     screen = console(sys.stdout)
@@ -119,7 +119,7 @@ def _watch(look: Look, options: StatusOptions) -> None:
 
 
 def _shown(status: dict[str, Any]) -> Any:
-    """What a person reads."""
+    """Format a status for a person."""
     from rich.console import Group
 
     parts = _lines(status, status["job"])
@@ -168,7 +168,7 @@ def _lines(status: dict[str, Any], job: dict[str, Any]) -> list[Any]:
 
 
 def _workers(workers: list[dict[str, Any]]) -> Any:
-    """A column for all that is known of any of them."""
+    """Make a table with a column for each field that any worker has."""
     from rich.table import Table
     from rich.text import Text
 

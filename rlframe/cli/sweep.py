@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> int:
         directory.create()
     with lock(directory, experiment, session):
         if not session.resume:
-            directory.create()  # again: it may have been another's meanwhile
+            directory.create()  # check again: another process may have used it before the lock
         kept = {name: getattr(session, name) for name in _KEPT}
         write_atomically(directory.path / SWEEP, json.dumps(kept), "\n")
         if not session.resume:
@@ -63,11 +63,8 @@ def run(arguments: list[str]) -> int:
     return 128 + stopped_by
 
 
-# --- what is asked for
-
-
 def _settled(experiment: Experiment, session: SweepOptions, directory: RunDir) -> SweepOptions:
-    """The options of the whole sweep: of one that is resumed those that it began with, where they are not given.
+    """Complete the options of the sweep: a resumed one keeps those that it began with.
 
     Raises:
         UsageError: they are of another sweep, or there is none in the directory.
@@ -88,7 +85,7 @@ def _settled(experiment: Experiment, session: SweepOptions, directory: RunDir) -
 
 
 def _checked(arguments: list[str], experiment: Experiment, session: SweepOptions) -> list[Varied]:
-    """What is varied, each of its values read as `rlframe train` reads it. Raises UsageError where one does not fit."""
+    """Return the options to vary. Raise UsageError unless `rlframe train` takes all of their values."""
     parse_seeds(session.seeds or "")
     varied = [parse_varied(text).typed(experiment) for text in session.vary]
     if not varied:
@@ -115,7 +112,7 @@ def _checked(arguments: list[str], experiment: Experiment, session: SweepOptions
 
 
 def _experiment(arguments: list[str], options: dict[str, str]) -> Experiment:
-    """What the command line asks for, with these options changed."""
+    """Make the experiment of the command line with these options changed."""
     changed = [argument for name, value in options.items() for argument in _as_arguments(name, value)]
     return read_arguments([*arguments, *changed], SweepOptions, PROG, DESCRIPTION)[0]
 

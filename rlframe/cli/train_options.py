@@ -35,16 +35,16 @@ DESCRIPTION = (
 
 @dataclasses.dataclass(frozen=True)
 class TrainOptions(SessionOptions):
-    """Options of the command line beside those of an experiment; those of its own are not for a script."""
+    """Options of a session. Those below exist only on the command line."""
 
     seeds: Union[str, None] = None  # 1-5 or 1,2,7: a run for each, in RUN_DIR/seed-1 and so on; one table and one plot
-    at_once: int = 1  # with --seeds: how many runs go on beside each other
+    at_once: int = 1  # with --seeds: how many runs at a time
     json: bool = False  # print the result as one JSON object, the last line of stdout
     traceback: bool = False  # show where an error came from
 
 
 class ExperimentOptions:
-    """The options of an experiment and of every topology of its agent, in one dataclass: see `_flat_class`."""
+    """Base of the dataclass that `_flat_class` makes."""
 
 
 def read_arguments(
@@ -53,10 +53,9 @@ def read_arguments(
     prog: str = PROG,
     description: str = DESCRIPTION,
 ) -> tuple[Experiment, TrainOptions, Preset | None]:
-    """What the command line asks for, and the preset that it is based on.
+    """Parse the command line to an experiment, the options of a session, and the preset that it is based on.
 
-    The options depend on the agent and network, and their defaults on the preset, so those few are
-    looked for first.
+    The options depend on the agent and network, and their defaults on the preset: those few are read first.
 
     Args:
         arguments: without the program and the command.
@@ -82,7 +81,7 @@ def read_arguments(
 
 
 def _defaults(arguments: list[str]) -> tuple[Experiment, Preset | None]:
-    """What the command line changes: a saved experiment, or the defaults of the agent and environment named in it."""
+    """Return the defaults of the command line: a saved experiment, or those of its agent and environment."""
     config, run_dir, preset_name = peek(arguments, "config"), peek(arguments, "run-dir"), peek(arguments, "preset")
     session = SessionOptions(
         preset_name or "auto", config, run_dir, resume="--resume" in arguments and run_dir is not None
@@ -98,12 +97,12 @@ def _defaults(arguments: list[str]) -> tuple[Experiment, Preset | None]:
 
 
 def _agents_with(option: str) -> str:
-    """As `agents_with`, of an option as it is written: `--x-y`."""
+    """Call `agents_with` for an option as the command line has it: `--x-y`."""
     return agents_with(option.removeprefix("--").replace("-", "_").removeprefix("no_"))
 
 
 def _start(defaults: Experiment, arguments: list[str], session_cls: type[TrainOptions]) -> Any:
-    """What tyro parses, with its defaults: an experiment, a session, the agent's config, the network's with prefix."""
+    """Make the dataclass for tyro: experiment, session, agent config, and network config with a prefix."""
     flat_options: Any = tyro.conf.OmitArgPrefixes
     config_cls: Any = type(defaults.agent_config)
     experiment_cls = _flat_class(defaults, arguments)
@@ -134,9 +133,9 @@ def _start(defaults: Experiment, arguments: list[str], session_cls: type[TrainOp
 
 
 def _flat_class(defaults: Experiment, arguments: list[str]) -> Any:
-    """The options of an experiment and of every topology of its agent, in one dataclass.
+    """Join the options of an experiment and of every topology of its agent in one dataclass.
 
-    What may be a file of the user's own can be chosen where it is named.
+    The choices of an option include the user's `file.py:Name` if the command line has it.
     """
     classes = config_classes(defaults.agent, peek(arguments, "topology") or defaults.topology.name)
     widest = [cls for cls in dict.fromkeys(classes.values()) if not _is_base(cls, classes.values())]
@@ -147,7 +146,7 @@ def _flat_class(defaults: Experiment, arguments: list[str]) -> Any:
         "replay": ("auto", *naming.REPLAYS),
     }
     hidden = Annotated[Any, tyro.conf.Suppress]
-    # `async` alone is a word that Python keeps for itself.
+    # `async` is a keyword of Python.
     annotations: dict[str, Any] = {
         "async_envs": Annotated[bool, tyro.conf.arg(name="async")],
         **dict.fromkeys(("name", "agent_config", "network_config"), hidden),
@@ -161,10 +160,10 @@ def _flat_class(defaults: Experiment, arguments: list[str]) -> Any:
     namespace = {
         "__annotations__": annotations,
         "__module__": __name__,
-        "__post_init__": lambda self: None,  # what they are together is checked when the experiment is made
+        "__post_init__": lambda self: None,  # values are checked when the experiment is made
         **{name: own[name] for name in annotations},
     }
-    # By its name the parser finds a source for it, and goes on to those of its bases, whose comments are the help.
+    # The parser finds the source by the class name, then that of the bases: their comments are the help.
     made = type(ExperimentOptions.__name__, (ExperimentOptions, *widest, Experiment), namespace)
     return dataclasses.dataclass(frozen=True)(made)
 

@@ -1,4 +1,4 @@
-"""What `rlframe sweep` varies, and its trials: Optuna chooses the values of each, and each is a run for each seed."""
+"""The options and trials of `rlframe sweep`: Optuna chooses the values of a trial, which is one run for each seed."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class SweepOptions(TrainOptions):
     """Options of `rlframe sweep` beside those of an experiment."""
 
     seeds: Union[str, None] = None  # 1-3 or 1,2,7: each trial is a run for each; None: one run, of --seed
-    at_once: int = 1  # how many runs go on beside each other
-    resume: bool = False  # go on with the sweep in --run-dir; of other options it takes --trials, --sampler, --at-once
-    take_over: bool = False  # with --resume: end the sweep that still goes on in --run-dir, and go on in its place
+    at_once: int = 1  # how many runs at a time
+    resume: bool = False  # continue the sweep in --run-dir; only --trials, --sampler and --at-once may change
+    take_over: bool = False  # with --resume: end the sweep that still runs in --run-dir, and continue it here
     # an option of `rlframe train`, and its values; give --vary once for each option. num-epochs=1..8: from this range;
     # learning-rate=1e-4..1e-2:log: the same, drawn by its logarithm; gae-lambda=0.9,0.95,0.98: one of these;
     # "network.hidden=64,64 64": the same, of an option that takes several words (here with --network mlp)
@@ -59,7 +59,7 @@ class Varied:
     whole: bool = False  # of whole numbers, see `typed`
 
     def typed(self, experiment: Experiment) -> Varied:
-        """The same, a range of whole numbers where the option is one in `experiment`; None there says nothing.
+        """Return the same, with a range of whole numbers if the option is an int in `experiment`.
 
         Raises:
             UsageError: it has a range, and is no number; or it is a switch, and has other values than True and False.
@@ -74,7 +74,7 @@ class Varied:
         return dataclasses.replace(self, whole=isinstance(value, int))
 
     def suggest(self, trial: Any) -> str:
-        """The value that an Optuna trial has, or gets now."""
+        """Return the value of an Optuna trial, which may choose it now."""
         if not self.is_range:
             return trial.suggest_categorical(self.name, self.values)
         suggest, number = (trial.suggest_int, int) if self.whole else (trial.suggest_float, float)
@@ -82,7 +82,7 @@ class Varied:
         return str(suggest(self.name, low, high, log=self.log))
 
     def panel(self, values: list[Any]) -> OptionPanel:
-        """What is drawn of it: its values in all trials."""
+        """Return the panel of a plot that shows its values in all trials."""
         if not self.is_range:
             return OptionPanel(self.name, values, self.values)
         return OptionPanel(self.name, values, bounds=(float(self.values[0]), float(self.values[1])), log=self.log)
@@ -119,13 +119,13 @@ class _Trial:
 
 
 class Trials:
-    """The trials of a study, which is kept in `study.journal`; each is as many runs as there are seeds.
+    """The trials of an Optuna study, which `study.journal` keeps. Each is one run for each seed.
 
     Args:
-        varied: the options that differ.
-        experiment_of: gives the experiment of a trial from its options. Raises UsageError where they do not fit.
-        experiment: what is the same in all; its seed is that of what is drawn.
-        session: the other options, of which each is given.
+        varied: the options that differ between trials.
+        experiment_of: makes the experiment of a trial from its options. Raises UsageError if they do not fit.
+        experiment: shared by all trials. Its seed is that of the sampler.
+        session: the options of the sweep, completed.
         directory: of the sweep.
     """
 
@@ -138,7 +138,7 @@ class Trials:
         directory: pathlib.Path,
     ) -> None:
         self._varied, self._experiment_of, self._experiment = varied, experiment_of, experiment
-        # A sweep that was killed leaves its runs going: a resumed one ends them and goes on in their place.
+        # The runs of a killed sweep are still running: a resumed one ends them and continues them.
         self._session = dataclasses.replace(session, take_over=session.resume)
         self._directory, self._seeds = directory, parse_seeds(session.seeds or "")
         with extras.needed("rlframe sweep", "sweep"):
@@ -158,7 +158,7 @@ class Trials:
         self._under_way: list[_Trial] = []
 
     def next_run(self) -> SeedRun | None:
-        """The next run of a trial under way, or of a new one; None where the last trial has begun."""
+        """Return the next run of a trial under way, or of a new one; None once the last trial has begun."""
         while True:
             for trial in self._under_way:
                 if trial.waiting:
@@ -168,7 +168,7 @@ class Trials:
                 return None
 
     def ended(self, run: SeedRun) -> None:
-        """Hears of the end of a run. Raises RlframeError where it failed and no trial has ended well."""
+        """Take the end of a run. Raise RlframeError if it failed and no trial has ended well."""
         trial = next((each for each in self._under_way if run in each.runs), None)
         if trial is None:  # another run of it failed
             return
@@ -179,7 +179,7 @@ class Trials:
         self._settle(trial)
 
     def _begin(self) -> bool:
-        """Begins a trial, or goes on with one; False where there is none left."""
+        """Begin a trial, or continue one. Return False if none is left."""
         count = len(self._study.trials)
         self._study.sampler = self._sampler(count)
         if self._unfinished:
@@ -206,7 +206,7 @@ class Trials:
         return True
 
     def _settle(self, trial: _Trial) -> None:
-        """Tells Optuna the value of a trial whose runs are all over."""
+        """Tell Optuna the value of a trial once all its runs are finished."""
         results = [run.result for run in trial.runs]
         returns = [result.return_mean for result in results if result is not None and result.return_mean is not None]
         if trial not in self._under_way or len(returns) < len(results) or trial.going:
@@ -244,10 +244,10 @@ class Trials:
         if not self._session.quiet:
             print(text, file=sys.stderr, flush=True)
 
-    # --- what came of it
+    # --- the report
 
     def report(self) -> None:
-        """Draws sweep.png, and prints the trials by their value, and how to repeat the best."""
+        """Draw sweep.png. Print the trials by their value, and the command that repeats the best."""
         done = sorted(self._trials("COMPLETE"), key=lambda trial: trial.value, reverse=True)
         if not done:
             return
