@@ -1,6 +1,6 @@
 """DQN's heads: what the network gives for each action, how it is learned, and its mean.
 
-`Expectation` learns the mean of a return (Mnih et al. 2015), `Quantiles` and `Categorical` its distribution.
+`Expectation` learns the mean of a return (Mnih et al. 2015), `Quantiles` and `Categories` its distribution.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Quantiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class Categorical:
+class Categories:
     """Logits of N values of each action's return (Bellemare et al. 2017, arXiv:1707.06887: C51)."""
 
     name: ClassVar[str] = "categorical"
@@ -113,7 +113,7 @@ class Categorical:
         check_at_least(self, 2, "num_atoms")
         if not -math.inf < self.value_min < self.value_max < math.inf:
             raise UsageError(
-                "Categorical.value_min must be below value_max, and both finite, got "
+                "Categories.value_min must be below value_max, and both finite, got "
                 f"value_min={self.value_min}, value_max={self.value_max}."
             )
 
@@ -153,7 +153,7 @@ class Categorical:
         return HeadLoss(loss, loss)
 
 
-ReturnHead = Union[Expectation, Quantiles, Categorical]
+ReturnHead = Union[Expectation, Quantiles, Categories]
 
 
 def _check(outputs: jax.Array, reward: jax.Array, discount: jax.Array, next_outputs: jax.Array, size: str) -> None:

@@ -18,7 +18,7 @@ from rlframe.learners.checkpoints import Checkpointer
 from rlframe.learners.config import DataConfig, LearnerConfig
 from rlframe.learners.saver import Saver
 from rlframe.learners.snapshot import Snapshot
-from rlframe.learners.update import Update, check_are_numbers, check_params, check_update, copied, not_a_batch
+from rlframe.learners.update import LearnerUpdate, check_are_numbers, check_params, check_update, copied, not_a_batch
 from rlframe.learners.versions import StalenessLimit, VersionCounter, mean_version
 from rlframe.params.packing import PackedParams, Packing
 from rlframe.params.publication import Publication, SharedParams
@@ -94,7 +94,7 @@ class Learner:
         # Donated buffers must be distinct: an initial state may hold the parameters themselves (target networks).
         self._params, self._learner_state = copied((self._params, self._learner_state))
         packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
-        self._update = Update(agent, packing)
+        self._update = LearnerUpdate(agent, packing)
         self._published = self._packed()
         self._publication = Publication(packing, self._versions.value, self._published)
         self._replay_stats = Snapshot(self._replay_buffer.stats if self._is_buffer else dict)

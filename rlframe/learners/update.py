@@ -27,7 +27,7 @@ class Updated(NamedTuple):
     is_finite: jax.Array  # [] bool: whether the parameters, and what actors would get of them, are finite
 
 
-class Update:
+class LearnerUpdate:
     """The jitted update of an agent.
 
     Call it with (params, learner_state, batch, published) to get an `Updated`. It donates `params` and `learner_state`.

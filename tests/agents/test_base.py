@@ -36,7 +36,7 @@ from rlframe.agents import (
     SACConfig,
     TD3Config,
 )
-from rlframe.agents.dqn_heads import Categorical, Quantiles
+from rlframe.agents.dqn_heads import Categories, Quantiles
 from rlframe.agents.networks import MLPConfig
 from rlframe.agents.policies import default_policy
 from rlframe.agents.recurrent import LSTMConfig
@@ -80,7 +80,7 @@ def make(name: str) -> Agent:
         "sac matrix": lambda: SAC(SAC_CONFIG, {"a": VECTOR, "b": VECTOR}, MATRIX, SMALL_MLP),
         "sac images": lambda: SAC(SAC_CONFIG, DICT, BOX, SMALL_CNN),
         "dqn atoms": lambda: DQN(
-            dataclasses.replace(DQN_CONFIG, head=Categorical(5)), VECTOR, DISCRETE, MLPConfig(dueling=True)
+            dataclasses.replace(DQN_CONFIG, head=Categories(5)), VECTOR, DISCRETE, MLPConfig(dueling=True)
         ),
         "dqn quantiles": lambda: DQN(dataclasses.replace(DQN_CONFIG, head=Quantiles(5)), VECTOR, DISCRETE),
         "dqn noisy": lambda: DQN(DQN_CONFIG, VECTOR, DISCRETE, MLPConfig(noisy=0.5)),

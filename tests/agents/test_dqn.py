@@ -10,7 +10,7 @@ import pytest
 
 from rlframe.agents import DQN, DQNConfig
 from rlframe.agents.dqn import ActorParams, Repetition, munchausen_bonus, soft_value
-from rlframe.agents.dqn_heads import Categorical, Expectation, Quantiles
+from rlframe.agents.dqn_heads import Categories, Expectation, Quantiles
 from rlframe.agents.networks import MLPConfig
 from rlframe.agents.priorities import importance_weights
 from rlframe.agents.trees import zero_timestep
@@ -173,7 +173,7 @@ def test_the_munchausen_bonus_and_the_soft_value_are_their_definitions():
     np.testing.assert_allclose(soft, np.sum(next_policy * (following - 0.5 * np.log(next_policy)), axis=1), rtol=1e-4)
 
 
-@pytest.mark.parametrize("change", [{"double": True}, {"n_step": 3}, {"head": Quantiles(5)}, {"head": Categorical(5)}])
+@pytest.mark.parametrize("change", [{"double": True}, {"n_step": 3}, {"head": Quantiles(5)}, {"head": Categories(5)}])
 def test_munchausen_with_other_targets_is_refused(change):
     with pytest.raises(UsageError, match=r"munchausen has targets of its own.* Leave them False, 1, expectation"):
         make(munchausen=True, **change)
@@ -228,7 +228,7 @@ def test_quantiles_find_the_distribution_of_a_bandits_rewards():
 
 @pytest.mark.parametrize("dueling", [False, True])
 def test_categorical_returns_are_learned_as_the_algorithm_says(dueling):
-    agent = make(dueling, head=Categorical(5, -1.0, 1.0), double=True, prioritised=True)
+    agent = make(dueling, head=Categories(5, -1.0, 1.0), double=True, prioritised=True)
     support = np.linspace(-1.0, 1.0, 5)
     params, learner_state = started(agent)
     target = agent.initial_params(jax.random.PRNGKey(9))

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlframe.agents.dqn_heads import Categorical, Expectation, Quantiles
+from rlframe.agents.dqn_heads import Categories, Expectation, Quantiles
 from rlframe.errors import UsageError
 from tests.extras import import_or_skip
 
-HEADS = [Expectation(), Quantiles(3), Categorical(3)]
+HEADS = [Expectation(), Quantiles(3), Categories(3)]
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_quantiles_agree_with_rlax(rlax):
 
 
 def test_a_categorical_target_is_shared_by_the_values_around_it():
-    head, predicted = Categorical(3, -1.0, 1.0), np.log([[0.25, 0.25, 0.5]])
+    head, predicted = Categories(3, -1.0, 1.0), np.log([[0.25, 0.25, 0.5]])
     following = np.log([[0.2, 0.3, 0.5]])
     # 0.25 + 0.5 z is -0.25, 0.25 and 0.75: 0.2 a quarter of the way down from 0, 0.3 and 0.5 up to 1.
     target = np.array([0.2 * 0.25, 0.2 * 0.75 + 0.3 * 0.75 + 0.5 * 0.25, 0.3 * 0.25 + 0.5 * 0.75])
@@ -82,9 +82,9 @@ def test_a_wrong_shape_is_named(head):
         (lambda: Expectation(0.0), "Expectation.huber_threshold must be above 0, got 0.0"),
         (lambda: Quantiles(0), "Quantiles.num_quantiles must be at least 1, got 0"),
         (lambda: Quantiles(8, -1.0), "Quantiles.huber_threshold must be above 0, got -1.0"),
-        (lambda: Categorical(1), "Categorical.num_atoms must be at least 2, got 1"),
-        (lambda: Categorical(51, 1.0, 1.0), "Categorical.value_min must be below value_max, and both finite"),
-        (lambda: Categorical(51, value_max=np.inf), "value_min must be below value_max, and both finite"),
+        (lambda: Categories(1), "Categories.num_atoms must be at least 2, got 1"),
+        (lambda: Categories(51, 1.0, 1.0), "Categories.value_min must be below value_max, and both finite"),
+        (lambda: Categories(51, value_max=np.inf), "value_min must be below value_max, and both finite"),
     ],
 )
 def test_heads_that_cannot_be_learned_are_refused(make, message):

@@ -11,7 +11,7 @@ import pytest
 from dm_env import specs
 
 from rlframe.agents import DQN, DQNConfig
-from rlframe.agents.dqn_heads import Categorical
+from rlframe.agents.dqn_heads import Categories
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, _convolve, action_values, dueling_values
 from rlframe.agents.recurrent import GRUConfig
 from rlframe.errors import UsageError
@@ -174,7 +174,7 @@ def test_the_nature_network_has_the_papers_parameters():
 
 
 def test_a_dueling_nature_network_has_a_hidden_layer_for_values_and_one_for_advantages():
-    spec, cfg = specs.BoundedArray((4, 84, 84), np.uint8, 0, 255), DQNConfig(head=Categorical(51))
+    spec, cfg = specs.BoundedArray((4, 84, 84), np.uint8, 0, 255), DQNConfig(head=Categories(51))
     shapes = jax.eval_shape(DQN(cfg, spec, specs.DiscreteArray(6), NatureCNNConfig(dueling=True)).initial_params, RNG)
     # Wang et al. 2016, figure 1; Hessel et al. 2018 with 51 atoms: the convolutions alone are shared.
     convolutions = 8192 + 32 + 32768 + 64 + 36864 + 64

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlframe.agents import DQN, SAC, DQNConfig, SACConfig
-from rlframe.agents.dqn_heads import Categorical, Quantiles
+from rlframe.agents.dqn_heads import Categories, Quantiles
 from rlframe.agents.networks import MLPConfig
 from rlframe.agents.noisy import NoisyParams, sampled, with_deviations
 from rlframe.agents.priorities import importance_weights
@@ -63,7 +63,7 @@ def test_actors_explore_by_noise_and_evaluations_do_not():
     assert evaluates == {np.asarray(values.argmax(axis=1), np.int32).tobytes()}
 
 
-RAINBOW = {"double": True, "dueling": True, "head": Categorical(3), "prioritised": True}
+RAINBOW = {"double": True, "dueling": True, "head": Categories(3), "prioritised": True}
 
 
 def loss_of_samples(plain, batch, online, target, selecting):
@@ -83,7 +83,7 @@ def loss_of_samples(plain, batch, online, target, selecting):
         RAINBOW,
         *(
             pytest.param(one, marks=pytest.mark.system)
-            for one in ({}, {"head": Quantiles(3)}, {"head": Categorical(3)}, {"double": True})
+            for one in ({}, {"head": Quantiles(3)}, {"head": Categories(3)}, {"double": True})
         ),
     ],
 )

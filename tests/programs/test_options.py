@@ -13,7 +13,7 @@ import pytest
 
 import rlframe
 from rlframe.agents import PPOConfig
-from rlframe.agents.dqn_heads import Categorical, Quantiles
+from rlframe.agents.dqn_heads import Categories, Quantiles
 from rlframe.cli.main import main
 from rlframe.cli.train_options import TrainOptions, read_arguments
 from rlframe.errors import UsageError
@@ -118,9 +118,9 @@ def test_what_the_command_line_and_a_script_ask_for_is_the_same(asked):
 
 
 def test_a_choice_has_options_of_its_own_and_keeps_those_of_the_preset(asked, tmp_path):
-    assert make_experiment("dqn", head=Categorical(5)).agent_config.head == Categorical(5)
+    assert make_experiment("dqn", head=Categories(5)).agent_config.head == Categories(5)
     rainbow = make_experiment("dqn", "Pong-v5", preset="dqn/rainbow_atari", head="categorical", head_value_max=5)
-    assert rainbow.agent_config.head == Categorical(51, -10.0, 5.0)
+    assert rainbow.agent_config.head == Categories(51, -10.0, 5.0)
     quantiles = make_experiment("dqn", "Pong-v5", preset="dqn/rainbow_atari", head="quantiles")
     assert quantiles.agent_config.head == Quantiles()
     save_experiment(rainbow, tmp_path / "config.json", {})
@@ -128,7 +128,7 @@ def test_a_choice_has_options_of_its_own_and_keeps_those_of_the_preset(asked, tm
     assert load_experiment(tmp_path / "config.json") == rainbow
     rlframe.train(config=tmp_path / "config.json", head_num_atoms=3)
     assert read_arguments(["--config", str(tmp_path / "config.json"), "--head.num-atoms", "3"])[0] == asked[-1][0]
-    assert asked[-1][0].agent_config.head == Categorical(3, -10.0, 5.0)
+    assert asked[-1][0].agent_config.head == Categories(3, -10.0, 5.0)
     for wrong, message in {
         "c51": "head: expected 'expectation' or 'quantiles' or 'categorical', got 'c51' (str).",
         3: "head: expected 'expectation' or 'quantiles' or 'categorical', got 3 (int).",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from gymnasium.envs.registration import EnvSpec
 
-from rlframe.agents.dqn_heads import Categorical
+from rlframe.agents.dqn_heads import Categories
 from rlframe.errors import UsageError
 from rlframe.programs import naming
 from rlframe.programs.experiment import Experiment, make_experiment, option_value, with_preset
@@ -109,7 +109,7 @@ def test_rainbow_is_dqn_with_all_of_its_parts_and_asked_for_by_name():
     assert find_preset("auto", "dqn", "Pong-v5").name == "dqn/atari"
     experiment = make_experiment("dqn", "Pong-v5", preset="dqn/rainbow_atari")
     cfg, network = experiment.agent_config, experiment.topology.network_config
-    assert (cfg.double, cfg.prioritised, cfg.n_step, cfg.head) == (True, True, 3, Categorical(51, -10.0, 10.0))
+    assert (cfg.double, cfg.prioritised, cfg.n_step, cfg.head) == (True, True, 3, Categories(51, -10.0, 10.0))
     assert (network.dueling, network.noisy) == (True, 0.5)
     assert cfg.epsilon_begin == cfg.epsilon_end == 0.0
 
