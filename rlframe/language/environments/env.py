@@ -15,12 +15,11 @@ from rlframe.language.environments import cli, collecting, files, groups
 from rlframe.language.environments.collecting import CollectAttempt, Collector, current_attempt, together
 from rlframe.language.environments.config import APIServerConfig, BaseEnvConfig, ReasoningConfig, ServerBaseline
 from rlframe.language.environments.groups import Item, ScoredDataGroup, ScoredDataItem
-from rlframe.language.environments.metrics import CollectStatistics, GroupStatistics, length_metrics
+from rlframe.language.environments.metrics import CollectStatistics, GroupStatistics, Tracker, length_metrics
 from rlframe.language.environments.model_server import APIServer
 from rlframe.language.environments.server_manager import ServerManager
 from rlframe.language.environments.serving import Membership, ServeLoop
 from rlframe.language.model.tokenizers import load_tokenizer
-from rlframe.metrics import WandbLogger
 
 T = TypeVar("T")
 Groups = Union[ScoredDataGroup, Sequence[Union[ScoredDataGroup, None]], None]
@@ -86,7 +85,7 @@ class BaseEnv(abc.ABC):
         self.collected = GroupStatistics()
         self._said: set[str] = set()  # why groups were not sent
         self.statistics = CollectStatistics()
-        self.tracker: WandbLogger | None = None
+        self.tracker: Tracker | None = None
         self.membership: Membership | None = None
         path = config.data_path_to_save_groups
         self.groups_file = None if path is None else files.GroupsFile(path)

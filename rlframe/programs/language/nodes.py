@@ -106,9 +106,9 @@ class Environment:
         self._run, self._rank = run, rank
         self._incarnation = next_incarnation(run.path / "environments" / f"{rank}.incarnation")
         env_cls = env_class(run.experiment.env)
-        self._metrics = Metrics()
+        self._metrics = RecentMetrics()
         self._env = env_cls(env_config(env_cls, run, rank, self._incarnation), [model_server(run)])
-        self._env.tracker = self._metrics  # type: ignore[assignment]  # where `wandb_log` goes
+        self._env.tracker = self._metrics  # receives the rows of `wandb_log`
         self._serving = ServeLoop(self._env)
         self._lock = threading.Lock()
         self._asked: int | None = None  # the newest evaluation that was asked for
@@ -237,8 +237,8 @@ class WarmUp:
         self._stop.set()
 
 
-class Metrics:
-    """Where an environment logs to, in place of a run of Weights & Biases: kept, for whoever asks."""
+class RecentMetrics:
+    """The tracker of an environment whose run's monitor asks for its metrics: it keeps the newest 100 rows."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -246,27 +246,28 @@ class Metrics:
         self._newest: dict[str, float] = {}
         self.count = 0
 
-    def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Takes a row; of names like `reverse_0_train/exact_match`, what the environment said."""
-        row = {_own_name(name): float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Keep the numbers of a row. A name like `reverse_0_train/exact_match` becomes `train/exact_match`."""
+        row = {_own_name(name): float(value) for name, value in values.items() if isinstance(value, (int, float))}
         with self._lock:
             self.count += 1
             self._newest.update(row)
             self._rows = [*self._rows[-99:], row]
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-        """Says how many rows there are: the service's live page shows what is sent."""
+        """Return the number of rows as text: the service's live page shows the rows."""
         return f"{len(rows)} of {', '.join(columns)}"
 
-    def finish(self) -> None:
-        pass
+    def close(self) -> None:
+        """Do nothing: there is nothing to close."""
 
     def newest(self) -> dict[str, float]:
+        """Return the newest value of each name."""
         with self._lock:
             return dict(self._newest)
 
     def since(self, count: int, prefix: str) -> dict[str, float]:
-        """What was logged after the first `count` rows under names that begin so."""
+        """Return the values after the first `count` rows whose names begin with `prefix`."""
         with self._lock:
             rows = self._rows[-(self.count - count) :] if self.count > count else []
             return {name: value for row in rows for name, value in row.items() if name.startswith(prefix)}

@@ -156,7 +156,7 @@ def test_a_dead_learner_stops_no_answers_and_its_next_one_is_followed():
         assert ask(client).policy_version == 4
         server_of_learner.close()
         problem = wait_until(lambda: policy(server)["problem"], "the death was not noticed")
-        assert f"The learner at {address} did not answer get_packed() within 5 s" in problem
+        assert f"The learner at {address} did not answer get_params() within 5 s" in problem
         assert ask(client).policy_version == 4 and policy(server)["since_learner"] > 0.5
         learner.publish(9)
         server_of_learner.enter_context(serving.serving(learner, address))
