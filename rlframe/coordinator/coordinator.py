@@ -345,13 +345,10 @@ class Coordinator:
             if isinstance(event, threading.Event):
                 event.set()  # what came before it is in the journal
         for effect in effects:
-            self._execute(effect)
-
-    def _execute(self, effect: Any) -> None:
-        self._does[type(effect)](effect)
+            self._does[type(effect)](effect)
 
     def _write_down(self, effects: list[Any]) -> None:
-        """Before anything is done about it: what a coordinator that is killed has done, its successor knows."""
+        """Write the journal before acting, so that the successor of a killed coordinator knows what was done."""
         notes, now = [effect for effect in effects if isinstance(effect, ev.Note)], time.monotonic()
         for note in notes:
             fields = {name: value for name, value in note.fields.items() if isinstance(value, _PLAIN)}
@@ -374,14 +371,14 @@ class Coordinator:
             self._recorder.write(row.env_steps, {**row.values, **replay}, self._job.accounts)
 
     def _finish_late(self) -> None:
-        """As `_finish`, for a coordinator that was killed before it had done so."""
+        """Call `_finish` for a coordinator that was killed before it did."""
         self._replay.start()
         if self._recorder is not None:
             self._recorder.begin(self._job.accounts)
         self._finish(ev.Over(self._job.state is JobState.FAILED, self._job.reason))
 
     def _finish(self, over: ev.Over) -> None:
-        """Nobody works any more: what it has come to is written down."""
+        """Write the result: all workers have stopped."""
         self._replay.close()
         with self._lock:
             self._published = self._job.accounts.to_json()

@@ -130,6 +130,7 @@ def strike_all(program: ElasticProgram) -> None:
 
 
 @pytest.mark.system
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("agent", "steps", "wanted"), [(STEADY_DQN, 300_000, 475.0), (IMPALA, 2_000_000, 450.0)], ids=["dqn", "impala"]
 )
