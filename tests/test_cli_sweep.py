@@ -14,7 +14,7 @@ import pytest
 from rlframe.cli.main import main
 from rlframe.cli.trials import Trials, Varied, parse_varied
 from rlframe.errors import UsageError
-from rlframe.programs.experiment import load_experiment
+from rlframe.programs.config_file import load_experiment
 from rlframe.programs.run_lock import RunLock
 from tests.extras import needs
 from tests.test_cli_seeds import QUICK, running

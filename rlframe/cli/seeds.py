@@ -23,7 +23,8 @@ from rlframe.engines.stopping import StopSignal
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.metrics.curves import ENOUGH, interquartile_mean, interval, plus_minus
-from rlframe.programs.experiment import MAX_SEED, Experiment, load_experiment, save_experiment
+from rlframe.programs.config_file import load_experiment, save_experiment
+from rlframe.programs.experiment import MAX_SEED, Experiment
 from rlframe.programs.run_dir import SEEDS, Result, RunDir, default_path
 from rlframe.programs.run_lock import RunLock, holder_of
 

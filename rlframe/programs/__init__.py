@@ -11,7 +11,7 @@ _PUBLIC = {
     "Result": "rlframe.programs.run_dir",
     "evaluate": "rlframe.programs.evaluation",
     "make_experiment": "rlframe.programs.experiment",
-    "load_experiment": "rlframe.programs.experiment",
+    "load_experiment": "rlframe.programs.config_file",
     "train": "rlframe.programs.session",
 }
 

@@ -14,16 +14,10 @@ from rlframe.errors import UsageError
 from rlframe.metrics import Logger, TerminalLogger, TrackioLogger, WandbLogger
 from rlframe.programs import session
 from rlframe.programs.callbacks import Callback
+from rlframe.programs.config_file import load_experiment
 from rlframe.programs.control import Control
 from rlframe.programs.env_backend import import_env
-from rlframe.programs.experiment import (
-    Experiment,
-    changed,
-    default_env,
-    field_names,
-    load_experiment,
-    with_preset,
-)
+from rlframe.programs.experiment import Experiment, changed, default_env, field_names, with_preset
 from rlframe.programs.given import name_of, named
 from rlframe.programs.options import to_jsonable, with_options
 from rlframe.programs.presets import Preset, find_preset

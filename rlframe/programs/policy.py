@@ -13,7 +13,7 @@ from rlframe.errors import CheckpointError, PeerError, UsageError
 from rlframe.language.model import ModelConfig, weights
 from rlframe.learners import Checkpointer
 from rlframe.params.source import NewestParams
-from rlframe.programs.experiment import load_experiment
+from rlframe.programs.config_file import load_experiment
 from rlframe.programs.run_dir import RunDir
 from rlframe.programs.saved_policy import read_policy
 from rlframe.programs.topologies.parts import make_agent

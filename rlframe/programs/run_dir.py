@@ -20,7 +20,8 @@ from rlframe.interprocess.files import write_atomically
 from rlframe.learners.checkpoints import Checkpointer
 from rlframe.metrics import CSVLogger, JSONLLogger, LenientLogger, Logger, TensorBoardLogger
 from rlframe.programs import run_lock
-from rlframe.programs.experiment import Experiment, load_experiment, save_experiment
+from rlframe.programs.config_file import load_experiment, save_experiment
+from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import convert
 from rlframe.programs.presets import plain_name
 from rlframe.user_files import forget_changed

@@ -20,10 +20,11 @@ from rlframe.errors import ProgramError, UsageError
 from rlframe.learners import Checkpointer
 from rlframe.metrics import LenientLogger, Logger, MultiLogger, plot_learning_curve
 from rlframe.programs.callbacks import Callback, Callbacks
+from rlframe.programs.config_file import load_experiment
 from rlframe.programs.control import Control, serve_control_of
 from rlframe.programs.env_backend import backend_note, check_backend, import_env
 from rlframe.programs.evaluation import describe_evaluation
-from rlframe.programs.experiment import Experiment, complete, continued, load_experiment, with_fields
+from rlframe.programs.experiment import Experiment, complete, continued, with_fields
 from rlframe.programs.profile import Profile
 from rlframe.programs.progress import Progress
 from rlframe.programs.rows import following

@@ -5,12 +5,8 @@ import json
 import pytest
 
 from rlframe.errors import UsageError
-from rlframe.programs.experiment import (
-    continued,
-    load_experiment,
-    make_experiment,
-    save_experiment,
-)
+from rlframe.programs.config_file import load_experiment, save_experiment
+from rlframe.programs.experiment import continued, make_experiment
 from rlframe.programs.run import Run
 from rlframe.programs.topologies.parts import learner_config, make_agent
 from rlframe.programs.updates import total_learner_steps

@@ -16,8 +16,9 @@ from rlframe.errors import UsageError
 from rlframe.language import ModelConfig
 from rlframe.language.model import weights
 from rlframe.language.server import PolicyServerConfig
+from rlframe.programs.config_file import load_experiment
 from rlframe.programs.evaluation import evaluate
-from rlframe.programs.experiment import Experiment, load_experiment, make_experiment
+from rlframe.programs.experiment import Experiment, make_experiment
 from rlframe.programs.language.monitor import LanguageMonitor
 from rlframe.programs.language.nodes import Environment, WarmUp, model_server, next_incarnation
 from rlframe.programs.run import Run

@@ -19,14 +19,8 @@ from rlframe.cli.train_options import TrainOptions, read_arguments
 from rlframe.errors import UsageError
 from rlframe.programs import api, make_experiment, naming, session
 from rlframe.programs.api import SessionOptions
-from rlframe.programs.experiment import (
-    config_classes,
-    field_names,
-    flat,
-    flat_fields,
-    load_experiment,
-    save_experiment,
-)
+from rlframe.programs.config_file import load_experiment, save_experiment
+from rlframe.programs.experiment import config_classes, field_names, flat, flat_fields
 from rlframe.programs.options import from_jsonable, to_jsonable
 from rlframe.programs.run_dir import Result
 from rlframe.programs.topologies.config import find_topology
