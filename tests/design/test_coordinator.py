@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import itertools
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,10 +52,14 @@ class Traced(Coordinator):
     def __init__(self, *args: Any) -> None:
         self.did: list[Any] = []
         super().__init__(*args)
+        self._does = {kind: self._noting(act) for kind, act in self._does.items()}
 
-    def _execute(self, effect: Any) -> None:
-        self.did.append(effect)
-        super()._execute(effect)
+    def _noting(self, act: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def noted(effect: Any) -> None:
+            self.did.append(effect)
+            act(effect)
+
+        return noted
 
 
 @pytest.fixture(scope="module")
