@@ -19,7 +19,7 @@ from rlframe.agents.optimizers import annealed, clipped
 from rlframe.agents.policies import Policy, default_policy
 from rlframe.agents.recurrent import Core
 from rlframe.agents.returns import generalised_advantages
-from rlframe.errors import check_above, check_at_least, check_share
+from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import (
     LAST,
     AgentOutput,
@@ -212,10 +212,16 @@ class PPO(Agent):
     @functools.cached_property
     def _minibatch_updates(self) -> MinibatchUpdates:
         cfg = self.cfg
-        stops = None if cfg.target_kl is None else lambda logs: logs["approx_kl"] > cfg.target_kl
+        stops = None if cfg.target_kl is None else self._is_above_target_kl
         return MinibatchUpdates(
             self, self._rollout_and_logs, cfg.num_epochs, cfg.num_minibatches, cfg.envs_per_batch, stops
         )
+
+    def _is_above_target_kl(self, logs: Logs) -> jax.Array:
+        if "approx_kl" not in logs:
+            given = ", ".join(sorted(logs))
+            raise UsageError(f"{type(self).__name__}: target_kl needs approx_kl among the logs of loss, got {given}.")
+        return logs["approx_kl"] > self.cfg.target_kl
 
     def _rollout_and_logs(self, params: Params, data: SequenceBatch) -> tuple[Rollout, Logs]:
         rollout = self.rollout(params, data)

@@ -174,6 +174,11 @@ class Normalized(Agent):
         """Act as the inner agent on normalized observations."""
         output, state = self._act(self.agent.actor_step, rng, params, timestep, state)
         if self.rewards:
+            if "return" in output.extras:
+                raise UsageError(
+                    f'{type(self.agent).__name__}: extras["return"] is what normalise_rewards gives to the learner. '
+                    "Give the extra of this agent another name."
+                )
             output = output._replace(extras={**output.extras, "return": state.return_so_far})
         return output, state
 

@@ -68,17 +68,29 @@ def _hint(given: str, known: Sequence[str], elsewhere: Any) -> str:
 
 
 def choices_of(hint: Any) -> dict[str, Any]:
-    """The dataclasses of a union by their `name`: a field with this annotation is chosen by name, as `head`."""
+    """The dataclasses of a union by their `name`: a field with this annotation is chosen by name, as `head`.
+
+    Every member must be a dataclass with a `name` that is not one of its fields. Another union has no choices.
+    """
     members = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else ()
-    return {each.name: each for each in members if dataclasses.is_dataclass(each) and hasattr(each, "name")}
+    return {_choice_name(each): each for each in members} if all(map(_choice_name, members)) else {}
+
+
+def _choice_name(cls: Any) -> str | None:
+    """Return the `name` of a dataclass whose name is not a field; None if there is none."""
+    if not dataclasses.is_dataclass(cls) or "name" in {field.name for field in dataclasses.fields(cls)}:
+        return None
+    name = getattr(cls, "name", None)
+    return name if isinstance(name, str) else None
 
 
 def chosen(config: Any, names: Mapping[str, Any]) -> Any:
-    """The config with the choices that are named (`head="categorical"`). What it has by this name already, it keeps."""
+    """The config with the choices that are given (`head="categorical"`). What it has by this name already, it keeps."""
     changes = {}
     for field, hint in hints_of(type(config)).items():
-        if isinstance(names.get(field), str) and choices_of(hint) and names[field] != getattr(config, field).name:
-            changes[field] = convert(hint, names[field], field)
+        given = names.get(field)
+        if given is not None and choices_of(hint) and given != getattr(config, field).name:
+            changes[field] = convert(hint, given, field)
     return dataclasses.replace(config, **changes) if changes else config
 
 
@@ -102,7 +114,7 @@ def with_options(config: Any, options: Mapping[str, Any], prefix: str = "") -> A
         if dot:
             parts[first][rest] = value
         else:
-            is_chosen = isinstance(value, str) and choices_of(hints.get(first))
+            is_chosen = value is not None and choices_of(hints.get(first))
             value = getattr(config, first) if is_chosen else value
             values[first] = convert(hints.get(first, Any), value, prefix + name)
     for first, inner in parts.items():
@@ -121,8 +133,8 @@ def to_jsonable(value: Any) -> Any:
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: to_jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        name = getattr(value, "name", None)  # of a choice it is no field
-        return {"name": name, **fields} if isinstance(name, str) else fields
+        name = _choice_name(type(value))
+        return fields if name is None else {"name": name, **fields}
     if isinstance(value, collections.abc.Mapping):
         return {str(key): to_jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -148,6 +160,8 @@ def from_jsonable(cls: type, values: Any, where: str) -> Any:
     if not isinstance(values, dict):
         raise UsageError(f"{where}: expected an object with the fields of {cls.__name__}, got {_received(values)}.")
     hints = hints_of(cls)
+    if "name" in values and values["name"] == _choice_name(cls):
+        values = {name: value for name, value in values.items() if name != "name"}
     for name in values:
         if name not in hints:
             raise UsageError(f"{where}: {cls.__name__} has no field {name!r}.{suggest(name, hints)}")

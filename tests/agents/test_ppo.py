@@ -153,6 +153,18 @@ def test_an_update_ends_at_its_target_divergence():
     np.testing.assert_allclose(logs["explained_variance"], expected, rtol=1e-4)
 
 
+class Silent(PPO):
+    def loss(self, params, learner_state, batch):
+        return super().loss(params, learner_state, batch)[0], {}
+
+
+def test_a_target_divergence_needs_a_loss_that_logs_it():
+    agent = Silent(dataclasses.replace(CONFIG, target_kl=0.1), VECTOR, DISCRETE, SMALL)
+    params, learner_state = started(agent)
+    with pytest.raises(UsageError, match="Silent: target_kl needs approx_kl among the logs of loss, got loss"):
+        learn(agent, params, learner_state, batches.sequences(agent, params, learner_state))
+
+
 def test_the_explained_variance_is_of_the_steps_that_count():
     targets, mask = np.array([1.0, 2.0, 3.0, 99.0], np.float32), np.array([1.0, 1.0, 1.0, 0.0], np.float32)
     assert explained_variance(targets - 5.0, targets, mask) == 1.0

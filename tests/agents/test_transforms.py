@@ -302,6 +302,13 @@ def test_what_buffers_and_programs_ask_of_an_agent_is_the_inner_agents():
     batches.assert_trees_equal(started(copied), started(ppo()))
 
 
+def test_an_extra_that_has_the_name_of_the_returns_is_refused():
+    inner = Normalized(Watching(WatchingConfig(), VECTOR, DISCRETE), rewards=True)
+    assert Normalized(inner).step_spec.extras.keys() == {"score", "return"}  # of observations alone
+    with pytest.raises(UsageError, match=r'Normalized: extras\["return"\] is what normalise_rewards gives'):
+        Normalized(inner, rewards=True).step_spec  # noqa: B018
+
+
 def test_options_that_make_no_sense_are_refused():
     with pytest.raises(UsageError, match=r"Normalized.observation_clip must be above 0, got nan"):
         ppo(observation_clip=float("nan"))

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import pathlib
 import re
-from typing import Any, Literal, Union
+from typing import Any, ClassVar, Literal, Union
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from rlframe.programs import api, make_experiment, naming, session
 from rlframe.programs.api import SessionOptions
 from rlframe.programs.config_file import load_experiment, save_experiment
 from rlframe.programs.experiment import config_classes, field_names, flat, flat_fields
-from rlframe.programs.options import from_jsonable, to_jsonable
+from rlframe.programs.options import chosen, from_jsonable, to_jsonable
 from rlframe.programs.run_dir import Result
 from rlframe.programs.topologies.config import find_topology
 
@@ -305,6 +305,33 @@ class Outer:
 def test_a_dataclass_survives_the_round_trip_through_json():
     value = Outer(1e-4, 0.2, None, "y", False, {"a": [1, "b"]}, Inner((1, 2, 3), "b"))
     assert from_jsonable(Outer, json.loads(json.dumps(to_jsonable(value))), "here") == value
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    name: str = "small"
+    size: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """A config whose name is no field, with unions that offer no choice by name."""
+
+    name: ClassVar[str] = "own"
+    model: Union[Model, None] = None
+    head: Union[Quantiles, Categories, None] = None
+
+
+@pytest.mark.parametrize("own", [Own(), Own(Model("large", 3), Categories(num_atoms=5)), Own(Model())])
+def test_names_of_a_users_config_survive_the_round_trip_through_json(own):
+    assert from_jsonable(Own, json.loads(json.dumps(to_jsonable(own))), "own") == own
+    assert chosen(own, {"model": "large", "head": "quantiles"}) == own
+
+
+def test_a_choice_may_be_given_whole_beside_its_options():
+    for head in (Quantiles(5), {"name": "quantiles", "num_quantiles": 5}):
+        made = make_experiment("dqn", preset="none", head=head, head_huber_threshold=2.0)
+        assert made.agent_config.head == Quantiles(5, 2.0)
 
 
 def test_a_whole_number_is_taken_for_a_float_field():
