@@ -73,7 +73,8 @@ def choices_of(hint: Any) -> dict[str, Any]:
     Every member must be a dataclass with a `name` that is not one of its fields. Another union has no choices.
     """
     members = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else ()
-    return {_choice_name(each): each for each in members} if all(map(_choice_name, members)) else {}
+    choices = {name: each for each in members if (name := _choice_name(each)) is not None}
+    return choices if len(choices) == len(members) else {}
 
 
 def _choice_name(cls: Any) -> str | None:
