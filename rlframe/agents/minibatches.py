@@ -76,10 +76,14 @@ class MinibatchUpdates:
             length = self._num_epochs if indices is None else len(indices)
             carry, steps = jax.lax.scan(lambda now, index: step(now, rows, index, state), carry, indices, length=length)
         else:
-            each = []
-            for index in [None] * self._num_epochs if indices is None else indices:
+            each: list[Logs] = []
+            order = [None] * self._num_epochs if indices is None else indices
+            for index in order:
                 carry, logs_of_step = step(carry, rows, index, state)
                 each.append(logs_of_step)
+                if self._stops is not None and carry.is_stopped:
+                    break
+            each += [jax.tree.map(np.zeros_like, each[0])] * (len(order) - len(each))
             steps = jax.tree.map(lambda *values: np.asarray(values), *each)
         params, opt_state = end(carry, params, learner_state.opt_state)
         steps_before = learner_state.steps
@@ -109,7 +113,7 @@ class MinibatchUpdates:
 
     @property
     def _pieces(self) -> tuple[Callable[..., Any], ...]:
-        return self._begin, self._step, self._end
+        return self._begin, self._step_unless_stopped, self._end
 
     @functools.cached_property
     def _jitted_pieces(self) -> tuple[Callable[..., Any], ...]:
@@ -130,21 +134,29 @@ class MinibatchUpdates:
         carry = _Carry(ravel_pytree(params)[0], opt_state, jnp.array(False))
         return carry, rows, self.indices(shuffle_rng, len(jax.tree.leaves(rows)[0])), rng, logs
 
-    def _step(self, carry: _Carry, rows: Tree, index: jax.Array | None, state: Any) -> tuple[_Carry, Logs]:
-        stops = self._stops
-        if stops is None:
-            return self._gradient_step(carry, rows, index, state)
+    def _step_unless_stopped(
+        self, carry: _Carry, rows: Tree, index: jax.Array | None, state: Any
+    ) -> tuple[_Carry, Logs]:
+        """Do `_step`, or nothing after a stop. Only for the scan: a convolution is slow inside of cond, too."""
+        if self._stops is None:
+            return self._step(carry, rows, index, state)
 
         def run(carry: _Carry) -> tuple[_Carry, Logs]:
-            after, logs = self._gradient_step(carry, rows, index, state)
-            is_stopped = stops(logs)
-            kept = jax.tree.map(lambda old, new: jnp.where(is_stopped, old, new), carry, after)
-            return kept._replace(is_stopped=is_stopped), {**logs, "minibatch_share": jnp.float32(1.0)}
+            return self._step(carry, rows, index, state)
 
         def skip(carry: _Carry) -> tuple[_Carry, Logs]:
             return carry, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(run, carry)[1])
 
         return jax.lax.cond(carry.is_stopped, skip, run, carry)
+
+    def _step(self, carry: _Carry, rows: Tree, index: jax.Array | None, state: Any) -> tuple[_Carry, Logs]:
+        """Do a gradient step, unless its logs say to stop."""
+        after, logs = self._gradient_step(carry, rows, index, state)
+        if self._stops is None:
+            return after, logs
+        is_stopped = self._stops(logs)
+        kept = jax.tree.map(lambda old, new: jnp.where(is_stopped, old, new), carry, after)
+        return kept._replace(is_stopped=is_stopped), {**logs, "minibatch_share": jnp.float32(1.0)}
 
     def _gradient_step(self, carry: _Carry, rows: Tree, index: jax.Array | None, state: Any) -> tuple[_Carry, Logs]:
         state = state._replace(opt_state=carry.opt_state)

@@ -116,6 +116,17 @@ def test_gradient_steps_end_at_a_limit_and_only_those_before_it_count(cls):
     assert logs["minibatch_share"] == pytest.approx(2 / 80)
 
 
+def test_outside_of_a_scan_a_gradient_step_has_no_branch():
+    # On a CPU the gradient of a convolution takes nine times as long inside of one.
+    agent = LoopedMeanAgent(MeanConfig(stop_at=0.35), VECTOR, DISCRETE)
+    params, learner_state = started(agent)
+    batch = batches.transitions(agent, batch_size=32)
+    learn(agent, params, learner_state, batch)
+    carry, rows, indices, _, _ = agent._updates._begin(params, learner_state, batch.data)
+    step = jax.make_jaxpr(agent._updates._step)(carry, rows, indices[0], learner_state._replace(opt_state=()))
+    assert "cond" not in str(step) and "select_n" in str(step)
+
+
 class SeveralEpochs(GRPO):
     """GRPO that goes over each batch twice (mu = 2 in the paper). Advantages, of whole groups, come first."""
 
