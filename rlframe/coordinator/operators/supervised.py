@@ -137,9 +137,9 @@ class SupervisedOperator(Supervisor):
     def _start(self, slot: Slot) -> None:
         try:
             super()._start(slot)
-        except OSError as error:  # the machine has no room for a process
+        except Exception as error:  # no room for a process, or any error of Ray: the other workers need this thread
             slot.deaths += 1
-            slot.problem = f"{slot.name} could not be started: {error}."
+            slot.problem = f"{slot.name} could not be started: {type(error).__name__}: {error}."
             self._restart_later(slot)
 
     def _ended(self, slot: Slot, running: RunningNode) -> None:

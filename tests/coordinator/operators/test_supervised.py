@@ -68,8 +68,8 @@ class Node:
 
     def start(self, pulse: object, has_ended: HasEnded, take_line: object) -> Worker:
         self.world.begun.append(self.key)
-        if self.world.is_full:
-            raise OSError("no room")
+        if self.world.start_error is not None:
+            raise self.world.start_error
         self.world.there[self.key] = worker = Worker(self.world, self.key, has_ended)
         return worker
 
@@ -83,7 +83,7 @@ class World(SupervisedOperator):
         self.begun: list[Key] = []
         self.killed: list[Key] = []
         self.told: list[Key] = []
-        self.is_full = False
+        self.start_error: Exception | None = None
         super().__init__({"collector": lambda *which: Node(self, *which)}, InProcess(), f"world-{id(self)}")
         self._backoff = BACKOFF
         supervised.time = supervisor.time = self.time  # type: ignore[assignment]
@@ -198,11 +198,13 @@ def test_a_released_one_is_told_then_killed_and_its_index_waits_until_it_is_gone
     assert world.live() == [("collector/0", 1), ("collector/1", 0), ("collector/2", 0)]
 
 
-def test_one_that_cannot_be_started_is_tried_again(world: World):
-    world.is_full = True
+@pytest.mark.parametrize("error", [OSError("no room"), RuntimeError("Ray is gone")])
+def test_one_that_cannot_be_started_is_tried_again(world: World, error: Exception):
+    world.start_error = error
     has(world, 1)
-    assert world.problems() == ["collector/0 could not be started: no room."] and world.live() == []
-    world.is_full = False
+    assert world.problems() == [f"collector/0 could not be started: {type(error).__name__}: {error}."]
+    assert world.live() == []
+    world.start_error = None
     world.round(1.0)
     assert world.begun == [("collector/0", 0), ("collector/0", 1)] and world.live() == [("collector/0", 1)]
 
@@ -249,12 +251,12 @@ class Schedules(RuleBasedStateMachine):
 
     @rule(is_full=st.booleans())
     def fill(self, is_full: bool) -> None:
-        self.world.is_full = is_full
+        self.world.start_error = OSError("no room") if is_full else None
 
     @rule()
     def settle(self) -> None:
         """Left alone, it comes to rest with as many as are wanted, or more where there were more."""
-        self.world.is_full = False
+        self.world.start_error = None
         for _ in range(6):
             self.world.round(GRACE + 1.0)
         live = self.world.live()
