@@ -23,7 +23,7 @@ from rlframe.programs import make_experiment
 from rlframe.programs.run import Run
 from rlframe.programs.topologies.parts import make_agent
 from rlframe.programs.topologies.single_process import single_process
-from rlframe.programs.training_loop import TrainingLoop
+from rlframe.programs.training.loop import TrainingLoop
 
 TAX = 30.0  # microseconds for a batch
 TURN = 32  # steps

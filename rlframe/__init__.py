@@ -24,10 +24,10 @@ _PUBLIC = {
     "ReverbReplayBuffer": "rlframe.replay.reverb",
     "SharedMemReplayBuffer": "rlframe.replay",
     "SyncEnv": "rlframe.envs",
-    "evaluate": "rlframe.programs.evaluation",
-    "export": "rlframe.programs.exported",
+    "evaluate": "rlframe.programs.policies.evaluation",
+    "export": "rlframe.programs.policies.exported",
     "launch": "rlframe.engines.launching.launcher",
-    "load": "rlframe.programs.trained",
+    "load": "rlframe.programs.policies.trained",
     "train": "rlframe.programs.api",
 }
 

@@ -21,7 +21,7 @@ from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Learner, LearnerConfig
 from rlframe.params.packing import PackedParams
 from rlframe.params.source import NewestParams
-from rlframe.programs.trained import TrainedPolicy
+from rlframe.programs.policies.trained import TrainedPolicy
 from rlframe.replay import ReplayBuffer
 
 

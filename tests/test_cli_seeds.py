@@ -18,8 +18,8 @@ from rlframe.cli import seeds as cli_seeds
 from rlframe.cli.main import main
 from rlframe.cli.seeds import parse_seeds
 from rlframe.errors import UsageError
-from rlframe.programs.run_dir import Result
-from rlframe.programs.run_lock import RunLock
+from rlframe.programs.run_dir.directory import Result
+from rlframe.programs.run_dir.lock import RunLock
 from tests.waiting import wait_until
 
 QUICK = ["train", "--env", "CartPole-v1", "--preset", "none", "--num-envs", "4", "--unroll-length", "16"]
@@ -130,7 +130,7 @@ def test_runs_that_go_on_are_left_alone(held, both, capfd):
 
 
 def test_stop_ends_who_runs_several_seeds(both, capfd):
-    held = "import sys, time, pathlib; from rlframe.programs.run_lock import RunLock\n"
+    held = "import sys, time, pathlib; from rlframe.programs.run_dir.lock import RunLock\n"
     held += "with RunLock(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
     holder = subprocess.Popen([sys.executable, "-c", held, str(both)], stdout=subprocess.PIPE, text=True)
     try:

@@ -14,8 +14,8 @@ import pytest
 from rlframe.cli.main import main
 from rlframe.cli.trials import Trials, Varied, parse_varied
 from rlframe.errors import UsageError
-from rlframe.programs.config_file import load_experiment
-from rlframe.programs.run_lock import RunLock
+from rlframe.programs.options.config_file import load_experiment
+from rlframe.programs.run_dir.lock import RunLock
 from tests.extras import needs
 from tests.test_cli_seeds import QUICK, running
 from tests.waiting import wait_until

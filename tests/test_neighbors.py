@@ -9,7 +9,7 @@ import types
 import cloudpickle
 import pytest
 
-from rlframe.programs import naming
+from rlframe.programs.options import naming
 from rlframe.user_files import forget_changed, kept
 
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from rlframe.interprocess.files import NativePath, printable
-from rlframe.programs import naming
+from rlframe.programs.options import naming
 from tests.extras import needs
 from tests.programs.running import WITH_ELASTIC, options_of
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rlframe.errors import UnavailableError
-from rlframe.programs import naming
+from rlframe.programs.options import naming
 from rlframe.transport import messages, sockets
 from rlframe.transport.sockets import SocketDirectory, SocketTransport
 from tests.waiting import wait_until

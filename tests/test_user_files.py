@@ -11,7 +11,7 @@ import pytest
 
 import rlframe
 from rlframe.errors import UsageError
-from rlframe.programs import naming
+from rlframe.programs.options import naming
 from rlframe.user_directories import import_path
 from rlframe.user_files import forget_changed, kept
 

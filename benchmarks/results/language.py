@@ -147,7 +147,7 @@ def imitate(task: LanguageTask, seed: int, seconds: float) -> list[list[float]]:
     from rlframe.agents.grpo import GRPO
     from rlframe.learners.warm_up import demonstration_batch
     from rlframe.programs.experiment import make_experiment
-    from rlframe.programs.language.nodes import env_class
+    from rlframe.programs.topologies.language_nodes import env_class
 
     began = time.monotonic()
     described = make_experiment("grpo", task.env)

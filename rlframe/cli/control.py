@@ -20,7 +20,7 @@ from rlframe.errors import PeerError, UnavailableError, UsageError, suggest
 
 if TYPE_CHECKING:
     from rlframe.coordinator.control.client import ControlClient
-    from rlframe.programs.run_lock import Holder
+    from rlframe.programs.run_dir.lock import Holder
 
 _STOP = "rlframe stop"
 _STOP_DESCRIPTION = (
@@ -75,7 +75,7 @@ def check_names_one_run(options: Any) -> None:
 def is_steered(run_dir: str) -> bool:
     """Return True if the run in a directory has a coordinator, and its control answers on this host."""
     from rlframe.coordinator.control.address import control_file, read_control
-    from rlframe.programs.run_status import topology_of
+    from rlframe.programs.run_dir.status import topology_of
 
     is_elastic = topology_of(run_dir) in (None, "elastic") and control_file(run_dir).exists()
     return is_elastic and extras.is_installed("trajectories") and not _is_elsewhere(run_dir, read_control(run_dir).url)
@@ -83,7 +83,7 @@ def is_steered(run_dir: str) -> bool:
 
 def _is_elsewhere(run_dir: str, url: str) -> bool:
     """Return True if a URL names loopback of another host: here anybody may listen there, and would get the token."""
-    from rlframe.programs.run_lock import holder_of
+    from rlframe.programs.run_dir.lock import holder_of
 
     holder, host = holder_of(pathlib.Path(run_dir)), urllib.parse.urlsplit(url).hostname
     if holder is None or holder.is_of_this_kernel:
@@ -98,7 +98,7 @@ def _is_elsewhere(run_dir: str, url: str) -> bool:
 def status_by_files(run_dir: str) -> Callable[[], dict[str, Any]]:
     """Return a function that reads the status of a run from its directory: the coordinator's last, or the current."""
     from rlframe.coordinator.control.address import status_when_over
-    from rlframe.programs.run_status import StatusReader
+    from rlframe.programs.run_dir.status import StatusReader
 
     last = status_when_over(run_dir)
     return StatusReader(run_dir) if last is None else lambda: last
@@ -164,8 +164,8 @@ def _call(prog: str, options: Any, call: Callable[[ControlClient], Any], told: s
 
 def _check_goes_on(run_dir: str, prog: str) -> None:
     """Raise `UsageError` where the run in a directory has no coordinator, or nobody runs it now."""
-    from rlframe.programs.run_lock import holder_of
-    from rlframe.programs.run_status import topology_of
+    from rlframe.programs.run_dir.lock import holder_of
+    from rlframe.programs.run_dir.status import topology_of
 
     topology = topology_of(run_dir)
     if topology not in (None, "elastic"):
@@ -207,8 +207,8 @@ def _cancel(options: Any) -> None:
 
 def _stop(options: StopOptions, run_dir: str) -> tuple[dict[str, Any], str]:
     """End the run in a directory. Return how it ended and what is saved, as an object and as a sentence."""
-    from rlframe.programs.run_dir import RUN, RunDir
-    from rlframe.programs.run_lock import holder_of
+    from rlframe.programs.run_dir.directory import RUN, RunDir
+    from rlframe.programs.run_dir.lock import holder_of
 
     directory = RunDir(run_dir)
     holder = holder_of(directory.path)
@@ -230,7 +230,7 @@ def _stop(options: StopOptions, run_dir: str) -> tuple[dict[str, Any], str]:
 
 def _end(options: StopOptions, run_dir: str, holder: Holder) -> None:
     """End the process that holds a directory."""
-    from rlframe.programs.run_lock import holder_of
+    from rlframe.programs.run_dir.lock import holder_of
 
     path = pathlib.Path(run_dir)
     try:

@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> int:
 
     if options.seed is not None and not 0 <= options.seed <= MAX_SEED:
         raise UsageError(f"--seed must be between 0 and {MAX_SEED}, got {options.seed}.")
-    from rlframe.programs.evaluation import evaluate, record
+    from rlframe.programs.policies.evaluation import evaluate, record
 
     limit = options.max_episode_length
     result = evaluate(

@@ -37,7 +37,7 @@ def run(arguments: list[str]) -> int:
     if not options.run_dirs:
         raise UsageError(f"Name one run directory or several. See `{PROG} --help`.")
     from rlframe.metrics import plot_learning_curve
-    from rlframe.programs.run_dir import RunDir
+    from rlframe.programs.run_dir.directory import RunDir
 
     runs: list[pathlib.Path] = []
     for directory in map(RunDir, options.run_dirs):

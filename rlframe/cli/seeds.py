@@ -23,10 +23,10 @@ from rlframe.engines.stopping import StopSignal
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.metrics.curves import ENOUGH, interquartile_mean, interval, plus_minus
-from rlframe.programs.config_file import load_experiment, save_experiment
 from rlframe.programs.experiment import MAX_SEED, Experiment
-from rlframe.programs.run_dir import SEEDS, Result, RunDir, default_path
-from rlframe.programs.run_lock import RunLock, holder_of
+from rlframe.programs.options.config_file import load_experiment, save_experiment
+from rlframe.programs.run_dir.directory import SEEDS, Result, RunDir, default_path
+from rlframe.programs.run_dir.lock import RunLock, holder_of
 
 MAX_RUNS = 1_000  # far more than anybody has the time for: such a range is a slip
 # The options of the whole command that its runs do not get as they are.
@@ -102,7 +102,7 @@ def _check_begins(experiment: Experiment, session: TrainOptions) -> None:
     from rlframe.programs.api import check_trackers, control_of
     from rlframe.programs.session import check_extras
     from rlframe.programs.topologies.parts import make_agent
-    from rlframe.programs.updates import check_updates
+    from rlframe.programs.training.updates import check_updates
 
     check_trackers(session)
     check_extras(experiment, with_control=control_of(experiment, session) is not None)

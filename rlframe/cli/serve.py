@@ -120,7 +120,7 @@ def _serve_policy(arguments: list[str]) -> None:
         transport.DEFAULT.check("--learner")
     from rlframe.language.decoding import EngineConfig
     from rlframe.language.server import PolicyServer, PolicyServerConfig
-    from rlframe.programs import policy
+    from rlframe.programs.policies.served import policy_of_folder, policy_of_run
 
     engine = EngineConfig(
         slots=options.slots, length=options.length, steps=options.steps, max_waiting=options.max_waiting
@@ -128,10 +128,10 @@ def _serve_policy(arguments: list[str]) -> None:
     names = {field.name for field in dataclasses.fields(PolicyServerConfig)} & set(vars(options))
     cfg = PolicyServerConfig(**{name: getattr(options, name) for name in names}, engine=engine)
     if options.run_dir is not None:
-        made = policy.of_run(options.run_dir, options.tokenizer, options.learner)
+        made = policy_of_run(options.run_dir, options.tokenizer, options.learner)
     else:
         assert options.model is not None
-        made = policy.of_folder(options.model, options.tokenizer, options.learner, options.dtype)
+        made = policy_of_folder(options.model, options.tokenizer, options.learner, options.dtype)
     _run(PolicyServer(cfg, *made))
 
 

@@ -65,7 +65,7 @@ def run(arguments: list[str]) -> int:
 
 def _look_at(options: StatusOptions, run_dir: str, opened: contextlib.ExitStack) -> Look:
     """Return a function that reads the status of the run in a directory, from its coordinator or from its files."""
-    from rlframe.programs.run_lock import holder_of
+    from rlframe.programs.run_dir.lock import holder_of
 
     directory = pathlib.Path(run_dir)
     if holder_of(directory) is None or not is_steered(run_dir):

@@ -14,9 +14,9 @@ from rlframe.cli.train_options import read_arguments
 from rlframe.cli.trials import SweepOptions, Trials, Varied, parse_varied
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
-from rlframe.programs.config_file import load_experiment, save_experiment
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.run_dir import SWEEP, RunDir, default_path
+from rlframe.programs.options.config_file import load_experiment, save_experiment
+from rlframe.programs.run_dir.directory import SWEEP, RunDir, default_path
 
 PROG = "rlframe sweep"
 DESCRIPTION = (

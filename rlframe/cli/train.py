@@ -12,7 +12,7 @@ from rlframe.errors import UsageError
 from rlframe.metrics.curves import plus_minus
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.presets import Preset
-from rlframe.programs.run_dir import Result, RunDir
+from rlframe.programs.run_dir.directory import Result, RunDir
 
 
 def run(arguments: list[str]) -> int:

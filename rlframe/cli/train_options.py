@@ -11,7 +11,6 @@ import tyro
 
 from rlframe.cli.parsing import parse, peek
 from rlframe.errors import UsageError
-from rlframe.programs import naming
 from rlframe.programs.api import SessionOptions, starting_point
 from rlframe.programs.experiment import (
     Experiment,
@@ -23,7 +22,8 @@ from rlframe.programs.experiment import (
     from_flat,
     with_fields,
 )
-from rlframe.programs.options import choices_of, chosen, hints_of
+from rlframe.programs.options import naming
+from rlframe.programs.options.fields import choices_of, chosen, hints_of
 from rlframe.programs.presets import Preset
 
 PROG = "rlframe train"

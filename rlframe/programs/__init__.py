@@ -8,10 +8,10 @@ from typing import Any
 # Resolved on first use: the command line parses a wrong option without waiting for JAX.
 _PUBLIC = {
     "Experiment": "rlframe.programs.experiment",
-    "Result": "rlframe.programs.run_dir",
-    "evaluate": "rlframe.programs.evaluation",
+    "Result": "rlframe.programs.run_dir.directory",
+    "evaluate": "rlframe.programs.policies.evaluation",
     "make_experiment": "rlframe.programs.experiment",
-    "load_experiment": "rlframe.programs.config_file",
+    "load_experiment": "rlframe.programs.options.config_file",
     "train": "rlframe.programs.session",
 }
 

@@ -13,16 +13,16 @@ from rlframe.engines import logs
 from rlframe.errors import UsageError
 from rlframe.metrics import Logger, TerminalLogger, TrackioLogger, WandbLogger
 from rlframe.programs import session
-from rlframe.programs.callbacks import Callback
-from rlframe.programs.config_file import load_experiment
-from rlframe.programs.control import Control
-from rlframe.programs.env_backend import import_env
 from rlframe.programs.experiment import Experiment, changed, default_env, field_names, with_preset
-from rlframe.programs.given import name_of, named
-from rlframe.programs.options import to_jsonable, with_options
+from rlframe.programs.options.config_file import load_experiment
+from rlframe.programs.options.env_backend import import_env
+from rlframe.programs.options.fields import to_jsonable, with_options
+from rlframe.programs.options.given import name_of, named
 from rlframe.programs.presets import Preset, find_preset
-from rlframe.programs.profile import Profile
-from rlframe.programs.run_dir import Result, RunDir, default_path
+from rlframe.programs.run_dir.control import Control
+from rlframe.programs.run_dir.directory import Result, RunDir, default_path
+from rlframe.programs.training.callbacks import Callback
+from rlframe.programs.training.profile import Profile
 from rlframe.user_files import forget_changed
 
 _PATHS = ("config", "run_dir", "token_file")

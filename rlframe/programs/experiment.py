@@ -10,10 +10,8 @@ from typing import Any
 from rlframe.envs.names import backend, registration, split
 from rlframe.envs.registered import restore, users_spec
 from rlframe.errors import UsageError
-from rlframe.programs import naming
-from rlframe.programs.given import OPTIONS, check_can_leave, name_of, named
-from rlframe.programs.object_names import is_live
-from rlframe.programs.options import (
+from rlframe.programs.options import naming
+from rlframe.programs.options.fields import (
     chosen,
     convert,
     hints_of,
@@ -22,6 +20,8 @@ from rlframe.programs.options import (
     to_jsonable,
     with_options,
 )
+from rlframe.programs.options.given import OPTIONS, check_can_leave, name_of, named
+from rlframe.programs.options.object_names import is_live
 from rlframe.programs.presets import Preset, find_preset
 from rlframe.programs.topologies.config import TopologyConfig, check_least, find_topology
 from rlframe.user_files import forget_changed, look_in, places

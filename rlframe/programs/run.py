@@ -15,10 +15,10 @@ from rlframe.coordinator.stop_conditions import StopConditions
 from rlframe.envs.codec import Codec
 from rlframe.metrics import Logger
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.run_dir import RunDir
+from rlframe.programs.run_dir.directory import RunDir
 
 if TYPE_CHECKING:
-    from rlframe.programs.profile import Profile
+    from rlframe.programs.training.profile import Profile
 
 
 @dataclasses.dataclass(frozen=True)

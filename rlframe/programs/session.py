@@ -19,23 +19,23 @@ from rlframe.envs.names import split
 from rlframe.errors import ProgramError, UsageError
 from rlframe.learners import Checkpointer
 from rlframe.metrics import LenientLogger, Logger, MultiLogger, plot_learning_curve
-from rlframe.programs.callbacks import Callback, Callbacks
-from rlframe.programs.config_file import load_experiment
-from rlframe.programs.control import Control, serve_control_of
-from rlframe.programs.env_backend import backend_note, check_backend, import_env
-from rlframe.programs.evaluation import describe_evaluation
 from rlframe.programs.experiment import Experiment, complete, continued, with_fields
-from rlframe.programs.profile import Profile
-from rlframe.programs.progress import Progress
-from rlframe.programs.rows import following
+from rlframe.programs.options.config_file import load_experiment
+from rlframe.programs.options.env_backend import backend_note, check_backend, import_env
+from rlframe.programs.policies.evaluation import describe_evaluation
 from rlframe.programs.run import Run
-from rlframe.programs.run_dir import Result, RunDir, default_path
-from rlframe.programs.run_lock import RunLock
-from rlframe.programs.run_status import StatusFile
+from rlframe.programs.run_dir.control import Control, serve_control_of
+from rlframe.programs.run_dir.directory import Result, RunDir, default_path
+from rlframe.programs.run_dir.lock import RunLock
+from rlframe.programs.run_dir.status import StatusFile
 from rlframe.programs.topologies import Topology
 from rlframe.programs.topologies.config import ENGINE_OPTIONS, ProgramConfig, find_topology
 from rlframe.programs.topologies.parts import make_agent, read_codec
-from rlframe.programs.updates import check_updates
+from rlframe.programs.training.callbacks import Callback, Callbacks
+from rlframe.programs.training.profile import Profile
+from rlframe.programs.training.progress import Progress
+from rlframe.programs.training.rows import following
+from rlframe.programs.training.updates import check_updates
 from rlframe.user_files import check_main_is_guarded, check_not_loading, kept
 
 _log = logging.getLogger(__name__)

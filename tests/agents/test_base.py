@@ -41,7 +41,7 @@ from rlframe.agents.networks import MLPConfig
 from rlframe.agents.policies import default_policy
 from rlframe.agents.recurrent import LSTMConfig
 from rlframe.errors import UsageError
-from rlframe.programs import naming
+from rlframe.programs.options import naming
 from rlframe.replay import ReplayBuffer
 from rlframe.types import AgentOutput, Transition
 from tests.agents import batches

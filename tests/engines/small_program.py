@@ -15,7 +15,7 @@ from rlframe.handles import resolve
 from rlframe.interprocess.memory import MACHINE
 from rlframe.params.source import NewestParams
 from rlframe.program_end import program_stop, stop_program
-from rlframe.programs import naming
+from rlframe.programs.options import naming
 
 REPORTS = 4
 VERSIONS = 5

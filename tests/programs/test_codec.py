@@ -19,7 +19,7 @@ from rlframe.envs import EnvServer, as_pool
 from rlframe.envs.codec import Codec
 from rlframe.envs.spaces import codec_of_spaces
 from rlframe.errors import UsageError
-from rlframe.programs.exported import check_codec
+from rlframe.programs.policies.exported import check_codec
 from tests.envs.test_server import served
 
 ENVIRONMENT = """

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from rlframe.errors import UsageError
-from rlframe.programs.config_file import load_experiment, save_experiment
 from rlframe.programs.experiment import continued, make_experiment
+from rlframe.programs.options.config_file import load_experiment, save_experiment
 from rlframe.programs.run import Run
 from rlframe.programs.topologies.parts import learner_config, make_agent
-from rlframe.programs.updates import total_learner_steps
+from rlframe.programs.training.updates import total_learner_steps
 from rlframe.types import ReplaySpec, Sequence, Transition
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from rlframe.errors import UsageError
 from rlframe.learners import Checkpointer
-from rlframe.programs.run_lock import RunLock
+from rlframe.programs.run_dir.lock import RunLock
 from tests.programs.running import GRID, IMPALA, PROGRAMS, RunningProgram, options_of, stop_signal
 
 NODES = {

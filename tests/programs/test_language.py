@@ -16,15 +16,15 @@ from rlframe.errors import UsageError
 from rlframe.language import ModelConfig
 from rlframe.language.model import weights
 from rlframe.language.server import PolicyServerConfig
-from rlframe.programs.config_file import load_experiment
-from rlframe.programs.evaluation import evaluate
 from rlframe.programs.experiment import Experiment, make_experiment
-from rlframe.programs.language.monitor import LanguageMonitor
-from rlframe.programs.language.nodes import Environment, WarmUp, model_server, next_incarnation
+from rlframe.programs.options.config_file import load_experiment
+from rlframe.programs.policies.evaluation import evaluate
 from rlframe.programs.run import Run
-from rlframe.programs.run_dir import RunDir
+from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.session import train
 from rlframe.programs.topologies import language as topology
+from rlframe.programs.topologies.language_nodes import Environment, WarmUp, model_server, next_incarnation
+from rlframe.programs.training.language_monitor import LanguageMonitor
 from rlframe.trajectories.service.app import TrajectoryServer
 from rlframe.trajectories.service.previews import load_decode
 from rlframe.trajectories.service.settings import Settings
@@ -86,7 +86,7 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path):
 
 
 COUNTING = f"""
-from rlframe.programs.naming import load_object
+from rlframe.programs.options.naming import load_object
 Reverse = load_object({REVERSE!r}, "environment")
 
 class Counting(Reverse):
@@ -136,7 +136,7 @@ def test_the_page_of_a_run_has_the_run_s_tokenizer(tmp_path):
 
 
 EXAMINED = f"""
-from rlframe.programs.naming import load_object
+from rlframe.programs.options.naming import load_object
 Reverse = load_object({REVERSE!r}, "environment")
 
 class Examined(Reverse):

@@ -8,8 +8,8 @@ from gymnasium.envs.registration import EnvSpec
 
 from rlframe.agents.dqn_heads import Categories
 from rlframe.errors import UsageError
-from rlframe.programs import naming
 from rlframe.programs.experiment import Experiment, make_experiment, option_value, with_preset
+from rlframe.programs.options import naming
 from rlframe.programs.presets import PRESETS, find_preset
 from tests.agents.batches import BOX, DISCRETE, IMAGE, VECTOR
 

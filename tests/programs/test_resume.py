@@ -10,7 +10,7 @@ import pytest
 from rlframe.errors import UsageError
 from rlframe.learners import Checkpointer
 from rlframe.programs import make_experiment, train
-from rlframe.programs.run_dir import RunDir
+from rlframe.programs.run_dir.directory import RunDir
 from rlframe.replay import ReplayBuffer
 from tests.fakes import counting_agent
 from tests.programs.test_single_process import assert_same_arrays, dqn

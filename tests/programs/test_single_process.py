@@ -23,7 +23,7 @@ from rlframe.programs.experiment import Experiment
 from rlframe.programs.run import Run
 from rlframe.programs.topologies.parts import make_agent
 from rlframe.programs.topologies.single_process import single_process
-from rlframe.programs.training_loop import TrainingLoop
+from rlframe.programs.training.loop import TrainingLoop
 
 SMALL_NETWORK = {"network": "mlp", "network_config": MLPConfig((16,))}
 
@@ -421,7 +421,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_at_the_last_good_checkpoint(tmp_
 
 
 def test_a_profile_accounts_for_the_whole_time(tmp_path):
-    from rlframe.programs.profile import Profile
+    from rlframe.programs.training.profile import Profile
 
     profile = Profile()
     train(ppo(), run_dir=tmp_path / "run", profile=profile)

@@ -11,8 +11,8 @@ import rlframe
 from rlframe.coordinator.stop_conditions import StopConditions
 from rlframe.errors import UsageError
 from rlframe.learners import Checkpointer
-from rlframe.programs.run_dir import Result
-from tests.programs.test_callbacks import NEVER, PLACES, PROCESSES, train
+from rlframe.programs.run_dir.directory import Result
+from tests.programs.training.test_callbacks import NEVER, PLACES, PROCESSES, train
 
 
 def check(run_dir: pathlib.Path, place: tuple[str, Any], limit: dict[str, Any]) -> Result:

@@ -16,7 +16,7 @@ import pytest
 from rlframe.engines.threads import ThreadsEngine
 from rlframe.errors import StoppedError, UsageError
 from rlframe.handles import Remote
-from rlframe.programs.run_dir import RunDir
+from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.topologies.parts import add_service
 from rlframe.replay import ReplayClosedError
 from rlframe.replay.service import ReplayService, ServiceReplayBuffer, client

@@ -7,7 +7,7 @@ A class's defaults are its paper's; a preset is applied on top, printed when it 
 from __future__ import annotations
 
 from rlframe.errors import UsageError, suggest
-from rlframe.programs import naming
+from rlframe.programs.options import naming
 from rlframe.programs.presets import dqn, grpo, impala, ppo, pqn, r2d2, sac, td3
 from rlframe.programs.presets.table import Preset, Setting, plain_name
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union
 from rlframe.engines.base import GRACE
 from rlframe.errors import UsageError
 from rlframe.interprocess.heartbeat import TIMEOUT
-from rlframe.programs import naming
+from rlframe.programs.options import naming
 
 if TYPE_CHECKING:
     from rlframe.engines.base import Engine

@@ -29,11 +29,9 @@ from rlframe.engines.logs import Nowhere
 from rlframe.errors import PeerError, StoppedError, UsageError
 from rlframe.metrics.rows import ActorCounts
 from rlframe.params import ParamStore
-from rlframe.programs import naming
-from rlframe.programs.evaluation import Evaluations, explain
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.progress import Progress
-from rlframe.programs.rows import RowWriter
+from rlframe.programs.options import naming
+from rlframe.programs.policies.evaluation import Evaluations, explain
 from rlframe.programs.run import Run
 from rlframe.programs.topologies.config import GameProgram, configured_by
 from rlframe.programs.topologies.parts import (
@@ -44,6 +42,8 @@ from rlframe.programs.topologies.parts import (
     learner_config,
     replay_capacity,
 )
+from rlframe.programs.training.progress import Progress
+from rlframe.programs.training.rows import RowWriter
 
 POLICY = "main"
 

@@ -13,7 +13,6 @@ from rlframe.actors import Actor
 from rlframe.engines import Engine
 from rlframe.inferencers import Inferencer
 from rlframe.learners import Learner
-from rlframe.programs.game_monitor import GameMonitor
 from rlframe.programs.run import Run
 from rlframe.programs.topologies.config import GameProgram, configured_by
 from rlframe.programs.topologies.parts import (
@@ -24,6 +23,7 @@ from rlframe.programs.topologies.parts import (
     inferencer_config,
     learner_config,
 )
+from rlframe.programs.training.game_monitor import GameMonitor
 
 
 @dataclasses.dataclass(frozen=True)

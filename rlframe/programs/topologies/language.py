@@ -87,9 +87,9 @@ def language(engine: Engine, run: Run) -> Topology | None:
     """Add all four services, and who watches them; before that, as a program of its own, the supervised warm-up."""
     from rlframe.language.decoding import EngineConfig
     from rlframe.language.server import PolicyServer, PolicyServerConfig
-    from rlframe.programs.language.monitor import LanguageMonitor
-    from rlframe.programs.language.nodes import MODEL, Environment, WarmUp, check_environment
+    from rlframe.programs.topologies.language_nodes import MODEL, Environment, WarmUp, check_environment
     from rlframe.programs.topologies.parts import make_agent
+    from rlframe.programs.training.language_monitor import LanguageMonitor
     from rlframe.trajectories.service.app import TrajectoryServer
     from rlframe.trajectories.service.settings import Settings
 
@@ -124,8 +124,8 @@ def language(engine: Engine, run: Run) -> Topology | None:
 def make_learner(run: Run) -> Any:
     """The ordinary Learner, from batches of the trajectory service, where it registers as the trainer."""
     from rlframe.learners import Learner, LearnerConfig
-    from rlframe.programs.language.nodes import FOR_EVER
-    from rlframe.programs.run_dir import CHECKPOINTS_KEPT
+    from rlframe.programs.run_dir.directory import CHECKPOINTS_KEPT
+    from rlframe.programs.topologies.language_nodes import FOR_EVER
     from rlframe.trajectories import TrajectoryBuffer, TrajectoryClient
 
     experiment, max_staleness = run.experiment, run.topology.max_staleness

@@ -16,12 +16,12 @@ from rlframe.envs.wrappers import stacked_spec
 from rlframe.errors import UsageError
 from rlframe.inferencers import InferencerConfig
 from rlframe.learners import LearnerConfig
-from rlframe.programs import naming
 from rlframe.programs.experiment import Experiment
+from rlframe.programs.options import naming
 from rlframe.programs.run import Run
-from rlframe.programs.run_dir import CHECKPOINTS_KEPT
+from rlframe.programs.run_dir.directory import CHECKPOINTS_KEPT
 from rlframe.programs.topologies.config import GameConfig
-from rlframe.programs.updates import total_learner_steps
+from rlframe.programs.training.updates import total_learner_steps
 from rlframe.replay import BaseReplayBuffer, ReplayBuffer, SharedMemReplayBuffer
 from rlframe.replay.rate_limiter import RUN_AHEAD, items_of_rounds
 from rlframe.types import AgentSpecs, ReplaySpec, Sequence

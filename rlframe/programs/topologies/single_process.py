@@ -16,7 +16,7 @@ from rlframe.programs.topologies.parts import (
     inferencer_config,
     learner_config,
 )
-from rlframe.programs.training_loop import TrainingLoop
+from rlframe.programs.training.loop import TrainingLoop
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,10 +24,10 @@ from rlframe.coordinator.states import JobState
 from rlframe.errors import UnavailableError
 from rlframe.http.serving import ServerThread
 from rlframe.programs import make_experiment
-from rlframe.programs.control import Control, serve_control_of
-from rlframe.programs.run_dir import RunDir
-from rlframe.programs.run_lock import NAME, RunLock
-from rlframe.programs.run_status import StatusFile
+from rlframe.programs.run_dir.control import Control, serve_control_of
+from rlframe.programs.run_dir.directory import RunDir
+from rlframe.programs.run_dir.lock import NAME, RunLock
+from rlframe.programs.run_dir.status import StatusFile
 from tests.coordinator.control.coordinators import ScriptedCoordinator
 
 

@@ -20,7 +20,7 @@ import pytest
 from rlframe.errors import UsageError
 from rlframe.language.model import transformer, weights
 from rlframe.language.model.tokenizers import ByteTokenizer
-from rlframe.programs import policy
+from rlframe.programs.policies.served import policy_of_folder
 from tests.extras import needs
 from tests.language.server.serving import LONG, TINY, params_of
 from tests.ports import free_address
@@ -135,10 +135,10 @@ def test_bytes_are_not_guessed_where_a_model_has_thousands_of_tokens(tmp_path):
     published = dataclasses.replace(TINY, vocab_size=32_000)
     weights.save(tmp_path, published, transformer.init(jax.random.key(0), published))
     with pytest.raises(UsageError, match="has no tokenizer.json, and its model 32000 tokens"):
-        policy.of_folder(str(tmp_path), None, None, None)
-    assert policy.of_folder(str(tmp_path), "byte", None, None).tokenizer == "byte"
+        policy_of_folder(str(tmp_path), None, None, None)
+    assert policy_of_folder(str(tmp_path), "byte", None, None).tokenizer == "byte"
     weights.save(tmp_path, TINY, params_of(0))
-    assert policy.of_folder(str(tmp_path), None, None, None).tokenizer == "byte"
+    assert policy_of_folder(str(tmp_path), None, None, None).tokenizer == "byte"
 
 
 @pytest.mark.system

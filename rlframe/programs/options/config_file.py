@@ -1,0 +1,74 @@
+"""`config.json` of a run directory: the experiment as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from rlframe.errors import UsageError
+from rlframe.interprocess.files import write_atomically
+from rlframe.programs.experiment import Experiment, complete
+from rlframe.programs.options import naming
+from rlframe.programs.options.fields import from_jsonable, to_jsonable
+from rlframe.programs.options.given import named, with_given
+from rlframe.programs.options.object_names import remember
+from rlframe.programs.topologies.config import find_topology
+from rlframe.user_files import look_in, places
+
+
+def save_experiment(experiment: Experiment, path: pathlib.Path, notes: dict[str, Any]) -> None:
+    """Write `config.json` atomically: the experiment, and `notes` for a reader (versions, preset)."""
+    values = to_jsonable(experiment)
+    topology = {("topology" if name == "name" else name): value for name, value in values.pop("topology").items()}
+    values, topology = named(values), named(topology)
+    values["topology"] = {"name": topology.pop("topology"), **topology}
+    content = {"experiment": values, "modules": places(experiment.names.values()), "notes": to_jsonable(notes)}
+    write_atomically(path, json.dumps(content, indent=2), "\n")
+    remember(path, experiment.names)
+
+
+def load_experiment(
+    path: str | os.PathLike[str], given: Mapping[str, Any] | None = None, *, replace: bool = False
+) -> Experiment:
+    """Read `config.json` of a run directory.
+
+    Args:
+        path: of the directory or the file.
+        given: by option, names, classes and functions in place of those that no file defines.
+        replace: whether they take the place of others as well.
+
+    Raises:
+        UsageError: there is no such file, it is no JSON, or a field in it is unknown or of a wrong type.
+    """
+    path = pathlib.Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"Cannot read {path}: {error.strerror}. Name the config.json of a run directory.") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(content, dict) or not isinstance(content.get("experiment"), dict):
+        raise UsageError(f'{path} is no config of a run: it must hold {{"experiment": {{...}}}}.')
+    modules = content.get("modules")
+    look_in(modules if isinstance(modules, dict) else {})
+    values = with_given(content["experiment"], path, given or {}, replace)
+    agent = values.get("agent", Experiment.agent)
+    agent_cls = naming.agent_class(agent if isinstance(agent, str) else Experiment.agent)
+    topology = values.pop("topology", {"name": next(iter(naming.TOPOLOGIES[agent_cls.learns_from]))})
+    if not isinstance(topology, dict) or not isinstance(topology.get("name"), str):
+        raise UsageError(f'{path}: experiment.topology: expected {{"name": ...}}, got {topology!r}.')
+    topology = with_given(topology, path, given or {}, replace)
+    topology_cls = find_topology(topology["name"], agent_cls.learns_from).config_cls
+    topology = from_jsonable(topology_cls, topology, f"{path}: topology")
+    if isinstance(values.get("agent_config"), dict):
+        values["agent_config"] = from_jsonable(agent_cls.config_cls, values["agent_config"], f"{path}: agent_config")
+    network_cls = naming.network_config_class(getattr(topology, "network", None))
+    if network_cls is not None and isinstance(topology.network_config, dict):
+        network = from_jsonable(network_cls, topology.network_config, f"{path}: network_config")
+        topology = dataclasses.replace(topology, network_config=network)
+    return complete(from_jsonable(Experiment, {**values, "topology": topology}, f"{path}: experiment"))

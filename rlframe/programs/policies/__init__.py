@@ -1,0 +1,1 @@
+"""Policies in the checkpoints of a run: evaluated, filmed, loaded, exported and served."""

@@ -1,0 +1,275 @@
+"""Evaluations: episodes played with what a run has learned, during the run and after it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, Union
+
+from rlframe.actors import Evaluator
+from rlframe.actors.actor import env_seed
+from rlframe.actors.evaluator import EVALUATOR_RANK
+from rlframe.agents import Agent
+from rlframe.errors import EnvError, RlframeError, UsageError
+from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.interprocess.progress import STARTING
+from rlframe.programs.experiment import MAX_SEED, Experiment
+from rlframe.programs.options.env_backend import check_backend
+from rlframe.programs.options.fields import convert
+from rlframe.programs.policies.saved import read_policy
+from rlframe.programs.policies.video import Film
+from rlframe.programs.run_dir.directory import open_run
+from rlframe.programs.topologies.parts import make_agent, make_pool
+from rlframe.types import Logs
+
+_log = logging.getLogger(__name__)
+
+
+class Closable(Protocol):
+    """Something with a `close()`."""
+
+    def close(self) -> None: ...
+
+
+_Closable = TypeVar("_Closable", bound=Closable)
+
+
+class Evaluations:
+    """A run's evaluations: greedy, in environments whose seeds training never used, and the same each time.
+
+    The inferencer is compiled once. The environments are built for each evaluation and closed after it. Where not all
+    of them can be built or reset, those that can play all episodes.
+
+    Args:
+        experiment: the run's; its topology's `eval_episodes`, `eval_num_envs` and `eval_max_episode_length` count.
+        agent: the agent.
+        learner: where the parameters come from.
+        seed: of the environments; None: the run's.
+    """
+
+    _NEVER = 2**62  # calls: an evaluation is of one version, whatever the learner does meanwhile
+
+    def __init__(self, experiment: Experiment, agent: Agent, learner: Any, seed: int | None = None) -> None:
+        self._experiment, self._seed = experiment.synchronous, experiment.seed if seed is None else seed
+        cfg = InferencerConfig(greedy=True, seed=self._seed, sync_interval=self._NEVER)
+        self._inferencer = Inferencer(cfg, agent, learner)
+        self._begin = self._inferencer.get_state()
+        self._num_envs = num_eval_envs(experiment)
+        self._evaluator: Evaluator | None = None
+        self._stopped = False
+
+    def evaluate(self, free_envs: Callable[[], Any] | None = None) -> Logs:
+        """As `Evaluator.evaluate`, by the newest parameters.
+
+        Args:
+            free_envs: closes the environments of training, where they are not needed any more. It is called where no
+                environment can be built beside them.
+        """
+        self._inferencer.set_state(self._begin)
+        wanted = self._num_envs
+        try:
+            evaluator, problem = most_of(self._ready, wanted)
+        except (EnvError, UsageError):
+            if free_envs is None:
+                raise
+            free_envs()
+            evaluator, problem = most_of(self._ready, wanted)
+        with contextlib.closing(evaluator):
+            if problem is not None:
+                self._num_envs = evaluator.num_envs
+                _log.warning(
+                    "The evaluation plays all its episodes in %d of %d environments; more did not start: %s",
+                    self._num_envs,
+                    wanted,
+                    problem,
+                )
+            return evaluator.evaluate()
+
+    @property
+    def steps(self) -> int:
+        """Environment steps of the evaluation under way, or of the last one."""
+        return self._evaluator.steps if self._evaluator is not None else 0
+
+    def stop(self) -> None:
+        """Ends the evaluation under way, and all that come, with StoppedError. Any thread may call it."""
+        self._stopped = True
+        if self._evaluator is not None:
+            self._evaluator.stop()
+
+    def _ready(self, num_envs: int) -> Evaluator:
+        """An evaluator whose environments have begun their first episodes."""
+        config = self._experiment.topology
+        pool = _make_pool(self._experiment, num_envs, self._seed)
+        try:
+            evaluator = self._evaluator = Evaluator(
+                pool,
+                self._inferencer,
+                config.eval_episodes,
+                seed=self._seed,
+                max_episode_length=config.eval_max_episode_length,
+            )
+            if self._stopped:
+                evaluator.stop()
+            evaluator.reset()
+        except BaseException:
+            pool.close()
+            raise
+        return evaluator
+
+
+def most_of(make: Callable[[int], _Closable], count: int) -> tuple[_Closable, Exception | None]:
+    """`make(count)`, or that of the largest smaller count that does not fail, and why the first try failed.
+
+    Raises:
+        EnvError, UsageError: what `make(count)` raised; `make(1)` fails too.
+    """
+    try:
+        return make(count), None
+    except (EnvError, UsageError) as error:
+        problem = error
+    works, fails = 0, count
+    while fails - works > 1:
+        middle = (works + fails) // 2
+        try:
+            make(middle).close()
+        except (EnvError, UsageError):
+            fails = middle
+        else:
+            works = middle
+    if not works:
+        raise problem
+    return make(works), problem
+
+
+def num_eval_envs(experiment: Experiment) -> int:
+    """Return the number of environments that an evaluation builds: at most one for each episode."""
+    config = experiment.topology
+    return min(config.eval_num_envs or config.eval_episodes, config.eval_episodes)
+
+
+def describe_evaluation(experiment: Experiment) -> str:
+    """A sentence about the evaluation after training, for a reader of the progress."""
+    config = experiment.topology
+    if not config.eval_episodes:
+        return "No evaluation (eval_episodes is 0)."
+    episodes, num_envs = config.eval_episodes, num_eval_envs(experiment)
+    return (
+        f"The evaluation after training: {episodes} episode{'s' * (episodes > 1)}, each of at most "
+        f"{config.eval_max_episode_length:,} steps, in {num_envs} more environment{'s' * (num_envs > 1)}."
+    )
+
+
+def explain(error: BaseException | str) -> str:
+    """Why an evaluation failed, in a sentence."""
+    is_sentence = isinstance(error, (RlframeError, str))
+    text = str(error).strip() if is_sentence else f"{type(error).__name__}: {error}".strip()
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def warn_of_failure(step: int, problem: str) -> None:
+    """Warn that an evaluation failed during a run. The run continues."""
+    _log.warning("The evaluation at step %s failed; training continues. %s", f"{step:,}", problem)
+
+
+def evaluate(
+    run_dir: str | os.PathLike,
+    *,
+    episodes: int = 20,
+    seed: int | None = None,
+    num_envs: int | None = None,
+    max_episode_length: int | None = None,
+    env: Any = None,
+    agent: Any = None,
+    network: Any = None,
+) -> Logs:
+    """Plays episodes greedily with the latest checkpoint of a run, and writes nothing.
+
+    Args:
+        run_dir: the run's directory.
+        episodes: how many to play.
+        seed: of the environments; None: the run's own, whose evaluation this repeats.
+        num_envs: environments to build; None: as the run's own evaluations do.
+        max_episode_length: the most steps of an episode; None: as in the run's own evaluations.
+        env: as for `rlframe.train`, to play in instead of the run's; needed if that was defined in a notebook and is
+            not there any more.
+        agent, network: the same.
+
+    Returns:
+        As `Evaluator.evaluate`.
+
+    Raises:
+        UsageError: there is no run in the directory, or a number is too small.
+        CheckpointError: it has no checkpoint, or a damaged one.
+        EnvError: no environment could be built, one failed, or an episode was too long.
+    """
+    episodes = convert(int, episodes, "episodes")
+    given = _given(seed=seed, num_envs=num_envs, max_episode_length=max_episode_length, episodes=episodes)
+    directory, experiment = open_run(run_dir, {"env": env, "agent": agent, "network": network})
+    check_backend(directory, experiment)
+    seed = given.pop("seed", experiment.seed)
+    topology = dataclasses.replace(experiment.topology, **{f"eval_{name}": value for name, value in given.items()})
+    experiment = dataclasses.replace(experiment, topology=topology)
+    made = make_agent(experiment)
+    return Evaluations(experiment, made, read_policy(made, directory), seed).evaluate()
+
+
+def record(
+    run_dir: str | os.PathLike,
+    path: str | os.PathLike,
+    *,
+    episodes: int = 1,
+    seed: int | None = None,
+    max_episode_length: int | None = None,
+) -> Logs:
+    """Plays episodes as `evaluate` does, one after another, and writes them as a video.
+
+    Args:
+        run_dir: the run's directory.
+        path: the video; its suffix (.mp4, .mkv, .webm) decides the format.
+        episodes: how many to show.
+        seed: of the environment; None: the run's own.
+        max_episode_length: the most steps of an episode; None: as in the run's own evaluations.
+
+    Returns:
+        As `Evaluator.evaluate`, and `frames`.
+
+    Raises:
+        UsageError: the environment does not render, or a package that is needed is missing.
+        CheckpointError: the run has no checkpoint, or a damaged one.
+    """
+    episodes = convert(int, episodes, "episodes")
+    given = _given(seed=seed, max_episode_length=max_episode_length, episodes=episodes)
+    directory, experiment = open_run(run_dir, {})
+    check_backend(directory, experiment)
+    seed = given.get("seed", experiment.seed)
+    limit = given.get("max_episode_length", experiment.topology.eval_max_episode_length)
+    with Film(experiment, path) as film:
+        pool = film.make_pool(seed=env_seed(seed, EVALUATOR_RANK))
+        agent = make_agent(experiment, pool.codec)
+        inferencer = Inferencer(InferencerConfig(greedy=True, seed=seed), agent, read_policy(agent, directory))
+        result = Evaluator(pool, inferencer, episodes, seed=seed, max_episode_length=limit).evaluate()
+    return {**result, "frames": film.frames}
+
+
+def _given(**options: Any) -> dict[str, int]:
+    """The options of an evaluation that are not None. Raise UsageError for one of a wrong type, or out of range."""
+    found = {name: convert(Union[int, None], value, name) for name, value in options.items()}
+    found = {name: value for name, value in found.items() if value is not None}
+    for name, value in found.items():
+        if name == "seed" and not 0 <= value <= MAX_SEED:
+            raise UsageError(f"seed must be between 0 and {MAX_SEED}, got {value}.")
+        if name != "seed" and value < 1:
+            raise UsageError(f"{name} must be at least 1, got {value}.")
+    return found
+
+
+def _make_pool(experiment: Experiment, num_envs: int, seed: int) -> Any:
+    """Environments for evaluation, with seeds that training never uses."""
+    env_kwargs = {**experiment.env_kwargs, **experiment.topology.eval_env_kwargs}
+    # True rewards, whatever training saw.
+    experiment = dataclasses.replace(experiment, topology=dataclasses.replace(experiment.topology, clip_rewards=None))
+    with STARTING:
+        return make_pool(experiment, num_envs, env_kwargs, env_seed(seed, EVALUATOR_RANK))

@@ -1,0 +1,115 @@
+"""The parts of `rlframe serve policy`: a model, and where its newer weights come from."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import time
+from typing import Any, NamedTuple
+
+from rlframe import handles
+from rlframe.agents import Agent
+from rlframe.errors import CheckpointError, PeerError, UsageError
+from rlframe.language.model import ModelConfig, weights
+from rlframe.learners import Checkpointer
+from rlframe.params.source import NewestParams
+from rlframe.programs.options.config_file import load_experiment
+from rlframe.programs.policies.saved import read_policy
+from rlframe.programs.run_dir.directory import RunDir
+from rlframe.programs.topologies.parts import make_agent
+from rlframe.types import Params, Tree
+
+_BYTES = 512  # tokens of a model that may be one of bytes
+_LOOK_EVERY = 1.0  # seconds between two looks at the directory
+
+
+class ServedPolicy(NamedTuple):
+    """Arguments of a `PolicyServer`."""
+
+    model_config: ModelConfig
+    tokenizer: str
+    learner: Any
+    params: Params | None
+
+
+def policy_of_folder(folder: str, tokenizer: str | None, learner: str | None, dtype: str | None) -> ServedPolicy:
+    """A published model, which answers as version 0 until the learner at the address, if any, has a newer one.
+
+    Raises:
+        UsageError, CheckpointError: as `weights.load`; the address cannot be; which tokenizer is not known.
+    """
+    source = _at(learner)
+    model_config, params = weights.load(folder, dtype=dtype)
+    return ServedPolicy(model_config, tokenizer or _tokenizer_of(folder, model_config), source, params)
+
+
+def policy_of_run(path: str | os.PathLike[str], tokenizer: str | None, learner: str | None) -> ServedPolicy:
+    """The model that a run learns, by its newest checkpoint, or by what the learner at the address has.
+
+    Raises:
+        UsageError: there is no run, or it learns no language model; the address cannot be.
+    """
+    source = _at(learner)
+    directory = RunDir(path)
+    directory.check_holds_run()
+    experiment = load_experiment(directory.config)
+    if experiment.topology.learns_from != "trajectories":
+        raise UsageError(f"The run in {path} learns no language model: its agent is {experiment.agent}.")
+    agent: Any = make_agent(experiment)
+    source = source or NewestCheckpoint(agent, directory)
+    return ServedPolicy(
+        agent.model_config, tokenizer or experiment.topology.tokenizer_name(experiment.agent_config), source, None
+    )
+
+
+class NewestCheckpoint:
+    """A run's newest checkpoint, whenever it is asked for. Its version is that of the saved parameters.
+
+    Args:
+        agent: of the run.
+        directory: of the run.
+    """
+
+    def __init__(self, agent: Agent, directory: RunDir) -> None:
+        self._agent, self._directory = agent, directory
+        self._steps: list[int] | None = None  # of the checkpoints at the last look
+        self._newest: NewestParams | None = None
+        self._looked = 0.0
+
+    def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
+        """As `Learner.get_params`.
+
+        Raises:
+            PeerError: the newest one cannot be read, or there is none yet.
+        """
+        now = time.monotonic()
+        if self._newest is None or now > self._looked + _LOOK_EVERY:
+            self._looked = now
+            steps = Checkpointer(self._directory.checkpoints).steps()
+            if self._newest is None or (steps and steps != self._steps):
+                try:
+                    self._newest = read_policy(self._agent, self._directory)
+                except CheckpointError as error:
+                    raise PeerError(str(error)) from error
+                self._steps = steps
+        return self._newest.get_params(known_version)
+
+
+def _at(address: str | None) -> Any:
+    if address is None:
+        return None
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise UsageError(f"A learner is at HOST:PORT, got {address!r}.")
+    return handles.Remote([address], "learner")
+
+
+def _tokenizer_of(folder: str, model_config: ModelConfig) -> str:
+    if (pathlib.Path(folder) / "tokenizer.json").is_file():
+        return folder
+    if model_config.vocab_size > _BYTES:
+        raise UsageError(
+            f"The folder {folder} has no tokenizer.json, and its model {model_config.vocab_size} tokens, more than "
+            "bytes need. Say by --tokenizer which folder has the tokenizer."
+        )
+    return "byte"

@@ -1,0 +1,181 @@
+"""Filming an environment while it is played."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import warnings
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from rlframe import extras
+from rlframe.envs import SyncEnv, registered
+from rlframe.envs.names import backend, split, takes_seed
+from rlframe.envs.registered import gymnasium_ids
+from rlframe.errors import RlframeError, UsageError
+from rlframe.programs.experiment import Experiment
+from rlframe.programs.options import naming
+from rlframe.programs.presets import plain_name
+
+_FORMATS = (".mp4", ".mkv", ".webm")
+_DEFAULT_FPS = 30
+
+
+class Film:
+    """A video file, and a pool of one environment whose every step becomes a frame in it.
+
+    Args:
+        experiment: whose environment to film.
+        path: the file to write.
+
+    Raises:
+        UsageError: the format is unknown, or imageio-ffmpeg is not installed.
+    """
+
+    def __init__(self, experiment: Experiment, path: str | os.PathLike) -> None:
+        self._experiment = experiment
+        self._path = pathlib.Path(path).absolute()
+        self.frames = 0
+        self._writer: Any = None
+        self._pool: Any = None
+        if self._path.suffix not in _FORMATS:
+            raise UsageError(f"A video is one of {', '.join(_FORMATS)}, not {self._path.name!r}.")
+        with extras.needed("A video", "gymnasium"):
+            import gymnasium  # noqa: F401
+            import imageio_ffmpeg  # noqa: F401
+
+        # Pygame draws without a screen, but complains of there being none unless it is told so.
+        if "DISPLAY" not in os.environ:
+            os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+
+    def __enter__(self) -> Film:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._pool is not None:
+            self._pool.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def make_pool(self, seed: int) -> SyncEnv:
+        """The pool to play in.
+
+        Raises:
+            UsageError: the environment does not render.
+        """
+        topology = self._experiment.topology
+        options = {"frame_stack": topology.frame_stack, "action_repeat": topology.action_repeat}
+        filmed = lambda: _Filmed(_rendering_env(self._experiment, seed), self)  # noqa: E731
+        self._pool = SyncEnv(filmed, 1, "loop", seed=seed, **options)
+        return self._pool
+
+    def add(self, frame: Any, fps: float) -> None:
+        """Appends one frame, uint8 [H, W, 3]."""
+        if not (isinstance(frame, np.ndarray) and frame.ndim == 3 and frame.shape[-1] == 3):
+            raise UsageError(f"{self._experiment.env} does not render to an RGB array, but to {type(frame).__name__}.")
+        # Video codecs halve the resolution of colour: both sides have to be even.
+        height, width = frame.shape[0] // 2 * 2, frame.shape[1] // 2 * 2
+        if self._writer is None:
+            self._writer = self._open(width, height, fps)
+        try:
+            self._writer.send(np.ascontiguousarray(frame[:height, :width], np.uint8))
+        except OSError as error:
+            raise RlframeError(f"Cannot write {self._path}: {error}.") from error
+        self.frames += 1
+
+    def _open(self, width: int, height: int, fps: float) -> Any:
+        import imageio_ffmpeg
+
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            writer = imageio_ffmpeg.write_frames(
+                str(self._path), (width, height), fps=fps, macro_block_size=2, ffmpeg_log_level="error"
+            )
+            with warnings.catch_warnings():
+                # JAX warns of every fork, also of one that becomes another program at once.
+                warnings.simplefilter("ignore", RuntimeWarning)
+                writer.send(None)
+        except OSError as error:
+            raise RlframeError(f"Cannot write {self._path}: {error}.") from error
+        return writer
+
+
+class _Filmed:
+    """A gymnasium environment that hands each of its frames to a film."""
+
+    def __init__(self, env: Any, film: Film) -> None:
+        self._env = env
+        self._film = film
+        self._fps = float(env.metadata.get("render_fps") or _DEFAULT_FPS)
+        self.observation_space, self.action_space = env.observation_space, env.action_space
+
+    def reset(self, **kwargs: Any) -> Any:
+        result = self._env.reset(**kwargs)
+        self._film.add(self._env.render(), self._fps)
+        return result
+
+    def step(self, action: Any) -> Any:
+        result = self._env.step(action)
+        self._film.add(self._env.render(), self._fps)
+        return result
+
+    def close(self) -> None:
+        self._env.close()
+
+
+def _rendering_env(experiment: Experiment, seed: int) -> Any:
+    """One gymnasium environment that renders: the one trained on, or the twin of an EnvPool task."""
+    target = naming.env_name_or_builder(experiment.env)
+    if not isinstance(target, str):
+        return _from_builder(target, experiment, seed)
+    where = backend(target)
+    if where == "dm_control":
+        raise UsageError(f"{target}: a video needs an environment of Gymnasium; dm_control's are not filmed.")
+    name = split(target)[1]
+    # The twin of an EnvPool task takes none of EnvPool's options.
+    if where == "envpool" and experiment.topology.env_type in ("auto", "envpool"):
+        return _twin(plain_name(name))
+    return registered.make(name, {"render_mode": "rgb_array", **_options(experiment)})
+
+
+def _from_builder(builder: Any, experiment: Experiment, seed: int) -> Any:
+    seeds = {"seed": seed} if takes_seed(builder) else {}
+    try:
+        env = builder(render_mode="rgb_array", **_options(experiment), **seeds)
+    except TypeError as error:
+        raise UsageError(
+            f"{experiment.env} cannot be filmed: it should take render_mode='rgb_array' and give a gymnasium "
+            f"environment ({error})."
+        ) from error
+    if not hasattr(env, "render"):
+        raise UsageError(f"{experiment.env} cannot be filmed: {type(env).__name__} has no render().")
+    return env
+
+
+def _options(experiment: Experiment) -> dict[str, Any]:
+    return {**experiment.env_kwargs, **experiment.topology.eval_env_kwargs}
+
+
+def _twin(task: str) -> Any:
+    """Gymnasium's environment with the observations of an EnvPool task."""
+    import gymnasium
+
+    if task in gymnasium_ids():
+        return gymnasium.make(task, render_mode="rgb_array")
+    if not extras.has("ale_py"):
+        raise UsageError(
+            f"EnvPool's {task} does not render, and its twin in Gymnasium is not installed here. "
+            "For an Atari game: pip install 'gymnasium[atari]'."
+        )
+    import ale_py
+
+    gymnasium.register_envs(ale_py)
+    if f"ALE/{task}" not in gymnasium.registry:
+        raise UsageError(f"EnvPool's {task} does not render, and Gymnasium has no twin of it.")
+    from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
+
+    # What EnvPool does by default: 84 x 84 grey, every 4th frame, 4 frames stacked, up to 30 no-ops.
+    env = gymnasium.make(f"ALE/{task}", render_mode="rgb_array", frameskip=1, repeat_action_probability=0.0)
+    return FrameStackObservation(AtariPreprocessing(env), 4)

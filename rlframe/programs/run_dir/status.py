@@ -1,0 +1,199 @@
+"""The status of a run: `RUN_DIR/status.json`, which the run's process writes, and the rows of its metrics.
+
+A reader needs only the directory. The run's lock shows whether the run goes on: a killed process wrote no end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from rlframe.coordinator.states import JobState
+from rlframe.errors import UsageError
+from rlframe.interprocess.files import write_atomically
+from rlframe.metrics.files import rows_after
+from rlframe.metrics.rows import add_point
+from rlframe.programs.experiment import Experiment
+from rlframe.programs.run_dir.directory import Result, RunDir
+from rlframe.programs.run_dir.lock import Holder, holder_of
+
+OVER = (JobState.CLOSED.value, JobState.FAILED.value)
+
+_KEYS = ("learner_steps", "params_version", "staleness")  # of rows, as a status has them
+
+
+class StatusFile:
+    """Writes the status of a session that runs in this process.
+
+    Args:
+        directory: of the run.
+        experiment: what runs.
+        until: the step at which the session ends.
+    """
+
+    def __init__(self, directory: RunDir, experiment: Experiment, until: int) -> None:
+        self._path = directory.status
+        self._written: dict[str, Any] = {
+            "state": JobState.RUNNING.value,
+            "reason": "",
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "began": time.time(),
+            "agent": experiment.agent,
+            "env": experiment.env,
+            "topology": experiment.topology.name,
+            "until": until,
+            "unit": experiment.topology.unit,
+            "nodes": [],
+        }
+        self.write()
+
+    def write(self, **changes: Any) -> None:
+        """Write the file in one piece, with these changes. A full disk is ignored."""
+        self._written = {**self._written, **changes, "time": time.time()}
+        with contextlib.suppress(OSError):
+            write_atomically(self._path, json.dumps(self._written), "\n")
+
+    def watch(self, stops: bool, nodes: list[dict[str, Any]]) -> None:
+        """Write the state of a program's processes, from their supervisor."""
+        self.write(state=(JobState.DRAINING if stops else JobState.RUNNING).value, nodes=nodes)
+
+    @contextlib.contextmanager
+    def until_the_end(self) -> Iterator[None]:
+        """Write the error that ends the session in the context, if one does."""
+        try:
+            yield
+        except BaseException as error:
+            reason = str(error).split("\n")[0] or "it was interrupted"
+            self.write(state=JobState.FAILED.value, reason=reason)
+            raise
+
+    def end(self, result: Result) -> None:
+        """Write that the session ended without an error."""
+        if result.signal is None:
+            is_early = result.stopped_by == "callback" or result.stopped_by.startswith("until_")
+            reason = f"{result.env_steps:,} steps" + f", stopped by {result.stopped_by}" * is_early
+        else:
+            reason = f"stopped by {signal.Signals(result.signal).name}"
+        self.write(state=JobState.CLOSED.value, reason=reason)
+
+
+def topology_of(run_dir: str | os.PathLike) -> str | None:
+    """Return the topology of the run in a directory; None if it is not known."""
+    try:
+        return json.loads(RunDir(run_dir).status.read_text())["topology"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+class StatusReader:
+    """Reads the status of a run, in the form of `Coordinator.status`. Each call reads it again.
+
+    Args:
+        run_dir: of the run, on this machine or a file system that it shares.
+
+    Raises:
+        UsageError: there is no run in the directory.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike) -> None:
+        self._directory = RunDir(pathlib.Path(run_dir))
+        self._directory.check_holds_run()
+        self._rows = _Rows(self._directory.metrics)
+
+    def __call__(self) -> dict[str, Any]:
+        """Return the status now."""
+        holder = holder_of(self._directory.path)  # first: a holder may write its end and leave
+        written, last = self._written(), self._rows.read()
+        returns, evaluations = self._rows.returns, self._rows.evaluations
+        state, reason = self._state(written, holder, bool(last))
+        goes_on = state not in OVER
+        return {
+            "job": {
+                "id": self._directory.path.name,
+                "agent": written["agent"],
+                "env": written["env"],
+                "topology": written["topology"],
+                "run_dir": str(self._directory.path),
+                "until": written["until"],
+                "unit": written["unit"],
+                "state": state,
+                "reason": reason,
+                "began": written["began"],
+                "seconds": (time.time() if goes_on else written["time"]) - written["began"],
+                "env_steps": int(last.get("step", 0)),
+                **{name: last.get(name) for name in _KEYS},
+                "env_steps_per_second": last.get("steps_per_second") if goes_on else None,
+                "return_mean": returns[-1][1] if returns else None,
+                "eval_return": evaluations[-1][1] if evaluations else None,
+                "evaluated_version": None,
+                "restarts": sum(node["incarnation"] for node in written["nodes"]),
+            },
+            "commands": ["cancel"],  # what its HTTP service offers
+            "workers": written["nodes"] if goes_on else [],
+            "returns": returns,
+            "evaluations": evaluations,
+        }
+
+    def _written(self) -> dict[str, Any]:
+        path = self._directory.status
+        try:
+            written = json.loads(path.read_text())
+            return {**dict.fromkeys(("agent", "env", "topology", "until", "unit")), "nodes": [], **written}
+        except FileNotFoundError:
+            raise UsageError(f"There is no {path}: the run in {self._directory.path} has not begun.") from None
+        except (OSError, ValueError, TypeError) as error:
+            raise UsageError(f"{path} is not what a run writes there: {error}.") from error
+
+    def _state(self, written: dict[str, Any], holder: Holder | None, has_rows: bool) -> tuple[str, str]:
+        state = written["state"]
+        if state in OVER:
+            return state, written["reason"]
+        if holder is None and holder_of(self._directory.path) is None:  # asked again: it may have begun since
+            return JobState.FAILED.value, f"its process {written['pid']} on {written['host']} was killed"
+        if state == JobState.RUNNING.value and not has_rows:
+            return JobState.INIT.value, ""
+        return state, written["reason"]
+
+
+class _Rows:
+    """The rows of a metrics file that grows, or is shortened when a run is resumed.
+
+    Attributes:
+        returns, evaluations: curves of (step, mean); see `add_point`.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path, self._at = path, 0
+        self._forget()
+
+    def read(self) -> dict[str, Any]:
+        """Return the newest value of each name."""
+        try:
+            if self._path.stat().st_size < self._at:
+                self._forget()
+            for row, position in rows_after(self._path, self._at):
+                self._at = position
+                self._take(row)
+        except FileNotFoundError:
+            self._forget()
+        return self._last
+
+    def _forget(self) -> None:
+        self._at = 0
+        self._last: dict[str, Any] = {}
+        self.returns: list[list[float]] = []
+        self.evaluations: list[list[float]] = []
+
+    def _take(self, row: dict[str, Any]) -> None:
+        self._last = {**self._last, **row}
+        for points, name in ((self.returns, "episode_return"), (self.evaluations, "return_mean")):
+            if name in row:
+                add_point(points, row["step"], row[name])

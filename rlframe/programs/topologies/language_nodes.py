@@ -1,0 +1,305 @@
+"""Nodes of a program in which a language model learns: its environments, and the supervised warm-up before them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import pathlib
+import random
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlframe import handles
+from rlframe.actors.actor import env_seed
+from rlframe.envs.group import ANSWER_TIMEOUT
+from rlframe.errors import StoppedError, UsageError
+from rlframe.interprocess.files import write_atomically
+from rlframe.interprocess.progress import Phase, advance
+from rlframe.language.environments import APIServerConfig, BaseEnv
+from rlframe.language.environments.cli import made
+from rlframe.language.environments.serving import ServeLoop
+from rlframe.language.model import weights
+from rlframe.language.model.tokenizers import load_tokenizer
+from rlframe.learners.warm_up import warm_up
+from rlframe.metrics import MultiLogger
+from rlframe.programs.options import naming
+
+if TYPE_CHECKING:
+    from rlframe.programs.run import Run
+
+_COLLECTING = Phase("stepping", ANSWER_TIMEOUT)  # in the event loop, which an environment may hold up for so long
+
+_log = logging.getLogger(__name__)
+
+MODEL = "policy"  # what the policy server calls its model
+
+FOR_EVER = 2**31 - 1  # the trainer's last step, to environments that evaluate after it
+_NOT_OPTIONS = {  # of an environment in a program, and what says it instead
+    "tokenizer_name": "--tokenizer",
+    "max_token_length": "--max-tokens",
+    "rollout_server_url": "--service-port",
+    "batch_size": "--batch-size",
+    "total_steps": "--steps",
+    "steps_per_eval": "--eval-every",
+    "use_wandb": "--wandb",
+    "resume_file": "the run directory",
+}
+
+
+def env_class(name: str) -> type[BaseEnv]:
+    """The `BaseEnv` that `file.py:Class` or `package.module:Class` names. Raises UsageError where it names none."""
+    found = naming.load_object(name, "environment")
+    if not (isinstance(found, type) and issubclass(found, BaseEnv)):
+        raise UsageError(f"{name} is {found!r}; a language model needs a subclass of rlframe.language.BaseEnv.")
+    return found
+
+
+def env_config(env_cls: type[BaseEnv], run: Run, rank: int = 0, incarnation: int = 0) -> Any:
+    """The config of an environment of a run.
+
+    Raises:
+        UsageError: an option of `env_kwargs` is unknown, does not fit, or is not the environment's to say.
+    """
+    experiment, config = run.experiment, run.experiment.agent_config
+    for name in experiment.env_kwargs:
+        if name in _NOT_OPTIONS:
+            raise UsageError(f"env_kwargs: {name} is not for the environment to say here; {_NOT_OPTIONS[name]} does.")
+    default, _ = env_cls.config_init()
+    told: dict[str, Any] = {
+        "tokenizer_name": run.topology.tokenizer_name(config),
+        "max_token_length": config.max_tokens,
+        "rollout_server_url": run.topology.service_url,
+        "batch_size": config.batch_size,
+        "total_steps": FOR_EVER,
+        "steps_per_eval": 0,  # the monitor asks for evaluations
+        "use_wandb": False,
+        "resume_file": str(run.path / "environments" / f"{rank}.json"),
+    }
+    if "seed" in type(default).model_fields and "seed" not in experiment.env_kwargs:
+        told["seed"] = env_seed(experiment.seed, rank, incarnation)
+    return made(default, {}, {**told, **experiment.env_kwargs}, "env-kwargs.")
+
+
+def check_environment(run: Run) -> None:
+    """Raises UsageError where the environment of a run, or its tokenizer, cannot be: before a process is started."""
+    env_config(env_class(run.experiment.env), run)
+    tokenizer = run.topology.tokenizer_name(run.experiment.agent_config)
+    tokens, known = load_tokenizer(tokenizer).vocab_size, run.agent.model_config.vocab_size  # type: ignore[attr-defined]
+    if tokens > known:
+        raise UsageError(f"The tokenizer {tokenizer} has {tokens} tokens, the model only {known}.")
+
+
+class Environment:
+    """Collects for the learner of a run, and evaluates when it is asked to.
+
+    Its identity at the service outlives its process; started again it asks other items, by seeds of its own.
+
+    Args:
+        run: the session.
+        rank: of the run's environments.
+    """
+
+    def __init__(self, run: Run, rank: int) -> None:
+        self._run, self._rank = run, rank
+        self._incarnation = next_incarnation(run.path / "environments" / f"{rank}.incarnation")
+        env_cls = env_class(run.experiment.env)
+        self._metrics = RecentMetrics()
+        self._env = env_cls(env_config(env_cls, run, rank, self._incarnation), [model_server(run)])
+        self._env.tracker = self._metrics  # receives the rows of `wandb_log`
+        self._serving = ServeLoop(self._env)
+        self._lock = threading.Lock()
+        self._asked: int | None = None  # the newest evaluation that was asked for
+        self._evaluated: tuple[int, dict[str, float] | str] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped = False
+
+    def run(self) -> None:
+        """Collects until `stop()`.
+
+        Raises:
+            RlframeError: the service or the policy server stayed away, or collecting failed too often.
+        """
+        with handles.stopped_by_program(self.stop):
+            asyncio.run(self._main())
+
+    async def _main(self) -> None:
+        with self._lock:
+            if self._stopped:
+                return
+            self._loop, self._task = asyncio.get_running_loop(), asyncio.create_task(self._serving.run())
+        beside = asyncio.create_task(_advance())
+        try:
+            with _COLLECTING:
+                await self._task
+        except asyncio.CancelledError:
+            if not self._stopped:
+                raise
+        finally:
+            beside.cancel()
+
+    def stop(self) -> None:
+        """Ends `run()`: says goodbye to the service. Any thread may call it, and more than once."""
+        with self._lock:
+            self._stopped = True
+            if self._loop is not None and self._task is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def stats(self) -> dict[str, Any]:
+        """rank, incarnation, and the newest `metrics` that the environment logged."""
+        return {"rank": self._rank, "incarnation": self._incarnation, "metrics": self._metrics.newest()}
+
+    def evaluate(self, number: int) -> tuple[int, dict[str, float] | str] | None:
+        """Asks for the evaluation of this number, once, however often it is called.
+
+        Returns:
+            (number, its metrics, or how it failed), where it is done; None before.
+        """
+        with self._lock:
+            if self._evaluated is not None and self._evaluated[0] == number:
+                return self._evaluated
+            if self._asked != number and self._loop is not None and not self._loop.is_closed():
+                self._asked = number
+                asyncio.run_coroutine_threadsafe(self._evaluate(number), self._loop)
+        return None
+
+    async def _evaluate(self, number: int) -> None:
+        before = self._metrics.count
+        try:
+            await self._serving.evaluate()
+            await self._env.wandb_log({})
+            found: dict[str, float] | str = self._metrics.since(before, "eval")
+            if not found:
+                _log.warning(
+                    "%s.evaluate logged nothing that begins with 'eval', so there is nothing to show of it: it should "
+                    'call self.evaluate_log({"eval/NAME": value}).',
+                    type(self._env).__name__,
+                )
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+        with self._lock:
+            self._evaluated = number, found
+
+
+class WarmUp:
+    """Train on the environment's demonstrations, then write the weights to the run directory in the published format.
+
+    Args:
+        run: the session.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._stop = threading.Event()
+
+    def run(self) -> None:
+        """Return once the weights are written, or after `stop()`, which writes nothing."""
+        run, directory = self._run, self._run.directory
+        env_cls = env_class(run.experiment.env)
+        env = env_cls(env_config(env_cls, run), [model_server(run)])
+        tokenizer = load_tokenizer(run.topology.tokenizer_name(run.experiment.agent_config))
+
+        def demonstrations(source: random.Random, count: int) -> Sequence[tuple[str, str]]:  # before each update
+            if self._stop.is_set():
+                raise StoppedError("Told to stop in the supervised warm-up.")
+            return env.demonstrations(source, count)
+
+        logger = MultiLogger([directory.open_logs(0), *run.loggers])
+        try:
+            with handles.stopped_by_program(self.stop):
+                params = warm_up(
+                    run.agent,  # type: ignore[arg-type]
+                    demonstrations,
+                    tokenizer,
+                    seed=run.experiment.seed,
+                    logger=logger,
+                )
+        except StoppedError:
+            return
+        finally:
+            logger.close()
+        temporary = directory.warmup.with_suffix(".tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        weights.save(temporary, run.agent.model_config, params)  # type: ignore[attr-defined]
+        temporary.rename(directory.warmup)
+
+    def end(self, by: str, evaluate: bool = True) -> None:
+        """Go on to the last update, unless `evaluate` is False: what follows ends then, with weights to evaluate."""
+        del by
+        if not evaluate:
+            self.stop()
+
+    def stop(self) -> None:
+        """Ends `run()` before the next update. Any thread may call it."""
+        self._stop.set()
+
+
+class RecentMetrics:
+    """The tracker of an environment whose run's monitor asks for its metrics: it keeps the newest 100 rows."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rows: list[dict[str, float]] = []  # the newest 100
+        self._newest: dict[str, float] = {}
+        self.count = 0
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Keep the numbers of a row. A name like `reverse_0_train/exact_match` becomes `train/exact_match`."""
+        row = {_own_name(name): float(value) for name, value in values.items() if isinstance(value, (int, float))}
+        with self._lock:
+            self.count += 1
+            self._newest.update(row)
+            self._rows = [*self._rows[-99:], row]
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+        """Return the number of rows as text: the service's live page shows the rows."""
+        return f"{len(rows)} of {', '.join(columns)}"
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to close."""
+
+    def newest(self) -> dict[str, float]:
+        """Return the newest value of each name."""
+        with self._lock:
+            return dict(self._newest)
+
+    def since(self, count: int, prefix: str) -> dict[str, float]:
+        """Return the values after the first `count` rows whose names begin with `prefix`."""
+        with self._lock:
+            rows = self._rows[-(self.count - count) :] if self.count > count else []
+            return {name: value for row in rows for name, value in row.items() if name.startswith(prefix)}
+
+
+def _own_name(name: str) -> str:
+    head, slash, tail = name.partition("/")
+    for kind in ("eval", "train", "train_perf"):
+        if slash and head.endswith(f"_{kind}"):
+            return f"{kind}/{tail}"
+    return name
+
+
+async def _advance() -> None:
+    """Notes as long as the event loop turns that it does."""
+    while True:
+        advance()
+        await asyncio.sleep(1.0)
+
+
+def model_server(run: Run) -> APIServerConfig:
+    """How to ask the policy server of a run."""
+    return APIServerConfig(
+        base_url=f"{run.topology.policy_url}/v1",
+        model_name=MODEL,
+        api_key="none",
+        tokenizer_name=run.topology.tokenizer_name(run.experiment.agent_config),
+    )
+
+
+def next_incarnation(path: pathlib.Path) -> int:
+    """How often an environment was started before; the file counts."""
+    number = json.loads(path.read_text()) + 1 if path.exists() else 0
+    write_atomically(path, json.dumps(number), parents=True)
+    return number

@@ -1,0 +1,154 @@
+"""The monitor of a program that learns from environments."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from rlframe import handles
+from rlframe.errors import PeerError
+from rlframe.programs.policies.evaluation import Evaluations
+from rlframe.programs.policies.saved import SavedPolicy
+from rlframe.programs.run import Run
+from rlframe.programs.run_dir.directory import Result
+from rlframe.programs.training.monitor import Monitor
+from rlframe.programs.training.rows import RowWriter
+from rlframe.programs.training.updates import least_updates, total_learner_steps
+from rlframe.types import Logs
+
+_log = logging.getLogger(__name__)
+
+_ENDS_WITHIN = 15.0  # seconds that an actor has to close its environments
+
+
+class GameMonitor(Monitor):
+    """Counts the steps of actors, limits how many they take, and evaluates in separate environments.
+
+    Args:
+        run: the session.
+        learner: a Learner, or a handle to one.
+        actors: Actors, or handles to them.
+    """
+
+    def __init__(self, run: Run, learner: Any, actors: list[Any]) -> None:
+        super().__init__(run, learner)
+        self._actors = [_Led(actor) for actor in actors]
+        self._to_end = [handles.resolve(actor, "actor", deadline=_ENDS_WITHIN, stop=self._stop) for actor in actors]
+        self._saved = SavedPolicy(run.agent, run.directory, self._learner)
+        self._evaluations = Evaluations(self._experiment, run.agent, self._saved)
+        self._evaluation: _Evaluation | None = None  # under way
+
+    @property
+    def step(self) -> int:
+        """Environment steps of all actors."""
+        return self._progress.counts.env_steps
+
+    def stop(self) -> None:
+        """See `Monitor`."""
+        super().stop()
+        self._evaluations.stop()
+
+    def _end(self) -> None:
+        self._evaluations.stop()
+
+    def _say_what_is_missing(self) -> None:
+        super()._say_what_is_missing()
+        made, spec, num_envs = self._learned["learner_steps"], self._run.agent.replay_spec, self._experiment.num_envs
+        if spec.samples_per_insert is not None and 0 < made < least_updates(spec, self.step, num_envs):
+            _log.warning(
+                "%d updates were made, of about %d that %d environment steps ask for: the learner came back from an "
+                "older checkpoint, or the replay lost items.",
+                made,
+                total_learner_steps(spec, self.step, num_envs),
+                self.step,
+            )
+
+    def _took_all(self) -> bool:
+        return self.step >= self._run.until
+
+    def _look(self) -> None:
+        self._lead_actors(math.ceil(max(0, self._run.until - self.step) / len(self._actors)))
+        self._learned = self._ask_learner() or self._learned
+
+    def _hold(self) -> None:
+        self._lead_actors(0)
+
+    def _lead_actors(self, share: int) -> None:
+        for actor in self._actors:
+            if (said := actor.lead(share)) is not None:
+                self._progress.counts.add(said)
+
+    def _begin_evaluation(self, *, final: bool) -> None:
+        self._evaluation = _Evaluation(functools.partial(self._evaluate_saved, self._end_actors if final else None))
+
+    def _evaluate_saved(self, free_envs: Callable[[], Any] | None) -> Logs:
+        self._saved.update(self._stop)
+        return self._evaluations.evaluate(free_envs)
+
+    def _poll_evaluation(self, *, final: bool) -> Logs | None:
+        assert self._evaluation is not None
+        return self._evaluation.result() if self._evaluation.is_over else None
+
+    def _end_actors(self) -> None:
+        """Make the actors close their environments."""
+        for actor in self._to_end:
+            with contextlib.suppress(PeerError):
+                actor.end()
+
+    def _result(self, rows: RowWriter, evaluation: Logs | None, stopped_by: str) -> Result:
+        return rows.result(self.step, self._learned, evaluation, stopped_by, evaluation_error=self._evaluation_error)
+
+
+class _Led:
+    """An actor whose number of steps the monitor limits: without a monitor it stops at the last limit.
+
+    Args:
+        actor: an Actor, or a handle to one.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self._allow = handles.Poll(handles.resolve(actor, "actor"), "allow")
+        self._incarnation, self._env_steps = -1, 0.0  # as reported last
+
+    def lead(self, share: int) -> dict[str, Any] | None:
+        """Allow it so many steps beyond those it has reported. Return its stats if it has answered."""
+        stats = self._allow(self._incarnation, self._env_steps + share)
+        if stats is not None:
+            self._incarnation, self._env_steps = stats["incarnation"], stats["env_steps"]
+        return stats
+
+
+class _Evaluation:
+    """An evaluation in a thread.
+
+    Args:
+        evaluate: returns its values.
+    """
+
+    def __init__(self, evaluate: Callable[[], Logs]) -> None:
+        self._values: Logs | BaseException | None = None
+
+        def run() -> None:
+            try:
+                self._values = evaluate()
+            except BaseException as error:
+                self._values = error
+
+        self._thread = threading.Thread(target=run, name="rlframe evaluation", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> Logs:
+        """Return the result of `evaluate`, or raise its error, once it is over."""
+        if isinstance(self._values, BaseException):
+            raise self._values
+        assert self._values is not None
+        return self._values

@@ -1,0 +1,131 @@
+"""The monitor of a program in which a language model learns."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from typing import Any
+
+from rlframe import handles
+from rlframe.errors import EnvError, PeerError, StoppedError
+from rlframe.programs.policies.saved import SavePoint
+from rlframe.programs.run import Run
+from rlframe.programs.run_dir.directory import Result
+from rlframe.programs.training.monitor import Monitor
+from rlframe.programs.training.rows import RowWriter
+from rlframe.types import Logs
+
+_EVALUATE_WITHIN = 600.0  # seconds for an evaluation, with a restart of the environment
+_REFRESH_WITHIN = 600.0  # seconds that the policy server has for the learner's last version
+
+
+class LanguageMonitor(Monitor):
+    """Counts the steps of the learner, and asks an environment to evaluate.
+
+    Args:
+        run: the session.
+        learner, policy: nodes, or handles to them.
+        environments: the same; the first one evaluates.
+    """
+
+    def __init__(self, run: Run, learner: Any, policy: Any, environments: list[Any]) -> None:
+        super().__init__(run, learner)
+        found = functools.partial(handles.resolve, stop=self._stop)
+        self._policy = found(policy, "policy server", deadline=run.peer_deadline)
+        self._ask_policy = handles.Poll(self._policy, "stats")
+        asked = [found(each, "environment") for each in environments]
+        self._ask_environments = [handles.Poll(each, "stats") for each in asked]
+        self._evaluator = asked[0]
+        self._learned = {"learner_steps": 0, "params_version": 0}
+        self._served: dict[str, Any] = {}  # the policy server's newest stats
+        self._collected: dict[int, dict[str, float]] = {}  # the environments' newest metrics, by rank
+        self._row_tokens = 0.0
+        self._number, self._asked_at = 0, 0.0  # of the newest evaluation: how environments know it, and since when
+        self._save_point: SavePoint | None = None  # of the evaluation under way, once it has its values
+        self._warmup_steps = run.topology.steps_before(run.experiment)
+
+    @property
+    def step(self) -> int:
+        """Learner steps so far, with those of the warm-up."""
+        return int(self._learned["learner_steps"]) + self._warmup_steps
+
+    def _begin(self) -> None:
+        self._learned = self._learner.stats()
+
+    def _first_evaluation(self) -> float:
+        return self.step if self._progress.evaluated is None else super()._first_evaluation()
+
+    def _took_all(self) -> bool:
+        return self._learned["learner_steps"] >= self._run.until
+
+    def _look(self) -> None:
+        self._learned = self._ask_learner() or self._learned
+        self._served = self._ask_policy() or self._served
+        for ask in self._ask_environments:
+            if (stats := ask()) is not None:
+                self._collected[stats["rank"]] = stats["metrics"]
+
+    def _begin_evaluation(self, *, final: bool) -> None:
+        deadline = time.monotonic() + _REFRESH_WITHIN
+        while self._learned.get("finished") and self._policy.stats()["version"] < self._learned["params_version"]:
+            if time.monotonic() > deadline:
+                raise PeerError(
+                    f"The policy server had not taken over the learner's last version within {_REFRESH_WITHIN:g} s."
+                )
+            self._pause("the policy server had taken over the last version")
+        # From the clock: a number that an earlier monitor has used would name an earlier evaluation.
+        self._save_point = None
+        self._number, self._asked_at = max(self._number + 1, time.time_ns()), time.monotonic()
+
+    def _poll_evaluation(self, *, final: bool) -> Logs | None:
+        try:
+            answer = self._evaluator.evaluate(self._number)
+        except StoppedError:
+            raise
+        except PeerError:  # after the training there is time for it to be started again
+            answer = None if final else (self._number, "the environment did not answer")
+        if answer is None and time.monotonic() - self._asked_at < _EVALUATE_WITHIN:
+            return None
+        found = answer[1] if answer is not None else f"it took more than {_EVALUATE_WITHIN:g} s"
+        if not isinstance(found, str):
+            return found if final or self._is_saved() else None
+        raise EnvError(found)
+
+    def _is_saved(self) -> bool:
+        """Return True once the policy that the learner had at the end of the evaluation is in a checkpoint."""
+        if self._save_point is None:
+            self._save_point = SavePoint(self._learner, self._run.directory.checkpoints)
+        return self._save_point.is_over(self._learned["learner_steps"])
+
+    def _values(self) -> dict[str, Any]:
+        values = super()._values()
+        if "reward" in values:
+            values["episode_return"], values["episode_length"] = values["reward"], values.get("length", math.nan)
+        tokens = self._learned.get("replay_steps", 0.0)
+        assert self._rows is not None
+        values["tokens_per_second"] = max(0.0, tokens - self._row_tokens) / self._rows.seconds
+        self._row_tokens = tokens
+        for rank, metrics in self._collected.items():
+            prefix = f"env_{rank}/" if len(self._ask_environments) > 1 else ""
+            values.update({f"{prefix}{name}": value for name, value in metrics.items()})
+        return {**values, **{f"policy_{name}": value for name, value in self._served.items()}}
+
+    def _evaluation_row(self, values: Logs) -> dict[str, Any]:
+        return {"return_mean": _first_value(values), **values, "wall_seconds": time.time() - self._run.began}
+
+    def _result(self, rows: RowWriter, evaluation: Logs | None, stopped_by: str) -> Result:
+        sequences = self._experiment.agent_config.batch_size
+        return rows.result(
+            self._learned["learner_steps"] * sequences,
+            self._learned,
+            {"return_mean": _first_value(evaluation)} if evaluation else None,
+            stopped_by,
+            steps_per_row_step=sequences,
+            metrics=evaluation,
+            evaluation_error=self._evaluation_error,
+        )
+
+
+def _first_value(metrics: Logs) -> float:
+    return next(iter(metrics.values()))

@@ -1,0 +1,87 @@
+"""Evaluations during a run are of a checkpoint, which the learner writes for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from rlframe.agents.networks import MLPConfig
+from rlframe.errors import CheckpointError, StoppedError
+from rlframe.learners import Checkpointer, Learner, LearnerConfig
+from rlframe.programs import make_experiment
+from rlframe.programs.policies import saved
+from rlframe.programs.policies.saved import SavedPolicy, SavePoint, read_policy
+from rlframe.programs.run_dir.directory import RunDir
+from rlframe.programs.topologies.parts import make_agent
+from rlframe.replay import ReplayBuffer
+
+
+@pytest.fixture()
+def agent():
+    return make_agent(make_experiment("dqn", network="mlp", network_config=MLPConfig((8,)), env_type="loop"))
+
+
+@pytest.fixture()
+def learner(agent, tmp_path):
+    made = Learner(LearnerConfig(checkpoint_dir=str(tmp_path / "checkpoints")), agent, ReplayBuffer(agent))
+    yield made
+    made.close()
+
+
+def test_what_is_evaluated_is_the_checkpoint_that_was_written_for_it(agent, learner, tmp_path, monkeypatch):
+    monkeypatch.setattr(learner, "_learner_steps", 5)
+    policy = SavedPolicy(agent, RunDir(tmp_path), learner)
+    policy.update(threading.Event())
+    assert Checkpointer(tmp_path / "checkpoints").steps() == [5]
+    assert policy.version == learner.params_version
+    of_checkpoint = read_policy(agent, RunDir(tmp_path), 5).get_params()[1]
+    for ours, theirs in zip(jax.tree.leaves(policy.get_params()[1]), jax.tree.leaves(of_checkpoint)):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_checkpoint_that_is_there_is_not_written_again(agent, learner, tmp_path):
+    learner.save()
+    point = SavePoint(learner, tmp_path / "checkpoints")
+    assert point.is_over(0)
+    assert Checkpointer(tmp_path / "checkpoints").steps() == [0]
+
+
+def test_a_policy_that_has_not_been_updated_yet_is_saved_too(agent, learner, tmp_path, caplog):
+    SavedPolicy(agent, RunDir(tmp_path), learner).update(threading.Event())
+    assert Checkpointer(tmp_path / "checkpoints").steps() == [0]
+    assert not caplog.records
+
+
+def test_a_learner_that_went_back_is_held_to_what_it_has(agent, learner, tmp_path, monkeypatch):
+    point = SavePoint(learner, tmp_path / "checkpoints")
+    monkeypatch.setattr(learner, "save_soon", lambda: None)  # the request that is lost with the learner
+    assert not point.is_over(100)
+    learner.save()
+    assert point.is_over(0)
+
+
+def test_a_learner_that_cannot_save_is_evaluated_by_its_own_parameters(agent, learner, tmp_path, monkeypatch, caplog):
+    def fail(*_, **__):
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr(learner, "_learner_steps", 5)
+    monkeypatch.setattr(Checkpointer, "save", fail)
+    monkeypatch.setattr(saved, "_SAVE_WITHIN", 0.3)
+    policy = SavedPolicy(agent, RunDir(tmp_path), learner)
+    policy.update(threading.Event())
+    assert policy.version == learner.params_version
+    assert any("An evaluation is logged before its checkpoint" in record.getMessage() for record in caplog.records)
+
+
+def test_a_wait_for_a_checkpoint_ends_when_it_is_told_to(agent, learner, tmp_path, monkeypatch):
+    monkeypatch.setattr(learner, "save_soon", lambda: None)
+    stop = threading.Event()
+    stop.set()
+    began = time.monotonic()
+    with pytest.raises(StoppedError, match="Told to stop before the policy to evaluate was saved"):
+        SavedPolicy(agent, RunDir(tmp_path), learner).update(stop)
+    assert time.monotonic() - began < 60.0

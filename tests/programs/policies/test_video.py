@@ -1,0 +1,45 @@
+"""Filming: the environment on the video is the one that evaluation plays."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlframe.programs.experiment import make_experiment
+from rlframe.programs.policies.video import Film
+from tests.extras import needs
+
+OPTIONS = {"env_kwargs": {"reward_clip": True, "lives": 3}, "eval_env_kwargs": {"reward_clip": False}}
+
+
+@pytest.fixture
+def filmed(tmp_path):
+    """Gives the one gymnasium environment that a film of an experiment plays."""
+    needs("gymnasium")
+    films = []
+
+    def env_of(**fields):
+        films.append(Film(make_experiment(preset="none", **fields), tmp_path / "film.mp4"))
+        return films[-1].make_pool(seed=1)._pool._group.envs[0].env._env.unwrapped
+
+    yield env_of
+    for film in films:
+        film.__exit__(None, None, None)
+
+
+def test_a_film_has_the_options_of_evaluation(filmed):
+    name = "sutton_barto_reward"
+    env = filmed(env_type="loop", env_kwargs={name: False}, eval_env_kwargs={name: True})
+    assert env._sutton_barto_reward is True
+
+
+def test_a_builder_gets_them_too(filmed, tmp_path):
+    (tmp_path / "env.py").write_text(
+        "import gymnasium\n\ndef make(render_mode=None, **options):\n"
+        "    env = gymnasium.make('CartPole-v1', render_mode=render_mode)\n"
+        "    env.unwrapped.options = options\n    return env\n"
+    )
+    assert filmed(env=f"{tmp_path}/env.py:make", **OPTIONS).options == {"reward_clip": False, "lives": 3}
+
+
+def test_the_twin_of_an_envpool_task_takes_none_of_its_options(filmed):
+    assert filmed(env_type="envpool", **OPTIONS).spec.kwargs == {"render_mode": "rgb_array"}

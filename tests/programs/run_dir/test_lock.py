@@ -1,0 +1,317 @@
+"""Real processes that want the same run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from rlframe.errors import UsageError
+from rlframe.programs.run_dir import lock
+from rlframe.programs.run_dir.lock import NAME, RunLock, holder_of
+from tests.waiting import wait_until
+
+HOLD = """
+import multiprocessing, os, pathlib, signal, sys, time
+from rlframe.programs.run_dir.lock import RunLock
+
+def write_late(lock, beat):
+    print("locked", flush=True)
+    sys.stdin.readline()
+    write(lock, beat)
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+write = RunLock._write
+if "late" in sys.argv:
+    RunLock._write = write_late
+with RunLock(pathlib.Path(sys.argv[1]), ends_within=1.0 if "deaf" in sys.argv else 30.0):
+    if "deaf" in sys.argv:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if "forks" in sys.argv:
+        context = multiprocessing.get_context("fork")
+        begun = context.Event()
+        child = context.Process(target=lambda: (begun.set(), time.sleep(600)))
+        child.start()
+        begun.wait()
+        print("forked", child.pid)
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@contextlib.contextmanager
+def holder(directory: pathlib.Path, *how: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process, which has the lock."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(directory), *how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            if "forks" not in how:
+                assert process.stdout.readline() == ("locked\n" if "late" in how else "held\n")
+            yield process
+        finally:
+            process.kill()
+
+
+def refused(directory: pathlib.Path, take_over: bool = False) -> str:
+    with pytest.raises(UsageError) as caught, RunLock(directory, take_over):
+        pass
+    return str(caught.value)
+
+
+def test_who_has_the_lock_is_named_to_who_wants_it(tmp_path):
+    with holder(tmp_path) as process:
+        assert f"{tmp_path} is in use by process {process.pid} on " in refused(tmp_path)
+        assert "--take-over" in refused(tmp_path)
+
+
+def once_read(monkeypatch, then) -> None:
+    """Calls `then` when who wants the lock has looked for the first time who has it."""
+    read, calls = lock._read, []
+
+    def reading(path: pathlib.Path) -> lock.Holder | None:
+        found = read(path)
+        if not calls:
+            calls.append(then())
+        return found
+
+    monkeypatch.setattr(lock, "_read", reading)
+
+
+@pytest.mark.parametrize("take_over", [False, True])
+def test_a_holder_that_has_not_written_itself_down_yet_is_waited_for(tmp_path, monkeypatch, take_over):
+    with holder(tmp_path, "late") as process:
+        once_read(monkeypatch, lambda: print(file=process.stdin, flush=True))
+        if take_over:
+            with RunLock(tmp_path, take_over=True):
+                assert process.wait(timeout=60.0) == 0  # it was told to end, and could save
+        else:
+            assert f"is in use by process {process.pid} on" in refused(tmp_path)
+
+
+def test_who_looks_at_the_lock_of_a_dead_process_does_not_keep_it_from_who_wants_it(tmp_path, monkeypatch):
+    with holder(tmp_path) as process:
+        pass
+    assert f'"pid": {process.pid}' in (tmp_path / NAME).read_text()
+    with (tmp_path / NAME).open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # as `holder_of` does
+        once_read(monkeypatch, lambda: fcntl.flock(file, fcntl.LOCK_UN))
+        with RunLock(tmp_path):
+            pass
+
+
+def test_a_lock_leaves_nothing_behind(tmp_path):
+    with RunLock(tmp_path):
+        assert f"process {os.getpid()} on" in refused(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_lock_of_a_killed_process_is_free_at_once_though_its_forked_child_lives(tmp_path):
+    with holder(tmp_path, "forks") as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline().split()[1])
+        assert process.stdout.readline() == "held\n"
+        try:
+            process.kill()
+            process.wait()
+            with RunLock(tmp_path):
+                os.kill(child, 0)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_the_end_of_a_forked_child_does_not_open_the_lock(tmp_path):
+    with RunLock(tmp_path):
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert "is in use by" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["", "deaf"])
+def test_to_take_over_ends_the_holder_and_nothing_else(tmp_path, how):
+    with holder(tmp_path, how) as process, RunLock(tmp_path, take_over=True):
+        assert process.wait(timeout=60.0) == (-signal.SIGKILL if how else 0)
+        assert f"process {os.getpid()} on" in refused(tmp_path)
+
+
+def test_a_process_does_not_take_over_from_itself(tmp_path):
+    with RunLock(tmp_path):
+        assert "cannot take it over from itself" in refused(tmp_path, take_over=True)
+
+
+def test_of_two_that_want_a_lock_at_once_one_gets_it(tmp_path):
+    code = HOLD.replace('print("held", flush=True)\n    time.sleep(600)', "print('held', flush=True); sys.stdin.read()")
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        ended = wait_until(lambda: [process for process in both if process.poll() is not None])
+        assert len(ended) == 1
+        other = both[1 - both.index(ended[0])]
+        # The one that has it may not have written itself down yet.
+        assert re.search(rf"is in use by (process {other.pid} on|another process)", ended[0].communicate()[1])
+        assert other.communicate()[0] == "held\n"
+    finally:
+        for process in both:
+            process.kill()
+            process.communicate()
+
+
+class Abroad:
+    """A holder on another host, whose beats come here, but not its locks.
+
+    Args:
+        directory: of the run.
+        beats: whether it is alive.
+    """
+
+    def __init__(self, directory: pathlib.Path, beats: bool) -> None:
+        self._path = directory / NAME
+        self._path.write_text(self._record(0))
+        self._over, self._beats = threading.Event(), beats
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Abroad:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _record(self, beat: int) -> str:
+        # The pid is one that lives here: it must not count.
+        holder = {"pid": os.getppid(), "started": 1, "host": "far", "boot": "another kernel's", "since": "noon"}
+        return json.dumps({**holder, "ends_within": 30.0, "beat": beat})
+
+    def _run(self) -> None:
+        beat = 0
+        with self._path.open("r+") as file:
+            while self._beats and not self._over.wait(0.1):
+                beat += 1
+                file.seek(0)
+                file.write(self._record(beat))
+                file.flush()
+
+
+def test_a_holder_on_another_host_is_alive_if_its_beat_is_seen_to_change(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_BEAT", 0.1)
+    with Abroad(tmp_path, beats=True):
+        assert f"is in use by process {os.getppid()} on far, since noon" in refused(tmp_path)
+        with RunLock(tmp_path, take_over=True):
+            assert f"process {os.getpid()} on" in refused(tmp_path)
+
+
+def test_a_holder_on_another_host_whose_beat_stands_still_is_taken_for_dead(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_BEAT", 0.1)
+    monkeypatch.setattr(lock, "_STILL", 0.5)
+    with Abroad(tmp_path, beats=False):
+        began = time.monotonic()
+        with RunLock(tmp_path):
+            assert time.monotonic() - began > 0.5
+
+
+def test_a_holder_on_another_host_that_ends_while_it_is_watched_leaves_the_lock_free(tmp_path, caplog):
+    def end() -> None:
+        while "watching" not in caplog.text:
+            time.sleep(0.01)
+        (tmp_path / NAME).unlink()
+
+    with Abroad(tmp_path, beats=False):
+        thread = threading.Thread(target=end)
+        thread.start()
+        with RunLock(tmp_path):
+            assert f"process {os.getpid()} on" in refused(tmp_path)
+        thread.join()
+
+
+def test_who_takes_over_at_the_same_time_in_another_container_may_have_our_pid(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_BEAT", 0.1)
+    (tmp_path / f"{NAME}.{os.getpid()}").write_text("the other's")
+    with Abroad(tmp_path, beats=False), RunLock(tmp_path, take_over=True):
+        assert (tmp_path / f"{NAME}.{os.getpid()}").read_text() == "the other's"
+
+
+def test_a_holder_of_another_kernel_that_has_not_beaten_for_long_is_none(tmp_path):
+    with Abroad(tmp_path, beats=False):
+        found = holder_of(tmp_path)
+        assert found is not None and found.host == "far"
+        os.utime(tmp_path / NAME, (0, time.time() - 200.0))
+        assert holder_of(tmp_path) is None
+
+
+def test_a_holder_that_is_not_ours_to_end_is_said_to_be(tmp_path, monkeypatch):
+    def kill(pid: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    with RunLock(tmp_path):
+        found = holder_of(tmp_path)
+    assert found is not None
+    with pytest.raises(UsageError, match="in another container it seems: stop it in there"):
+        dataclasses.replace(found, started=found.started - 1).terminate()
+    monkeypatch.setattr(os, "kill", kill)
+    with pytest.raises(UsageError, match="another user's: it is not ours to stop"):
+        found.terminate()
+
+
+SHUT_OUT = "from rlframe.programs.run_dir import lock\nlock._BEAT = 0.1\nlock._boot_id = lambda: 'another'\n"
+
+
+def test_a_holder_that_was_taken_for_dead_ends_when_it_comes_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_BEAT", 0.1)
+    monkeypatch.setattr(lock, "_STILL", 0.5)
+    with subprocess.Popen(
+        [sys.executable, "-c", SHUT_OUT + HOLD, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+            process.send_signal(signal.SIGSTOP)
+            wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+            with RunLock(tmp_path):
+                process.send_signal(signal.SIGCONT)
+                error = process.communicate(timeout=60.0)[1]
+                assert process.returncode == 1
+                assert f"{tmp_path} was taken over by process {os.getpid()} on" in error
+        finally:
+            process.kill()
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with RunLock(tmp_path):
+        assert f"The file system of {tmp_path} has no locks" in caplog.text
+        monkeypatch.setattr(lock, "_BEAT", 0.1)
+    with RunLock(tmp_path):  # and what beats there is seen all the same
+        assert "is in use by" in refused(tmp_path)

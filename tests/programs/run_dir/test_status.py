@@ -1,0 +1,195 @@
+"""`rlframe status` and `rlframe stop` of a run in a directory, by its files and its process."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from rlframe.cli import main
+from rlframe.errors import ProgramError
+from rlframe.programs import make_experiment, train
+from rlframe.programs.run_dir.directory import Result, RunDir
+from rlframe.programs.run_dir.lock import RunLock, holder_of
+from rlframe.programs.run_dir.status import StatusFile, StatusReader
+from tests.programs.running import RunningProgram
+
+DESCRIBED = make_experiment("dqn", steps=1_000)
+ROW = {"episode_return": 20.0, "steps_per_second": 100.0, "staleness": 1.0, "learner_steps": 9, "params_version": 10}
+
+
+@pytest.fixture
+def directory(tmp_path):
+    directory = RunDir(tmp_path / "run")
+    directory.create()
+    directory.write_config(DESCRIBED, {})
+    return directory
+
+
+def job(directory):
+    return StatusReader(directory.path)()["job"]
+
+
+def append(directory, **row):
+    with directory.metrics.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def test_a_status_tells_how_far_a_run_is(directory):
+    with RunLock(directory.path):
+        status = StatusFile(directory, DESCRIBED, 1_000)
+        look = StatusReader(directory.path)
+        assert (look()["job"]["state"], look()["job"]["env_steps"]) == ("INIT", 0)
+        append(directory, step=200, **ROW)
+        append(directory, step=400, **ROW)
+        append(directory, step=400, return_mean=30.0)
+        found = look()
+        assert (found["job"]["state"], found["job"]["env_steps"], found["job"]["until"]) == ("RUNNING", 400, 1_000)
+        assert (found["job"]["learner_steps"], found["job"]["params_version"]) == (9, 10)
+        assert (found["returns"], found["evaluations"]) == ([[200, 20.0], [400, 20.0]], [[400, 30.0]])
+        directory.metrics.write_text("")  # as a session that is resumed takes rows back
+        append(directory, step=100, **ROW)
+        assert look()["returns"] == [[100, 20.0]]
+        status.watch(True, [])
+        assert look()["job"]["state"] == "DRAINING"
+
+
+def test_a_status_tells_how_a_run_ended(directory):
+    result = Result(1_000, 9, None, None, 0, 1.0, 1.0, 10, "run", signal=int(signal.SIGTERM))
+    status = StatusFile(directory, DESCRIBED, 1_000)
+    assert job(directory)["state"] == "FAILED" and job(directory)["reason"].endswith(
+        "was killed"
+    )  # nobody has its lock
+    status.end(result)
+    assert (job(directory)["state"], job(directory)["reason"]) == ("CLOSED", "stopped by SIGTERM")
+    with pytest.raises(KeyboardInterrupt), status.until_the_end():
+        raise KeyboardInterrupt
+    assert (job(directory)["state"], job(directory)["reason"]) == ("FAILED", "it was interrupted")
+    with pytest.raises(ProgramError), status.until_the_end():
+        raise ProgramError("The node actor/0 failed.\nIts last lines")
+    assert (job(directory)["state"], job(directory)["reason"]) == ("FAILED", "The node actor/0 failed.")
+
+
+@pytest.mark.parametrize("what", ["begins", "ends"])
+def test_a_run_that_begins_or_ends_while_it_is_looked_at_was_not_killed(directory, monkeypatch, what):
+    lock, asked = RunLock(directory.path), []
+    if what == "ends":
+        lock.__enter__()
+        status = StatusFile(directory, DESCRIBED, 1_000)
+    else:
+        StatusFile(directory, DESCRIBED, 1_000).write(state="CLOSED")
+
+    def change(path):
+        asked.append(path)
+        if what == "ends" and len(asked) == 1:
+            status.write(state="CLOSED", reason="1,000 steps")
+            lock.__exit__(None, None, None)
+        found = holder_of(path)
+        if what == "begins" and len(asked) == 1:
+            lock.__enter__()
+            StatusFile(directory, DESCRIBED, 1_000)
+        return found
+
+    monkeypatch.setattr("rlframe.programs.run_dir.status.holder_of", change)
+    assert job(directory)["state"] == ("INIT" if what == "begins" else "CLOSED")
+    if what == "begins":
+        lock.__exit__(None, None, None)
+
+
+def test_a_single_process_has_a_status_while_it_runs_and_after(tmp_path, capsys):
+    seen = []
+    described = make_experiment("dqn", steps=300, num_envs=1, log_every=100, eval_episodes=1, min_replay_size=100)
+    look = lambda *_: seen.append(StatusReader(tmp_path / "run")())  # noqa: E731
+    train(described, run_dir=tmp_path / "run", callbacks=[look])
+    assert {one["job"]["state"] for one in seen} == {"RUNNING"} and seen[0]["job"]["topology"] == "single_process"
+    assert [one["worker_id"] for one in seen[0]["workers"]] == ["train"]
+    assert main(["status", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr().out
+    assert "dqn on CartPole-v1   over: 300 steps" in shown and "300 of 300 (100.0 %)" in shown
+    assert main(["stop", str(tmp_path / "run")]) == 2
+    assert "is over (CLOSED: 300 steps): there is nothing to stop." in capsys.readouterr().err
+
+
+def test_a_stop_of_a_run_that_cannot_save_fails_and_tells_programs_why(directory, capsys):
+    status = StatusFile(directory, DESCRIBED, 1_000)
+
+    def end(number, frame):  # as a run whose disk is full
+        status.write(state="FAILED", reason="Cannot write checkpoints/9: No space left on device.")
+        lock.__exit__(None, None, None)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        for options in ([], ["--json"]):
+            status.write(state="RUNNING", reason="")
+            lock = RunLock(directory.path).__enter__()
+            assert main(["stop", str(directory.path), *options]) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    told, ended = capsys.readouterr().out.splitlines()
+    reason = "Cannot write checkpoints/9: No space left on device."
+    assert told == f"It has ended at 0 env steps (FAILED: {reason}). Nothing was saved."
+    values = {"status": "failed", "state": "FAILED", "reason": reason, "saved": "Nothing was saved."}
+    assert json.loads(ended) == values
+
+
+@pytest.mark.parametrize("command", ["status", "stop"])
+def test_a_directory_without_a_run_is_refused(tmp_path, capsys, command):
+    assert main([command, str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"rlframe: There is no run in {tmp_path}: it has no config.json.\n"
+
+
+@pytest.mark.parametrize("command", ["pause", "scale {} collector 2"])
+def test_what_only_elastic_runs_do_is_refused_for_others(directory, capsys, command):
+    StatusFile(directory, make_experiment("dqn", topology="heavy_env"), 1_000)
+    name, *words = (command if "{}" in command else f"{command} {{}}").split()
+    assert main([name, *[word.format(directory.path) for word in words]]) == 2
+    told = f"`rlframe {name}` is for the topology elastic: the run in {directory.path} is of heavy_env."
+    assert capsys.readouterr().err == f"rlframe: {told}\n"
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("topology", ["single_process", "heavy_env"])
+def test_a_real_run_is_shown_and_stopped_with_all_saved(tmp_path, topology, capsys):
+    run_dir = tmp_path / "run"
+    options = ["--agent", "impala", "--steps", "100000000", "--log-every", "200", "--topology", topology]
+    with RunningProgram(run_dir, *options) as program:
+        program.wait_for_steps(200)
+        assert main(["status", str(run_dir), "--json"]) == 0
+        status = json.loads(capsys.readouterr().out)
+        assert status["job"]["state"] == "RUNNING" and status["job"]["env_steps"] >= 200
+        names = [one["worker_id"] for one in status["workers"]]
+        assert names == (["train"] if topology == "single_process" else ["learner", "actor/0", "actor/1", "monitor"])
+        assert all(one["pid"] for one in status["workers"])
+        assert main(["stop", str(run_dir)]) == 0
+        told = capsys.readouterr().out
+        assert "CLOSED: stopped by SIGTERM" in told and f"What was saved last is {run_dir}/checkpoints/" in told
+        assert program.finish()[0] == 128 + signal.SIGTERM
+        assert main(["status", str(run_dir)]) == 0
+        assert "over: stopped by SIGTERM" in capsys.readouterr().out
+
+
+@pytest.mark.system
+def test_an_elastic_run_is_shown_and_stopped_by_its_coordinator(tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    options = ["--agent", "dqn", "--steps", "100000000", "--log-every", "200", "--topology", "elastic"]
+    with RunningProgram(run_dir, *options, "--num-actors", "1", "--max-actors", "1") as program:
+        program.wait_for_steps(200)
+        assert main(["status", str(run_dir)]) == 0
+        shown = capsys.readouterr().out
+        assert "dqn on CartPole-v1   running" in shown and "learner/0" in shown and "collector/0" in shown
+        assert main(["stop", str(run_dir), "--reason", "enough"]) == 0
+        told = capsys.readouterr().out
+        assert "(CLOSED: enough). What was saved last is " in told
+        assert program.finish()[0] == 0
+        assert {"learner-0.log", "collector-0.log"} <= {path.name for path in (run_dir / "logs").iterdir()}
+
+
+@pytest.mark.system
+def test_a_run_that_was_killed_is_told_to_have_failed(tmp_path, capsys):
+    with RunningProgram(tmp_path / "run", "--agent", "impala", "--steps", "100000000", "--log-every", "200") as program:
+        program.wait_for_steps(200)
+        program.process.kill()
+        program.process.wait()
+        assert main(["status", str(tmp_path / "run")]) == 0
+        assert f"failed: its process {program.process.pid} on " in capsys.readouterr().out

@@ -1,0 +1,225 @@
+"""The monitor beside a real learner, in one process: what becomes of evaluations when nodes die."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.extras import needs
+from tests.waiting import wait_until
+
+needs("launchpad")
+import courier
+
+from rlframe.actors import Actor
+from rlframe.agents.networks import MLPConfig
+from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.learners import Checkpointer, Learner, LearnerConfig
+from rlframe.metrics import read_jsonl
+from rlframe.programs import evaluate, make_experiment
+from rlframe.programs.run import Run
+from rlframe.programs.run_dir.directory import Result, RunDir
+from rlframe.programs.topologies.parts import make_agent, make_pool
+from rlframe.programs.training.game_monitor import GameMonitor
+from rlframe.programs.training.progress import Progress
+from rlframe.replay import ReplayBuffer
+
+# An evaluation's environments are there once the gate is.
+ENV = """
+import pathlib
+import time
+
+import gymnasium
+
+def make_env(gate=None):
+    deadline = time.monotonic() + 240.0
+    if gate is not None:
+        pathlib.Path(gate).with_name("reached").touch()
+    while gate is not None and not pathlib.Path(gate).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return gymnasium.make("CartPole-v1")
+"""
+
+
+def make_run(tmp_path: pathlib.Path, **fields: Any) -> Run:
+    (tmp_path / "env.py").write_text(ENV)
+    values = {"network": "mlp", "network_config": MLPConfig((16,)), "env_type": "loop", "num_envs": 2, **fields}
+    values |= {"eval_episodes": 2, "eval_env_kwargs": {"gate": str(tmp_path / "gate")}, "topology": "heavy_env"}
+    values |= {"min_replay_size": 20, "batch_size": 4, "update_period": 1}
+    described = make_experiment("dqn", f"{tmp_path}/env.py:make_env", engine="threads", **values)
+    directory = RunDir(tmp_path / "run")
+    directory.create()
+    directory.write_config(described, {})
+    return Run(described, make_agent(described), directory.path, until=described.steps, began=time.time())
+
+
+class Node:
+    """A learner and the actor that feeds it, in threads until the context is left."""
+
+    def __init__(self, run: Run) -> None:
+        buffer = ReplayBuffer(run.agent)
+        cfg = LearnerConfig(checkpoint_dir=str(RunDir(run.path).checkpoints), resume=True)
+        self.learner = Learner(cfg, run.agent, buffer)
+        inferencer = Inferencer(InferencerConfig(), run.agent, self.learner)
+        self.actor = Actor(lambda seed: make_pool(run.experiment, 2, {}, seed), inferencer, buffer)
+        self._threads = [threading.Thread(target=node.run, daemon=True) for node in (self.learner, self.actor)]
+
+    def __enter__(self) -> Node:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for node in (self.actor, self.learner):
+            node.stop()
+        for thread in self._threads:
+            thread.join(120.0)
+            assert not thread.is_alive()
+        self.actor.close()
+        self.learner.close()
+
+
+class Address:
+    """Where a learner is found, whichever it is at the time."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner = learner
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self.learner, method)
+
+
+class StoppedActor:
+    """One that took `env_steps` and takes no more."""
+
+    def __init__(self, env_steps: int) -> None:
+        self._env_steps = env_steps
+
+    def allow(self, incarnation: int, env_steps: float) -> dict[str, float]:
+        counts = {"env_steps": self._env_steps, "episodes": 0, "return_sum": 0.0, "length_sum": 0.0}
+        return {"rank": 0, "incarnation": 0, **counts}
+
+
+@contextlib.contextmanager
+def running(monitor: GameMonitor) -> Iterator[threading.Thread]:
+    thread = threading.Thread(target=monitor.run, daemon=True)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        monitor.stop()
+        thread.join(120.0)
+        assert not thread.is_alive()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("learns_on", [False, True])
+def test_what_is_evaluated_is_what_was_saved_though_the_learner_dies_meanwhile(tmp_path, learns_on):
+    run = make_run(tmp_path, steps=200)
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(Node(run))
+        wait_until(lambda: first.learner.learner_steps > 0)
+        address = Address(first.learner)
+        monitor = stack.enter_context(running(GameMonitor(run, address, [StoppedActor(200)])))
+        wait_until((tmp_path / "reached").exists)
+        at = first.learner.learner_steps
+        again = Node(run)  # from the checkpoint, as after a death
+        assert again.learner.learner_steps == at
+        if not learns_on:
+            address.learner = again.learner
+            wait_until(lambda: again.learner._finish.is_set())  # before it has begun
+        stack.enter_context(again)
+        if learns_on:
+            wait_until(lambda: again.learner.learner_steps > at)
+            address.learner = again.learner
+        wait_until(lambda: again.learner.stats()["finished"])
+        (tmp_path / "gate").touch()
+        monitor.join(120.0)
+        result, steps = Result.read(RunDir(run.path).result), again.learner.learner_steps
+    assert result.learner_steps == steps == Checkpointer(RunDir(run.path).checkpoints).steps()[-1]
+    assert (steps > at) == learns_on
+    saved = evaluate(run.path, episodes=2)
+    assert (result.return_mean, result.return_std) == (saved["return_mean"], saved["return_std"])
+    rows = [row for row in read_jsonl(RunDir(run.path).metrics) if "return_mean" in row]
+    assert [row["step"] for row in rows] == [200]
+
+
+def test_a_learner_that_did_not_keep_up_is_named(tmp_path, caplog):
+    run = make_run(tmp_path, steps=100_000)
+    (tmp_path / "gate").touch()
+    with Node(run) as node:
+        wait_until(lambda: node.learner.learner_steps > 0)
+        with running(GameMonitor(run, node.learner, [StoppedActor(100_000)])) as monitor:
+            monitor.join(120.0)
+    made = Result.read(RunDir(run.path).result).learner_steps
+    assert 0 < made < 50_000  # of one each step
+    assert (
+        f"{made} updates were made, of about 99980 that 100000 environment steps ask for: the learner came back"
+        in caplog.text
+    )
+
+
+def test_an_evaluation_that_was_under_way_when_a_monitor_died_is_made_by_the_next(tmp_path):
+    run = make_run(tmp_path, steps=100_000, eval_every=300)
+    with Node(run) as node:
+        with running(GameMonitor(run, node.learner, [StoppedActor(350)])):
+            wait_until((tmp_path / "reached").exists)
+        assert evaluated_at(run) == []  # it ended with the evaluation under way, as at its death
+        (tmp_path / "gate").touch()
+        with running(GameMonitor(run, node.learner, [StoppedActor(350)])):
+            wait_until(lambda: evaluated_at(run))
+    assert evaluated_at(run) == [350]
+    assert Progress(RunDir(run.path).progress, run.session).evaluated == 350  # the next one is due at 600
+
+
+def test_a_monitor_that_has_just_restarted_says_nothing_of_a_learner_that_it_has_not_heard(tmp_path):
+    """Its version would fall to 0."""
+    run = make_run(tmp_path, steps=100_000, log_every=100)
+    path = RunDir(run.path).metrics
+    with socket.socket() as silent:
+        silent.bind(("localhost", 0))  # and nothing listens there
+        learner = courier.Client(f"localhost:{silent.getsockname()[1]}")
+        with running(GameMonitor(run, learner, [StoppedActor(350)])):
+            wait_until(lambda: path.exists() and read_jsonl(path))
+    (row, *_) = read_jsonl(path)
+    assert row["step"] == 350 and "params_version" not in row and "learner_steps" not in row
+
+
+def evaluated_at(run: Run) -> list[int]:
+    path = RunDir(run.path).metrics
+    return [row["step"] for row in read_jsonl(path) if "return_mean" in row] if path.exists() else []
+
+
+class LedActor(StoppedActor):
+    """One that goes as far as it is let; its monitor hears of it one call late."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.limits: list[float] = []
+
+    def allow(self, incarnation: int, env_steps: float) -> dict[str, float]:
+        said = super().allow(incarnation, env_steps)
+        if incarnation == 0:
+            self.limits.append(env_steps)
+            self._env_steps = max(self._env_steps, min(int(env_steps), self._env_steps + 30))
+        return {**said, "rank": 0}
+
+
+@pytest.mark.system
+def test_actors_are_let_go_as_far_as_the_run_goes_whoever_of_them_is_silent(tmp_path):
+    run = make_run(tmp_path, steps=200)
+    (tmp_path / "gate").touch()
+    quick, silent = LedActor(), StoppedActor(20)
+    silent.allow = lambda *_: {**StoppedActor(20).allow(0, 0), "rank": 1}  # it is heard, and takes nothing
+    with Node(run) as node, running(GameMonitor(run, node.learner, [quick, silent])):
+        wait_until(lambda: RunDir(run.path).result.exists())
+    assert Result.read(RunDir(run.path).result).env_steps == 200  # 180 and 20: not one too many
+    assert quick.limits[0] == 90 and max(quick.limits) == 180
