@@ -110,8 +110,8 @@ def endpoints() -> Inventory:
     from rlframe.coordinator.control.app import RUN, make_app
     from rlframe.language import ModelConfig, PolicyServer, PolicyServerConfig
     from rlframe.language.server.app import make_app as make_policy_app
+    from rlframe.trajectories.service.app import Settings
     from rlframe.trajectories.service.app import make_app as make_trajectories_app
-    from rlframe.trajectories.service.settings import Settings
 
     apps = {
         "trajectories": make_trajectories_app(Settings(store="memory")),

@@ -100,8 +100,7 @@ def _serve_trajectories(arguments: list[str]) -> None:
     if options.tokenizer not in (None, "byte"):
         extras.require("--tokenizer", "trajectories", "tokenizers")
     with extras.needed(prog, "trajectories"):
-        from rlframe.trajectories.service.app import TrajectoryServer
-    from rlframe.trajectories.service.settings import Settings
+        from rlframe.trajectories.service.app import Settings, TrajectoryServer
 
     names = [field.name for field in dataclasses.fields(Settings)]
     settings = Settings(**{name: getattr(options, name) for name in names})

@@ -21,15 +21,43 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import rlframe
+from rlframe.http.access import RequireToken, SameOrigin
+from rlframe.http.bodies import ReadBody, Refusal, detail
 from rlframe.http.measuring import Measure, RequestMetrics
-from rlframe.http.middleware import ReadBody, Refusal, RequireToken, detail
-from rlframe.http.origins import SameOrigin
 
 _DOCS = pathlib.Path(__file__).with_name("docs.html")  # asks for /openapi.json
 
 
-def make_app(title: str, description: str, lifespan: Any = None) -> FastAPI:
-    """Make an application whose only endpoints are /openapi.json and /docs, which shows it."""
+def make_app(
+    title: str,
+    description: str,
+    metrics: RequestMetrics,
+    *,
+    token: str | None,
+    max_body: int,
+    errors: Mapping[type[Exception], Callable[[Any], Response]],
+    refusal: Refusal | None = None,
+    lifespan: Any = None,
+    no_token: bool = False,
+    hosts: Iterable[str] = (),
+    origins: Iterable[str] = (),
+    without_token: tuple[str, ...] = (),
+    raw: tuple[str, ...] = (),
+    changing: tuple[str, ...] = (),
+    page: pathlib.Path | None = None,
+    stripped: str = "",
+) -> FastAPI:
+    """Make an application whose only endpoints are /openapi.json and /docs, which shows it.
+
+    Args:
+        metrics: note how long requests take; `stripped` as for `Measure`.
+        token: that requests carry, but for the page and the paths `without_token`; None: none is needed.
+        max_body: bytes of a request, also decompressed; endpoints at the paths `raw` read it themselves.
+        errors: how exceptions of endpoints are answered.
+        refusal: what refusals look like, also of unknown paths; None: as FastAPI's.
+        no_token, hosts, origins, changing: as for `SameOrigin`. Pages of `origins` may read answers, too.
+        page: the live page at /.
+    """
     app = FastAPI(
         title=title,
         version=rlframe.__version__,
@@ -40,41 +68,17 @@ def make_app(title: str, description: str, lifespan: Any = None) -> FastAPI:
         redoc_url=None,
     )
     app.get("/docs", include_in_schema=False)(describe_endpoints)
-    return app
-
-
-def protect(
-    app: FastAPI,
-    metrics: RequestMetrics,
-    *,
-    max_body: int,
-    token: str | None,
-    no_token: bool = False,
-    hosts: Iterable[str] = (),
-    origins: Iterable[str] = (),
-    refusal: Refusal = detail,
-    without_token: tuple[str, ...] = (),
-    raw: tuple[str, ...] = (),
-    changing: tuple[str, ...] = (),
-    page: pathlib.Path | None = None,
-    stripped: str = "",
-) -> None:
-    """Add the middleware that every request passes before an endpoint.
-
-    Args:
-        metrics: note how long requests take; `stripped` as for `Measure`.
-        max_body: bytes of a request, also decompressed; endpoints at the paths `raw` read it themselves.
-        token: that requests carry, but for the page and the paths `without_token`; None: none is needed.
-        no_token, hosts, origins, changing: as for `SameOrigin`. Pages of `origins` may read answers, too.
-        refusal: what refusals look like.
-        page: the live page at /.
-    """
+    for kind, respond in errors.items():
+        app.add_exception_handler(kind, _handler(respond))
+    if refusal is not None:
+        app.add_exception_handler(HTTPException, _no_such_path(refusal))
+    refuse = refusal or detail
     # The last one added is the first that a request meets.
     # Level 1: on these numbers a twentieth larger than level 9, in a tenth of the time; large answers beside the loop.
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=1, thread_minimum_size=64 << 10)
-    app.add_middleware(ReadBody, limit=max_body, raw=raw, refusal=refusal)
+    app.add_middleware(ReadBody, limit=max_body, raw=raw, refusal=refuse)
     if token is not None:
-        app.add_middleware(RequireToken, token=token, refusal=refusal, without=without_token)
+        app.add_middleware(RequireToken, token=token, refusal=refuse, without=without_token)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     if page is not None:
@@ -86,31 +90,25 @@ def protect(
         hosts=hosts,
         origins=origins,
         changing=changing,
-        refusal=refusal,
+        refusal=refuse,
     )
     app.add_middleware(Measure, metrics=metrics, stripped=stripped)
+    return app
 
 
-def answer_errors(
-    app: FastAPI, answers: Mapping[type[Exception], Callable[[Any], Response]], refusal: Refusal | None = None
-) -> None:
-    """Answer the exceptions of endpoints, and, if `refusal` is given, requests for unknown paths."""
+def _handler(respond: Callable[[Any], Response]) -> Any:
+    async def handler(_: Request, error: Exception) -> Response:
+        return respond(error)
 
-    def handle(kind: type[Exception], respond: Callable[[Any], Response]) -> None:
-        async def handler(_: Request, error: Exception) -> Response:
-            return respond(error)
+    return handler
 
-        app.add_exception_handler(kind, handler)
 
-    for kind, respond in answers.items():
-        handle(kind, respond)
-    if refusal is not None:
+def _no_such_path(refusal: Refusal) -> Any:
+    async def handler(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path[:100]}: {error.detail}. The endpoints are described at /docs."
+        return refusal(message, error.status_code, dict(error.headers or {}))
 
-        @app.exception_handler(HTTPException)
-        async def no_such_path(request: Request, error: HTTPException) -> Response:
-            path = request.url.path[:100]
-            message = f"{request.method} {path}: {error.detail}. The endpoints are described at /docs."
-            return refusal(message, error.status_code, dict(error.headers or {}))
+    return handler
 
 
 class Page:

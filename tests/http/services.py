@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 
 from rlframe.coordinator.control.app import serve_control
-from rlframe.trajectories.service.app import TrajectoryServer
-from rlframe.trajectories.service.settings import Settings
+from rlframe.trajectories.service.app import Settings, TrajectoryServer
 from tests.coordinator.control.coordinators import ScriptedCoordinator
 from tests.language.server.serving import serving_policy
 from tests.trajectories.api import Api, group

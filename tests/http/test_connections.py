@@ -12,7 +12,7 @@ import httpx
 import pytest
 import uvicorn
 
-from rlframe.http.middleware import ReadBody
+from rlframe.http.bodies import ReadBody
 from rlframe.http.serving import bounded
 from tests.waiting import wait_until
 

@@ -14,8 +14,7 @@ needs("trajectories", "envs")
 
 from rlframe.errors import UsageError
 from rlframe.language.server import PolicyServerConfig
-from rlframe.trajectories.service.app import TrajectoryServer
-from rlframe.trajectories.service.settings import Settings
+from rlframe.trajectories.service.app import Settings, TrajectoryServer
 from tests.http.services import COMPLETION, Target, control, policy, trajectories
 from tests.trajectories.serving import outer_address
 

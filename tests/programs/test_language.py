@@ -25,9 +25,8 @@ from rlframe.programs.session import train
 from rlframe.programs.topologies import language as topology
 from rlframe.programs.topologies.language_nodes import Environment, WarmUp, model_server, next_incarnation
 from rlframe.programs.training.language_monitor import LanguageMonitor
-from rlframe.trajectories.service.app import TrajectoryServer
+from rlframe.trajectories.service.app import Settings, TrajectoryServer
 from rlframe.trajectories.service.previews import load_decode
-from rlframe.trajectories.service.settings import Settings
 from tests.programs.running import ROOT, RunningProgram, stop_signal
 from tests.small_disk import small_disk
 

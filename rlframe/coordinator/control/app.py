@@ -19,12 +19,11 @@ from rlframe.coordinator.control.calls import CoordinatorCalls, EventLog
 from rlframe.coordinator.control.endpoints import REFUSED, command_router, reading_router
 from rlframe.coordinator.control.errors import content, refusal, refused
 from rlframe.errors import RlframeError
-from rlframe.http.app import answer_errors, protect
+from rlframe.http.access import check_guarded, read_token
 from rlframe.http.app import make_app as make_base_app
+from rlframe.http.bodies import answer
 from rlframe.http.measuring import RequestMetrics
-from rlframe.http.middleware import answer
 from rlframe.http.serving import ServerThread
-from rlframe.http.token_file import check_guarded, read_token
 
 PAGE = pathlib.Path(__file__).with_name("page.html")  # asks for /status and /events/stream
 _MAX_BODY = 1 << 20
@@ -113,8 +112,19 @@ def make_app(
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
 
-    app = make_base_app(kind.title, _DESCRIPTION, life)
     log = EventLog(calls)
+    app = make_base_app(
+        kind.title,
+        _DESCRIPTION,
+        metrics,
+        token=token,
+        max_body=_MAX_BODY,
+        errors={RequestValidationError: _invalid, RlframeError: refused},
+        refusal=refusal,
+        lifespan=life,
+        without_token=_OPEN,
+        page=PAGE,
+    )
     app.state.let_go = log.close
 
     @app.get("/", response_model=dict[str, str], tags=["service"], responses=REFUSED)
@@ -124,8 +134,6 @@ def make_app(
 
     app.include_router(reading_router(calls, log, metrics, kind.prefix), responses=REFUSED)
     app.include_router(command_router(calls, kind.commands), responses=REFUSED)
-    answer_errors(app, {RequestValidationError: _invalid, RlframeError: refused}, refusal)
-    protect(app, metrics, max_body=_MAX_BODY, token=token, refusal=refusal, without_token=_OPEN, page=PAGE)
     return app
 
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from rlframe.errors import PeerError, RlframeError, UnavailableError
-from rlframe.http.middleware import encoded
+from rlframe.http.bodies import encoded
 
 STATUS_AGE = 0.2  # seconds for which a status is good enough for whoever asks
 STATUS_DEADLINE = 3.0  # seconds for one

@@ -16,8 +16,8 @@ from rlframe.coordinator.control.errors import FieldError
 from rlframe.coordinator.messages import ROLES, Role
 from rlframe.coordinator.states import JobState, WorkerState
 from rlframe.errors import RlframeError
+from rlframe.http.bodies import answer
 from rlframe.http.measuring import RequestMetrics, numbers
-from rlframe.http.middleware import answer
 
 MOST_EVENTS = 1000  # in one answer
 Number = Annotated[int, Field(ge=0, le=2**53)]  # what a browser can count to

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.responses import Response
 
 from rlframe.errors import RlframeError, UsageError
-from rlframe.http.middleware import answer
+from rlframe.http.bodies import answer
 
 RETRY_AFTER = 1  # seconds, of a 503
 _TYPES = {
@@ -40,7 +40,7 @@ def content(message: str, status: int, field: str | None = None) -> dict[str, An
 
 
 def refusal(error: str, status: int, headers: dict[str, str] | None = None) -> Response:
-    """As `rlframe.http.middleware.Refusal`."""
+    """As `rlframe.http.bodies.Refusal`."""
     if status == 503:
         headers = {"Retry-After": str(RETRY_AFTER), **(headers or {})}
     return answer(content(error, status), status, headers)

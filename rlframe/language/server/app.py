@@ -15,11 +15,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive
 
 from rlframe.errors import UnavailableError, UsageError
-from rlframe.http.app import answer_errors, protect
+from rlframe.http.access import read_token
 from rlframe.http.app import make_app as make_base_app
+from rlframe.http.bodies import answer
 from rlframe.http.measuring import RequestMetrics, numbers
-from rlframe.http.middleware import answer
-from rlframe.http.token_file import read_token
 from rlframe.language.server.errors import RefusedError, invalid, refusal, refused
 from rlframe.language.server.generation import Generation
 from rlframe.language.server.native import GenerateRequest, SglangRequest, SglangSampling, VllmRequest
@@ -59,13 +58,27 @@ T = TypeVar("T")
 
 def make_app(server: PolicyServer) -> FastAPI:
     """The application. Raises `UsageError` where the token file cannot be read."""
-    cfg, token = server.cfg, read_token(server.cfg.token_file)
-    metrics, started = RequestMetrics(_PREFIX), int(time.time())
-    app = make_base_app("rlframe policy", _DESCRIPTION)
+    cfg, metrics = server.cfg, RequestMetrics(_PREFIX)
+    requests = (CompletionRequest, ChatRequest, VllmRequest, SglangRequest, SglangSampling)
+    known = sorted({name for kind in requests for name in kind.model_fields})
+    app = make_base_app(
+        "rlframe policy",
+        _DESCRIPTION,
+        metrics,
+        token=read_token(cfg.token_file),
+        max_body=cfg.max_body_mb << 20,
+        errors={
+            RequestValidationError: lambda error: invalid(error, known).response,
+            **{kind: lambda error: refused(error).response for kind in (RefusedError, UsageError, UnavailableError)},
+        },
+        refusal=refusal,
+        no_token=cfg.no_token,
+        hosts=cfg.allowed_hosts,
+    )
     card = {
         "id": cfg.model_name,
         "object": "model",
-        "created": started,
+        "created": int(time.time()),
         "owned_by": "rlframe",
         "max_model_len": cfg.engine.length or server.model_config.max_position_embeddings,
     }
@@ -113,25 +126,6 @@ def make_app(server: PolicyServer) -> FastAPI:
         pieces = await _unless_left(request.receive, generation.whole())
         return _gone() if pieces is None else answer(body.reply(asked, pieces, server.tokenizer))
 
-    requests = (CompletionRequest, ChatRequest, VllmRequest, SglangRequest, SglangSampling)
-    known = sorted({name for kind in requests for name in kind.model_fields})
-    answer_errors(
-        app,
-        {
-            RequestValidationError: lambda error: invalid(error, known).response,
-            **{kind: lambda error: refused(error).response for kind in (RefusedError, UsageError, UnavailableError)},
-        },
-        refusal,
-    )
-    protect(
-        app,
-        metrics,
-        max_body=cfg.max_body_mb << 20,
-        token=token,
-        no_token=cfg.no_token,
-        hosts=cfg.allowed_hosts,
-        refusal=refusal,
-    )
     return app
 
 

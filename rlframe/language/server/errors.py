@@ -8,7 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response
 
 from rlframe.errors import RlframeError, UnavailableError, suggest
-from rlframe.http.middleware import answer
+from rlframe.http.bodies import answer
 
 _TYPES = {
     401: "authentication_error",
@@ -53,7 +53,7 @@ def refused(error: RlframeError) -> RefusedError:
 
 
 def refusal(error: str, status: int, headers: dict[str, str] | None = None) -> Response:
-    """As `rlframe.http.middleware.Refusal`."""
+    """As `rlframe.http.bodies.Refusal`."""
     response = RefusedError(error, status).response
     response.headers.update(headers or {})
     return response

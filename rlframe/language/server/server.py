@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 import threading
 import time
 from typing import Any
@@ -14,8 +13,8 @@ import jax.numpy as jnp
 
 from rlframe import handles
 from rlframe.errors import PeerError, UnavailableError, UsageError, check_above, check_at_least
+from rlframe.http.access import check_guarded, warn_of_no_token
 from rlframe.http.serving import ServerThread
-from rlframe.http.token_file import check_guarded, no_token_means
 from rlframe.inferencers.refreshing import Refresher
 from rlframe.language.decoding import DecodeEngine, EngineConfig
 from rlframe.language.model import ModelConfig, transformer
@@ -202,8 +201,7 @@ class PolicyServer:
 
     def _greet(self, url: str) -> None:
         self._url = f"{url}/v1"
-        if self.cfg.no_token:
-            print(no_token_means(CAN), file=sys.stderr, flush=True)
+        warn_of_no_token(self.cfg.no_token, CAN)
         print(f"Policy at {self._url}  (model {self.cfg.model_name!r}, endpoints: {url}/docs)", flush=True)
         self._ready.set()
 

@@ -80,10 +80,10 @@ def serve_control_of(
         yield
         return
     from rlframe.coordinator.control.address import make_token, remove_control, write_control
-    from rlframe.http.token_file import read_token
 
     with extras.needed("--http", "trajectories"):
         from rlframe.coordinator.control.app import COORDINATOR, RUN, serve_control
+        from rlframe.http.access import read_token
     token_file = control.token_file or make_token(run_dir)
     target: Any
     target, kind = RunTarget(run_dir), RUN

@@ -90,8 +90,7 @@ def language(engine: Engine, run: Run) -> Topology | None:
     from rlframe.programs.topologies.language_nodes import MODEL, Environment, WarmUp, check_environment
     from rlframe.programs.topologies.parts import make_agent
     from rlframe.programs.training.language_monitor import LanguageMonitor
-    from rlframe.trajectories.service.app import TrajectoryServer
-    from rlframe.trajectories.service.settings import Settings
+    from rlframe.trajectories.service.app import Settings, TrajectoryServer
 
     run = _with_ports(run)
     check_environment(run)

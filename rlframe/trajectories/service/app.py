@@ -1,27 +1,28 @@
-"""The FastAPI application of the trajectory service."""
+"""The trajectory service as a program: its settings, its FastAPI application, and the server in front of it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import pathlib
-import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, get_type_hints
 
+import msgspec
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response
 
 from rlframe import handles
-from rlframe.errors import PeerError, StoreError, UnavailableError, UsageError
-from rlframe.http.app import answer_errors, protect
+from rlframe.errors import PeerError, StoreError, UnavailableError, UsageError, check_at_least, suggest
+from rlframe.http.access import check_guarded, read_token, warn_of_no_token
 from rlframe.http.app import make_app as make_base_app
+from rlframe.http.bodies import answer, retry_later
 from rlframe.http.measuring import RequestMetrics
-from rlframe.http.middleware import answer, retry_later
 from rlframe.http.serving import ServerThread
-from rlframe.http.token_file import check_guarded, no_token_means
 from rlframe.trajectories.service.endpoints import (
     REFUSED,
     batches,
@@ -35,9 +36,53 @@ from rlframe.trajectories.service.endpoints import (
 from rlframe.trajectories.service.endpoints.live import PREFIX
 from rlframe.trajectories.service.previews import load_decode
 from rlframe.trajectories.service.service import Service
-from rlframe.trajectories.service.settings import CAN, Settings
 from rlframe.trajectories.service.validation import InvalidGroupError
 from rlframe.trajectories.stores import open_store
+
+VARIABLES = "RLFRAME_TRAJECTORIES_"
+CAN = "read, send and erase experience"  # what whoever may call the service can do
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The service's options. `rlframe serve trajectories` takes them as --store and so on; under uvicorn,
+    `RLFRAME_TRAJECTORIES_STORE` and so on set them."""
+
+    store: str = "sqlite:trajectories.db"  # sqlite:PATH, memory, or redis://HOST:PORT
+    token_file: str | None = None  # file with the bearer token that every request has to carry
+    no_token: bool = False  # whether to answer other machines without a token: whoever reaches it can do all of `CAN`
+    allowed_hosts: tuple[str, ...] = ()  # without a token: its names, beside localhost and IP addresses
+    tokenizer: str | None = None  # byte, or a tokenizer.json, with which the live page shows tokens as text
+    fresh: bool = False  # begin every run of the store anew, without what it holds
+    max_queue_mb: int = 16_384  # megabytes of groups that are kept; environments are told to hold at 80 % of it
+    max_body_mb: int = 64  # megabytes of one request, decompressed
+    reset: bool = True  # whether /reset_data is there
+    cors_origins: tuple[str, ...] = ()  # origins whose pages may call the service, or *
+
+    def __post_init__(self) -> None:
+        check_guarded("localhost", self.token_file, CAN, self.no_token)  # where it listens is not said here
+        check_at_least(self, 1, "max_queue_mb", "max_body_mb")
+
+    @classmethod
+    def from_environment(cls, variables: Mapping[str, str] = os.environ) -> Settings:
+        """Raise `UsageError` for a variable that names no setting, or whose value cannot be."""
+        told: dict[str, Any] = {}
+        names, hints = {f.name: f for f in fields(cls)}, get_type_hints(cls)
+        for variable, text in variables.items():
+            if not variable.startswith(VARIABLES):
+                continue
+            name = variable[len(VARIABLES) :].lower()
+            if name not in names:
+                known = [VARIABLES + known.upper() for known in names]
+                raise UsageError(f"{variable} names no setting of the trajectory service.{suggest(variable, known)}")
+            split = [part.strip() for part in text.split(",") if part.strip()]
+            try:
+                value = split if isinstance(names[name].default, tuple) else text
+                told[name] = msgspec.convert(value, hints[name], strict=False)
+            except msgspec.ValidationError as error:
+                raise UsageError(f"{variable}: {error}; got {text!r}.") from None
+        return cls(**told)
+
 
 PAGE = pathlib.Path(__file__).with_name("page.html")  # asks for /report and /previews
 _CHANGING = ("/batch", "/reset_data")  # by GET
@@ -48,7 +93,6 @@ Every path is there for the run `default`, and as `/runs/{run}/…` for any numb
 
 def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
     """The application. It opens the store when it starts, unless it is given a restored service, and closes it."""
-    token = settings.token()
     metrics = RequestMetrics(PREFIX)
 
     @contextlib.asynccontextmanager
@@ -60,18 +104,13 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
         finally:
             await app.state.service.close()
 
-    app = make_base_app("rlframe trajectories", _DESCRIPTION, life)
-    app.state.decode, app.state.metrics, app.state.reset = load_decode(settings.tokenizer), metrics, settings.reset
-    app.get("/", response_model=dict[str, str], tags=["service"])(_root)
-    app.get("/runs", response_model=dict[str, list[str]], tags=["service"])(_runs)
-    app.include_router(live.metrics_router, responses=REFUSED)
-    # What is asked for most often comes first: the others are looked at one by one until one matches.
-    for router in (groups.router, batches.router, registration.env_router, registration.router, live.router):
-        app.include_router(router, responses=REFUSED)
-        app.include_router(router, prefix="/runs/{run}", dependencies=[Depends(named_run)], responses=REFUSED)
-    answer_errors(
-        app,
-        {
+    app = make_base_app(
+        "rlframe trajectories",
+        _DESCRIPTION,
+        metrics,
+        token=read_token(settings.token_file),
+        max_body=settings.max_body_mb << 20,
+        errors={
             RequestValidationError: _invalid_request,
             InvalidGroupError: lambda error: invalid(("body", *error.loc), str(error), error.kind),
             UsageError: lambda error: invalid(("body",), str(error)),
@@ -79,12 +118,7 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
             PeerError: lambda error: retry_later(str(error), "failure"),
             StoreError: lambda error: retry_later(str(error), "failure", 10),
         },
-    )
-    protect(
-        app,
-        metrics,
-        max_body=settings.max_body_mb << 20,
-        token=token,
+        lifespan=life,
         no_token=settings.no_token,
         hosts=settings.allowed_hosts,
         origins=settings.cors_origins,
@@ -93,14 +127,21 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
         page=PAGE,
         stripped="/runs/{run}",
     )
+    app.state.decode, app.state.metrics, app.state.reset = load_decode(settings.tokenizer), metrics, settings.reset
+    app.get("/", response_model=dict[str, str], tags=["service"])(_root)
+    app.get("/runs", response_model=dict[str, list[str]], tags=["service"])(_runs)
+    app.include_router(live.metrics_router, responses=REFUSED)
+    # What is asked for most often comes first: the others are looked at one by one until one matches.
+    for router in (groups.router, batches.router, registration.env_router, registration.router, live.router):
+        app.include_router(router, responses=REFUSED)
+        app.include_router(router, prefix="/runs/{run}", dependencies=[Depends(named_run)], responses=REFUSED)
     return app
 
 
 def app_from_environment() -> FastAPI:
     """The application of `rlframe.trajectories.server`, with its settings from the environment (see `Settings`)."""
     settings = Settings.from_environment()
-    if settings.no_token:
-        print(no_token_means(CAN), file=sys.stderr)
+    warn_of_no_token(settings.no_token, CAN)
     return make_app(settings)
 
 
@@ -177,8 +218,7 @@ class TrajectoryServer:
         Raises:
             StoreError: the store failed: what was acknowledged is in it.
         """
-        if self._settings.no_token:
-            print(no_token_means(CAN), file=sys.stderr, flush=True)
+        warn_of_no_token(self._settings.no_token, CAN)
         lines = [f"Trajectories at {self.url}  (endpoints: /docs)", self._service.store.durability, *self._found]
         print("\n".join(lines), flush=True)
         with handles.stopped_by_program(self.stop):

@@ -8,7 +8,7 @@ from fastapi import Header, Path, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from rlframe.http.middleware import answer
+from rlframe.http.bodies import answer
 from rlframe.trajectories.service import models
 from rlframe.trajectories.service.service import Service
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request
 from msgspec import Raw
 from starlette.responses import Response
 
-from rlframe.http.middleware import MSGPACK, answer
+from rlframe.http.bodies import MSGPACK, answer
 from rlframe.trajectories.queue.leases import LeasedBatch
 from rlframe.trajectories.queue.queue import Queue
 from rlframe.trajectories.service import models

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from rlframe.http.middleware import MSGPACK, answer, retry_later
+from rlframe.http.bodies import MSGPACK, answer, retry_later
 from rlframe.trajectories.queue.leases import Added
 from rlframe.trajectories.service import models
 from rlframe.trajectories.service.endpoints import (

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from starlette.responses import Response
 
 import rlframe
-from rlframe.http.middleware import answer
+from rlframe.http.bodies import answer
 from rlframe.trajectories.service import models
 from rlframe.trajectories.service.endpoints import INVALID, run_of, service_of
 from rlframe.trajectories.service.models import LiveReport, ServiceReport

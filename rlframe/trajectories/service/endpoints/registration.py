@@ -13,7 +13,7 @@ import msgspec
 from fastapi import APIRouter, Query, Request
 from starlette.responses import PlainTextResponse, Response
 
-from rlframe.http.middleware import answer
+from rlframe.http.bodies import answer
 from rlframe.trajectories.messages import EnvStatus, Info, Registered, Registration, RunStatus, WandbInfo
 from rlframe.trajectories.service import models
 from rlframe.trajectories.service.endpoints import (

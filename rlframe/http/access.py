@@ -1,4 +1,4 @@
-"""Access control without a token: programs and the service's own pages may call it, under its own name.
+"""Who may call a service: whoever has its token. Without one, programs of this machine and the service's own pages.
 
 Every page that is open in a browser of this machine can reach a service on loopback. A page of another site may send
 a request without seeing the answer (CSRF: a form, or an image whose address is `/reset_data`), or let its own name
@@ -10,17 +10,93 @@ the first two. Pages of other sites cannot have a token, so Host matters only fo
 from __future__ import annotations
 
 import functools
+import hmac
 import ipaddress
+import pathlib
+import sys
 import urllib.parse
 from collections.abc import Iterable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rlframe.http.middleware import Refusal, detail
-from rlframe.http.token_file import is_loopback
+from rlframe.errors import UsageError
+from rlframe.http.bodies import Refusal, detail
 
 _PAGES = ("/", "/docs")  # without data: links of other sites may open them
+
+
+def read_token(file: str | None) -> str | None:
+    """Read the bearer token in a file. Raise `UsageError` if the file cannot be read or is empty."""
+    if file is None:
+        return None
+    try:
+        token = pathlib.Path(file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"The token file {file} cannot be read: {error}.") from error
+    if not token:
+        raise UsageError(f"The token file {file} is empty. Put a secret into it, on one line.")
+    return token
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine reaches a service that listens at this address."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def check_guarded(host: str, token_file: str | None, can: str, no_token: bool | None = None) -> None:
+    """Raise `UsageError` if other machines would need no token, and --no-token was not given.
+
+    Args:
+        host: that the service listens at.
+        token_file: with its token; None: it has none.
+        can: the actions that a client can take.
+        no_token: whether --no-token was given; None: the service has no such option.
+    """
+    if token_file is not None:
+        if no_token:
+            raise UsageError("A token file and --no-token contradict each other: leave one of them out.")
+    elif not no_token and not is_loopback(host):
+        way_out = "" if no_token is None else "say by --no-token that they all may, "
+        raise UsageError(
+            f"{host} can be reached from other machines, and whoever reaches this service can {can}. Give it a "
+            f"--token-file, {way_out}or listen at 127.0.0.1."
+        )
+
+
+def warn_of_no_token(no_token: bool, can: str) -> None:
+    """Print the warning at the start of a service for which --no-token was given."""
+    if no_token:
+        print(
+            f"rlframe: --no-token: whoever reaches this service, from whichever machine, can {can}. Nothing is "
+            "encrypted: let only machines that you trust reach it.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+class RequireToken:
+    """ASGI: answers 401 unless the request has the bearer token, or is for a path in `without`."""
+
+    def __init__(self, app: ASGIApp, token: str, refusal: Refusal = detail, without: tuple[str, ...] = ()) -> None:
+        self._app = app
+        self._refusal = refusal
+        self._expected = token.encode()
+        self._without = without
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._without:
+            scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self._expected):
+                error = "This service needs the header Authorization: Bearer TOKEN, with the token of its --token-file."
+                refused = self._refusal(error, 401, {"WWW-Authenticate": "Bearer"})
+                await refused(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class SameOrigin:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rlframe.http.origins import SameOrigin
+from rlframe.http.access import SameOrigin
 
 OWN = "127.0.0.1:8765"
 LOOPBACK, LAN = ("127.0.0.1", 8765), ("192.168.0.7", 8765)

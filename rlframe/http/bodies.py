@@ -1,13 +1,9 @@
-"""Middleware before every endpoint: the token, and the body, which is limited and decompressed.
-
-Plain ASGI: a body is held once, and requests without one pass directly.
-"""
+"""Bodies: of requests, which are limited and decompressed before an endpoint gets them, and of answers."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import hmac
 import json
 import re
 import zlib
@@ -58,28 +54,8 @@ def retry_later(error: str, status: str = "full", seconds: int = 1) -> Response:
     return answer({"status": status, "error": error}, 503, {"Retry-After": str(seconds)})
 
 
-class RequireToken:
-    """ASGI: answers 401 unless the request has the bearer token, or is for a path in `without`."""
-
-    def __init__(self, app: ASGIApp, token: str, refusal: Refusal = detail, without: tuple[str, ...] = ()) -> None:
-        self._app = app
-        self._refusal = refusal
-        self._expected = token.encode()
-        self._without = without
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._without:
-            scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self._expected):
-                error = "This service needs the header Authorization: Bearer TOKEN, with the token of its --token-file."
-                refused = self._refusal(error, 401, {"WWW-Authenticate": "Bearer"})
-                await refused(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
 class ReadBody:
-    """ASGI: passes the whole body on, decompressed, as one message; or refuses it.
+    """ASGI: passes the whole body on, decompressed, as one message; or refuses it. Requests without one pass directly.
 
     Small requests in MessagePack are passed on as JSON; the paths in `raw` read MessagePack themselves.
 

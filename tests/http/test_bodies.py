@@ -11,7 +11,7 @@ import os
 import pytest
 import zstandard
 
-from rlframe.http.middleware import ReadBody, _gunzip, _unzstd, answer
+from rlframe.http.bodies import ReadBody, _gunzip, _unzstd, answer
 
 LIMIT = 1_000_000
 DEADLINE = 60.0
