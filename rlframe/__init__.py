@@ -26,7 +26,7 @@ _PUBLIC = {
     "SyncEnv": "rlframe.envs",
     "evaluate": "rlframe.programs.policies.evaluation",
     "export": "rlframe.programs.policies.exported",
-    "launch": "rlframe.engines.launching.launcher",
+    "launch": "rlframe.engines.launchpad",
     "load": "rlframe.programs.policies.trained",
     "train": "rlframe.programs.api",
 }

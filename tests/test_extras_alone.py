@@ -106,7 +106,7 @@ IMPORTS = [
     Call("import rlframe.language BaseEnv", "BaseEnv", ("trajectories", "envs")),
     Call("import rlframe.language PolicyServer", "PolicyServer", ("trajectories",)),
     Call("import rlframe.language.model.published_tokenizer", "A published tokenizer", ("lm",)),
-    Call("import rlframe.engines.launching.ray_cluster RayCluster", "--engine ray", ("ray",)),
+    Call("import rlframe.engines.ray_nodes.cluster RayCluster", "--engine ray", ("ray",)),
 ]
 CORE = [
     *(Call(f"{command} --help") for command in COMMANDS),

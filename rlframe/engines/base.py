@@ -1,4 +1,4 @@
-"""The contract of an engine: all that a topology and a session ask of what runs their nodes."""
+"""The contract of an engine: all that a topology and a session ask of what runs their nodes. And what engines share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pathlib
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TextIO
 
 from rlframe.engines.logs import Nowhere
 from rlframe.errors import UsageError
@@ -143,3 +143,20 @@ def node_status(name: str, incarnation: int, pid: int | None, state: str = "BUSY
         "host": socket.gethostname(),
         "pid": pid,
     }
+
+
+def pick_free_port() -> int:
+    """Return a port that nobody listens at."""
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+def warn_of_open_ports(listening: str, output: TextIO) -> None:
+    """Print that these nodes, named with their ports, listen on all interfaces (SECURITY.md)."""
+    print(
+        f"[launcher] {listening}, and what these start, listen on all interfaces of this machine, without "
+        "authentication: whoever reaches such a port can run code as you. Close them (firewall, network namespace), or "
+        "run where nobody else reaches this machine: see SECURITY.md.",
+        file=output,
+        flush=True,
+    )

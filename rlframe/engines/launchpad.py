@@ -1,18 +1,27 @@
-"""The engine of real processes on this machine: a Launchpad program, run by `rlframe.launch`."""
+"""Programs of Launchpad on this machine: the engine `launchpad`, and `launch(program)`, which runs any such program.
+
+Launchpad's own launcher ignores a crashed node, or kills itself (exit code 137) while it ends the others.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
 
 from rlframe import extras, handles
-from rlframe.engines.base import Engine, EngineOptions, Watch
-from rlframe.engines.launching.launcher import launch
-from rlframe.engines.launching.placement import policies
-from rlframe.engines.launching.ports import pick_free_port
+from rlframe.engines.base import GRACE, Engine, EngineOptions, Watch, pick_free_port, warn_of_open_ports
 from rlframe.engines.logs import NodeLogs
+from rlframe.engines.supervision.node_main import node_processes, pickle_node
+from rlframe.engines.supervision.placement import policies
+from rlframe.engines.supervision.program import STOP_SIGNAL, ProgramSupervisor
+from rlframe.engines.supervision.running import GroupPolicy
+from rlframe.errors import UsageError, suggest
+from rlframe.interprocess.heartbeat import TIMEOUT
 from rlframe.interprocess.progress import STARTING
 
 
@@ -47,7 +56,7 @@ class LaunchpadEngine(Engine):
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
         """See `Engine`."""
         with extras.needed("--replay reverb", "reverb"):
-            from rlframe.engines.launching.reverb_node import CheckpointedReverbNode
+            from rlframe.engines.reverb_node import CheckpointedReverbNode
 
         with self.program.group(group):
             node = CheckpointedReverbNode(tables, path, at_end=self._asked.grace_seconds / 2.0)
@@ -89,3 +98,117 @@ class LaunchpadEngine(Engine):
 def _start(constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with STARTING:
         return constructor(*args, **kwargs)
+
+
+def launch(
+    program: Any,
+    policies: Mapping[str, GroupPolicy] | None = None,
+    output: TextIO | None = None,
+    ports: Mapping[str, int] | None = None,
+    logs: NodeLogs | None = None,
+    hang_timeout: float = TIMEOUT,
+    watch: Watch | None = None,
+    grace: float = GRACE,
+) -> int | None:
+    """Runs every node of a program as a process, and returns when it is over.
+
+    It is over when the nodes of the groups that decide have ended, when all nodes have, when a node calls
+    `lp.stop()`, or on Ctrl-C, SIGTERM and SIGHUP (unless that is ignored). Every process gets SIGTERM then
+    (`lp.stop_event()` is set) and is killed after `grace` seconds. Nothing outlives the caller, whatever it dies of.
+
+    One line at the start names the nodes that listen: Courier and Reverb do so on all interfaces (SECURITY.md).
+
+    Args:
+        program: a `launchpad.Program`.
+        policies: by group label; a group without one has no restarts and decides nothing.
+        output: where the nodes' lines go; stderr.
+        ports: by group label, that of the group's first node (the next ones follow); others are picked.
+        logs: where the nodes' lines are kept as well; None: nowhere.
+        hang_timeout: seconds that a node's interpreter may be silent before the node is killed and started again, as
+            one that died; so is one whose work hangs (docs/failures.md). 0: none is.
+        watch: see `ProgramSupervisor`.
+        grace: seconds that nodes have to end after SIGTERM.
+
+    Returns:
+        The number of the signal that ended the program, or None where it ended by itself.
+
+    Raises:
+        ProgramError: a node failed for good, or one that `saves` while the program was stopped; the message names it
+            and has its traceback. A second Ctrl-C kills those that have not ended.
+        UsageError: a policy is of a group that the program has not, or a node cannot be pickled.
+    """
+    policies = policies or {}
+    for label in policies:
+        if label not in program.groups:
+            raise UsageError(
+                f"The program has no group {label!r}; it has {', '.join(program.groups)}."
+                f"{suggest(label, program.groups)}"
+            )
+    nodes = _pickled(program, ports or {})
+    with node_processes(run_node, nodes, policies) as processes:
+        if listening := _open_ports(program):
+            warn_of_open_ports(listening, output or sys.stderr)
+        return ProgramSupervisor(processes, output, logs, hang_timeout=hang_timeout, watch=watch, grace=grace).run()
+
+
+def run_node(pickled: bytes) -> None:
+    """Runs a node in its process, with Launchpad made ready for it."""
+    with STARTING:
+        import cloudpickle
+        from absl import flags
+        from launchpad.launch import worker_manager
+
+        flags.FLAGS(sys.argv[:1])
+        flags.FLAGS["lp_termination_notice_secs"].value = -1  # no countdown of its own: the supervisor has one
+        worker_manager.WorkerManager(register_in_thread=True)  # SIGTERM becomes `lp.stop_event()`
+        function = cloudpickle.loads(pickled)
+    function()
+
+
+def _pickled(program: Any, ports: Mapping[str, int]) -> dict[str, list[bytes]]:
+    """Prepares the nodes as `lp.launch` does, and pickles what each runs, by group."""
+    from absl import flags
+    from launchpad import context  # which defines the flags
+    from launchpad.launch import serialization
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(sys.argv[:1], known_only=True)
+    stopper = functools.partial(os.kill, os.getpid(), STOP_SIGNAL)
+    for group in program.groups.values():
+        for node in group:
+            node.launch_context.initialize(context.LaunchType.LOCAL_MULTI_PROCESSING, None, stopper)
+    for label, group in program.groups.items():
+        for node in group:
+            for handle in node.input_handles:
+                handle.connect(node, label)
+    for node in program.get_all_nodes():
+        node.bind_addresses()
+    for label, first in ports.items():
+        for port, address in enumerate((each for node in program.groups[label] for each in node.addresses), first):
+            address.bind(KnownAddress(f"localhost:{port}"))
+    serialization.enable_lru_cache_pickling_once()
+    return {label: [pickle_node(label, node.function) for node in group] for label, group in program.groups.items()}
+
+
+def _open_ports(program: Any) -> str:
+    """The nodes of a program whose addresses are bound, with their ports: "learner (port 1), actor (ports 2, 3)".
+
+    Empty where no node listens.
+    """
+    listed = []
+    for label, group in program.groups.items():
+        ports = [address.resolve().rpartition(":")[2] for node in group for address in node.addresses]
+        if ports:
+            listed.append(f"{label} (port{'s' * (len(ports) > 1)} {', '.join(ports)})")
+    return ", ".join(listed)
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownAddress:
+    """What a `launchpad.Address` can be bound to (an `AbstractAddressBuilder`, by its method)."""
+
+    address: str  # "host:port"
+
+    def build(self) -> str:
+        """Returns the address."""
+        return self.address

@@ -12,13 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from rlframe import extras
-from rlframe.engines.base import Engine, EngineOptions, Watch
-from rlframe.engines.launching.local_node import LocalNode, run_node
-from rlframe.engines.launching.node_main import node_processes
-from rlframe.engines.launching.placement import policies
-from rlframe.engines.launching.ports import OPEN, pick_free_port
-from rlframe.engines.launching.program import ProgramSupervisor
+from rlframe.engines.base import Engine, EngineOptions, Watch, pick_free_port, warn_of_open_ports
 from rlframe.engines.logs import NodeLogs
+from rlframe.engines.supervision.node_main import node_processes
+from rlframe.engines.supervision.placement import policies
+from rlframe.engines.supervision.program import ProgramSupervisor
+from rlframe.engines.supervision.served_node import ServedNode, run_node
 from rlframe.handles import Remote
 from rlframe.transport.sockets import SocketDirectory, SocketTransport
 
@@ -37,18 +36,18 @@ class LocalEngine(Engine):
         self._resources = contextlib.ExitStack()
         self._sockets = self.own(SocketDirectory())
         self._reverb: dict[str, ReverbAt] = {}  # by group
-        self._nodes: dict[str, list[LocalNode]] = collections.defaultdict(list)  # by group
+        self._nodes: dict[str, list[ServedNode]] = collections.defaultdict(list)  # by group
 
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Remote:
         """See `Engine`."""
         address = f"{self._sockets.path}/{group}-{len(self._nodes[group])}"
-        self._nodes[group].append(LocalNode(group, _TRANSPORT, address, constructor, args, kwargs))
+        self._nodes[group].append(ServedNode(group, _TRANSPORT, address, constructor, args, kwargs))
         return self._handle(address, group)
 
     def add_reverb(self, group: str, tables: Any, path: str) -> ReverbAt:
         """See `Engine`: the one node that listens at a port, which is said before it starts."""
         extras.require("--replay reverb", "reverb")
-        from rlframe.engines.launching.reverb_server import ReverbServer
+        from rlframe.engines.reverb_server import ReverbServer
 
         port = pick_free_port()
         self.add(group, ReverbServer, tables, path, port, at_end=self._asked.grace_seconds / 2.0)
@@ -80,7 +79,7 @@ class LocalEngine(Engine):
             pickled = {group: [node.pickled() for node in nodes] for group, nodes in self._nodes.items()}
             if self._reverb:
                 listening = ", ".join(f"{group} (Reverb, {at.address})" for group, at in self._reverb.items())
-                print(f"[launcher] {OPEN.format(listening)}", file=options.output, flush=True)
+                warn_of_open_ports(listening, options.output)
             with node_processes(run_node, pickled, policies(self.groups, options)) as processes:
                 hang_timeout, grace = options.hang_timeout, options.grace_seconds
                 return ProgramSupervisor(

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from rlframe import extras
 from rlframe.engines.base import Engine, EngineOptions, Watch
-from rlframe.engines.launching.local_node import LocalNode, MakeWorker, pickle_worker
-from rlframe.engines.launching.node_main import pickle_node
-from rlframe.engines.launching.placement import policies
-from rlframe.engines.launching.program import ProgramSupervisor
-from rlframe.engines.launching.running import GroupPolicy, SupervisedNode
 from rlframe.engines.logs import NodeLogs
+from rlframe.engines.supervision.node_main import pickle_node
+from rlframe.engines.supervision.placement import policies
+from rlframe.engines.supervision.program import ProgramSupervisor
+from rlframe.engines.supervision.running import GroupPolicy, SupervisedNode
+from rlframe.engines.supervision.served_node import MakeWorker, ServedNode, pickle_worker
 from rlframe.errors import UsageError
 from rlframe.handles import Remote
 from rlframe.transport.ray import RayTransport
 
 if TYPE_CHECKING:
-    from rlframe.engines.launching.ray_host import HostedNode
+    from rlframe.engines.ray_nodes.host import HostedNode
 
 _TRANSPORT = RayTransport()
 _BUSY = (
@@ -46,19 +46,19 @@ class RayEngine(Engine):
 
     def __init__(self, options: EngineOptions) -> None:
         with extras.needed("--engine ray", "ray"):
-            from rlframe.engines.launching.ray_cluster import RayCluster
+            from rlframe.engines.ray_nodes.cluster import RayCluster
         self._asked = options
         self._logs = NodeLogs(options.logs)
         self._resources = contextlib.ExitStack()
         self._owned: list[Any] = []
-        self._nodes: dict[str, list[LocalNode]] = collections.defaultdict(list)  # by group
+        self._nodes: dict[str, list[ServedNode]] = collections.defaultdict(list)  # by group
         self._cluster = RayCluster(options.ray_address)
         self._resources.callback(self._cluster.close)
 
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Remote:
         """See `Engine`."""
         address = f"{group}/{len(self._nodes[group])}"
-        self._nodes[group].append(LocalNode(group, _TRANSPORT, address, constructor, args, kwargs))
+        self._nodes[group].append(ServedNode(group, _TRANSPORT, address, constructor, args, kwargs))
         return self._handle(address, group)
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
@@ -124,7 +124,7 @@ class RayEngine(Engine):
                 yield self._cluster.place(hosted, cpus.get(group, 0.0), gpus.get(group, 0.0), is_bound, end_program)
 
     def _hosted(self, name: str, address: str, pickled: bytes, policy: GroupPolicy) -> HostedNode:
-        from rlframe.engines.launching.ray_host import HostedNode
+        from rlframe.engines.ray_nodes.host import HostedNode
 
         return HostedNode(name, address, pickled, policy, self._cluster.token, self._asked.hang_timeout)
 
@@ -136,7 +136,7 @@ class RayEngine(Engine):
         gpus = self._cluster.gpus(sum(groups[group] for group in served))
         return dict.fromkeys(busy, cpus), dict.fromkeys(served, gpus)
 
-    def _pickled(self, node: LocalNode) -> tuple[bytes, bool]:
+    def _pickled(self, node: ServedNode) -> tuple[bytes, bool]:
         """(the node, whether it shares memory with this process)."""
         return pickle_node(node.group, node), refers_to(node, self._owned)
 

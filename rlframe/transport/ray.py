@@ -2,7 +2,7 @@
 
 A node that is on the same Ray node is called over a socket. To one that is on another, a call goes over a socket to
 the relay beside the caller, from there as a call of a Ray actor, packed as it is, and over a socket again.
-(`rlframe.engines.launching.ray_host` is the relay: nothing here imports Ray, and no node need.)
+(`rlframe.engines.ray_nodes.host` is the relay: nothing here imports Ray, and no node need.)
 """
 
 from __future__ import annotations

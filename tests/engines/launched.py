@@ -9,8 +9,8 @@ from typing import Any
 
 import launchpad as lp
 
-from rlframe.engines.launching.launcher import launch
-from rlframe.engines.launching.running import GroupPolicy
+from rlframe.engines.launchpad import launch
+from rlframe.engines.supervision.running import GroupPolicy
 from rlframe.errors import RlframeError
 
 

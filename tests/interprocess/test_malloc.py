@@ -72,7 +72,7 @@ print(json.dumps([use_one_arena(), arenas_of_six_threads()]))
 @pytest.mark.parametrize("name, several", [("learner", False), ("learner/0", False), ("actor/0", True)])
 def test_the_process_of_a_learner_has_one_arena_and_other_nodes_have_several(name, several):
     code = f"""
-from rlframe.engines.launching.node_main import begin_process
+from rlframe.engines.supervision.node_main import begin_process
 begin_process({name!r})
 print(json.dumps([arenas_of_six_threads()]))
 """

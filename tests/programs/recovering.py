@@ -11,9 +11,9 @@ import launchpad as lp
 
 from rlframe import Actor, Inferencer, InferencerConfig, Learner, LearnerConfig, SharedMemReplayBuffer, SyncEnv
 from rlframe.agents import IMPALA, IMPALAConfig
-from rlframe.engines.launching.launcher import launch
-from rlframe.engines.launching.placement import ON_CPU
-from rlframe.engines.launching.running import GroupPolicy
+from rlframe.engines.launchpad import launch
+from rlframe.engines.supervision.placement import ON_CPU
+from rlframe.engines.supervision.running import GroupPolicy
 from rlframe.errors import RlframeError
 from rlframe.replay.reverb import ReverbReplayBuffer
 
@@ -62,7 +62,7 @@ def make_program(topology: str, directory: pathlib.Path, steps: int) -> tuple[lp
     if topology == "heavy_env":
         replay = memory = SharedMemReplayBuffer(agent, num_writers=NUM_ACTORS[topology])
     else:
-        from rlframe.engines.launching.reverb_node import CheckpointedReverbNode
+        from rlframe.engines.reverb_node import CheckpointedReverbNode
 
         tables = ReverbReplayBuffer.tables(agent, block=NUM_ENVS)
         with program.group("replay"):

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from rlframe.engines import logs
-from rlframe.engines.launching.program import ProgramSupervisor
-from rlframe.engines.launching.running import GroupPolicy, NodeProcess
+from rlframe.engines.supervision.program import ProgramSupervisor
+from rlframe.engines.supervision.running import GroupPolicy, NodeProcess
 from rlframe.programs import make_experiment, train
 from tests.programs.running import ROOT
 

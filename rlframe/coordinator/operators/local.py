@@ -10,12 +10,12 @@ from typing import Any, TextIO
 
 from rlframe.coordinator.messages import ROLES, Role, worker_id_of
 from rlframe.coordinator.operators.supervised import BACKOFF, SupervisedOperator
-from rlframe.engines.launching.local_node import MakeWorker, pickle_worker, run_node
-from rlframe.engines.launching.node_main import node_processes, pickle_node
-from rlframe.engines.launching.placement import ON_CPU
-from rlframe.engines.launching.running import GroupPolicy, HasEnded, RunningProcess, TakeLine
-from rlframe.engines.launching.supervisor import Backoff
 from rlframe.engines.logs import NodeLogs
+from rlframe.engines.supervision.node_main import node_processes, pickle_node
+from rlframe.engines.supervision.placement import ON_CPU
+from rlframe.engines.supervision.running import GroupPolicy, HasEnded, RunningProcess, TakeLine
+from rlframe.engines.supervision.served_node import MakeWorker, pickle_worker, run_node
+from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.interprocess.heartbeat import TIMEOUT, HeartbeatMonitor
 from rlframe.transport.sockets import SocketDirectory, SocketTransport
 

@@ -1,4 +1,4 @@
-"""Workers under the supervisor that also runs the nodes of programs (`rlframe.engines.launching.supervisor`)."""
+"""Workers under the supervisor that also runs the nodes of programs (`rlframe.engines.supervision.supervisor`)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any, TextIO, cast
 
 from rlframe.coordinator.messages import Role, WorkerInfo, WorkerKey, worker_id_of
 from rlframe.coordinator.operators.base import OperatorError
-from rlframe.engines.launching.running import FOR_GOOD, RunningNode, SupervisedNode
-from rlframe.engines.launching.supervisor import Backoff, Slot, Supervisor
 from rlframe.engines.logs import NodeLogs
+from rlframe.engines.supervision.running import FOR_GOOD, RunningNode, SupervisedNode
+from rlframe.engines.supervision.supervisor import Backoff, Slot, Supervisor
 from rlframe.errors import PeerError, UsageError
 from rlframe.handles import Remote
 from rlframe.transport import Transport

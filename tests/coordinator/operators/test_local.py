@@ -20,7 +20,7 @@ from rlframe import handles
 from rlframe.coordinator.messages import WorkerInfo
 from rlframe.coordinator.operators.local import LocalOperator
 from rlframe.coordinator.operators.supervised import OperatorHandle
-from rlframe.engines.launching.supervisor import Backoff
+from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.errors import UsageError
 from rlframe.transport.sockets import SocketTransport
 from tests.coordinator.operators import workers

@@ -16,9 +16,9 @@ import pytest
 
 from rlframe import handles
 from rlframe.coordinator.operators.ray import RayOperator
-from rlframe.engines.launching.local_node import pickle_worker
-from rlframe.engines.launching.node_main import pickle_node
-from rlframe.engines.launching.running import GroupPolicy
+from rlframe.engines.supervision.node_main import pickle_node
+from rlframe.engines.supervision.running import GroupPolicy
+from rlframe.engines.supervision.served_node import pickle_worker
 from rlframe.errors import UsageError
 from rlframe.transport.ray import RayTransport
 from tests.coordinator.operators import workers
@@ -34,7 +34,7 @@ needs("ray")
 
 @pytest.fixture(scope="module")
 def cluster():
-    from rlframe.engines.launching.ray_cluster import RayCluster
+    from rlframe.engines.ray_nodes.cluster import RayCluster
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", ray_home())
@@ -47,7 +47,7 @@ def cluster():
 @pytest.fixture
 def operator(cluster):
     """An operator whose workers Ray starts, and what it printed."""
-    from rlframe.engines.launching.ray_host import HostedNode
+    from rlframe.engines.ray_nodes.host import HostedNode
 
     makes = {"collector": workers.quiet, "learner": workers.broken, "evaluator": workers.never_closes}
 

@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from rlframe.coordinator.operators import supervised
 from rlframe.coordinator.operators.supervised import SupervisedOperator
-from rlframe.engines.launching import supervisor
-from rlframe.engines.launching.running import HasEnded, RunningNode
-from rlframe.engines.launching.supervisor import Backoff
+from rlframe.engines.supervision import supervisor
+from rlframe.engines.supervision.running import HasEnded, RunningNode
+from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.errors import UsageError
 from tests.in_process import InProcess
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 
 from rlframe.engines.base import SAVING_GROUPS, EngineOptions, deciding_group
-from rlframe.engines.launching.running import GroupPolicy
+from rlframe.engines.supervision.running import GroupPolicy
 
 NO_ACCELERATOR = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 

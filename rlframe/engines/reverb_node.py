@@ -11,7 +11,7 @@ from typing import Any
 import launchpad as lp
 from launchpad import address as lp_address
 
-from rlframe.engines.launching.reverb_server import ReverbServer
+from rlframe.engines.reverb_server import ReverbServer
 
 
 class CheckpointedReverbNode(lp.ReverbNode):

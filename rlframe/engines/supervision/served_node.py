@@ -11,8 +11,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from rlframe.engines.launching.node_main import LAUNCHER_PID, pickle_node
-from rlframe.engines.launching.program import STOP_SIGNAL
+from rlframe.engines.supervision.node_main import LAUNCHER_PID, pickle_node
+from rlframe.engines.supervision.program import STOP_SIGNAL
 from rlframe.interprocess.progress import STARTING
 from rlframe.program_end import join_program
 from rlframe.transport import Transport
@@ -21,7 +21,7 @@ MakeWorker = Callable[[str, int, int], Any]  # (name, index, incarnation) -> the
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalNode:
+class ServedNode:
     """What makes an object, and where it is called."""
 
     group: str
@@ -45,7 +45,7 @@ def pickle_worker(transport: Transport, address: str, make: bytes, name: str, in
         make: a pickled `MakeWorker`.
         name, index, incarnation: its arguments.
     """
-    return LocalNode(name, transport, address, _make_worker, (make, name, index, incarnation), {}).pickled()
+    return ServedNode(name, transport, address, _make_worker, (make, name, index, incarnation), {}).pickled()
 
 
 def _make_worker(make: bytes, name: str, index: int, incarnation: int) -> Any:
@@ -60,7 +60,7 @@ def run_node(pickled: bytes, end: Callable[[], None] | None = None) -> None:
     Where it has no `run`, it is served until SIGTERM, and closed then if it has `close`.
 
     Args:
-        pickled: see `LocalNode.pickled`.
+        pickled: see `ServedNode.pickled`.
         end: ends the program; None: a signal to the launcher does, which started this process.
     """
     stop = threading.Event()

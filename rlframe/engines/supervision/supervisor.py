@@ -20,8 +20,8 @@ from collections.abc import Callable
 from typing import TextIO
 
 from rlframe.engines.base import GRACE
-from rlframe.engines.launching.running import RunningNode, SupervisedNode
 from rlframe.engines.logs import NodeLogs, show
+from rlframe.engines.supervision.running import RunningNode, SupervisedNode
 from rlframe.interprocess.heartbeat import Clock, HeartbeatMonitor, interval_of
 from rlframe.interprocess.inbox import Inbox
 

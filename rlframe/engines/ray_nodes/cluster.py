@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlframe import extras
-from rlframe.engines.launching.ray_host import HostedNode, Relay
-from rlframe.engines.launching.ray_running import Hosts, RayNode
+from rlframe.engines.ray_nodes.host import HostedNode, Relay
+from rlframe.engines.ray_nodes.running import Hosts, RayNode
 from rlframe.errors import UsageError
 from rlframe.interprocess.memory import MACHINE
 from rlframe.transport.ray import Station, join

@@ -1,4 +1,4 @@
-"""The entry of a node's process: `python -m rlframe.engines.launching.node_main DESCRIPTOR INDEX NAME`.
+"""The entry of a node's process: `python -m rlframe.engines.supervision.node_main DESCRIPTOR INDEX NAME`.
 
 It dies with the launcher, carries its role in its title, and lets no program linger on the disk: what it runs comes
 through a descriptor.
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from rlframe import streams
 from rlframe.engines import logs
-from rlframe.engines.launching.running import FOR_GOOD, GroupPolicy, NodeProcess
+from rlframe.engines.supervision.running import FOR_GOOD, GroupPolicy, NodeProcess
 from rlframe.errors import CheckpointError, JobFailedError, NonFiniteLossError, UsageError
 from rlframe.interprocess import heartbeat
 from rlframe.interprocess.malloc import use_one_arena

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from rlframe.engines.base import GRACE, Watch, node_status
-from rlframe.engines.launching.running import FOR_GOOD, GroupPolicy, RunningNode, SupervisedNode
-from rlframe.engines.launching.supervisor import Backoff, Slot, Supervisor
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.stopping import handling, stop_signals
+from rlframe.engines.supervision.running import FOR_GOOD, GroupPolicy, RunningNode, SupervisedNode
+from rlframe.engines.supervision.supervisor import Backoff, Slot, Supervisor
 from rlframe.errors import ProgramError
 
 STOP_SIGNAL = signal.SIGUSR1  # sent to the launcher by a node that ends the program (`lp.stop()`)

@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlframe import extras
-from rlframe.engines.launching.local_node import run_node
-from rlframe.engines.launching.node_main import node_processes
-from rlframe.engines.launching.ray_params import FetchedVersions, Policy, PublishedVersions
-from rlframe.engines.launching.running import GroupPolicy, RunningNode
+from rlframe.engines.ray_nodes.params import FetchedVersions, Policy, PublishedVersions
+from rlframe.engines.supervision.node_main import node_processes
+from rlframe.engines.supervision.running import GroupPolicy, RunningNode
+from rlframe.engines.supervision.served_node import run_node
 from rlframe.errors import UnavailableError
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
 from rlframe.interprocess.memory import MACHINE
@@ -76,7 +76,7 @@ class HostedNode:
     Attributes:
         name: of the node, for messages: `learner`.
         address: at which it is called: `learner/0`.
-        pickled: see `LocalNode.pickled`.
+        pickled: see `ServedNode.pickled`.
         policy: of its group.
         token: of the run.
         hang_timeout: see `Supervisor`.

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rlframe import extras
-from rlframe.engines.launching.ray_host import CONCURRENCY, HostedNode, NodeHost, Seen
-from rlframe.engines.launching.running import GroupPolicy, HasEnded, RunningNode, TakeLine
+from rlframe.engines.ray_nodes.host import CONCURRENCY, HostedNode, NodeHost, Seen
+from rlframe.engines.supervision.running import GroupPolicy, HasEnded, RunningNode, TakeLine
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
 
 with extras.needed("--engine ray", "ray"):

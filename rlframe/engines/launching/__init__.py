@@ -1,1 +1,0 @@
-"""Programs of several processes: started, watched, restarted and ended together."""

@@ -1,0 +1,1 @@
+"""Nodes that run beside Ray actors, on any machine of a Ray cluster."""

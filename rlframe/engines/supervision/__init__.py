@@ -1,0 +1,1 @@
+"""Nodes that are processes: started, watched, started again and ended by a supervisor."""
