@@ -18,7 +18,7 @@ class Limits:
     lost_after: float = 17.0
     lost_after_starting: float = 60.0  # while a task starts: a compilation may keep its process from answering
     starting_deadline: float = 300.0  # for a worker to come, and for its task to start
-    progress_deadline: float = 120.0  # for a worker that answers, but says of the same call again that it is not done
+    progress_deadline: float = 120.0  # for a learner to save before an evaluation, and for a replay buffer that raises
     close_deadline: float = 60.0  # for tasks to be closed when the job ends, the last checkpoint among them
     evaluation_deadline: float = 1800.0  # for the last evaluation
     healthy_after: float = 60.0  # of running, and getting on, after which a task's failures are forgotten

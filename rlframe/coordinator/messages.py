@@ -184,9 +184,6 @@ class Alive(WorkerReply):
     phase: str  # idle, starting, running or closing
     task_id: str | None = None
     attempt: int = -1
-    progress: int = 0  # rises with everything that is done: a worker that answers, and at which it stands, is stuck
-    within: str = ""  # the phase (`rlframe.interprocess.progress`) of its work, which has a deadline of its own
-    overdue: str = ""  # how that was exceeded: it hangs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -110,7 +110,6 @@ class TrainingJob:
         evaluated_at: environment steps at which the newest evaluation was begun.
         collect_seconds: of collectors' calls.
         paced_seconds: of these, such as they waited: for newer parameters, or for room.
-        false_starts: of workers, in a row, by worker_id.
         lacks_since: when a role without which there is no progress was seen last, or the operator could not say.
         before: worker_id -> incarnation, of the coordinator before this one: some may have ended meanwhile.
         ending: how the job ends, once it does.
@@ -136,7 +135,6 @@ class TrainingJob:
         self.learner_came, self.min_version = False, -1
         self.draw_fails_since: float | None = None
         self.collect_seconds = self.paced_seconds = 0.0
-        self.false_starts: dict[str, int] = {}
         self.lacks_since: dict[Role, float] = {}
         self.before: dict[str, int] = {}
         self.ending: JobEnding | None = None

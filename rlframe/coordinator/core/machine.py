@@ -223,8 +223,6 @@ def _resumed(job: TrainingJob, event: ev.Resumed) -> None:
     if job.paused:
         job.paused = False
         job.note("resumed", "Resumed.")
-        for worker in job.roster:
-            worker.progress_at = job.now
         job.wake(*job.roster)
 
 

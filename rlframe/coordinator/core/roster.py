@@ -21,6 +21,7 @@ class KnownWorker:
     index: int
     incarnation: int
     since: float  # when it was first seen
+    failed_starts: int = 0  # incarnations before this one that never came, in a row
     state: WorkerState = WorkerState.REQUESTED
     address: Any = None
     host: str = ""
@@ -28,10 +29,6 @@ class KnownWorker:
     heard_at: float = 0.0
     pinged_at: float = 0.0
     ping_out: bool = False
-    progress: int = -1  # as it said last
-    progress_at: float = 0.0  # when that changed, or the worker said what it waits for or what it may take longer for
-    moved_at: float = 0.0  # when that changed
-    overdue: str = ""  # how its work exceeds the deadline that it has declared, as it said last
     task_id: str | None = None
     call: ev.Send | None = None  # what it was asked last, and has not answered for good
     said_at: float = 0.0  # when the call was, or is to be, sent
@@ -86,8 +83,10 @@ class Roster:
 
     def add(self, seen: WorkerInfo, now: float) -> KnownWorker:
         """Takes a new incarnation in the place of the one before."""
-        worker = KnownWorker(seen.worker_id, seen.role, seen.index, seen.incarnation, since=now)
-        worker.heard_at = worker.progress_at = now
+        before = self.newest(seen.worker_id)
+        failed_starts = before.failed_starts if before is not None else 0
+        worker = KnownWorker(seen.worker_id, seen.role, seen.index, seen.incarnation, now, failed_starts)
+        worker.heard_at = now
         worker.host, worker.pid = seen.host, seen.pid
         self._workers[seen.worker_id] = worker
         return worker

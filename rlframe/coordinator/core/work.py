@@ -66,7 +66,7 @@ def _next_call(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
     elif task.kind == "learn" and task.drawing is None and evaluations.needs_save(job, task):
         job.call(worker, task, "learn", Learn(0, save=True))
     elif job.paused or job.now < task.again_at or (task.kind == "learn" and _learner_waits(job, task)):
-        worker.progress_at = job.now
+        pass  # `look` asks again
     elif task.kind == "collect":
         job.call(worker, task, "get_data", GetData(seconds=job.limits.slice))
     elif task.drawing is None:
@@ -91,7 +91,7 @@ def _assign(job: TrainingJob, worker: KnownWorker) -> Task | None:
         task.become(TaskState.ASSIGNED)
         task.attempt += 1
         task.worker_id, task.incarnation = worker.worker_id, worker.incarnation
-        worker.task_id, worker.progress_at = task.task_id, job.now
+        worker.task_id = task.task_id
         worker.become(WorkerState.BUSY)
         # The number of the attempt is in the journal before anybody hears of it: no two workers ever have the same.
         told = [f"{name} {value}" for values in task.start.overrides.values() for name, value in values.items()]
@@ -167,9 +167,12 @@ def _answered(job: TrainingJob, worker: KnownWorker, call: ev.Send, task: Task |
     if isinstance(reply, NotReady):
         _not_ready(job, worker, task, call, reply)
         return
-    worker.call, worker.progress_at = None, job.now
+    worker.call = None
     if isinstance(reply, CallRefused):
         reply = Failed("Refused", f"it refused {call.method}: {reply.why}")
+    is_healthy = task.state is TaskState.RUNNING and job.now - task.started_at > job.limits.healthy_after
+    if is_healthy and not isinstance(reply, Failed):
+        task.failures = 0
     _TAKES[type(reply)](job, worker, task, reply)
     job.wake(worker)
 
@@ -188,7 +191,6 @@ _TAKES: dict[type, Callable[[TrainingJob, KnownWorker, Task, Any], None]] = {
 def _not_ready(job: TrainingJob, worker: KnownWorker, task: Task, call: ev.Send, reply: NotReady) -> None:
     waits = reply.why in _WAITS_FOR
     if waits:
-        worker.progress_at = job.now
         if call.method == "learn":
             job.learner_waits.note("data", job.now)
         if _is_put_off(job, worker, task, call):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.results import release, retry
@@ -69,12 +67,7 @@ def answered_ping(job: TrainingJob, worker: KnownWorker, reply: WorkerReply) -> 
         return
     hear(job, worker)
     if isinstance(reply, Alive):
-        worker.ping_out, worker.overdue = False, reply.overdue
-        if reply.progress != worker.progress:
-            worker.moved_at = job.now
-        # Work that was declared has a deadline of its own, which the worker itself looks at.
-        if reply.progress != worker.progress or (reply.within and not reply.overdue):
-            worker.progress, worker.progress_at = reply.progress, job.now
+        worker.ping_out = False
         if worker.state is WorkerState.CONNECTING:
             _came(job, worker, reply)
         job.wake(worker)
@@ -84,7 +77,7 @@ def answered_ping(job: TrainingJob, worker: KnownWorker, reply: WorkerReply) -> 
 
 def _came(job: TrainingJob, worker: KnownWorker, reply: Alive) -> None:
     worker.become(WorkerState.IDLE)
-    job.false_starts.pop(worker.worker_id, None)
+    worker.failed_starts = 0
     job.emit(ev.Send(worker.worker_id, worker.incarnation, "resources", None))
     text = f"{worker.worker_id} (incarnation {worker.incarnation}) is here."
     job.note("came", text, worker_id=worker.worker_id)
@@ -154,9 +147,6 @@ def look(job: TrainingJob) -> None:
         _ping_where_due(job, worker, starts)
         if worker.call is None:
             job.wake(worker)
-        elif task is not None and task.state is TaskState.RUNNING:
-            is_healthy = worker.moved_at - task.started_at > job.limits.healthy_after
-            task.failures = 0 if is_healthy else task.failures
 
 
 def _why_lost(job: TrainingJob, worker: KnownWorker, starts: bool) -> str:
@@ -168,16 +158,8 @@ def _why_lost(job: TrainingJob, worker: KnownWorker, starts: bool) -> str:
         if worker.state is WorkerState.CONNECTING:  # it has an address, and does not answer there
             is_late = is_late or silent > limits.lost_after_starting
         return f"it did not come within {waited:.0f} s" if is_late else ""
-    if silent > (limits.lost_after_starting if starts else limits.lost_after):
-        return f"it has not answered for {silent:.0f} s"
-    if math.isinf(limits.lost_after):
-        return ""  # nobody is lost for being slow
-    if worker.overdue:
-        return f"it hangs: {worker.overdue}"
-    stuck = job.now - worker.progress_at
-    if worker.call is not None and stuck > (limits.starting_deadline if starts else limits.progress_deadline):
-        return f"it answers, but {worker.call.method} has made no progress for {stuck:.0f} s"
-    return ""
+    is_late = silent > (limits.lost_after_starting if starts else limits.lost_after)
+    return f"it has not answered for {silent:.0f} s" if is_late else ""
 
 
 def _ping_where_due(job: TrainingJob, worker: KnownWorker, starts: bool) -> None:
@@ -205,7 +187,6 @@ def hear(job: TrainingJob, worker: KnownWorker) -> None:
             worker.become(WorkerState.DRAINING)
         else:
             worker.become(WorkerState.BUSY if worker.task_id else WorkerState.IDLE)
-        worker.progress_at = job.now
         job.note("back", f"{worker.worker_id} answers again.", worker_id=worker.worker_id)
 
 
@@ -252,7 +233,7 @@ def lose(job: TrainingJob, worker: KnownWorker, why: str) -> None:
         counts = task.state is TaskState.ASSIGNED or task.kind != "collect"
         retry(job, task, why, counts=counts)
     if not came and is_replaced:
-        starts = job.false_starts[worker.worker_id] = job.false_starts.get(worker.worker_id, 0) + 1
-        if starts > job.limits.max_failures:
-            times = f"{worker.worker_id} did not come up {starts} times in a row"
+        worker.failed_starts += 1
+        if worker.failed_starts > job.limits.max_failures:
+            times = f"{worker.worker_id} did not come up {worker.failed_starts} times in a row"
             job.end(True, f"{times}: {why}. Look at its output")

@@ -31,12 +31,11 @@ from rlframe.coordinator.messages import (
     WorkerReply,
 )
 from rlframe.errors import CheckpointError, FencedError, NonFiniteLossError, UsageError
-from rlframe.interprocess.heartbeat import Clock
-from rlframe.interprocess.progress import STARTING, ThreadProgress, complaint
+from rlframe.interprocess.progress import STARTING, Phase
 
 _ANSWER_WITHIN = 0.3  # seconds; what takes longer is asked for again
 _FOR_GOOD = (UsageError, NonFiniteLossError, CheckpointError)  # another try would end in the same way
-_PINGED = 10.0  # seconds from ping to ping; where more pass, nobody watches, or this process was stopped
+_STUCK_AFTER = 120.0  # seconds that work may make no progress, outside of phases that allow more
 _ENDS_WITHIN = 4.0  # seconds that the work under way has when the worker is closed
 
 
@@ -69,23 +68,18 @@ class TaskWorker:
         self._stop = threading.Event()  # of the task: its work is to end
         self._phase = "idle"
         self._waits_for = ""  # see `_waiting_for`
-        self._done = 0  # pieces of work
         self._closed = False
-        self._progress, self._clock = ThreadProgress(), Clock(_PINGED)
         self._thread = threading.Thread(target=self._run, name=f"rlframe {self.worker_id}", daemon=True)
         self._thread.start()
 
     # --- what the coordinator calls
 
     def ping(self) -> Alive:
-        """Answer that it is alive, and how far it is. Waits for nothing."""
-        task, phase, progress = self._task, self._phase, self._done + self._steps_within()
-        stay = self._progress.look(self._clock.tick(), self._thread.ident)
-        within = stay.phase.name if stay is not None else ""
-        overdue = complaint(*stay.told) if stay is not None and stay.overdue > 0 else ""
+        """Answer that it is alive, and what it is at. Waits for nothing."""
+        task, phase = self._task, self._phase
         if task is None or task.result is not None:
-            return Alive(self.worker_id, self.incarnation, "idle", progress=progress)
-        return Alive(self.worker_id, self.incarnation, phase, task.task_id, task.attempt, progress, within, overdue)
+            return Alive(self.worker_id, self.incarnation, "idle")
+        return Alive(self.worker_id, self.incarnation, phase, task.task_id, task.attempt)
 
     def resources(self) -> Resources:
         """Answer where it runs. Waits for nothing."""
@@ -246,7 +240,7 @@ class TaskWorker:
             reply = self._do(work)
             with self._lock:
                 work.reply = reply
-                self._waits_for, self._done = "", self._done + 1
+                self._waits_for = ""
                 work.is_done.set()
         self._leave_task()
 
@@ -256,13 +250,18 @@ class TaskWorker:
 
     def _do(self, work: _Work) -> WorkerReply:
         try:
-            return work.do()
+            with Phase(work.name, _STUCK_AFTER, self._how_far):
+                return work.do()
         except BaseException as error:  # whatever it is, the coordinator must hear of it, and the thread go on
             if not self._stop.is_set():  # else it was told to end, which may be why
                 traceback.print_exc()
             if isinstance(error, FencedError):
                 self._leave_task()
             return Failed(type(error).__name__, str(error), traceback.format_exc(), isinstance(error, _FOR_GOOD))
+
+    def _how_far(self) -> Any:
+        """Return a value that changes while the work gets on, or waits for others. Who watches this process asks."""
+        return time.monotonic() if self._waiting_for() else self._steps_within()
 
     def _begin(self, header: Header, request: StartTask) -> WorkerReply:
         task = self._task

@@ -173,11 +173,11 @@ class SimWorker:
 
     def _ping(self) -> Alive:
         if self.task is None or self.result is not None:
-            return Alive(self.worker_id, self.incarnation, "idle", progress=self.done)
+            return Alive(self.worker_id, self.incarnation, "idle")
         phase = "starting" if self.started is None else "running"
         if phase == "running" and (self.work is None or self.work.reply is not None or self._waits):
             phase = "waiting"
-        return Alive(self.worker_id, self.incarnation, phase, *self.task, self.done)
+        return Alive(self.worker_id, self.incarnation, phase, *self.task)
 
     def _refusal(self, header: Header, method: str) -> str:
         if (header.worker_id, header.incarnation) != self.key:

@@ -88,7 +88,7 @@ def test_workers_are_replaced_adopted_and_ended(operator):
     assert operator.connect() == []
     operator.request("collector", 2)
     first, second = serving(operator, ("collector/0", 0), ("collector/1", 0))
-    assert called(first).ping().progress == first.pid
+    assert called(first).pid() == first.pid
     assert called(second).resources()["WHERE"] == "collector"
     child = psutil.Process(first.pid).children()[0]
     os.kill(first.pid, signal.SIGKILL)

@@ -17,7 +17,7 @@ class TinyWorker:
     """Answers pings, and has a process of its own, as some environments do."""
 
     def __init__(self, worker_id: str, index: int, incarnation: int, closes: bool = True) -> None:
-        self._alive = Alive(worker_id, incarnation, "idle", progress=os.getpid())
+        self._alive = Alive(worker_id, incarnation, "idle")
         self._closes = closes
         self.child = subprocess.Popen(
             [sys.executable, "-S", "-c", "import time; time.sleep(600)"], stdin=subprocess.DEVNULL
@@ -26,6 +26,9 @@ class TinyWorker:
 
     def ping(self) -> Alive:
         return self._alive
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def resources(self) -> dict[str, str]:
         return dict(os.environ)  # not by /proc: the process's title is written over what is seen there

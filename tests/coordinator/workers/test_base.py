@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import threading
@@ -25,6 +26,7 @@ from rlframe.coordinator.messages import (
 from rlframe.coordinator.workers import base
 from rlframe.coordinator.workers.base import TaskWorker
 from rlframe.errors import EnvError, UsageError
+from rlframe.interprocess.progress import ThreadProgress
 from tests.coordinator.workers.calling import Caller
 from tests.waiting import wait_until
 
@@ -35,7 +37,7 @@ class Held(TaskWorker):
     """Collects once it is let go; keeps what it was asked to do."""
 
     kinds = ("collect",)
-    steps = 0
+    steps, waits_for = 0, "data"
 
     def __init__(self) -> None:
         super().__init__("collector/1", 1, 2)
@@ -51,7 +53,6 @@ class Held(TaskWorker):
 
     def _get_data(self, request):
         self.did.append("collect")
-        self._waits_for = "data"
         self._hold()
         return Collected({"env_steps": float(self.did.count("collect"))}, 1)
 
@@ -60,6 +61,9 @@ class Held(TaskWorker):
 
     def _steps_within(self):
         return self.steps
+
+    def _waiting_for(self):
+        return self.waits_for if self._work is not None and self._work.name == "get_data" else ""
 
     def _close(self, final):
         self.did.append(f"close {final}")
@@ -132,16 +136,22 @@ def test_ping_follows_the_task(worker, call):
     assert worker.ping().phase == "idle"
 
 
-def test_progress_rises_with_what_is_done_and_only_then(worker, call):
-    held_up(worker, call)
-    before = worker.ping().progress
-    assert worker.ping().progress == before
+def test_work_that_makes_no_progress_is_overdue_after_two_minutes(worker, call):
+    call.until_done("start_task", COLLECT)
+    worker.go.clear()
+    worker.waits_for = ""
+    header = call.header()
+    wait_until(lambda: worker.get_data(header, GetData()) == NotReady("busy"))
+    look = functools.partial(ThreadProgress().look, ident=worker._thread.ident)
+    look(0.0)
+    assert (look(119.0).told, look(121.0).overdue) == (("get_data", 119.0, 120.0), 1.0)
     worker.steps = 5  # work that takes long goes on
-    assert worker.ping().progress == before + 5
+    assert look(130.0).seconds == 0.0
+    worker.waits_for = "data"  # from another process, which is not its fault
+    look(200.0)
+    assert look(900.0).seconds == 0.0
     worker.go.set()
-    wait_until(lambda: worker.ping().progress == before + 6)
-    call.until_done("get_data", GetData())
-    assert worker.ping().progress == before + 7
+    wait_until(lambda: look(1000.0) is None)
 
 
 # --- repetitions
@@ -285,7 +295,7 @@ def test_while_it_is_about_to_be_closed_a_late_call_begins_nothing(worker, call)
     late = call.header()
     assert worker.close_task(call.header(), False) == NotReady("busy")
     worker.is_stuck = False
-    wait_until(lambda: worker.ping().progress == 2)
+    wait_until(lambda: not worker._has_work)
     assert worker.get_data(late, GetData()) == CallRefused("task, attempt 0 is about to be closed at collector/1.")
     assert call.until_done("close_task", False, later=worker.go.set) == Closed({"env_steps": 1})
 

@@ -318,8 +318,8 @@ def test_an_evaluation_that_goes_on_makes_progress_and_can_be_closed(make):
     call = make(None, evaluations=Endless)
     call.until_done("start_task", evaluate(3))
     assert call.say("get_data", GetData()) == NotReady("busy")
-    before = call.worker.ping().progress
-    wait_until(lambda: call.worker.ping().progress > before)
+    before = call.worker._how_far()
+    wait_until(lambda: call.worker._how_far() > before)
     assert call.until_done("close_task", False) == Closed({})
     call.attempt = 1  # and the next one begins
     call.until_done("start_task", evaluate(3))

@@ -550,6 +550,6 @@ def test_progress_rises_while_many_updates_go_on(make):
     call = make(filled())
     start(call)
     assert call.say("learn", Learn(10**6, seconds=1e6)) == NotReady("busy")
-    before = call.worker.ping().progress
-    wait_until(lambda: call.worker.ping().progress > before)
+    before = call.worker._how_far()
+    wait_until(lambda: call.worker._how_far() > before)
     assert call.until_done("close_task", False).result["learner_steps"] > 0
