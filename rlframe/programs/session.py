@@ -87,91 +87,154 @@ def train(
         ProgramError: a node failed more often than it may, or did not save when the program was stopped.
         RlframeError: the run failed; all that was saved is kept.
     """
-    check_not_loading()
-    if not experiment.topology.engine_class.in_process:
-        check_main_is_guarded(filter(None, experiment.names.values()))
-    check_extras(experiment, with_control=control is not None)
-    if profile is not None and isinstance(experiment.topology, ProgramConfig):
-        raise UsageError(f"A profile is of a single process; the topology is {experiment.topology.name}.")
+    _check_can_run(experiment, profile, with_control=control is not None)
     called = Callbacks(callbacks)
     directory = RunDir(run_dir if run_dir is not None else default_path(experiment))
     import_env(experiment)
-    config, is_program = experiment.topology, isinstance(experiment.topology, ProgramConfig)
-    with kept(), contextlib.ExitStack() as opened, contextlib.ExitStack() as undo:
+    with kept(), contextlib.ExitStack() as opened:
         experiment = opened.enter_context(open_session(experiment, directory, resume, stop_at, take_over, resume_from))
-        if resume:
-            check_backend(directory, experiment)
-        if resume and resume_from is None and (finished := _finished(directory, experiment)) is not None:
-            if progress is not None:
-                print(
-                    f"Nothing is left to do: {directory.path} reached its {experiment.steps:,} steps. To train more, "
-                    "resume it with more --steps.",
-                    file=sys.stderr,
-                )
+        if resume and resume_from is None and (finished := _finished(directory, experiment, progress)) is not None:
             return finished
+        is_program = isinstance(experiment.topology, ProgramConfig)
         opened.enter_context(logs.kept(directory.logs, "launcher" if is_program else "train"))
-        if not resume:
-            undo.callback(directory.remove)  # until its nodes are made
-            # First: a run that is killed early can be resumed.
-            directory.write_config(experiment, {**(notes or {}), **backend_note(experiment)})
-        codec = read_codec(experiment)
-        run = Run(
-            experiment,
-            make_agent(experiment, codec),
-            directory.path.absolute(),
-            until=min(experiment.steps, stop_at or experiment.steps),
-            began=time.time(),
-            resumes=resume,
-            resumed_at=Progress(directory.progress, "").counts.env_steps,
-            quiet=quiet,
-            profile=profile,
-            codec=codec,
-        )
-        if progress is not None:
-            for backend in backend_note(experiment).values():
-                print(f"The environment {experiment.env} is made by {backend}.", file=sys.stderr)
-        if config.learns_from == "steps":
-            _say_what_comes(experiment, run.agent, resume, progress)
-        engine = make_engine(experiment, directory.logs, quiet)
-        trackers = [] if open_loggers is None else list(open_loggers(directory.path))
-        opened.enter_context(contextlib.closing(MultiLogger(trackers)))
-        shown = [progress, *trackers] if progress is not None else trackers
-        loggers: list[Logger] = [LenientLogger([each], Exception) for each in shown]
-        loggers += [called] if called else []  # last: callbacks may read what the others wrote
-        if engine.in_process:
-            run = dataclasses.replace(run, loggers=tuple(loggers), progress=progress)
-        wire = find_topology(config.name, config.learns_from)
-        follower = wire(engine, run)
-        if resume:
-            directory.write_config(experiment, directory.notes())
-        coordinator = engine.handle_of(config.control) if config.control is not None else None
-        opened.enter_context(serve_control_of(directory.path, control, coordinator, quiet))
-        undo.pop_all()
-        directory.result.unlink(missing_ok=True)
-        status = StatusFile(directory, experiment, run.until + config.steps_before(experiment))
+        with contextlib.ExitStack() as undo:
+            if not resume:
+                undo.callback(directory.remove)  # until its nodes are made
+                # First: a run that is killed early can be resumed.
+                directory.write_config(experiment, {**(notes or {}), **backend_note(experiment)})
+            run = _make_run(experiment, directory, resume, stop_at, quiet, profile)
+            _say_what_comes(run, progress)
+            trackers = [] if open_loggers is None else list(open_loggers(directory.path))
+            opened.callback(MultiLogger(trackers).close)
+            loggers = _all_loggers(progress, trackers, called)
+            engine, follower = _make_program(run, loggers, progress)
+            if resume:
+                directory.write_config(experiment, directory.notes())
+            opened.enter_context(_serve_control(engine, run, control))
+            undo.pop_all()
+        status = StatusFile(directory, experiment, run.until + experiment.topology.steps_before(experiment))
         with status.until_the_end():
-            try:
-                with following(directory.metrics, [] if engine.in_process else loggers, called):
-                    number = _run_programs(engine, follower, run, status, called)
-            except ProgramError as error:
-                raise ProgramError(f"{error}\n{directory.what_is_saved()}") from called.error or error
-            result = _read_result(directory, run, number)
-            if called.error is not None:
-                result = dataclasses.replace(result, stopped_by="error")
-            if result.evaluation_error is not None:
-                problem = directory.say_not_evaluated(result.evaluation_error)
-                result = dataclasses.replace(result, evaluation_error=problem)
-                _log.warning(problem)
-            directory.write_result(result)
-            if directory.metrics.exists():  # not where it was stopped at once
-                _draw(directory)
-            if called.error is not None:
-                raise called.error
+            directory.result.unlink(missing_ok=True)
+            with following(directory.metrics, [] if engine.in_process else loggers, called):
+                number = _run_programs(engine, follower, run, status, called)
+            result = _write_result(directory, run, number, called)
         status.end(result)
         return result
 
 
-def _finished(directory: RunDir, experiment: Experiment) -> Result | None:
+def _check_can_run(experiment: Experiment, profile: Profile | None, *, with_control: bool) -> None:
+    """Raise UsageError if this process, the installed packages or the topology do not fit. Nothing is written."""
+    check_not_loading()
+    if not experiment.topology.engine_class.in_process:
+        check_main_is_guarded(filter(None, experiment.names.values()))
+    check_extras(experiment, with_control=with_control)
+    if profile is not None and isinstance(experiment.topology, ProgramConfig):
+        raise UsageError(f"A profile is of a single process; the topology is {experiment.topology.name}.")
+
+
+def _make_run(
+    experiment: Experiment,
+    directory: RunDir,
+    resume: bool,
+    stop_at: int | None,
+    quiet: bool,
+    profile: Profile | None,
+) -> Run:
+    """Make the agent, and describe the session for its nodes."""
+    codec = read_codec(experiment)
+    return Run(
+        experiment,
+        make_agent(experiment, codec),
+        directory.path.absolute(),
+        until=min(experiment.steps, stop_at or experiment.steps),
+        began=time.time(),
+        resumes=resume,
+        resumed_at=Progress(directory.progress, "").counts.env_steps,
+        quiet=quiet,
+        profile=profile,
+        codec=codec,
+    )
+
+
+def _say_what_comes(run: Run, progress: Logger | None) -> None:
+    """Print the environment's library, and when updates and the evaluation come. Raise UsageError if no update does."""
+    experiment, lines = run.experiment, []
+    for backend in backend_note(experiment).values():
+        lines.append(f"The environment {experiment.env} is made by {backend}.")
+    if experiment.topology.learns_from == "steps":
+        updates = "" if run.resumes else f"{check_updates(experiment, run.agent)} "
+        lines.append(f"{updates}{describe_evaluation(experiment)}")
+    if progress is not None and lines:
+        print("\n".join(lines), file=sys.stderr)
+
+
+def _all_loggers(progress: Logger | None, trackers: list[Logger], callbacks: Callbacks) -> list[Logger]:
+    """List what gets each row beside the run's files. Callbacks come last: they may read what the others wrote."""
+    shown = trackers if progress is None else [progress, *trackers]
+    return [*(LenientLogger([each], Exception) for each in shown), *([callbacks] if callbacks else [])]
+
+
+def _make_program(run: Run, loggers: list[Logger], progress: Logger | None) -> tuple[Engine, Topology | None]:
+    """Make the nodes of the first program. Return its engine, and the topology of the program that follows, if any."""
+    engine = make_engine(run.experiment, run.directory.logs, run.quiet)
+    if engine.in_process:
+        run = dataclasses.replace(run, loggers=tuple(loggers), progress=progress)
+    wire = find_topology(run.topology.name, run.topology.learns_from)
+    return engine, wire(engine, run)
+
+
+def _serve_control(engine: Engine, run: Run, control: Control | None) -> contextlib.AbstractContextManager[None]:
+    """Serve the control of a run: by its coordinator if it has one."""
+    coordinator = engine.handle_of(run.topology.control) if run.topology.control is not None else None
+    return serve_control_of(run.path, control, coordinator, run.quiet)
+
+
+def _run_programs(
+    engine: Engine, follower: Topology | None, run: Run, status: StatusFile, callbacks: Callbacks
+) -> int | None:
+    """Run a program, and those that follow it. Return the number of the signal that ended one, or None."""
+    if callbacks:  # they end the node whose end is the program's
+        group = deciding_group(engine.groups) or next(iter(engine.groups))
+        callbacks.connect(engine.handle_of(group), group)
+    try:
+        number = engine.run(status.watch)
+    except ProgramError as error:
+        raise ProgramError(f"{error}\n{run.directory.what_is_saved()}") from callbacks.error or error
+    if follower is None or number is not None or callbacks.error is not None:
+        return number
+    engine = make_engine(run.experiment, run.directory.logs, run.quiet)
+    return _run_programs(engine, follower(engine, run), run, status, callbacks)
+
+
+def _write_result(directory: RunDir, run: Run, number: int | None, callbacks: Callbacks) -> Result:
+    """Complete the result that the program wrote, and draw the learning curve. Raise the error of a callback.
+
+    Args:
+        directory: of the run.
+        run: the session.
+        number: that of the signal that stopped it, or None.
+        callbacks: those of the caller.
+    """
+    if directory.result.exists():
+        result = Result.read(directory.result)
+    else:  # The program was told to stop before its monitor had begun.
+        env_steps = Progress(directory.progress, run.session).counts.env_steps
+        result = Result(env_steps, 0, None, None, 0, 0.0, time.time() - run.began, 0, str(directory.path))
+    by = result.stopped_by if number is None else "interrupt"
+    result = dataclasses.replace(result, signal=number, stopped_by=by if callbacks.error is None else "error")
+    if result.evaluation_error is not None:
+        problem = directory.say_not_evaluated(result.evaluation_error)
+        result = dataclasses.replace(result, evaluation_error=problem)
+        _log.warning(problem)
+    directory.write_result(result)
+    if directory.metrics.exists():  # not where it was stopped at once
+        _draw(directory)
+    if callbacks.error is not None:
+        raise callbacks.error
+    return result
+
+
+def _finished(directory: RunDir, experiment: Experiment, progress: Logger | None) -> Result | None:
     """Return the result of a run that reached its last step with these options; None if there is more to do.
 
     A run may have gone beyond its last step, and so have made the steps that a later session asks for.
@@ -183,7 +246,15 @@ def _finished(directory: RunDir, experiment: Experiment) -> Result | None:
     has_them = experiment.topology.learns_from == "steps" and result.env_steps >= experiment.steps > saved.steps
     is_over = saved.steps == experiment.steps or has_them
     is_well = result.stopped_by == "steps" and result.evaluation_error is None
-    return result if is_same and is_over and is_well else None
+    if not (is_same and is_over and is_well):
+        return None
+    if progress is not None:
+        print(
+            f"Nothing is left to do: {directory.path} reached its {experiment.steps:,} steps. To train more, resume it "
+            "with more --steps.",
+            file=sys.stderr,
+        )
+    return result
 
 
 def _draw(directory: RunDir) -> None:
@@ -192,45 +263,6 @@ def _draw(directory: RunDir) -> None:
         plot_learning_curve(directory.path, directory.learning_curve)
     except Exception as error:
         _log.warning("The learning curve was not drawn: %s Draw it later: rlframe plot %s", error, directory.path)
-
-
-def _say_what_comes(experiment: Experiment, agent: Any, resume: bool, progress: Logger | None) -> None:
-    """Say for a reader of the progress when updates and the evaluation come. Raise UsageError for a run without any."""
-    updates = "" if resume else f"{check_updates(experiment, agent)} "
-    if progress is not None:
-        print(f"{updates}{describe_evaluation(experiment)}", file=sys.stderr)
-
-
-def _run_programs(
-    engine: Engine, follower: Topology | None, run: Run, status: StatusFile, callbacks: Callbacks
-) -> int | None:
-    """Run a program, and those that follow it. Return the number of the signal that ended one, or None."""
-    _connect(callbacks, engine)
-    number = engine.run(status.watch)
-    while follower is not None and number is None and callbacks.error is None:
-        engine = make_engine(run.experiment, run.directory.logs, run.quiet)
-        follower = follower(engine, run)
-        _connect(callbacks, engine)
-        number = engine.run(status.watch)
-    return number
-
-
-def _connect(callbacks: Callbacks, engine: Engine) -> None:
-    """Connect callbacks to the node whose end is the program's."""
-    if callbacks:
-        group = deciding_group(engine.groups) or next(iter(engine.groups))
-        callbacks.connect(engine.handle_of(group), group)
-
-
-def _read_result(directory: RunDir, run: Run, number: int | None) -> Result:
-    """Read the result that the program wrote; `number` is that of the signal that stopped it."""
-    if directory.result.exists():
-        result = Result.read(directory.result)
-    else:  # The program was told to stop before its monitor had begun.
-        env_steps = Progress(directory.progress, run.session).counts.env_steps
-        result = Result(env_steps, 0, None, None, 0, 0.0, time.time() - run.began, 0, str(directory.path))
-    by = result.stopped_by if number is None else "interrupt"
-    return dataclasses.replace(result, signal=number, stopped_by=by)
 
 
 def make_engine(experiment: Experiment, logs: pathlib.Path | None, quiet: bool = False) -> Engine:
@@ -292,6 +324,7 @@ def open_session(
     with RunLock(directory.path, take_over, ends_within=grace + 22.0):  # with all that comes after
         if resume:
             experiment = continued(load_experiment(directory.config, experiment.names), experiment)
+            check_backend(directory, experiment)
             with contextlib.closing(Checkpointer(directory.checkpoints)) as checkpointer:
                 checkpointer.go_back_to(resume_from, directory.path / "aside")
         else:
