@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -155,7 +156,7 @@ class EnvGroup:
 
     def set_state(self, states: list[EnvState]) -> None:
         """Replaces every environment by the saved one, which continues where it was."""
-        envs = [wrap(snapshot.load(pickled)) for pickled, _, _ in states]
+        envs = [wrap(pickle.loads(pickled)) for pickled, _, _ in states]
         self._check_specs(envs)
         self.close()
         self.envs, self._claim = envs, Claim()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.envs.group import LOOK, EnvState, StepWatch, interrupted
+from rlframe.envs.group import LOOK, EnvState, interrupted
 from rlframe.envs.layout import Frame
 from rlframe.envs.worker import (
     AT,
@@ -29,51 +29,39 @@ from rlframe.envs.worker import (
     WANTED,
 )
 from rlframe.envs.worker_processes import WorkerProcesses
-from rlframe.metrics.rows import Sums
 from rlframe.types import TimeStep
 
 _ASYNC_LOOK = 0.05  # seconds; see AsyncProcesses._wait
 _NOBODY_WAITS = 2**62  # more results than there will ever be
 
 
-class ProcessPool:
-    """A synchronous pool over `WorkerProcesses`."""
+class ProcessPool(WorkerProcesses):
+    """Steps all environments together."""
 
     def __init__(self, builder: Any, slices: list[tuple[int, int]], answer_timeout: float):
-        self._workers = WorkerProcesses(builder, slices, answer_timeout, is_sync=True)
-        self.num_envs = self._workers.num_envs
-        self.codec = self._workers.codec
-        self._actions = self._workers.block.actions
-        self._frames = self._workers.block.frames
-        for frame in self._frames:
+        super().__init__(builder, slices, answer_timeout, is_sync=True)
+        for frame in self._memory.frames:
             frame.mark_idle()
         self._next = 0
         self._given = 0  # commands so far
         self._is_waiting = False
-        self._watch = StepWatch(answer_timeout)
 
     def reset(self) -> TimeStep:
         return self._run(RESET)
 
     def step(self, actions: np.ndarray) -> TimeStep:
-        self._actions[...] = actions
+        self._memory.actions[...] = actions
         return self._run(STEP)
 
     def get_state(self) -> list[EnvState] | None:
-        parts = self._call("get_state", [()] * len(self._workers.slices))
+        parts = self._call("get_state", [()] * len(self._slices))
         return None if any(part is None for part in parts) else [state for part in parts for state in part]
 
     def set_state(self, states: list[EnvState]) -> None:
-        self._call("set_state", [(states[start:stop],) for start, stop in self._workers.slices])
-
-    def sums(self) -> Sums:
-        return self._workers.sums()
+        self._call("set_state", [(states[start:stop],) for start, stop in self._slices])
 
     def progress(self) -> Any:
-        return [header[AT] for header in self._workers.headers]
-
-    def close(self) -> None:
-        self._workers.close()
+        return [header[AT] for header in self._memory.headers]
 
     def _run(self, command: int) -> TimeStep:
         frame = self._take()
@@ -85,16 +73,16 @@ class ProcessPool:
         """A frame that the caller does not hold; frame 0, of which it only ever gets copies, if it holds them all."""
         for i in range(1, NUM_FRAMES):
             self._next = i
-            if self._frames[i].is_idle():
-                return self._frames[i]
+            if self._memory.frames[i].is_idle():
+                return self._memory.frames[i]
         self._next = 0
-        return self._frames[0]
+        return self._memory.frames[0]
 
     def _call(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
         for worker, argument in enumerate(arguments):
-            self._workers.tell(worker, pickle.dumps((method, argument)))
+            self._tell(worker, pickle.dumps((method, argument)))
         self._command(CALL)
-        results = [self._workers.answer(worker, self._workers.answer_timeout) for worker in range(len(arguments))]
+        results = [self._answer(worker, self._answer_timeout) for worker in range(len(arguments))]
         self._wait()
         return results
 
@@ -104,7 +92,7 @@ class ProcessPool:
         self._is_waiting = True
         self._given += 1
         self._watch.begin()
-        for header, go in zip(self._workers.headers, self._workers.block.go, strict=True):
+        for header, go in zip(self._memory.headers, self._memory.go, strict=True):
             header[COMMAND] = command
             header[FRAME] = self._next
             header[GO] = self._given
@@ -112,7 +100,7 @@ class ProcessPool:
 
     def _wait(self) -> None:
         """Sleeps until every worker has done the command. Raises what a worker raised, or that it died or hangs."""
-        headers, done, given = self._workers.headers, self._workers.block.done, self._given
+        headers, done, given = self._memory.headers, self._memory.done, self._given
         while True:
             value = done.value
             waiting = [header for header in headers if header[DONE] != given]
@@ -122,91 +110,72 @@ class ProcessPool:
                 self._look()
         self._is_waiting = False
 
-    def _look(self) -> None:
-        try:
-            self._workers.check()
-            workers = enumerate(zip(self._workers.headers, self._workers.slices, strict=True))
-            busy = {i: (start + each[AT], None) for i, (each, (start, _)) in workers if each[DONE] != self._given}
-            self._watch.look(busy)
-        except BaseException:
-            self.close()
-            raise
+    def _stepped(self) -> dict[int, tuple[int, Any]]:
+        workers = enumerate(zip(self._memory.headers, self._slices, strict=True))
+        return {i: (start + header[AT], None) for i, (header, (start, _)) in workers if header[DONE] != self._given}
 
 
-class AsyncProcesses:
-    """Workers that step whichever of their environments was sent to first."""
+class AsyncProcesses(WorkerProcesses):
+    """Steps whichever environment was sent to first; results come back in order of completion."""
 
     def __init__(self, builder: Any, slices: list[tuple[int, int]], wait_num: int, answer_timeout: float):
-        self._workers = WorkerProcesses(builder, slices, answer_timeout, is_sync=False)
-        self.num_envs = self._workers.num_envs
-        self.codec = self._workers.codec
+        super().__init__(builder, slices, answer_timeout, is_sync=False)
         self._wait_num = wait_num
-        self._actions = self._workers.block.actions
-        self._requests, self._results = self._workers.block.requests, self._workers.block.results
-        self._latest = self._workers.block.frames[0]
         self._worker_of = np.repeat(np.arange(len(slices)), [stop - start for start, stop in slices])
         self._requested = [0] * len(slices)
         self._taken = [0] * len(slices)
         self._ready: list[int] = []  # finished, in order, but not yet received
-        self._workers.headers[0][WANTED] = _NOBODY_WAITS
+        self._memory.headers[0][WANTED] = _NOBODY_WAITS
         self._next_look = 0.0
-        self._has_failed = False  # and is closed
-        self._watch = StepWatch(answer_timeout)
 
     def start(self) -> None:
-        self.send(np.arange(self.num_envs), np.zeros(self._actions.shape, self._actions.dtype))
+        self.send(np.arange(self.num_envs), np.zeros_like(self._memory.actions))
 
     def send(self, env_ids: np.ndarray, actions: np.ndarray) -> None:
-        if self._has_failed:
+        if self.is_closed:
             raise interrupted()
-        self._actions[env_ids] = actions
+        self._memory.actions[env_ids] = actions
         workers = self._worker_of[env_ids]
-        for worker, go in enumerate(self._workers.block.go):
+        for worker, go in enumerate(self._memory.go):
             ids = env_ids[workers == worker]
             if len(ids):
                 places = np.arange(self._requested[worker], self._requested[worker] + len(ids)) % self.num_envs
-                self._requests[worker, places] = ids
+                self._memory.requests[worker, places] = ids
                 self._requested[worker] += len(ids)
-                self._workers.headers[worker][REQUESTED] = self._requested[worker]
+                self._memory.headers[worker][REQUESTED] = self._requested[worker]
                 go.wake()
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:
-        if self._has_failed:
+        if self.is_closed:
             raise interrupted()
         self._collect()
         now = time.monotonic()
         # The others may be quick enough that we never wait for a worker that failed or died.
-        if now > self._next_look or any(header[FAILED] for header in self._workers.headers):
+        if now > self._next_look or any(header[FAILED] for header in self._memory.headers):
             self._next_look = now + LOOK
             self._look()
         missing = self._wait_num - len(self._ready)
         if missing > 0:
-            self._workers.headers[0][WANTED] = sum(self._taken) + missing
+            self._memory.headers[0][WANTED] = sum(self._taken) + missing
             self._wait()
-            self._workers.headers[0][WANTED] = _NOBODY_WAITS
+            self._memory.headers[0][WANTED] = _NOBODY_WAITS
         env_ids = np.array(self._ready[: self._wait_num], np.int32)
         del self._ready[: self._wait_num]
-        return env_ids, self._latest.select(env_ids).timestep()
-
-    def sums(self) -> Sums:
-        return self._workers.sums()
+        return env_ids, self._memory.frames[0].select(env_ids).timestep()
 
     def progress(self) -> Any:
-        return [header[DONE] for header in self._workers.headers]
-
-    def close(self) -> None:
-        self._workers.close()
+        return [header[DONE] for header in self._memory.headers]
 
     def _collect(self) -> None:
-        for worker, header in enumerate(self._workers.headers):
+        for worker, header in enumerate(self._memory.headers):
             done = header[DONE]
             while self._taken[worker] < done:
-                self._ready.append(int(self._results[worker, self._taken[worker] % self.num_envs]))
+                self._ready.append(int(self._memory.results[worker, self._taken[worker] % self.num_envs]))
                 self._taken[worker] += 1
 
     def _wait(self) -> None:
         """Sleeps until enough environments are ready. Raises what a worker raised, or that it died or hangs."""
-        done = self._workers.block.done
+        done = self._memory.done
         while True:
             value = done.value
             self._collect()
@@ -214,19 +183,13 @@ class AsyncProcesses:
                 return
             # A wake-up may be missed where WANTED and DONE change together, so the sleep is short.
             woken = done.wait(value, _ASYNC_LOOK)
-            if not woken or any(header[FAILED] for header in self._workers.headers):
+            if not woken or any(header[FAILED] for header in self._memory.headers):
                 self._look()
 
-    def _look(self) -> None:
-        try:
-            self._workers.check()
-            at = {}
-            for worker, (header, requested) in enumerate(zip(self._workers.headers, self._requested, strict=True)):
-                done = header[DONE]
-                if done < requested:
-                    at[worker] = int(self._requests[worker, done % self.num_envs]), done
-            self._watch.look(at)
-        except BaseException:
-            self._has_failed = True
-            self.close()
-            raise
+    def _stepped(self) -> dict[int, tuple[int, Any]]:
+        stepped = {}
+        for worker, (header, requested) in enumerate(zip(self._memory.headers, self._requested, strict=True)):
+            done = header[DONE]
+            if done < requested:
+                stepped[worker] = int(self._memory.requests[worker, done % self.num_envs]), done
+        return stepped

@@ -10,9 +10,9 @@ import numpy as np
 
 from rlframe import handles
 from rlframe.envs.adapters import env_seed
+from rlframe.envs.batch import as_pool
 from rlframe.envs.pool import stepping
 from rlframe.envs.remote import ServedSpecs, ServedStep
-from rlframe.envs.sync import as_pool
 from rlframe.errors import EnvError, UnavailableError, UsageError
 from rlframe.types import LAST, TimeStep
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from typing import Any
 
@@ -24,10 +23,6 @@ def dump(env: Any) -> bytes | None:
         return dumps(env)
     except Exception:  # whatever an attribute raises that has no pickle: sockets, surfaces, native handles
         return None
-
-
-def load(pickled: bytes) -> Any:
-    return pickle.loads(pickled)
 
 
 def dumps(value: Any, inside: Any = None) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import os
 import pickle
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 
 from rlframe.envs import snapshot
 from rlframe.envs.codec import Codec
-from rlframe.envs.group import ANSWER_TIMEOUT, LOOK, different_specs, env_error, silence, span
+from rlframe.envs.group import ANSWER_TIMEOUT, LOOK, StepWatch, different_specs, env_error, silence, span
 from rlframe.envs.worker import CLOSE, COMMAND, FAILED, GO, Descriptors, PoolMemory, WorkerJob
 from rlframe.errors import EnvError, UsageError
 from rlframe.interprocess.heartbeat import Clock
@@ -31,8 +32,8 @@ _COMMAND = (
 )
 
 
-class WorkerProcesses:
-    """The processes of a pool, and the memory shared with them.
+class WorkerProcesses(abc.ABC):
+    """A pool of worker processes, and the memory that it shares with them. A subclass steps the environments.
 
     Args:
       builder: a `names.Builder`; what it refers to must be picklable, by value if need be.
@@ -41,74 +42,81 @@ class WorkerProcesses:
     """
 
     def __init__(self, builder: Any, slices: list[tuple[int, int]], answer_timeout: float, is_sync: bool):
-        self.slices = slices
-        self.answer_timeout = answer_timeout
-        self.num_envs = slices[-1][1]
+        self._slices, self.num_envs = slices, slices[-1][1]
+        self._answer_timeout, self._watch = answer_timeout, StepWatch(answer_timeout)
         if not SUPPORTED:
             raise UsageError("Pools of type 'process' need Linux on x86-64 or 64-bit ARM. Use type 'thread' instead.")
-        self._memory = anonymous_file("rlframe-envs")
+        descriptor = anonymous_file("rlframe-envs")
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.connections: list[Connection] = []
-        self._finalizer = weakref.finalize(self, _shut_down, self.processes, self.connections, self._memory, None)
+        self._connections: list[Connection] = []
+        self._finalizer = weakref.finalize(self, _shut_down, self.processes, self._connections, descriptor, None)
         try:
-            self._start(_pickle(builder), is_sync)
+            self._start(_pickle(builder), is_sync, descriptor)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, builder: bytes, is_sync: bool) -> None:
-        for worker, (start, stop) in enumerate(self.slices):
+    def _start(self, builder: bytes, is_sync: bool, descriptor: int) -> None:
+        for worker, (start, stop) in enumerate(self._slices):
             ours, theirs = Pipe()
-            self.connections.append(ours)
-            descriptors = Descriptors(theirs.fileno(), self._memory)
+            self._connections.append(ours)
+            descriptors = Descriptors(theirs.fileno(), descriptor)
             self.processes.append(_spawn(descriptors))
             theirs.close()
-            job = WorkerJob(builder, start, stop, worker, len(self.slices), self.num_envs, is_sync)
-            self.tell(worker, pickle.dumps(job))
-        answers = [self.answer(worker, ANSWER_TIMEOUT) for worker in range(len(self.slices))]
+            job = WorkerJob(builder, start, stop, worker, len(self._slices), self.num_envs, is_sync)
+            self._tell(worker, pickle.dumps(job))
+        answers = [self._answer(worker, ANSWER_TIMEOUT) for worker in range(len(self._slices))]
         self.codec: Codec = answers[0]
-        for (start, _), codec in zip(self.slices, answers, strict=True):
+        for (start, _), codec in zip(self._slices, answers, strict=True):
             if codec != self.codec:
                 raise different_specs(0, self.codec, start, codec)
-        self.block = PoolMemory(self._memory, len(self.slices), self.num_envs, self.codec)
-        self.headers = self.block.headers
+        memory = self._memory = PoolMemory(descriptor, len(self._slices), self.num_envs, self.codec)
         self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, _shut_down, self.processes, self.connections, self._memory, self.block)
+        self._finalizer = weakref.finalize(self, _shut_down, self.processes, self._connections, descriptor, memory)
 
-    def tell(self, worker: int, message: bytes) -> None:
+    def _tell(self, worker: int, message: bytes) -> None:
         try:
-            self.connections[worker].send_bytes(message)
+            self._connections[worker].send_bytes(message)
         except OSError:
-            raise self.death(worker) from None
+            raise self._death(worker) from None
 
-    def answer(self, worker: int, timeout: float) -> Any:
+    def _answer(self, worker: int, timeout: float) -> Any:
         """The worker's next message. Raises what it raised, or EnvError where it died or says nothing."""
         clock = Clock()
         deadline = clock() + timeout
-        connection = self.connections[worker]
+        connection = self._connections[worker]
         try:
             while not connection.poll(LOOK):
                 if self.processes[worker].poll() is not None and not connection.poll(0):
-                    raise self.death(worker)
+                    raise self._death(worker)
                 if clock.tick() > deadline:
-                    raise silence([self.slices[worker]], timeout)
+                    raise silence([self._slices[worker]], timeout)
             message = connection.recv()
         except (EOFError, OSError):
-            raise self.death(worker) from None
+            raise self._death(worker) from None
         if message[0] == "ok":
             return message[1]
         kind, sentence, text = message
         raise UsageError(sentence) if kind == "usage" else env_error(sentence, text)
 
-    def check(self) -> None:
-        """Raises what a worker raised, or that one died; called while waiting."""
-        for worker, (header, process) in enumerate(zip(self.headers, self.processes, strict=True)):
-            if header[FAILED]:
-                self.answer(worker, self.answer_timeout)
-            if process.poll() is not None:
-                raise self.death(worker)
+    def _look(self) -> None:
+        """Raise what a worker raised, or that one died or hangs, and close the pool; called while waiting."""
+        try:
+            for worker, (header, process) in enumerate(zip(self._memory.headers, self.processes, strict=True)):
+                if header[FAILED]:
+                    self._answer(worker, self._answer_timeout)
+                if process.poll() is not None:
+                    raise self._death(worker)
+            self._watch.look(self._stepped())
+        except BaseException:
+            self.close()
+            raise
 
-    def death(self, worker: int) -> EnvError:
+    @abc.abstractmethod
+    def _stepped(self) -> dict[int, tuple[int, Any]]:
+        """Return the environment that each busy worker steps, for `StepWatch.look`."""
+
+    def _death(self, worker: int) -> EnvError:
         process = self.processes[worker]
         try:
             code = process.wait(1.0)
@@ -117,11 +125,16 @@ class WorkerProcesses:
         how = f"exited with code {code}"
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
-        return EnvError(f"The worker process {worker} (pid {process.pid}) of {span([self.slices[worker]])} {how}.")
+        return EnvError(f"The worker process {worker} (pid {process.pid}) of {span([self._slices[worker]])} {how}.")
 
     def sums(self) -> Sums:
         """What the environments logged; see `SyncEnv.sums`."""
-        return add_up(log.sums() for log in self.block.logs)
+        return add_up(log.sums() for log in self._memory.logs)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the workers have ended: `close` was called, or a step failed."""
+        return not self._finalizer.alive
 
     def close(self) -> None:
         """Ends every worker: those that do not end by themselves in time are killed."""
@@ -155,18 +168,18 @@ def _pickle(builder: Any) -> bytes:
 def _shut_down(
     processes: list[subprocess.Popen[bytes]],
     connections: list[Connection],
-    memory: int,
-    block: PoolMemory | None,
+    descriptor: int,
+    memory: PoolMemory | None,
 ) -> None:
     """Ends the workers and closes every descriptor. Runs once, also when the pool is collected or the program ends."""
-    if block is not None:
-        for header, go in zip(block.headers, block.go, strict=True):
+    if memory is not None:
+        for header, go in zip(memory.headers, memory.go, strict=True):
             header[COMMAND] = CLOSE
             header[GO] += 1
             go.wake()
     deadline = time.monotonic() + _CLOSE_TIMEOUT
     for connection, process in zip(connections, processes, strict=True):
-        if block is None:
+        if memory is None:
             process.kill()  # it is still being built
         try:
             process.wait(max(0.01, deadline - time.monotonic()))
@@ -174,4 +187,4 @@ def _shut_down(
             process.kill()
             process.wait()
         connection.close()
-    os.close(memory)
+    os.close(descriptor)

@@ -11,7 +11,6 @@ import numpy as np
 from dm_env import specs
 
 from rlframe.envs.layout import Layout
-from rlframe.errors import UsageError
 from rlframe.types import FIRST, MultiDiscreteArray, TimeStep
 
 
@@ -87,12 +86,3 @@ def stacked_spec(observation_spec: Any, count: int) -> Any:
 
 def _channels_first(shape: tuple[int, ...]) -> bool:
     return shape[0] <= shape[-1]
-
-
-def check_wrappers(frame_stack: int, action_repeat: int, clip_rewards: float | None) -> None:
-    """Raises UsageError for options that no pool can have."""
-    for name, value in (("frame_stack", frame_stack), ("action_repeat", action_repeat)):
-        if not isinstance(value, (int, np.integer)) or value < 1:
-            raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}.")
-    if clip_rewards is not None and not clip_rewards > 0:
-        raise UsageError(f"clip_rewards must be above 0 (or None: rewards as they are), got {clip_rewards!r}.")

@@ -246,7 +246,7 @@ from rlframe.envs import SyncEnv
 from tests.envs.scripted import FaultyEnv
 pool = SyncEnv(functools.partial(FaultyEnv, sys.argv[1], 1), 2, "process", num_workers=2)
 pool.reset()
-print(*[process.pid for process in pool._pool._workers.processes], flush=True)
+print(*[process.pid for process in pool._pool.processes], flush=True)
 while True:
     pool.step(np.zeros(2, np.int32))
 """
@@ -359,7 +359,7 @@ def in_the_middle_of_a_step(pool, happens):
 
 
 def worker_pids(pool):
-    return [process.pid for process in pool._pool._workers.processes]
+    return [process.pid for process in pool._pool.processes]
 
 
 def alive(pid):

@@ -1,4 +1,4 @@
-"""SyncEnv: many environments as one batch, all stepped together."""
+"""SyncEnv and AsyncEnv: many environments as one batch, stepped all together or whichever are ready."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rlframe.envs.pool import AsyncEnvPool, EnvPool, OwnPool, PoolHandle
 from rlframe.envs.process import AsyncProcesses, ProcessPool
 from rlframe.envs.remote import RemoteAsyncEnv, RemoteEnv, ServedSpecs
 from rlframe.envs.thread import AsyncThreads, ThreadPool
-from rlframe.envs.wrappers import check_wrappers
 from rlframe.errors import UsageError, suggest
 from rlframe.types import TimeStep
 
 SYNC_TYPES = ("loop", "thread", "process", "envpool")
+ASYNC_TYPES = SYNC_TYPES[1:]
 # The design document's phrases for them, which work as well.
 _PHRASES = {
     "python for loop": "loop",
@@ -80,8 +80,7 @@ class SyncEnv(PoolHandle):
         clip_rewards: float | None = None,
     ):
         type = pool_type(type, SYNC_TYPES)
-        check_arguments(size, seed, num_workers, answer_timeout)
-        check_wrappers(frame_stack, action_repeat, clip_rewards)
+        check_options(size, seed, num_workers, answer_timeout, frame_stack, action_repeat, clip_rewards)
         pool = make_pool(
             name_or_pybuilder, size, None, type, seed, num_workers, env_kwargs, answer_timeout, action_repeat
         )
@@ -131,6 +130,99 @@ class SyncEnv(PoolHandle):
         if len(states) != self.num_envs:
             raise UsageError(f"The state holds {len(states)} environments, but this pool has {self.num_envs}.")
         self._pool.set_state(states)
+
+
+class AsyncEnv(PoolHandle):
+    """`size` environments, `wait_num` of which answer at a time: the slow ones hold nobody up.
+
+    Args:
+      wait_num: how many environments `recv` waits for, 1 to `size`.
+      type: "thread", "process" or "envpool", or a phrase for one of these, as for `SyncEnv`.
+
+    The other arguments, the specs and the errors are those of `SyncEnv`. Each environment's steps obey the same
+    contract: auto-reset, discounts, dtypes. The first `recv`s give the FIRST timestep of every environment.
+    """
+
+    is_sync = False
+
+    def __init__(
+        self,
+        name_or_pybuilder: Any,
+        size: int,
+        wait_num: int,
+        type: str = "thread",
+        *,
+        seed: int = 0,
+        num_workers: int | None = None,
+        env_kwargs: Mapping[str, Any] | None = None,
+        answer_timeout: float = ANSWER_TIMEOUT,
+        check_finite: bool | None = None,
+        frame_stack: int = 1,
+        action_repeat: int = 1,
+        clip_rewards: float | None = None,
+    ):
+        type = pool_type(type, ASYNC_TYPES)
+        check_options(size, seed, num_workers, answer_timeout, frame_stack, action_repeat, clip_rewards)
+        if not isinstance(wait_num, (int, np.integer)) or not 1 <= wait_num <= size:
+            raise UsageError(f"wait_num must be between 1 and the size, {size}, got {wait_num!r}.")
+        pool = make_pool(
+            name_or_pybuilder, size, wait_num, type, seed, num_workers, env_kwargs, answer_timeout, action_repeat
+        )
+        self._attach(pool, answer_timeout, check_finite, type == "envpool", frame_stack, clip_rewards)
+        self.wait_num = wait_num
+        self._started = False
+        self._idle: set[int] = set()  # received, but not sent to since: what `send` may name
+
+    def recv(self) -> tuple[np.ndarray, TimeStep]:
+        """Waits for `wait_num` environments: (env_ids [wait_num] int32, their timesteps [wait_num, ...])."""
+        self._check_open()
+        if not self._started:
+            self._pool.start()
+            self._started = True
+        num_running = self.num_envs - len(self._idle)
+        if num_running < self.wait_num:
+            raise UsageError(
+                f"recv() waits for {self.wait_num} environments, but only {num_running} were sent an action "
+                "and not received since: send() to those that were received first."
+            )
+        env_ids, timestep = self._pool.recv()
+        self._idle.update(env_ids.tolist())
+        return env_ids, self._finish(timestep, env_ids)
+
+    def send(self, env_ids: Any, actions: Any) -> None:
+        """Gives `actions` [n, ...] to the environments `env_ids` [n], which were received and not sent to since.
+
+        Ids and actions that do not fit (see `rlframe.envs.checks`) are refused before anything is sent.
+        """
+        self._check_open()
+        env_ids = np.asarray(env_ids)
+        if env_ids.ndim != 1 or env_ids.dtype.kind not in "iu":
+            raise UsageError(f"'env_ids' must be [n] integers, got {env_ids.dtype} of shape {env_ids.shape}.")
+        ids = env_ids.tolist()
+        named = set(ids)
+        if len(named) != len(ids) or not named <= self._idle:
+            self._refuse(ids)
+        actions = self._check_actions(actions, len(ids))
+        self._idle -= named
+        self._pool.send(env_ids.astype(np.int32), actions)
+
+    def _refuse(self, ids: list[int]) -> None:
+        """Raises UsageError for the first of `ids` that cannot be sent to."""
+        for place, env_id in enumerate(ids):
+            if not 0 <= env_id < self.num_envs:
+                raise UsageError(f"send() to environment {env_id}: the ids are 0 to {self.num_envs - 1}.")
+            if env_id in ids[:place]:
+                raise UsageError(f"send() to environment {env_id} twice in one call: give each one action.")
+            if env_id not in self._idle:
+                raise UsageError(
+                    f"send() to environment {env_id}, which was not received since its last action: recv() it first."
+                )
+
+    def get_state(self) -> None:
+        """None: environments that are in the middle of a step cannot be saved."""
+
+    def set_state(self, state: bytes) -> None:
+        raise UsageError("An AsyncEnv cannot restore a state: use a SyncEnv of type 'loop' or 'process'.")
 
 
 def as_pool(env: Any, *, seed: int = 0, deadline: float = handles.DEADLINE, stop: threading.Event | None = None) -> Any:
@@ -191,16 +283,26 @@ def pool_type(type: Any, types: tuple[str, ...]) -> str:
     return name
 
 
-def check_arguments(size: Any, seed: Any, num_workers: Any, answer_timeout: float) -> None:
-    """Raises UsageError for arguments that no pool can be made of."""
-    if not isinstance(size, (int, np.integer)) or size < 1:
-        raise UsageError(f"size must be a whole number of at least 1, got {size!r}.")
-    if not isinstance(seed, (int, np.integer)) or seed < 0:
-        raise UsageError(f"seed must be a whole number of at least 0, got {seed!r}.")
+def check_options(
+    size: Any,
+    seed: Any,
+    num_workers: Any,
+    answer_timeout: float,
+    frame_stack: Any,
+    action_repeat: Any,
+    clip_rewards: float | None,
+) -> None:
+    """Raise UsageError for options that no pool can have."""
+    whole = {"size": (size, 1), "seed": (seed, 0), "frame_stack": (frame_stack, 1), "action_repeat": (action_repeat, 1)}
+    for name, (value, least) in whole.items():
+        if not isinstance(value, (int, np.integer)) or value < least:
+            raise UsageError(f"{name} must be a whole number of at least {least}, got {value!r}.")
     if num_workers is not None and num_workers < 1:
         raise UsageError(f"num_workers must be at least 1 (or None: the cores), got {num_workers!r}.")
     if not 0 < answer_timeout <= threading.TIMEOUT_MAX:
         raise UsageError(f"answer_timeout must be a number of seconds above 0, got {answer_timeout!r}.")
+    if clip_rewards is not None and not clip_rewards > 0:
+        raise UsageError(f"clip_rewards must be above 0 (or None: rewards as they are), got {clip_rewards!r}.")
 
 
 def split_among(size: int, num_workers: int) -> list[tuple[int, int]]:
@@ -226,10 +328,8 @@ def make_pool(
             raise UsageError(
                 "type='envpool' takes the name of an EnvPool task, not a builder: use 'loop', 'thread' or 'process'."
             )
-        if action_repeat > 1:
-            one_by_one = EnvPoolPool(name_or_pybuilder, size, 1, seed, num_workers, env_kwargs)
-            return RepeatingEnvPool(one_by_one, action_repeat, wait_num)
-        return EnvPoolPool(name_or_pybuilder, size, wait_num, seed, num_workers, env_kwargs)
+        options = name_or_pybuilder, size, wait_num, seed, num_workers, env_kwargs
+        return RepeatingEnvPool(action_repeat, *options) if action_repeat > 1 else EnvPoolPool(*options)
     builder = Builder(name_or_pybuilder, seed, env_kwargs, action_repeat)
     if type == "loop":
         return LoopPool(build_group(builder, 0, size))
