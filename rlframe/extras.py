@@ -29,7 +29,7 @@ MODULES = {
     ),
     "envs": ("openai", "yaml"),
     "lm": ("jinja2", "safetensors", "tokenizers"),
-    "tokenizers": ("tokenizers",),
+    "tokenizers": ("jinja2", "tokenizers"),
     "sweep": ("optuna",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),

@@ -71,7 +71,7 @@ def form(
         if filled and len(dropped) == known:  # else a share may be empty now
             if weights is not None and attempt.weights is not None:
                 attempt.weights.end_batch({lane.env_id for lane in lanes})
-                weights.become(attempt.weights)
+                weights.set_state(attempt.weights.to_state())
             return sorted(attempt.taken, key=lambda taken: taken.unit.id), dropped
         for taken in reversed(attempt.taken):
             lanes.push(*taken, again=True)
@@ -181,12 +181,8 @@ class WeightedShares:
     def copy(self) -> WeightedShares:
         """The same, which goes on by itself."""
         copied = WeightedShares(self._weight_of)
-        copied.become(self)
+        copied.set_state(self.to_state())
         return copied
-
-    def become(self, other: WeightedShares) -> None:
-        """Take over where another copy stands."""
-        self._now, self._served_until = other._now, dict(other._served_until)
 
     def turn(self, env_id: int | None) -> float:
         """When it is an environment's turn: the lowest is next."""

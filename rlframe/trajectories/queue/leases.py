@@ -23,6 +23,7 @@ class LeasedBatch(msgspec.Struct, frozen=True):
         staleness: of each group, how many policy versions older than the current one; None where either is unknown.
         delivery: 1 for the first time it is handed out.
         lease_until: when it goes to somebody else unless acknowledged, in seconds; None where it is acknowledged.
+        consumer: whose the lease is.
     """
 
     batch_id: int
@@ -33,9 +34,9 @@ class LeasedBatch(msgspec.Struct, frozen=True):
     staleness: tuple[int | None, ...]
     delivery: int = 1
     lease_until: float | None = None
+    consumer: str | None = None
 
 
-_Out = tuple[LeasedBatch, str | None]  # and its consumer
 _Answered = tuple[str, LeasedBatch, float]  # a request, the batch that answered it, when
 
 
@@ -43,15 +44,13 @@ class Leases:
     """The batches whose payloads are still needed.
 
     Attributes:
-        out: batches under a lease, each with its consumer, by batch_id.
+        out: batches under a lease, by batch_id.
         returned: those that came back, by batch_id; the first one that did is the first.
-        expired: ids of the batches that the last `expire` took back.
     """
 
     def __init__(self) -> None:
-        self.out: dict[int, _Out] = {}
+        self.out: dict[int, LeasedBatch] = {}
         self.returned: dict[int, LeasedBatch] = {}
-        self.expired: list[int] = []
         self._earliest = math.inf  # no lease ends before
         # The last request of each consumer, the earliest first; a batch without a lease is kept here for as long.
         self._answered: OrderedDict[str, _Answered] = OrderedDict()
@@ -59,7 +58,7 @@ class Leases:
     @property
     def unsettled(self) -> list[LeasedBatch]:
         """Batches that are leased or came back."""
-        return [*(batch for batch, _ in self.out.values()), *self.returned.values()]
+        return [*self.out.values(), *self.returned.values()]
 
     @property
     def kept(self) -> list[LeasedBatch]:
@@ -73,8 +72,7 @@ class Leases:
             return None
         if batch.lease_until is None:
             return batch
-        out, holder = self.out.get(batch.batch_id, (None, None))
-        return out if holder == consumer else self.returned.get(batch.batch_id)
+        return self._held(batch.batch_id, consumer) or self.returned.get(batch.batch_id)
 
     def answer(self, consumer: str, request: str, batch: LeasedBatch, now: float) -> None:
         self._answered[consumer] = (request, batch, now)
@@ -93,29 +91,28 @@ class Leases:
         """Hand a new batch, or one that came back, to a consumer: until then, or for good."""
         if self.returned.pop(batch.batch_id, None) is not None:
             batch = replace(batch, delivery=batch.delivery + 1)
-        batch = replace(batch, lease_until=until)
+        batch = replace(batch, lease_until=until, consumer=consumer)
         if until is not None:
-            self._lease(batch, consumer, until)
+            self._lease(batch, until)
         return batch
 
     def settle(self, batch_id: int) -> LeasedBatch | None:
         """Take out a batch that is done with: leased, or come back in the meantime. None where there is none."""
-        batch, _ = self.out.pop(batch_id, (None, None))
-        return batch or self.returned.pop(batch_id, None)
+        return self.out.pop(batch_id, None) or self.returned.pop(batch_id, None)
 
     def give_back(self, batch_id: int, consumer: str | None) -> bool:
         """The holder (or, where `consumer` is None, anyone) gives a leased batch back. False where it is not his."""
-        if batch_id not in self.out or consumer not in (None, self.out[batch_id][1]):
+        if self._held(batch_id, consumer) is None:
             return False
-        self.returned[batch_id] = self.out.pop(batch_id)[0]
+        self.returned[batch_id] = self.out.pop(batch_id)
         return True
 
     def renew(self, batch_id: int, consumer: str | None, until: float) -> bool:
         """The holder (or, where `consumer` is None, anyone) has it until then. False where it is not his."""
-        batch, holder = self.out.get(batch_id, (None, None))
-        if batch is None or consumer not in (None, holder):
+        batch = self._held(batch_id, consumer)
+        if batch is None:
             return False
-        self._lease(replace(batch, lease_until=until), holder, until)
+        self._lease(replace(batch, lease_until=until), until)
         return True
 
     def due(self, now: float) -> bool:
@@ -125,14 +122,13 @@ class Leases:
         return self._earliest <= now or self._answer_is_old(now)
 
     def expire(self, now: float) -> list[LeasedBatch]:
-        """Take back the batches whose leases have ended: `expired`. Returns those without a lease that were only kept
-        for requests of long ago."""
-        self.expired = []
+        """Take back the batches whose leases have ended. Return those without a lease that were only kept for requests
+        of long ago."""
         if not self.due(now):
             return []
-        self.expired = [batch_id for end, batch_id in sorted(self._ends()) if end <= now]
-        for batch_id in self.expired:
-            self.give_back(batch_id, None)
+        for end, batch_id in sorted(self._ends()):
+            if end <= now:
+                self.give_back(batch_id, None)
         old = []
         while self._answer_is_old(now):
             old.append(self._answered.popitem(last=False)[1][1])
@@ -142,12 +138,17 @@ class Leases:
         """The groups of all batches that may be asked for (again)."""
         return (group_id for batch in (*self.unsettled, *self.kept) for group_id in batch.group_ids)
 
-    def _lease(self, batch: LeasedBatch, consumer: str | None, until: float) -> None:
-        self.out[batch.batch_id] = (batch, consumer)
+    def _held(self, batch_id: int, consumer: str | None) -> LeasedBatch | None:
+        """Return a leased batch if this consumer (None: anyone) holds it."""
+        batch = self.out.get(batch_id)
+        return batch if batch is not None and consumer in (None, batch.consumer) else None
+
+    def _lease(self, batch: LeasedBatch, until: float) -> None:
+        self.out[batch.batch_id] = batch
         self._earliest = min(self._earliest, until)
 
     def _ends(self) -> Iterator[tuple[float, int]]:
-        return ((batch.lease_until or 0.0, batch_id) for batch_id, (batch, _) in self.out.items())
+        return ((batch.lease_until or 0.0, batch_id) for batch_id, batch in self.out.items())
 
     def _answer_is_old(self, now: float) -> bool:
         first = next(iter(self._answered.values()), None)
@@ -155,13 +156,13 @@ class Leases:
 
     def to_state(self) -> list[Any]:
         answered = [[consumer, *answer] for consumer, answer in self._answered.items()]
-        return [list(self.out.values()), list(self.returned.values()), answered]
+        return [[(batch, batch.consumer) for batch in self.out.values()], list(self.returned.values()), answered]
 
     @classmethod
     def from_state(cls, state: list[Any]) -> Leases:
         leases = cls()
-        for batch, consumer in msgspec.convert(state[0], list[_Out]):
-            leases._lease(batch, consumer, batch.lease_until or 0.0)
+        for batch, consumer in msgspec.convert(state[0], list[tuple[LeasedBatch, str | None]]):
+            leases._lease(replace(batch, consumer=consumer), batch.lease_until or 0.0)
         leases.returned = {batch.batch_id: batch for batch in msgspec.convert(state[1], list[LeasedBatch])}
         answered = msgspec.convert(state[2], list[tuple[str, str, LeasedBatch, float]])
         leases._answered = OrderedDict((consumer, (request, batch, at)) for consumer, request, batch, at in answered)

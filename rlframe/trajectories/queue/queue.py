@@ -189,7 +189,6 @@ class Queue:
         lease_seconds: float | None = None,
         consumer: str | None = None,
         request: str | None = None,
-        policy_version: int | None = None,
     ) -> LeasedBatch | None:
         """The next batch, or None while there is not enough.
 
@@ -197,14 +196,11 @@ class Queue:
             lease_seconds: for how long it is the consumer's, until `ack`; None: it is acknowledged at once.
             consumer, request: with both, the same request again gets the same batch again, until the consumer's next,
                 for an hour.
-            policy_version: that the trainer has now; as `set_policy_version`.
         """
         epoch = self._begin(now)
         if epoch.registration is None:
             return None
         epoch.started = True
-        if policy_version is not None:
-            epoch.policy_version = policy_version
         until = None if lease_seconds is None else self._now + lease_seconds
         batch = epoch.take(self._next_batch, self._now, until, consumer, request)
         if batch is not None:
@@ -227,10 +223,10 @@ class Queue:
         """A leased batch is its consumer's for so many seconds from now on. False where it is not (his) any more."""
         return self._begin(now).leases.renew(batch_id, consumer, self._now + lease_seconds)
 
-    def expire(self, now: float) -> list[int]:
+    def expire(self, now: float) -> None:
         """Take back batches whose leases have ended, and shares of environments that are silent, as every command with
-        a time does; `due` says whether there is a need. Returns the ids of the batches."""
-        return self._begin(now).leases.expired
+        a time does; `due` says whether there is a need."""
+        self._begin(now)
 
     def pause(self) -> None:
         """Every environment is told to hold, until `resume`."""

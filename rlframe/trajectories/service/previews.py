@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,8 +9,6 @@ from typing import Any
 
 import msgspec
 
-from rlframe import extras
-from rlframe.errors import UsageError
 from rlframe.trajectories.messages import IGNORED
 from rlframe.trajectories.service.wire import as_json
 
@@ -127,33 +123,19 @@ def _message(message: dict[str, Any]) -> ShownMessage:
 
 
 def load_decode(name: str | None) -> Decode | None:
-    """The decoder of `byte`, or of a `tokenizer.json` (the format of the `tokenizers` package) or its folder.
-
-    None for None.
+    """Return the decoder of a tokenizer, by what `load_tokenizer` takes, or None for None.
 
     Special tokens are part of the text, and so are, as numbers, ids that the tokenizer does not have.
-    Raises `UsageError` where the package is missing or the file cannot be read.
     """
     if name is None:
         return None
-    if name == "byte":
-        from rlframe.language.model.tokenizers import ByteTokenizer
+    from rlframe.language.model.tokenizers import load_tokenizer  # which imports JAX
 
-        return _of_known_ids(ByteTokenizer().decode, ByteTokenizer.vocab_size)
-    path = f"{name}/tokenizer.json" if os.path.isdir(name) else name
-    with extras.needed("--tokenizer", "tokenizers"):
-        from tokenizers import Tokenizer
-    try:
-        tokenizer = Tokenizer.from_file(path)
-    except Exception as error:  # the package raises bare Exceptions
-        raise UsageError(f"The tokenizer file {path} cannot be read: {error}.") from error
-    decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
-    return _of_known_ids(decode, tokenizer.get_vocab_size(with_added_tokens=True))
+    tokenizer = load_tokenizer(name)
 
-
-def _of_known_ids(text_of: Callable[[list[int]], str], size: int) -> Decode:
     def decode(ids: Sequence[int]) -> str:
-        return text_of(list(ids)) if all(0 <= token < size for token in ids) else ids_as_text(ids)
+        known = all(0 <= token < tokenizer.vocab_size for token in ids)
+        return tokenizer.decode(ids) if known else ids_as_text(ids)
 
     return decode
 

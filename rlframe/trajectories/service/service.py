@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, cast
 from rlframe.errors import PeerError, RlframeError, StoreError, UnavailableError
 from rlframe.trajectories.queue.leases import LeasedBatch
 from rlframe.trajectories.queue.queue import Queue
-from rlframe.trajectories.service.room import Room
 from rlframe.trajectories.service.state_machine import (
     BEGINNING,
     Applied,
@@ -40,6 +39,7 @@ _AT_ONCE = 64  # commands that are applied before the event loop does something 
 _TICK = 0.5  # seconds between looks at the clock, for leases and silent environments
 _WAIT, _WAIT_CLOSING = 1.0, 0.2  # seconds for what others append, until it looks whether the service has ended
 _RETRY = 0.5  # seconds until a store that did not answer is read again
+_NEARLY = 0.8  # of the bytes that may be kept
 _GRACE = 60.0  # seconds for another process to read what it has just taken, before what nobody needs is swept
 _TIMED = frozenset(("register", "reset", "register_env", "heartbeat", "add", "take", "renew", "expire"))  # take `now`
 
@@ -63,12 +63,10 @@ class Service:
     Args:
         store: it is closed by `close`.
         max_bytes: of groups that are kept.
-        snapshot_bytes: a snapshot is taken after so many bytes of commands; or after as many as the last one had, so
-            that a long queue is not written down again and again.
+        snapshot_bytes: of commands, or as many as the last snapshot had, after which another is taken.
         answer_deadline: seconds for a command to be durable and applied.
 
     Attributes:
-        room: how much more it may keep.
         decoding: held by whoever decodes a group, which takes milliseconds.
         failed: what the store takes nothing more for.
         on_failure: called when that happens.
@@ -85,7 +83,7 @@ class Service:
         answer_deadline: float = ANSWER_DEADLINE,
     ) -> None:
         self.store = store
-        self.room = Room(self, max_bytes)
+        self._max_bytes = max_bytes
         self.decoding = asyncio.Lock()
         self.failed: StoreError | None = None
         self.on_failure: Callable[[], None] = lambda: None
@@ -108,10 +106,7 @@ class Service:
     # Life
 
     def restore(self, fresh: bool = False) -> None:
-        """Bring back what the store holds, before `start`; `fresh`: reset every run.
-
-        Raises `StoreError` or `PeerError` where that cannot be.
-        """
+        """Bring back what the store holds, before `start`; `fresh`: reset every run. Raise as `load` of a store."""
         self._snapshot_due -= self._machine.restore(self.store)
         if fresh:
             self._machine.begin_anew(self.store)
@@ -127,7 +122,7 @@ class Service:
         self._loop.call_later(_GRACE if self.store.shared else 0.0, self._forget, self._left)
 
     def stop_waiting(self) -> None:
-        """Send home who waits for data: the service is about to end."""
+        """Answer those who wait for data: the service is about to end."""
         self.closing = True
         self._wake(*self._changes)
 
@@ -146,7 +141,7 @@ class Service:
             if self.failed is None and self._machine.position > self._machine.snapshot_position:
                 await self._snapshot()
         finally:
-            await self._in_thread(self.store.close)
+            await asyncio.to_thread(self.store.close)
 
     # Commands
 
@@ -170,20 +165,19 @@ class Service:
         """A batch and its payloads, or None. As `submit`; a payload that is lost is an `UnavailableError`."""
         applied = await self._submit(run, "take", arguments)
         batch = applied.answer
-        payloads = [] if batch is None else await self._in_thread(self.store.payloads, batch.group_ids)
-        self._forget(applied.freed)
         if batch is None:
+            self._forget(applied.freed)
             return None
+        payloads = await asyncio.to_thread(self.store.payloads, batch.group_ids)
+        self._forget(applied.freed)
         found = [payload for payload in payloads if payload is not None]
         if len(found) == len(payloads):
             return batch, found
-        # Damaged, or a new epoch began meanwhile. A lease would bring it back again and again; what is intact goes too.
+        # Damaged, or a new epoch began meanwhile. A lease would bring it back again and again.
         if batch.lease_until is not None:
             await self.submit(run, "ack", batch_id=batch.batch_id)
-        error = (
-            f"Batch {batch.batch_id} of run {run!r} is dropped: of its {len(payloads)} groups "
-            f"{len(payloads) - len(found)} can no longer be read from the store. Ask for the next one."
-        )
+        lost = f"of its {len(payloads)} groups {len(payloads) - len(found)} can no longer be read from the store"
+        error = f"Batch {batch.batch_id} of run {run!r} is dropped: {lost}. Ask for the next one."
         _logger.error("%s", error)
         raise UnavailableError(error)
 
@@ -218,10 +212,8 @@ class Service:
         try:
             applied = await asyncio.wait_for(submitted.answer, self._answer_deadline)
         except asyncio.TimeoutError:
-            raise PeerError(
-                f"The store did not tell within {self._answer_deadline:g} s what became of the request. It may still "
-                "take effect."
-            ) from None
+            waited = f"The store did not tell within {self._answer_deadline:g} s what became of the request."
+            raise PeerError(f"{waited} It may still take effect.") from None
         if isinstance(applied.answer, Exception):
             raise applied.answer
         return applied
@@ -238,8 +230,28 @@ class Service:
 
     @property
     def stored_bytes(self) -> int:
-        """Of all groups whose payloads are needed."""
+        """Bytes of all groups whose payloads are needed."""
         return self._machine.stored_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of groups that may be kept: `max_bytes`, or what the store's disk has room for."""
+        left = self.store.room()
+        return self._max_bytes if left is None else min(self._max_bytes, self.stored_bytes + left)
+
+    @property
+    def nearly_full(self) -> bool:
+        """Whether environments should hold."""
+        return self.stored_bytes + self.pending_bytes >= _NEARLY * self.most_bytes
+
+    def check_room(self, size: int) -> None:
+        """Raise `UnavailableError` if there is no room for so many bytes of groups more."""
+        if self.stored_bytes + self.pending_bytes + size > self._max_bytes:
+            kept = self.stored_bytes >> 20
+            raise UnavailableError(f"The service keeps {kept} MB, its limit. Trainers have to take some first.")
+        left = self.store.room()
+        if left is not None and self.pending_bytes + size > left:
+            raise UnavailableError("The store's disk is full. Trainers have to take some groups, or make room on it.")
 
     async def changed(self, run: str, timeout: float) -> None:
         """Return when a command was applied in this run, after `timeout` seconds, or when the service ends."""
@@ -249,12 +261,10 @@ class Service:
                 await asyncio.wait_for(change.wait(), timeout)
 
     async def latest_groups(self, run: str, count: int) -> list[bytes]:
-        """The payloads of the latest groups, newest first, as far as they are still known."""
-        latest = self._machine.latest
-        newest = {position: latest.payload(position) for position in latest.positions(run)[: -count - 1 : -1]}
+        """Return the payloads of the latest groups, newest first, as far as they are still known."""
+        newest = self._machine.latest.newest(run, count)
         missing = [position for position, payload in newest.items() if payload is None]
-        if missing:
-            newest |= zip(missing, await self._in_thread(self.store.payloads, missing))
+        newest |= zip(missing, await asyncio.to_thread(self.store.payloads, missing) if missing else ())
         return [payload for payload in newest.values() if payload is not None]
 
     # Applying, in the order of the log
@@ -318,7 +328,7 @@ class Service:
                 change.set()
 
     def _settle(self, number: int) -> _Submitted | None:
-        """Take out what is pending under this number. Returns it, if somebody waits for it."""
+        """Take out what is pending under this number. Return it if somebody waits for it."""
         submitted = self._submitted.pop(number, None)
         if submitted is None:
             return None
@@ -345,7 +355,7 @@ class Service:
         """Keep the state as it is now, so that the next start need not read the log before it."""
         position = self._machine.snapshot_position = self._machine.position
         try:
-            encoded = await self._in_thread(encode_state, self._machine.get_state())
+            encoded = await asyncio.to_thread(encode_state, self._machine.get_state())
             self._snapshot_due = max(self._snapshot_bytes, len(encoded))
             await asyncio.wrap_future(self.store.snapshot(position, encoded))
         except RlframeError as error:
@@ -366,17 +376,14 @@ class Service:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
-        return self._loop.run_in_executor(None, call, *arguments)
-
     async def _follow(self, store: SharedStore) -> None:
         """Apply what any process appends to a store that several share, until this one has nothing more to submit."""
         while not self.closing or self._submitted:
             after, wait = self._machine.position, _WAIT_CLOSING if self.closing else _WAIT
             try:
-                if not await self._in_thread(store.wait, after, wait):
+                if not await asyncio.to_thread(store.wait, after, wait):
                     continue
-                snapshot, records = await self._in_thread(read_on, store, after)
+                snapshot, records = await asyncio.to_thread(read_on, store, after)
             except StoreError as error:
                 self._fail(error)
                 return

@@ -118,7 +118,7 @@ class StateMachine:
     def get_state(self) -> dict[str, Any]:
         """Of all runs, as data that no later command changes: for `encode_state`, in any thread."""
         return {
-            name: {"queue": queue.get_state(), "latest": self.latest.positions(name)}
+            name: {"queue": queue.get_state(), "latest": [*self.latest.newest(name, LATEST)][::-1]}
             for name, queue in self.queues.items()
         }
 
@@ -181,13 +181,9 @@ class LatestGroups:
         for position in self._positions.pop(run, ()):
             self._drop(position)
 
-    def positions(self, run: str) -> list[int]:
-        """Of the latest groups, oldest first."""
-        return list(self._positions.get(run, ()))
-
-    def payload(self, position: int) -> bytes | None:
-        """None where it has to be read from the store."""
-        return self._payloads.get(position)
+    def newest(self, run: str, count: int) -> dict[int, bytes | None]:
+        """Return the payloads of the latest groups by position, newest first; None: read it from the store."""
+        return {at: self._payloads.get(at) for at in list(self._positions.get(run, ()))[: -count - 1 : -1]}
 
     def _drop(self, position: int) -> None:
         self._bytes -= len(self._payloads.pop(position, b""))

@@ -47,11 +47,10 @@ class Store(Protocol):
         """
 
     def room(self) -> int | None:
-        """Bytes of payloads that its disk still takes; None where it cannot tell."""
+        """Return the bytes of payloads that its disk still takes, or None if it cannot tell.
 
-    def check_room(self, size: int) -> None:
-        """Raise `UnavailableError` where its disk has no room for payloads of so many bytes. To records without one it
-        does not apply: they empty the queue."""
+        Records without a payload may take more: they empty the queue.
+        """
 
     def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
         """The first `limit` records at positions above `after`, whoever appended them, with these positions.
@@ -133,9 +132,6 @@ class MemoryStore:
 
     def room(self) -> None:
         return None
-
-    def check_room(self, size: int) -> None:
-        pass
 
     def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
         with self._lock:

@@ -468,7 +468,8 @@ def test_a_leased_batch_comes_back_whole_before_new_ones_and_is_no_new_step():
     assert queue.epoch.forgotten == []
     assert not queue.due(9.9)
     assert queue.due(10.0)
-    assert queue.expire(10.0) == [first.batch_id]
+    queue.expire(10.0)
+    assert list(queue.epoch.leases.returned) == [first.batch_id]
     again = queue.take(11.0, lease_seconds=10.0, consumer="b")
     assert (again.batch_id, again.group_ids, again.step, again.delivery) == (0, (0, 1), 0, 2)
     assert not queue.nack(0, consumer="a")  # it is no longer his
@@ -489,7 +490,8 @@ def test_a_renewed_lease_ends_later():
     assert queue.renew(0, 10.0, 5.0, consumer="a")
     assert not queue.due(14.9)
     assert queue.take(12.0, 5.0, consumer="b") is None
-    assert queue.expire(15.0) == [0]
+    queue.expire(15.0)
+    assert list(queue.epoch.leases.returned) == [0]
     assert not queue.renew(0, 10.0, 15.0, consumer="a")  # nobody's now
     for now in range(1000):
         queue.take(20.0 + now, 5.0) if now == 0 else queue.renew(0, 5.0, 20.0 + now)
@@ -525,7 +527,8 @@ def test_a_batch_without_a_lease_is_kept_for_its_request_for_an_hour():
     restored.set_state(queue.get_state())
     for one in (queue, restored):
         assert one.due(3600.0)
-        assert one.expire(3600.0) == []  # no lease ended
+        one.expire(3600.0)
+        assert not one.epoch.leases.returned  # no lease ended
         assert one.epoch.forgotten == [0]
         assert (one.report(3600.0).batches_kept, one.status().stored_bytes) == (0, 200)
         assert not one.due(3600.0)
@@ -541,7 +544,8 @@ def test_staleness_is_counted_per_group():
     queue = started()
     send(queue, 4, version=3)
     send(queue, 4)
-    batch = queue.take(0.0, policy_version=5)
+    queue.set_policy_version(5)
+    batch = queue.take(0.0)
     assert batch.staleness == (2, None)
     queue.set_policy_version(6)
     send(queue, 8, version=6)
@@ -600,7 +604,8 @@ def test_only_with_discard_are_groups_dropped_that_are_too_old():
         send(queue, 4, 4, 4, version=1)
         send(queue, 4, version=2)
         send(queue, 4)
-        assert batch_of(queue, policy_version=3) == expected
+        queue.set_policy_version(3)
+        assert batch_of(queue) == expected
     assert queue.report(0.0).discarded == 3
     assert sorted(queue.epoch.forgotten) == [0, 1, 2, 3, 4]
     assert queue.status().stored_bytes == 0
@@ -612,7 +617,8 @@ def test_a_fresh_group_that_shared_a_unit_with_one_too_old_is_kept():
     send(queue, 3, env_id=env_id, version=1)
     send(queue, 1, env_id=env_id, version=2)
     send(queue, 4, env_id=env_id, version=2)
-    assert batch_of(queue, policy_version=3) is None
+    queue.set_policy_version(3)
+    assert batch_of(queue) is None
     assert queue.epoch.forgotten == [0]
     send(queue, 3, env_id=env_id)
     assert batch_of(queue) == [2, 1, 3]
@@ -626,7 +632,8 @@ def test_state_is_plain_and_a_restored_queue_goes_on():
     env_id = join(queue, 4, minimum=0.5, token="a").env_id
     send(queue, 4, 1, 4, 2, 4, env_id=env_id, version=1, key=None)
     send(queue, 8, 4, key="k")
-    queue.take(1.0, 5.0, "a", "1", 2)
+    queue.set_policy_version(2)
+    queue.take(1.0, 5.0, "a", "1")
     restored = Queue()
     restored.set_state(msgpack.decode(msgpack.encode(queue.get_state())))
     assert restored.get_state() == queue.get_state()

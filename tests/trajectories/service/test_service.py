@@ -342,15 +342,15 @@ def test_over_the_limit_there_is_no_room():
     async def test():
         async with serving(MemoryStore(), max_bytes=100) as service:
             await begin(service)
-            service.room.check(100)
+            service.check_room(100)
             await add(service, bytes(81))
-            assert service.room.nearly_full
+            assert service.nearly_full
             with pytest.raises(UnavailableError):
-                service.room.check(20)
+                service.check_room(20)
             await add(service, bytes(10))
             await service.take("run")
-            assert not service.room.nearly_full
-            service.room.check(100)
+            assert not service.nearly_full
+            service.check_room(100)
 
     run(test())
 

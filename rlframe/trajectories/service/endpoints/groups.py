@@ -72,7 +72,7 @@ async def scored_data_list(request: Request, key: IdempotencyKey = None) -> Resp
             _check_size(service, run, group, i)
             groups.append(group)
             await asyncio.sleep(0)
-    service.room.check(sum(len(group.payload) for group in groups))
+    service.check_room(sum(len(group.payload) for group in groups))
     adding = [_add(service, run, group, key and f"{key}/{i}") for i, group in enumerate(groups)]
     added = await asyncio.gather(*adding)
     taken = [one for one in added if one.status != "refused"]
@@ -104,7 +104,7 @@ def _check_size(service: Service, run: str, group: Parsed, *loc: int) -> None:
 
 
 async def _add(service: Service, run: str, group: Parsed, key: str | None) -> Added:
-    service.room.check(len(group.payload))
+    service.check_room(len(group.payload))
     return await service.submit(
         run,
         "add",

@@ -167,7 +167,7 @@ async def status_env(
                 ("body", "env_id") if body else ("query", "env_id"), str(error) if body else "Field required"
             )
     service, run = service_of(request), run_of(request)
-    status = service.queue(run).env_status(env_id, hold=service.room.nearly_full)
+    status = service.queue(run).env_status(env_id, hold=service.nearly_full)
     if status is None:
         return answer(_unknown(env_id), 404)
     _hear(service, run, env_id)
