@@ -14,10 +14,9 @@ from rlframe.errors import UsageError
 from rlframe.metrics import Logger, TerminalLogger, TrackioLogger, WandbLogger
 from rlframe.programs import session
 from rlframe.programs.experiment import Experiment, changed, default_env, field_names, with_preset
-from rlframe.programs.options.config_file import load_experiment
-from rlframe.programs.options.env_backend import import_env
+from rlframe.programs.options.config_file import import_env, load_experiment
 from rlframe.programs.options.fields import to_jsonable, with_options
-from rlframe.programs.options.given import name_of, named
+from rlframe.programs.options.object_names import name_of, named
 from rlframe.programs.presets import Preset, find_preset
 from rlframe.programs.run_dir.control import Control
 from rlframe.programs.run_dir.directory import Result, RunDir, default_path

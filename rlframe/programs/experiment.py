@@ -20,8 +20,8 @@ from rlframe.programs.options.fields import (
     to_jsonable,
     with_options,
 )
-from rlframe.programs.options.given import OPTIONS, check_can_leave, name_of, named
-from rlframe.programs.options.object_names import is_live
+from rlframe.programs.options.naming import is_live
+from rlframe.programs.options.object_names import OPTIONS, check_can_leave, name_of, named
 from rlframe.programs.presets import Preset, find_preset
 from rlframe.programs.topologies.config import TopologyConfig, check_least, find_topology
 from rlframe.user_files import forget_changed, look_in, places

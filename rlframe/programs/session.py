@@ -20,8 +20,7 @@ from rlframe.errors import ProgramError, UsageError
 from rlframe.learners import Checkpointer
 from rlframe.metrics import LenientLogger, Logger, MultiLogger, plot_learning_curve
 from rlframe.programs.experiment import Experiment, complete, continued, with_fields
-from rlframe.programs.options.config_file import load_experiment
-from rlframe.programs.options.env_backend import backend_note, check_backend, import_env
+from rlframe.programs.options.config_file import backend_note, check_backend, import_env, load_experiment
 from rlframe.programs.policies.evaluation import describe_evaluation
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir.control import Control, serve_control_of
@@ -324,7 +323,7 @@ def open_session(
     with RunLock(directory.path, take_over, ends_within=grace + 22.0):  # with all that comes after
         if resume:
             experiment = continued(load_experiment(directory.config, experiment.names), experiment)
-            check_backend(directory, experiment)
+            check_backend(directory.notes(), experiment)
             with contextlib.closing(Checkpointer(directory.checkpoints)) as checkpointer:
                 checkpointer.go_back_to(resume_from, directory.path / "aside")
         else:

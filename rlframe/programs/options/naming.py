@@ -1,10 +1,15 @@
-"""From a name, or `file.py:Name`, to the class or function that it means."""
+"""From a name to the class or function that it means: a name of ours, `file.py:NAME`, `module:NAME`, or a live one.
+
+A live name stands for an object that no file defines: `__main__:NAME` is defined in a notebook or another interactive
+session, `__live__:NAME` is a lambda, a local class, a partial or another object that only its own process has.
+"""
 
 from __future__ import annotations
 
 import ast
 import contextlib
 import dataclasses
+import functools
 import inspect
 import os
 import pathlib
@@ -16,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from rlframe.envs.names import PREFIXES
 from rlframe.envs.registered import spec_of
 from rlframe.errors import UsageError, suggest
-from rlframe.programs.options.object_names import ObjectName, attribute_of, find_live, is_live
 from rlframe.user_files import import_module, load_file
 
 if TYPE_CHECKING:
@@ -67,6 +71,26 @@ TOPOLOGIES = {
     },
     "trajectories": {"light_env": "rlframe.programs.topologies.language:language"},
 }
+
+MAIN, LIVE = "__main__", "__live__"  # the places of live names
+
+
+class ObjectName(str):
+    """A name together with its object: this process uses the object, another process loads it by the name."""
+
+    target: Any
+
+    def __new__(cls, name: str, target: Any) -> ObjectName:
+        """Make the name of `target`."""
+        made = super().__new__(cls, name)
+        made.target = target
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str(self),)
+
+    def __deepcopy__(self, memo: Any) -> ObjectName:
+        return self
 
 
 def find(name: str, table: Mapping[str, str], what: str, form: str = "file.py:Class") -> Any:
@@ -121,12 +145,7 @@ def network_config_class(name: str | None) -> type | None:
     """
     if name is None or is_file_name(name) or ":" in name:
         return None
-    if name not in NETWORKS:
-        raise UsageError(
-            f"There is no network {name!r}; there are {', '.join(sorted(NETWORKS))}, or one of your own as "
-            f"file.py:make_net.{suggest(name, NETWORKS)}"
-        )
-    found: type = load_object(NETWORKS[name], "network")
+    found: type = find(name, NETWORKS, "network", "file.py:make_net")
     return found
 
 
@@ -240,3 +259,37 @@ def _load_module(module: str, name: str) -> ModuleType:
     if getattr(getattr(main, "__spec__", None), "name", None) == module:
         return main  # as `load_file`, of `python -m package.module`
     return import_module(module, name)
+
+
+# --- live names
+
+
+def is_live(name: Any) -> bool:
+    """Whether a name is that of an object which only its own process has."""
+    return isinstance(name, str) and name.partition(":")[0] in (MAIN, LIVE)
+
+
+def find_live(name: str, what: str) -> Any:
+    """Find what a live name means in this process; `what` (agent, network, environment) is named in the error.
+
+    Raises:
+        UsageError: this process has no such object.
+    """
+    place, _, label = name.partition(":")
+    if place == MAIN:
+        with contextlib.suppress(AttributeError):
+            return attribute_of(sys.modules[MAIN], label)
+    option = "env" if what == "environment" else what
+    where, again = "the Python process that used it", "Pass"
+    if place == MAIN:
+        where, again = "a notebook or another interactive session", "Define it in this session, or pass"
+    raise UsageError(
+        f"The {what} {label} was defined in {where}, not in a file. {again} the class or function as {option}=... . "
+        f'For the command line move it to a file, and put "{option}": "/path/to/file.py:{label}" into the config.json '
+        "of the run."
+    )
+
+
+def attribute_of(module: Any, attribute: str) -> Any:
+    """Get `Name` or `Outer.Inner` of a module. Raises AttributeError if there is none."""
+    return functools.reduce(getattr, attribute.split("."), module)

@@ -1,8 +1,6 @@
-"""Names for the classes and functions that a user gives in place of a name.
+"""From a class or function that a user gives in place of a name to its name: `file.py:NAME`, `module:NAME`, or live.
 
-`file.py:NAME` and `module:NAME` can be loaded again, in any process. An object that has no such name is called live:
-`__main__:NAME` is defined in a notebook or another interactive session, `__live__:NAME` is a lambda, a local class, a
-partial or another object that only its own process has.
+The first two can be loaded again, in any process. `rlframe.programs.options.naming` loads them.
 """
 
 from __future__ import annotations
@@ -20,31 +18,113 @@ from typing import Any
 
 from rlframe.envs import snapshot
 from rlframe.errors import UsageError
+from rlframe.programs.options import naming
+from rlframe.programs.options.naming import LIVE, MAIN, ObjectName, attribute_of, find_live, is_live
 from rlframe.user_directories import INSTALLED
 from rlframe.user_files import is_guard, pickle_by_value
-
-_MAIN, _LIVE = "__main__", "__live__"
 
 # By the path of a run's config.json, the live objects of runs in this process, by option.
 _of_runs: dict[str, dict[str, ObjectName]] = {}
 
+OPTIONS = ("agent", "env", "network", "topology", "engine", "operator", "replay")
 
-class ObjectName(str):
-    """A name together with its object: this process uses the object, another process loads it by the name."""
+_WANTED = {
+    "agent": "a subclass of rlframe.Agent",
+    "env": "a class of environments, or a function that makes one",
+    "network": "a function make_net(observation_spec, action_spec)",
+}
 
-    target: Any
 
-    def __new__(cls, name: str, target: Any) -> ObjectName:
-        """Make the name of `target`."""
-        made = super().__new__(cls, name)
-        made.target = target
-        return made
+def name_of(option: str, given: Any) -> Any:
+    """Name what a user gave for one of `OPTIONS`: by a name of ours, `file.py:NAME`, `module:NAME` or a live one.
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return str, (str(self),)
+    Args:
+        option: which.
+        given: for an agent, environment or network a class or function; a name, in which the path of a file is made
+            absolute; None stays None.
 
-    def __deepcopy__(self, memo: Any) -> ObjectName:
-        return self
+    Raises:
+        UsageError: it is none of these.
+    """
+    if given is None or is_live(given) or isinstance(given, ObjectName):
+        return given
+    if isinstance(given, (str, os.PathLike)):
+        return naming.absolute_name(os.fspath(given))
+    if option not in _WANTED:
+        return given  # refused with its type, as any other option
+    if not callable(given) or (option == "env" and _is_one_environment(given)):
+        raise _not_nameable(option, given)
+    name = object_name(given)
+    tables = {"agent": naming.AGENTS, "network": naming.NETWORKS}
+    ours = {where: each for each, where in tables.get(option, {}).items()}
+    return ours.get(name, name)
+
+
+def named(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, with names where `name_of` gives any."""
+    return {option: name_of(option, value) if option in OPTIONS else value for option, value in values.items()}
+
+
+def with_given(saved: dict[str, Any], config: pathlib.Path, given: Mapping[str, Any], replace: bool) -> dict[str, Any]:
+    """Return the fields of a saved config with names that hold objects: those given, or those of a run in this process.
+
+    Args:
+        saved: by field.
+        config: the path of the config.
+        given: by option, as for `name_of`; in place of live names.
+        replace: whether in place of others as well.
+    """
+    values = dict(saved)
+    for field, name in saved.items():
+        option = "topology" if field == "name" else field
+        wanted = name_of(option, given.get(option)) if option in OPTIONS else None
+        if wanted is not None and (replace or is_live(name) or wanted == name):
+            values[field] = wanted
+        elif option in OPTIONS and is_live(name):
+            values[field] = recall(config, option, name)
+    return values
+
+
+def check_can_leave(names: Mapping[str, Any], topology: str) -> None:
+    """Raise UsageError if an object is live: a topology of several processes cannot send it by its name."""
+    for option, name in names.items():
+        if not is_live(name):
+            continue
+        label = name.partition(":")[2].rpartition(".")[2]
+        raise UsageError(
+            f"{option}={label} is defined in a notebook, in an interactive session or inside a function, and the "
+            f"processes of the topology {topology} cannot import it from there. Move it to a file, as in "
+            f"my_{option}.py, and give {option}='my_{option}.py:{label}'; or use the topology single_process."
+        )
+
+
+def _is_one_environment(given: Any) -> bool:
+    return not isinstance(given, type) and hasattr(given, "reset") and hasattr(given, "step")
+
+
+def _not_nameable(option: str, given: Any) -> UsageError:
+    kind = type(given).__name__
+    wanted = f"{option} takes {_WANTED[option]}, or its name, as file.py:NAME"
+    if option == "env" and _is_one_environment(given):
+        spec = getattr(given, "spec", None)
+        instead = kind if spec is None else repr(spec.id)
+        return UsageError(
+            f"{wanted}; got one environment, of {kind}. A run makes several of them: give env={instead}, or a function "
+            "that makes one, as in env=lambda: ..."
+        )
+    if option == "agent" and hasattr(given, "config_cls"):
+        return UsageError(f"{wanted}; got one agent. Give agent={kind}, and the fields of its config as options.")
+    if option == "network" and hasattr(given, "init") and hasattr(given, "apply"):
+        return UsageError(
+            f"{wanted}; got a network, of {kind}. Give a function that returns it: network=lambda observation_spec, "
+            "action_spec: ..."
+        )
+    if option == "network" and hasattr(given, "build"):
+        return UsageError(f"{wanted}; got the config of one. Give its name, as in network='mlp', network_config=...")
+    return UsageError(f"{wanted}; got {given!r}.")
+
+
+# --- the name of an object
 
 
 def object_name(target: Any) -> ObjectName:
@@ -53,50 +133,19 @@ def object_name(target: Any) -> ObjectName:
     module_name = module_name if isinstance(module_name, str) else ""
     module = sys.modules.get(module_name)
     if module is None or attribute is None or not _is_at(module, attribute, target):
-        return ObjectName(f"{_LIVE}:{_label(target)}", target)
+        return ObjectName(f"{LIVE}:{_label(target)}", target)
     file = getattr(module, "__file__", None)
-    if file is None and module_name != _MAIN and getattr(module, "__spec__", None) is None:  # made by hand
-        return ObjectName(f"{_LIVE}:{_label(target)}", target)
-    if module_name == _MAIN:
+    if file is None and module_name != MAIN and getattr(module, "__spec__", None) is None:  # made by hand
+        return ObjectName(f"{LIVE}:{_label(target)}", target)
+    if module_name == MAIN:
         if file is None or not _is_defined_in(pathlib.Path(file), attribute, target):
-            return ObjectName(f"{_MAIN}:{attribute}", target)
-        module_name = str(getattr(getattr(module, "__spec__", None), "name", _MAIN))  # of `python -m package.module`
+            return ObjectName(f"{MAIN}:{attribute}", target)
+        module_name = str(getattr(getattr(module, "__spec__", None), "name", MAIN))  # of `python -m package.module`
     if file is not None and file.endswith(".py") and not _is_in_package(module, module_name, file):
-        if module_name != _MAIN and not snapshot.is_importable(module):
+        if module_name != MAIN and not snapshot.is_importable(module):
             pickle_by_value(module)
         return ObjectName(f"{os.path.abspath(file)}:{attribute}", target)
     return ObjectName(f"{module_name}:{attribute}", target)
-
-
-def is_live(name: Any) -> bool:
-    """Whether a name is that of an object which only its own process has."""
-    return isinstance(name, str) and name.partition(":")[0] in (_MAIN, _LIVE)
-
-
-def find_live(name: str, what: str) -> Any:
-    """Find what a live name means in this process; `what` (agent, network, environment) is named in the error.
-
-    Raises:
-        UsageError: this process has no such object.
-    """
-    place, _, label = name.partition(":")
-    if place == _MAIN:
-        with contextlib.suppress(AttributeError):
-            return attribute_of(sys.modules[_MAIN], label)
-    option = "env" if what == "environment" else what
-    where, again = "the Python process that used it", "Pass"
-    if place == _MAIN:
-        where, again = "a notebook or another interactive session", "Define it in this session, or pass"
-    raise UsageError(
-        f"The {what} {label} was defined in {where}, not in a file. {again} the class or function as {option}=... . "
-        f'For the command line move it to a file, and put "{option}": "/path/to/file.py:{label}" into the config.json '
-        "of the run."
-    )
-
-
-def attribute_of(module: Any, attribute: str) -> Any:
-    """Get `Name` or `Outer.Inner` of a module. Raises AttributeError if there is none."""
-    return functools.reduce(getattr, attribute.split("."), module)
 
 
 # --- the live objects of runs

@@ -17,7 +17,7 @@ from rlframe.errors import EnvError, RlframeError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.progress import STARTING
 from rlframe.programs.experiment import MAX_SEED, Experiment
-from rlframe.programs.options.env_backend import check_backend
+from rlframe.programs.options.config_file import check_backend
 from rlframe.programs.options.fields import convert
 from rlframe.programs.policies.saved import read_policy
 from rlframe.programs.policies.video import Film
@@ -208,7 +208,7 @@ def evaluate(
     episodes = convert(int, episodes, "episodes")
     given = _given(seed=seed, num_envs=num_envs, max_episode_length=max_episode_length, episodes=episodes)
     directory, experiment = open_run(run_dir, {"env": env, "agent": agent, "network": network})
-    check_backend(directory, experiment)
+    check_backend(directory.notes(), experiment)
     seed = given.pop("seed", experiment.seed)
     topology = dataclasses.replace(experiment.topology, **{f"eval_{name}": value for name, value in given.items()})
     experiment = dataclasses.replace(experiment, topology=topology)
@@ -243,7 +243,7 @@ def record(
     episodes = convert(int, episodes, "episodes")
     given = _given(seed=seed, max_episode_length=max_episode_length, episodes=episodes)
     directory, experiment = open_run(run_dir, {})
-    check_backend(directory, experiment)
+    check_backend(directory.notes(), experiment)
     seed = given.get("seed", experiment.seed)
     limit = given.get("max_episode_length", experiment.topology.eval_max_episode_length)
     with Film(experiment, path) as film:

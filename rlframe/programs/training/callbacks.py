@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -14,6 +13,7 @@ import numpy as np
 from rlframe import handles
 from rlframe.errors import NoMethodError, RlframeError, UsageError
 from rlframe.metrics.base import Values, on_host
+from rlframe.programs.options import naming
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Callbacks:
             raise UsageError(f"callbacks is a list of functions, callbacks=[{functions!r}]; got {functions!r}.")
         self._functions = list(functions)
         for function in self._functions:
-            if not _takes_info(function):
+            if not naming.takes(function, 1):
                 raise UsageError(
                     f"A callback takes one argument, callback(info), with info.step, info.values and info.stop(); got "
                     f"{function!r}."
@@ -120,18 +120,6 @@ class Callbacks:
     def _ask_for_stop(self) -> None:
         self._asks_for_stop = True
         self.tell()
-
-
-def _takes_info(function: Any) -> bool:
-    if not callable(function):
-        return False
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # of a builtin, which has no signature
-        return True
-    return True
 
 
 def _plain(value: Any) -> Any:

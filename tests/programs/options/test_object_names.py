@@ -1,3 +1,5 @@
+"""Names of classes and functions that a user gives, and runs with what a notebook, a script or a function defines."""
+
 from __future__ import annotations
 
 import copy
@@ -11,7 +13,8 @@ import gymnasium
 import pytest
 
 from rlframe.programs.options import naming
-from rlframe.programs.options.object_names import ObjectName, is_live, object_name
+from rlframe.programs.options.naming import ObjectName, is_live
+from rlframe.programs.options.object_names import object_name
 
 FILE = """
 class Maze:
@@ -25,6 +28,19 @@ def make_maze(): ...
 if __name__ == "__main__":
     class Hidden: ...
 """
+import json
+import pathlib
+import subprocess
+
+import rlframe
+from rlframe.agents.networks import MLPConfig
+from rlframe.agents.ppo import PPO
+from rlframe.errors import UsageError
+from rlframe.programs import load_experiment, make_experiment
+from rlframe.programs.options import object_names
+from rlframe.programs.options.object_names import name_of
+from tests.extras import import_or_skip
+from tests.programs.notebook import AGENT, ENV, NETWORK, SMALL, Notebook
 
 
 @pytest.fixture
@@ -58,7 +74,7 @@ def test_what_a_package_defines_is_named_by_its_module():
     assert object_name(gymnasium.Wrapper) == "gymnasium.core:Wrapper"
     assert object_name(functools.partial) == "functools:partial"
     assert object_name(len) == "builtins:len"
-    assert object_name(ObjectName) == "rlframe.programs.options.object_names:ObjectName"
+    assert object_name(ObjectName) == "rlframe.programs.options.naming:ObjectName"
 
 
 def test_what_no_file_defines_is_live(maze):
@@ -121,3 +137,215 @@ def test_an_environment_of_a_module_is_found_by_its_name_and_a_registered_id_com
     assert naming.env_name_or_builder("own_maze:Maze") is maze.Maze
     monkeypatch.setitem(gymnasium.registry, "Maze", gymnasium.envs.registration.EnvSpec("Maze", maze.Maze))
     assert naming.env_name_or_builder("own_maze:Maze") == "own_maze:Maze"
+
+
+@pytest.fixture
+def notebook(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    return Notebook(monkeypatch)
+
+
+def saved(run_dir):
+    return json.loads((pathlib.Path(run_dir) / "config.json").read_text())
+
+
+def names_in(run_dir):
+    experiment = saved(run_dir)["experiment"]
+    return [experiment["agent"], experiment["env"], experiment["topology"]["network"]]
+
+
+def test_classes_of_cells_train_and_a_cell_that_is_run_again_counts_from_then_on(notebook):
+    notebook.run(ENV, AGENT, NETWORK)
+    given = {"agent": notebook["Mine"], "env": notebook["Catch"], "network": notebook["make_net"]}
+    first = rlframe.train(**given, **SMALL, bonus=0.25)
+    assert first.return_mean == 4.0
+    assert pathlib.Path(first.run_dir).name.startswith("Mine-Catch-seed1-")
+    assert names_in(first.run_dir) == ["__main__:Mine", "__main__:Catch", "__main__:make_net"]
+    experiment = load_experiment(first.run_dir)
+    assert type(experiment.agent_config) is notebook["MineConfig"] and experiment.agent_config.bonus == 0.25
+    assert rlframe.load(first.run_dir).act([0.0, 0.0]) in (0, 1)
+
+    notebook.run(ENV.replace("reward = 1.0", "reward = 3.0"))
+    again = rlframe.train(notebook["Mine"], notebook["Catch"], network=notebook["make_net"], **SMALL)
+    assert again.return_mean == 12.0
+    assert rlframe.evaluate(first.run_dir, episodes=1)["return_mean"] == 12.0
+    assert rlframe.train(run_dir=first.run_dir, resume=True, steps=96, quiet=True).return_mean == 12.0
+
+    notebook.restart()
+    run_dir = again.run_dir
+    assert rlframe.evaluate(run_dir, episodes=1)["return_mean"] == 12.0  # this process still has the objects
+    object_names._of_runs.clear()  # as another process
+    with pytest.raises(UsageError, match=r"The agent Mine was defined in a notebook .* pass .* as agent=\.\.\."):
+        rlframe.load(run_dir)
+    with pytest.raises(
+        UsageError, match="The agent Mine was .* put .agent.: ./path/to/file.py:Mine. into the config.json"
+    ):
+        rlframe.train(run_dir=run_dir, resume=True, steps=96, quiet=True)
+    of_policy = {name: given[name] for name in ("agent", "network")}
+    with pytest.raises(UsageError, match="The network make_net was defined in a notebook"):
+        rlframe.load(run_dir, agent=given["agent"])
+    assert rlframe.load(run_dir, **of_policy).act([0.0, 0.0]) in (0, 1)
+    with pytest.raises(UsageError, match="The environment Catch was defined in a notebook"):
+        rlframe.evaluate(run_dir, **of_policy, episodes=1)
+    assert rlframe.evaluate(run_dir, **given, episodes=1)["return_mean"] == 4.0
+    assert rlframe.train(**given, run_dir=run_dir, resume=True, steps=96, quiet=True).return_mean == 4.0
+
+
+@pytest.mark.system
+def test_a_notebooks_class_that_has_moved_to_a_file_goes_on_with_its_run(notebook, tmp_path):
+    notebook.run(ENV)
+    run_dir = rlframe.train("ppo", notebook["Catch"], **SMALL).run_dir
+    notebook.restart()
+    object_names._of_runs.clear()
+    (tmp_path / "moved.py").write_text(ENV.replace("reward = 1.0", "reward = 2.0"))
+    result = rlframe.train(run_dir=run_dir, resume=True, env="moved.py:Catch", steps=96, quiet=True)
+    assert result.return_mean == 8.0
+    assert names_in(run_dir) == ["ppo", f"{tmp_path}/moved.py:Catch", None]
+    assert rlframe.evaluate(run_dir, episodes=1)["return_mean"] == 8.0
+
+
+def test_lambdas_and_partials_train_and_their_run_is_read_again_in_this_process_alone(notebook):
+    notebook.run(ENV)
+    catch = notebook["Catch"]
+    result = rlframe.train(env=lambda: catch(), **SMALL)
+    assert pathlib.Path(result.run_dir).name.startswith("ppo-lambda-seed1-")
+    assert names_in(result.run_dir) == ["ppo", "__live__:lambda", None]
+    assert rlframe.evaluate(result.run_dir, episodes=1)["return_mean"] == 4.0
+    object_names._of_runs.clear()
+    with pytest.raises(UsageError, match=r"lambda was defined in the Python process that used it, .* as env=\.\.\."):
+        rlframe.evaluate(result.run_dir)
+    wrapped = functools.partial(gymnasium.wrappers.TransformReward, catch(), lambda reward: 5 * reward)
+    assert rlframe.evaluate(result.run_dir, env=lambda: wrapped(), episodes=1)["return_mean"] == 20.0
+
+
+def test_a_resumed_run_refuses_another_environment(notebook, tmp_path):
+    (tmp_path / "catch.py").write_text(ENV)
+    run_dir = rlframe.train(env="catch.py:Catch", **SMALL).run_dir
+    notebook.run(ENV)
+    with pytest.raises(UsageError, match=r"started with env = '.*/catch.py:Catch'; .* change it to '__main__:Catch'"):
+        rlframe.train(env=notebook["Catch"], run_dir=run_dir, resume=True, steps=96, quiet=True)
+
+
+@pytest.mark.parametrize("topology", ["heavy_env", "light_env", "distributed", "elastic"])
+@pytest.mark.parametrize("option", ["agent", "env", "network"])
+def test_a_topology_of_several_processes_refuses_what_a_notebook_defines(option, topology, notebook):
+    notebook.run(ENV, AGENT, NETWORK)
+    given = {"agent": "Mine", "env": "Catch", "network": "make_net"}[option]
+    with pytest.raises(
+        UsageError,
+        match=rf"{option}={given} is defined in a notebook, .*{topology} cannot import .*"
+        rf"Move it to a file, as in my_{option}.py, and give {option}='my_{option}.py:{given}'",
+    ):
+        rlframe.train(**{option: notebook[given]}, topology=topology, quiet=True)
+    with pytest.raises(UsageError, match="Move it to a file"):
+        make_experiment(env=lambda: notebook["Catch"](), topology=topology)
+
+
+THREADS = {"topology": "heavy_env", "engine": "threads"}
+
+
+@pytest.mark.parametrize("options", [{"env_type": "process"}, pytest.param(THREADS, marks=pytest.mark.system)], ids=str)
+def test_a_class_of_a_cell_works_in_worker_processes_of_a_pool_and_in_threads(options, notebook):
+    notebook.run(ENV)
+    assert rlframe.train("ppo", notebook["Catch"], **SMALL, **options).return_mean == 4.0
+
+
+@pytest.mark.system
+def test_a_cell_of_ipython_trains_on_its_class(tmp_path):
+    import_or_skip("IPython", "pip install 'rlframe[test]'")
+    train = f"import rlframe; result = rlframe.train('ppo', Catch, run_dir='run', **{SMALL!r})"
+    code = (
+        "import sys; from IPython.core.interactiveshell import InteractiveShell; shell = InteractiveShell.instance();"
+        "sys.modules['__main__'] = shell.user_module;"  # as `ipython` and its kernels do
+        f"[shell.run_cell(cell).raise_error() for cell in {[ENV, train, 'print(result.return_mean)']!r}]"
+    )
+    out = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert out.stdout.split()[-1] == "4.0", out.stderr
+    assert names_in(tmp_path / "run")[1] == "__main__:Catch"
+
+
+SCRIPT = f"""{ENV}
+{AGENT}
+{NETWORK}
+import rlframe
+
+def go(**options):
+    result = rlframe.train(Mine, Catch, network=make_net, run_dir="run", **{SMALL!r}, **options)
+    print(result.return_mean, rlframe.evaluate(result.run_dir, episodes=1)["return_mean"])
+"""
+GUARD = "if __name__ == '__main__':\n    "
+
+
+def run_script(tmp_path, last_line):
+    (tmp_path / "script.py").write_text(SCRIPT + last_line)
+    command = [sys.executable, "script.py"]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+
+
+def test_classes_of_a_script_are_named_by_its_file(tmp_path):
+    out = run_script(tmp_path, "go()")
+    assert out.stdout.split() == ["4.0", "4.0"], out.stderr
+    assert names_in(tmp_path / "run") == [f"{tmp_path}/script.py:{name}" for name in ("Mine", "Catch", "make_net")]
+    with pytest.raises(UsageError, match="script.py starts a run whenever it is loaded.*if __name__ =="):
+        rlframe.evaluate(tmp_path / "run")
+    script = (tmp_path / "script.py").read_text()
+    (tmp_path / "script.py").write_text(script.replace("\ngo()", f"\n{GUARD}go()"))
+    assert rlframe.evaluate(tmp_path / "run", episodes=1)["return_mean"] == 4.0
+
+
+def test_a_script_that_would_start_its_run_in_other_processes_again_is_refused(tmp_path):
+    out = run_script(tmp_path, "go(topology='heavy_env')")
+    assert out.returncode != 0 and not (tmp_path / "run").exists()
+    assert f"UsageError: {tmp_path}/script.py starts a run whenever it is loaded" in out.stderr.splitlines()[-1]
+
+
+@pytest.mark.system
+def test_a_script_trains_with_its_classes_in_several_processes(tmp_path):
+    out = run_script(tmp_path, f"{GUARD}go(topology='heavy_env')")
+    assert out.stdout.split() == ["4.0", "4.0"], out.stderr
+
+
+def test_our_own_classes_and_functions_are_named_as_on_the_command_line():
+    assert name_of("agent", PPO) == "ppo"
+    assert name_of("network", MLPConfig) == "mlp"
+    assert make_experiment(PPO, "CartPole-v1") == make_experiment("ppo", "CartPole-v1")
+
+
+class Reshaped:
+    init = apply = None
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "message"),
+    [
+        (
+            "env",
+            3,
+            "env takes a class of environments, or a function that makes one, or its name, as file.py:NAME; got 3",
+        ),
+        ("env", gymnasium.Env(), "got one environment, of Env. .* give env=Env, or"),
+        (
+            "env",
+            gymnasium.make("CartPole-v1"),
+            "got one environment, of TimeLimit. .* give env='CartPole-v1', or a fun",
+        ),
+        (
+            "env",
+            dict,
+            "builtins:dict is <class 'dict'>. Expected a class of environments, which has reset.. and step..",
+        ),
+        ("env", PPO, "PPO'>. Expected a class of environments"),
+        ("agent", 3, "agent takes a subclass of rlframe.Agent, or its name, as file.py:NAME; got 3"),
+        ("agent", dict, "builtins:dict is <class 'dict'>, which is not a subclass of rlframe.Agent"),
+        ("agent", len, "is <built-in function len>, which is not a subclass of rlframe.Agent"),
+        ("network", Reshaped(), "got a network, of Reshaped. Give a function that returns it: network=lambda observ"),
+        ("network", MLPConfig(), "got the config of one. Give its name, as in network='mlp', network_config="),
+        ("network", lambda observation: None, r"must be a function make_net\(observation_spec, action_spec\)"),
+        ("topology", len, "topology: expected str, got the builtin_function_or_method len"),
+        ("replay", [], r"replay: expected str, got \[\]"),
+    ],
+)
+def test_what_is_no_class_or_function_of_the_kind_is_refused_in_a_sentence(option, given, message, tmp_path):
+    with pytest.raises(UsageError, match=message):
+        rlframe.train(**{option: given}, **{**SMALL, "run_dir": tmp_path / "run"})
+    assert not (tmp_path / "run").exists()
