@@ -1,25 +1,22 @@
 """Presets: what makes an agent learn a family of environments quickly, each value with its source.
 
 A class's defaults are its paper's; a preset is applied on top, printed when it is, and switched off by
-`--preset none`. One file per agent holds its tables.
+`--preset none`. One file holds the tables of an agent, or of agents of a kind.
 """
 
 from __future__ import annotations
 
 from rlframe.errors import UsageError, suggest
 from rlframe.programs.options import naming
-from rlframe.programs.presets import dqn, grpo, impala, ppo, pqn, r2d2, sac, td3
+from rlframe.programs.presets import continuous, grpo, impala, ppo, q_learning
 from rlframe.programs.presets.table import Preset, Setting, plain_name
 
 PRESETS: tuple[Preset, ...] = (
     *ppo.PRESETS,
-    *dqn.PRESETS,
+    *q_learning.PRESETS,
     *impala.PRESETS,
     *grpo.PRESETS,
-    *sac.PRESETS,
-    *td3.PRESETS,
-    *r2d2.PRESETS,
-    *pqn.PRESETS,
+    *continuous.PRESETS,
 )
 
 

@@ -1,4 +1,4 @@
-"""DQN's presets. The defaults of `DQNConfig` are the paper's; these are what others found to learn fast."""
+"""Presets of DQN, R2D2 and PQN. The defaults of their configs are the papers'; these values make them learn fast."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from rlframe.programs.presets.table import (
     Preset,
     settings,
 )
+
+# --- DQN
 
 ZOO = "rl-baselines3-zoo, hyperparams/dqn.yml"
 SB3 = "stable-baselines3, the default of DQN"
@@ -175,4 +177,79 @@ RAINBOW_ATARI = Preset(
     },
 )
 
-PRESETS = (CARTPOLE, ACROBOT, MOUNTAIN_CAR, ATARI_GAMES, RAINBOW_ATARI)
+# --- R2D2, whose paper has 256 actors on Atari
+
+POSITION_ONLY_CARTPOLE = Preset(
+    name="r2d2/position_only_cartpole",
+    envs=("PositionOnlyCartPole-v1",),
+    fields={
+        **settings(
+            "Kapturowski et al. 2019, section 2.3 and table of hyper-parameters",
+            agent__n_step=5,
+            agent__rescaling=1e-3,
+            agent__epsilon=0.4,
+            agent__epsilon_exponent=7.0,
+            agent__priority_exponent=0.9,
+            agent__max_share=0.9,
+            agent__importance_exponent=0.6,
+            network="lstm",
+        ),
+        **settings(
+            "found here: benchmarks/notes/position-only-cartpole.md",
+            agent__batch_size=32,
+            agent__sequence_length=32,
+            agent__burn_in=8,
+            agent__period=16,
+            agent__replay_capacity=100_000,
+            agent__min_replay_size=100,
+            agent__update_period=16,  # each step is learned from 64 times
+            agent__target_update_period=300,
+            agent__discount=0.99,
+            agent__learning_rate=1e-3,
+            agent__adam_epsilon=1e-5,
+            agent__anneal_learning_rate=True,
+            agent__max_grad_norm=10.0,
+            network__hidden=(64,),
+            network__size=64,
+            network__activation="relu",
+        ),
+        **settings("our choice", steps=300_000, num_envs=8, network__orthogonal=True),
+    },
+)
+
+# --- PQN, whose paper is about Atari
+
+PQN_CARTPOLE = Preset(
+    name="pqn/cartpole",
+    envs=("CartPole-v[01]",),
+    fields={
+        **settings(
+            "CleanRL, pqn.py",
+            agent__num_epochs=4,
+            agent__anneal_learning_rate=True,
+            agent__max_grad_norm=10.0,
+            network="mlp",
+            network__activation="relu",
+            network__layer_norm=True,
+        ),
+        **settings(
+            "found here, among 18 variants: benchmarks/notes/pqn-cartpole.md",
+            num_envs=16,
+            agent__unroll_length=64,
+            agent__num_minibatches=16,
+            agent__discount=0.99,
+            agent__q_lambda=0.95,
+            agent__learning_rate=5e-4,
+            agent__epsilon_end=0.01,
+            agent__epsilon_decay_share=0.3,
+        ),
+        # Once every game lasts, gradients vanish, and with Adam's usual 1e-8 the next failure is a step of full length.
+        **settings(
+            "Dopamine, jax/agents/dqn/configs/dqn_cartpole.gin: its DQN's; benchmarks/notes/pqn-cartpole.md",
+            agent__adam_epsilon=3.125e-4,
+        ),
+        **settings("our choice", steps=300_000, network__hidden=(128, 128), network__orthogonal=False),
+    },
+)
+
+PRESETS = (CARTPOLE, ACROBOT, MOUNTAIN_CAR, ATARI_GAMES, RAINBOW_ATARI, POSITION_ONLY_CARTPOLE, PQN_CARTPOLE)
