@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from rlframe.interprocess import launchpad_import
+from rlframe.lazy import lazy_names
 
 __version__ = "0.1.0"
 
-# Public name -> module. Resolved on first use (PEP 562), so that `import rlframe` stays quick.
+# Public name -> module. Imported on first use, so that `import rlframe` stays quick.
 _PUBLIC = {
     "Actor": "rlframe.actors",
     "Agent": "rlframe.agents",
@@ -32,16 +30,7 @@ _PUBLIC = {
 }
 
 __all__ = list(_PUBLIC)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'rlframe' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)
 
 
 launchpad_import.register_with_launchpad()

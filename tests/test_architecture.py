@@ -80,7 +80,7 @@ def defined(path: pathlib.Path) -> set[str]:
     """The names that a file defines or imports anywhere, and those that it lists for a lazy import."""
     names: set[str] = set()
     nodes = list(ast.walk(ast.parse(path.read_text())))
-    if any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in nodes):
+    if any(isinstance(node, ast.Name) and node.id == "lazy_names" for node in nodes):
         names |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from rlframe.lazy import lazy_names
 
-# Resolved on first use: the commands that only talk to a coordinator do not wait for JAX.
+# Imported on first use: the commands that only talk to a coordinator do not wait for JAX.
 _PUBLIC = {
     "Attempt": "rlframe.params.store",
     "CollectorWorker": "rlframe.coordinator.workers.collector",
@@ -20,13 +19,4 @@ _PUBLIC = {
 }
 
 __all__ = list(_PUBLIC)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'rlframe.coordinator' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rlframe.lazy import lazy_names
 
 if TYPE_CHECKING:
     from rlframe.language.decoding import (
@@ -70,7 +71,7 @@ __all__ = [
     "tokenize_for_trainer",
 ]
 
-# Where a name is, if not in `environments`. Resolved on first use (PEP 562): not everyone has what servers and
+# Where a name is, if not in `environments`. Imported on first use: not everyone has what servers and
 # environments need.
 _SUB_PACKAGE = {
     **dict.fromkeys(("ModelConfig", "RopeScaling"), "model"),
@@ -79,13 +80,6 @@ _SUB_PACKAGE = {
     ),
     **dict.fromkeys(("PolicyServer", "PolicyServerConfig"), "server"),
 }
+_PUBLIC = {name: f"rlframe.language.{_SUB_PACKAGE.get(name, 'environments')}" for name in __all__}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'rlframe.language' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"rlframe.language.{_SUB_PACKAGE.get(name, 'environments')}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

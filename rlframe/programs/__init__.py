@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from rlframe.lazy import lazy_names
 
-# Resolved on first use: the command line parses a wrong option without waiting for JAX.
+# Imported on first use: the command line parses a wrong option without waiting for JAX.
 _PUBLIC = {
     "Experiment": "rlframe.programs.experiment",
     "Result": "rlframe.programs.run_dir.directory",
@@ -16,9 +15,4 @@ _PUBLIC = {
 }
 
 __all__ = ["Experiment", "Result", "evaluate", "load_experiment", "make_experiment", "train"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'rlframe.programs' has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

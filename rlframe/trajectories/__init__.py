@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rlframe import extras
+from rlframe.lazy import lazy_names
 
 if TYPE_CHECKING:
     from rlframe.trajectories.client.buffer import TrajectoryBuffer
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
     from rlframe.trajectories.client.groups import Group
     from rlframe.types import TokenBatch
 
-# Public name -> module. Resolved on first use (PEP 562): not everyone has what the service and its clients need.
+# Public name -> module. Imported on first use: not everyone has what the service and its clients need.
 _PUBLIC = {
     "AsyncTrajectoryClient": "rlframe.trajectories.client.client",
     "Group": "rlframe.trajectories.client.groups",
@@ -23,14 +22,4 @@ _PUBLIC = {
 }
 
 __all__ = ["AsyncTrajectoryClient", "Group", "TokenBatch", "TrajectoryBuffer", "TrajectoryClient"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'rlframe.trajectories' has no attribute {name!r}")
-    with extras.needed(f"rlframe.trajectories.{name}", "trajectories"):
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC, extra="trajectories")
