@@ -117,6 +117,11 @@ class Agent:
         self.net_factory = net_factory
         self.policy_factory = policy_factory
 
+    @property
+    def type_name(self) -> str:
+        """What messages call this agent: its class, or that of the agent inside of a transform."""
+        return type(self).__name__
+
     def with_inner(self, change: Callable[[Agent], Agent]) -> Agent:
         """Return `change(self)`. A transform returns itself around the changed inner agent."""
         return change(self)
@@ -243,14 +248,14 @@ class Agent:
                 those of `initial_state`.
         """
         output, state = jax.eval_shape(self._act_on_zeros)
-        check_tree("action", self.action_spec, output.action, owner=type(self).__name__)
+        check_tree("action", self.action_spec, output.action, owner=self.type_name)
         initial = without_batch(jax.tree.map(np.asarray, self.initial_state(1)))
-        check_tree("the state after actor_step, as initial_state gives it,", initial, state, owner=type(self).__name__)
+        check_tree("the state after actor_step, as initial_state gives it,", initial, state, owner=self.type_name)
         return StepSpec(self.observation_spec, self.action_spec, without_batch(output.extras), without_batch(state))
 
     def check_observation(self, observation: Tree) -> None:
         """Raises UsageError unless `observation` is `[B, ...]` of the observation spec."""
-        check_tree("observation", self.observation_spec, observation, owner=type(self).__name__)
+        check_tree("observation", self.observation_spec, observation, owner=self.type_name)
 
     def _act_on_zeros(self) -> tuple[AgentOutput, AgentState]:
         rng = jax.random.PRNGKey(0)

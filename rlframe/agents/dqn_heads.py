@@ -67,6 +67,8 @@ class Quantiles:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "num_quantiles")
         check_above(self, 0, "huber_threshold")
+        if self.huber_threshold is None:  # the loss is divided by it
+            raise UsageError("Quantiles.huber_threshold must be a number above 0, got None.")
 
     @property
     def size(self) -> int:

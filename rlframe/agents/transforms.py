@@ -144,14 +144,19 @@ class Normalized(Agent):
         self._shapes = [tuple(leaf.shape) for leaf in self._selected(leaves)]
         if observations and not self._shapes:
             raise UsageError(
-                f"{type(agent).__name__}: normalise_observations is for vectors of floats, and the observations have "
+                f"{agent.type_name}: normalise_observations is for vectors of floats, and the observations have "
                 f"none: {agent.observation_spec!r}. Leave it False."
             )
         if rewards and not isinstance(agent.replay_spec.item, Sequence):
             raise UsageError(
-                f"{type(agent).__name__}: normalise_rewards is for agents that learn from a Sequence, and this one "
+                f"{agent.type_name}: normalise_rewards is for agents that learn from a Sequence, and this one "
                 f"learns from {agent.replay_spec.item!r}. Leave it False."
             )
+
+    @property
+    def type_name(self) -> str:
+        """The inner agent's."""
+        return self.agent.type_name
 
     def with_inner(self, change: Callable[[Agent], Agent]) -> Agent:
         """Return the same transform around the changed inner agent."""

@@ -123,7 +123,7 @@ class Batcher:
             for leaf, (shape, dtype) in zip(leaves, self._leaf_specs, strict=True)
         ):
             self._agent.check_observation(timestep.observation)
-            check_tree("(timestep, state)", self._spec, (timestep, state), owner=type(self._agent).__name__)
+            check_tree("(timestep, state)", self._spec, (timestep, state), owner=self._agent.type_name)
             sizes = sorted({len(leaf) for leaf in leaves})
             raise UsageError(f"inference() got {rows} env_ids, but arrays of {sizes} rows: one of each is needed.")
         return leaves, rows

@@ -82,6 +82,7 @@ def test_a_wrong_shape_is_named(head):
         (lambda: Expectation(0.0), "Expectation.huber_threshold must be above 0, got 0.0"),
         (lambda: Quantiles(0), "Quantiles.num_quantiles must be at least 1, got 0"),
         (lambda: Quantiles(8, -1.0), "Quantiles.huber_threshold must be above 0, got -1.0"),
+        (lambda: Quantiles(8, None), "Quantiles.huber_threshold must be a number above 0, got None"),
         (lambda: Categories(1), "Categories.num_atoms must be at least 2, got 1"),
         (lambda: Categories(51, 1.0, 1.0), "Categories.value_min must be below value_max, and both finite"),
         (lambda: Categories(51, value_max=np.inf), "value_min must be below value_max, and both finite"),

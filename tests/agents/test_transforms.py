@@ -309,6 +309,20 @@ def test_an_extra_that_has_the_name_of_the_returns_is_refused():
         Normalized(inner, rewards=True).step_spec  # noqa: B018
 
 
+class WrongActions(PPO):
+    def actor_step(self, rng, params, timestep, state):
+        output, state = super().actor_step(rng, params, timestep, state)
+        return output._replace(action=output.action.astype(jnp.float32)), state
+
+
+def test_errors_about_shapes_name_the_inner_agent():
+    agent = Normalized(WrongActions(CONFIG, VECTOR, DISCRETE, NETWORK))
+    with pytest.raises(UsageError, match="WrongActions: action should be"):
+        agent.step_spec  # noqa: B018
+    with pytest.raises(UsageError, match="WrongActions: observation should be"):
+        agent.check_observation(np.zeros((2, 99), np.float32))
+
+
 def test_options_that_make_no_sense_are_refused():
     with pytest.raises(UsageError, match=r"Normalized.observation_clip must be above 0, got nan"):
         ppo(observation_clip=float("nan"))

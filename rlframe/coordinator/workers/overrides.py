@@ -27,7 +27,7 @@ def with_config(agent: Any, values: Mapping[str, Any]) -> Any:
     for what, fits in _FITS.items():
         if fits(made) != fits(agent):
             raise UsageError(
-                f"The policy overrides {values!r} change the {what} of {type(agent).__name__}, and the run's buffer "
+                f"The policy overrides {values!r} change the {what} of {agent.type_name}, and the run's buffer "
                 "and param store were made for what it was. Leave them out, or begin another run."
             )
     return made
@@ -36,7 +36,7 @@ def with_config(agent: Any, values: Mapping[str, Any]) -> Any:
 def _reconfigured(agent: Any, values: Mapping[str, Any]) -> Any:
     args, kwargs = agent._constructed_with
     if not any(each is agent.cfg for each in (*args, *kwargs.values())):
-        raise UsageError(f"{type(agent).__name__} is not made from its config: no policy overrides, got {values!r}.")
+        raise UsageError(f"{agent.type_name} is not made from its config: no policy overrides, got {values!r}.")
     cfg = replaced(agent.cfg, "policy", values, [field.name for field in dataclasses.fields(agent.cfg)])
     return type(agent)(
         *(cfg if each is agent.cfg else each for each in args),
@@ -79,7 +79,7 @@ class ActsBy:
         self._agent, self._values = agent, dict(values)
         params = _fields(jax.eval_shape(lambda: _acting_params(agent)))
         numbers = {name: leaf for name, leaf in params.items() if getattr(leaf, "shape", None) == ()}
-        _check_known("collector", values, numbers, f"what {type(agent).__name__} acts by")
+        _check_known("collector", values, numbers, f"what {agent.type_name} acts by")
         for name, value in values.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise UsageError(f"The collector override {name} must be a number, got {value!r}.")

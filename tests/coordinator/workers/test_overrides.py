@@ -168,7 +168,7 @@ def test_overrides_reach_the_agent_inside_of_a_transform():
     agent = Normalized(DQN(DQNConfig(), OBSERVATION_SPEC, ACTION_SPEC), observation_clip=3.0)
     other = with_config(agent, {"learning_rate": 0.5})
     assert (other.agent.cfg.learning_rate, other.cfg.learning_rate, other.observation_clip) == (0.5, 0.5, 3.0)
-    with pytest.raises(UsageError, match="change the replay_spec of Normalized"):
+    with pytest.raises(UsageError, match="change the replay_spec of DQN"):
         with_config(agent, {"n_step": 2})
     params = agent.initial_params(np.zeros(2, np.uint32))
     acting = agent.actor_params(params, agent.initial_learner_state(params))
