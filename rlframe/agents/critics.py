@@ -1,4 +1,4 @@
-"""Twin critics of a policy's continuous actions: their networks, targets and errors, as SAC and TD3 have them."""
+"""What SAC and TD3 share: a policy with twin critics of its continuous actions, their networks, targets and errors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlframe.agents.net_factory import build_network, only_output
+from rlframe.agents.base import Agent, NetFactory, PolicyFactory
+from rlframe.agents.net_factory import build_network, default_config, only_output
 from rlframe.agents.networks import Head
+from rlframe.agents.off_policy import replay_spec
+from rlframe.agents.policies import ActionRange, check_bounds
 from rlframe.agents.trees import check_shapes, zeros_like_spec
 from rlframe.errors import UsageError
-from rlframe.types import Params, Tree, specs
+from rlframe.types import AgentOutput, AgentState, Params, ReplaySpec, TimeStep, Transition, Tree, specs
 
 
 class PolicyAndCritics:
@@ -82,6 +85,57 @@ def _gives(network: Any, name: str) -> Any:
 
     give.__qualname__ = name
     return give
+
+
+class TwinCriticAgent(Agent):
+    """Base of agents with a policy and twin critics of its actions, for bounded continuous actions.
+
+    A `net_factory` that is a function gives a pair (policy, critics): the policy's `apply(params, observation)` gives
+    `[B, outputs_per_number n]`, the critics' `apply(params, {"observation": ..., "action": [B, n]})` two values
+    `[B, 1]`. Actions are in units of half their range there. The published parameters have two fields `policy` and
+    `uniform`, which is 1 until the first update: until then actions are uniform.
+    """
+
+    takes_policy = False
+    outputs_per_number = 1  # of the policy's network, for each number of an action
+
+    def __init__(
+        self,
+        cfg: Any,
+        observation_spec: Tree,
+        action_spec: Tree,
+        net_factory: NetFactory | None = None,
+        policy_factory: PolicyFactory | None = None,
+    ) -> None:
+        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
+        check_bounds(self.type_name, action_spec)
+        self._range = ActionRange(action_spec)
+        factory, size = net_factory or default_config(self.networks, observation_spec), self._range.size
+        self._nets = PolicyAndCritics(factory, observation_spec, size, self.outputs_per_number * size)
+
+    def actor_step(
+        self, rng: jax.Array, params: Any, timestep: TimeStep, state: AgentState
+    ) -> tuple[AgentOutput, AgentState]:
+        action = self.exploring(rng, params, timestep.observation)
+        uniform = jax.random.uniform(jax.random.fold_in(rng, 1), action.shape, minval=-1.0)
+        return AgentOutput(self._range.to_action(jnp.where(params.uniform > 0.0, uniform, action)), {}), state
+
+    def eval_step(
+        self, rng: jax.Array, params: Any, timestep: TimeStep, state: AgentState
+    ) -> tuple[AgentOutput, AgentState]:
+        return AgentOutput(self._range.to_action(self.greedy(params.policy, timestep.observation)), {}), state
+
+    def exploring(self, rng: jax.Array, params: Any, observation: Tree) -> jax.Array:
+        """Return actions [B, n] in units of half their range, by the published parameters."""
+        raise NotImplementedError
+
+    def greedy(self, policy_params: Params, observation: Tree) -> jax.Array:
+        """Return the best actions [B, n] in units of half their range."""
+        raise NotImplementedError
+
+    @property
+    def replay_spec(self) -> ReplaySpec:
+        return replay_spec(self.cfg, Transition(1, self.cfg.discount), "uniform")
 
 
 def soft_targets(

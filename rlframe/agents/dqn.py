@@ -11,12 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rlframe.agents.base import Agent, NetFactory, PolicyFactory
+from rlframe.agents.base import NetFactory, PolicyFactory
 from rlframe.agents.dqn_heads import Expectation, ReturnHead
 from rlframe.agents.net_factory import build_network, default_config, only_output
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig, action_values
-from rlframe.agents.policies import epsilon_greedy
-from rlframe.agents.priorities import importance_weights
+from rlframe.agents.off_policy import (
+    TargetNetworkAgent,
+    TargetState,
+    check_replay_size,
+    importance_weights,
+    replay_spec,
+)
+from rlframe.agents.optimizers import clipped, interpolated, learning_rate_schedule
+from rlframe.agents.policies import epsilon_greedy, num_discrete
 from rlframe.agents.trees import check_shapes
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import (
@@ -29,7 +36,6 @@ from rlframe.types import (
     TimeStep,
     Transition,
     Tree,
-    specs,
 )
 
 
@@ -88,11 +94,7 @@ class DQNConfig:
             raise UsageError(f"DQNConfig.munchausen_clip must be at most 0, got {self.munchausen_clip}.")
         if self.optimizer not in ("rmsprop", "adam"):
             raise UsageError(f"DQNConfig.optimizer must be 'rmsprop' or 'adam', got {self.optimizer!r}.")
-        if self.min_replay_size > self.replay_capacity:
-            raise UsageError(
-                f"DQNConfig.min_replay_size ({self.min_replay_size}) is above replay_capacity "
-                f"({self.replay_capacity}): learning would never begin."
-            )
+        check_replay_size(self)
 
 
 class ActorParams(NamedTuple):
@@ -100,15 +102,6 @@ class ActorParams(NamedTuple):
 
     params: Params  # of the network
     epsilon: Any  # [] float32
-
-
-class DQNState(NamedTuple):
-    """A `LearnerState`, with the target network's parameters."""
-
-    opt_state: Any
-    steps: Any
-    rng: Any
-    target_params: Params
 
 
 class Repetition(NamedTuple):
@@ -121,7 +114,7 @@ class Repetition(NamedTuple):
 _MAX_DURATION = 1_000  # longer ones would have a chance of 0.0006, at the exponent 2
 
 
-class DQN(Agent):
+class DQN(TargetNetworkAgent):
     """Q-learning with a target network and replay, for discrete actions.
 
     A network's `apply` gives `[B, A N]`: for each action the N numbers that the head needs (1 of `Expectation`), those
@@ -129,7 +122,6 @@ class DQN(Agent):
     """
 
     config_cls = DQNConfig
-    takes_policy = False
     networks = (MLPConfig(activation="relu", orthogonal=False), NatureCNNConfig(orthogonal=False))
 
     def __init__(
@@ -141,9 +133,7 @@ class DQN(Agent):
         policy_factory: PolicyFactory | None = None,
     ) -> None:
         super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
-        if not isinstance(action_spec, specs.DiscreteArray):
-            raise UsageError(f"DQN needs Discrete actions, got the action spec {action_spec!r}. Use SAC or PPO.")
-        self._num_actions = action_spec.num_values
+        self._num_actions = num_discrete(self.type_name, action_spec)
         factory = net_factory or default_config(self.networks, observation_spec)
         heads = (action_values(self._num_actions, cfg.head.size),)
         self.network = build_network(factory, observation_spec, action_spec, heads, may_be_noisy=True)
@@ -181,46 +171,29 @@ class DQN(Agent):
     ) -> tuple[AgentOutput, AgentState]:
         return AgentOutput(self._greedy(params.params, timestep.observation), {}), state
 
-    def actor_params(self, params: Params, learner_state: DQNState) -> ActorParams:
+    def actor_params(self, params: Params, learner_state: TargetState) -> ActorParams:
         cfg = self.cfg
-        done = jnp.minimum(learner_state.steps * (cfg.update_period / max(cfg.epsilon_decay_steps, 1)), 1.0)
-        epsilon = cfg.epsilon_begin + done * (cfg.epsilon_end - cfg.epsilon_begin)
-        return ActorParams(params, jnp.asarray(epsilon, jnp.float32))
+        done = learner_state.steps * (cfg.update_period / max(cfg.epsilon_decay_steps, 1))
+        return ActorParams(params, interpolated(cfg.epsilon_begin, cfg.epsilon_end, done))
 
     # Learning
 
     @property
     def replay_spec(self) -> ReplaySpec:
         cfg = self.cfg
-        return ReplaySpec(
-            kind="prioritised" if cfg.prioritised else "uniform",
-            item=Transition(cfg.n_step, cfg.discount),
-            batch_size=cfg.batch_size,
-            capacity=cfg.replay_capacity,
-            min_size=cfg.min_replay_size,
-            samples_per_insert=cfg.batch_size / cfg.update_period,
-            priority_exponent=cfg.priority_exponent,
-        )
+        return replay_spec(cfg, Transition(cfg.n_step, cfg.discount), "prioritised" if cfg.prioritised else "uniform")
 
     def make_optimizer(self) -> optax.GradientTransformation:
-        cfg = self.cfg
-        rate: Any = cfg.learning_rate
-        if cfg.anneal_learning_rate and cfg.total_learner_steps is not None:
-            rate = optax.linear_schedule(cfg.learning_rate, 0.0, cfg.total_learner_steps)
+        cfg, rate = self.cfg, learning_rate_schedule(self.cfg)
         if cfg.optimizer == "adam":
             optimizer = optax.adam(rate, eps=cfg.adam_epsilon)
         else:
             # The paper's epsilon of 0.01 is for gradients of sums over the batch; these are of means (dqn_zoo,
             # dqn/run_atari.py, has 0.01 / 32^2 for the same reason).
             optimizer = optax.rmsprop(rate, decay=0.95, eps=0.01 / cfg.batch_size**2, centered=True)
-        clip = optax.clip_by_global_norm(cfg.max_grad_norm) if cfg.max_grad_norm else optax.identity()
-        return optax.chain(clip, optimizer)
+        return clipped(cfg.max_grad_norm, optimizer)
 
-    def initial_learner_state(self, params: Params) -> DQNState:
-        opt_state, steps, rng = super().initial_learner_state(params)
-        return DQNState(opt_state, steps, rng, target_params=params)
-
-    def loss(self, params: Params, learner_state: DQNState, batch: Batch) -> tuple[jax.Array, Logs]:
+    def loss(self, params: Params, learner_state: TargetState, batch: Batch) -> tuple[jax.Array, Logs]:
         cfg, head, data = self.cfg, self.cfg.head, batch.data
         rngs = jax.random.split(jax.random.fold_in(learner_state.rng, learner_state.steps), 3)
         online = self._sample(rngs[0], params)
@@ -245,18 +218,9 @@ class DQN(Agent):
         # Schaul et al. 2016, section 3.3: a priority is never 0.
         return jnp.mean(weights * loss), {**logs, "priorities": priority + 1e-6}
 
-    def update_learner_state(self, params: Params, opt_state: Any, learner_state: DQNState) -> DQNState:
-        learner_state = super().update_learner_state(params, opt_state, learner_state)
-        target = optax.periodic_update(
-            params, learner_state.target_params, learner_state.steps, self.cfg.target_update_period
-        )
-        return learner_state._replace(target_params=target)
-
     def _importance_exponent(self, steps: jax.Array) -> Any:
-        if self.cfg.total_learner_steps is None:
-            return self.cfg.importance_exponent
-        done = jnp.minimum(steps / self.cfg.total_learner_steps, 1.0)
-        return self.cfg.importance_exponent + done * (1.0 - self.cfg.importance_exponent)
+        begin, total = self.cfg.importance_exponent, self.cfg.total_learner_steps
+        return begin if total is None else interpolated(begin, 1.0, steps / total)
 
     def _outputs(self, params: Params, observation: Tree) -> jax.Array:
         """[B, A, N]: what the head needs for each action."""

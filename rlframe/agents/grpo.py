@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rlframe.agents import losses_lm
+from rlframe.agents import losses, losses_lm
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.grpo_config import GRPOConfig
+from rlframe.agents.optimizers import clipped
 from rlframe.agents.trees import zero_timestep
 from rlframe.errors import UsageError
 from rlframe.language.model import transformer, weights
@@ -165,7 +166,6 @@ class GRPO(Agent):
 
     def make_optimizer(self) -> optax.GradientTransformation:
         cfg = self.cfg
-        clip = optax.clip_by_global_norm(cfg.max_grad_norm) if cfg.max_grad_norm else optax.identity()
         adam = optax.adamw(
             self._learning_rate,
             cfg.adam_b1,
@@ -174,7 +174,7 @@ class GRPO(Agent):
             weight_decay=cfg.weight_decay,
             mask=functools.partial(jax.tree.map, lambda leaf: leaf.ndim > 1),
         )
-        return optax.chain(clip, adam)
+        return clipped(cfg.max_grad_norm, adam)
 
     def initial_learner_state(self, params: Params) -> GRPOState:
         master = _widened(params) if self.cfg.master_weights and self.model_config.dtype != "float32" else ()
@@ -256,15 +256,15 @@ class GRPO(Agent):
         ratio = jnp.exp(losses_lm.log_ratio(log_probs, sampled, rows.mask))
         if cfg.loss == "grpo":
             clip = cfg.clip_epsilon, cfg.clip_epsilon_high or cfg.clip_epsilon
-            policy_loss = mean(losses_lm.clipped_surrogate(ratio, rows.advantages, *clip, cfg.ratio_cap))
-            clipped = losses_lm.is_clipped(ratio, rows.advantages, *clip)
+            policy_loss = mean(losses.clipped_surrogate(ratio, rows.advantages, *clip, cfg.ratio_cap))
+            is_clipped = losses_lm.is_clipped(ratio, rows.advantages, *clip)
         else:
             each = losses_lm.corrected_policy_gradient(log_probs, ratio, rows.advantages, cfg.ratio_cap)
             policy_loss = mean(each)
-            clipped = ratio > (cfg.ratio_cap or np.inf)
+            is_clipped = ratio > (cfg.ratio_cap or np.inf)
         logs = {
             "policy_loss": policy_loss,
-            "clip_fraction": mean(clipped),
+            "clip_fraction": mean(is_clipped),
             # What the policy that sampled was surprised by: the mean estimates its entropy.
             "entropy": -mean(sampled),
             "approx_kl": mean(losses_lm.kl_k3(-jnp.log(ratio))),  # from the policy that sampled, Schulman 2020

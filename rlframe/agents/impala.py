@@ -11,26 +11,13 @@ import jax.numpy as jnp
 import optax
 
 from rlframe.agents import losses
-from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory
-from rlframe.agents.net_factory import build_network, default_config
-from rlframe.agents.networks import Head, NatureCNNConfig
-from rlframe.agents.optimizers import annealed, clipped
-from rlframe.agents.policies import Policy, default_policy
-from rlframe.agents.recurrent import Core
+from rlframe.agents.actor_critic import ActorCritic
+from rlframe.agents.base import LearnerState
+from rlframe.agents.networks import NatureCNNConfig
+from rlframe.agents.optimizers import clipped, learning_rate
 from rlframe.agents.returns import vtrace
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
-from rlframe.types import (
-    LAST,
-    AgentOutput,
-    AgentState,
-    Batch,
-    Logs,
-    Params,
-    ReplaySpec,
-    Sequence,
-    TimeStep,
-    Tree,
-)
+from rlframe.types import LAST, Batch, Logs, Params, ReplaySpec, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,54 +56,14 @@ class IMPALAConfig:
             raise UsageError(f"IMPALAConfig.optimizer must be 'rmsprop' or 'adam', got {self.optimizer!r}.")
 
 
-class IMPALA(Agent):
+class IMPALA(ActorCritic):
     """Actor-critic with V-trace, for discrete, multi-discrete and bounded continuous actions.
 
-    A network's `apply` gives (the policy's parameters `[B, P]`, values `[B, 1]` or `[B]`). It may be recurrent
-    (`rlframe.agents.recurrent`), as the paper's is: unrolls are learned from the state that they began with.
+    The paper's network is recurrent, and is initialized by Sonnet's truncated normal weights.
     """
 
     config_cls = IMPALAConfig
     networks = (NatureCNNConfig(orthogonal=False),)
-
-    def __init__(
-        self,
-        cfg: IMPALAConfig,
-        observation_spec: Tree,
-        action_spec: Tree,
-        net_factory: NetFactory | None = None,
-        policy_factory: PolicyFactory | None = None,
-    ) -> None:
-        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
-        self.policy: Policy = (policy_factory or default_policy)(action_spec)
-        # Gains of orthogonal weights as PPO's; the paper's network has Sonnet's truncated normal ones.
-        heads = (Head(self.policy.num_params, scale=0.01, num_free=self.policy.num_free), Head(1))
-        factory = net_factory or default_config(self.networks, observation_spec)
-        self.network = build_network(factory, observation_spec, action_spec, heads, may_recur=True)
-        self._core = Core(self.network)
-
-    # Acting
-
-    def initial_state(self, batch_size: int) -> AgentState:
-        return self._core.initial_state(batch_size)
-
-    def actor_step(
-        self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
-    ) -> tuple[AgentOutput, AgentState]:
-        (logits, _), state = self._core.step(params, timestep.observation, state)
-        sample = self.policy.sample(rng, logits)
-        extras = {"log_prob": self.policy.log_prob(logits, sample)}
-        if self.policy.clips:
-            extras["sample"] = sample
-        return AgentOutput(self.policy.to_action(sample), extras), state
-
-    def eval_step(
-        self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
-    ) -> tuple[AgentOutput, AgentState]:
-        (logits, _), state = self._core.step(params, timestep.observation, state)
-        return AgentOutput(self.policy.to_action(self.policy.mode(logits)), {}), state
-
-    # Learning
 
     @property
     def replay_spec(self) -> ReplaySpec:
@@ -126,19 +73,19 @@ class IMPALA(Agent):
         return ReplaySpec("queue", Sequence(cfg.unroll_length), batch_size=cfg.batch_size, capacity=capacity)
 
     def make_optimizer(self) -> optax.GradientTransformation:
-        cfg = self.cfg
+        cfg, rate = self.cfg, functools.partial(learning_rate, self.cfg)
         if cfg.optimizer == "adam":
-            optimizer = optax.adam(self._learning_rate, eps=cfg.adam_epsilon)
+            optimizer = optax.adam(rate, eps=cfg.adam_epsilon)
         else:
             # TensorFlow's, which the paper used, begins with a mean square of 1.
-            optimizer = optax.rmsprop(self._learning_rate, cfg.rmsprop_decay, cfg.rmsprop_epsilon, initial_scale=1.0)
+            optimizer = optax.rmsprop(rate, cfg.rmsprop_decay, cfg.rmsprop_epsilon, initial_scale=1.0)
         return clipped(cfg.max_grad_norm, optimizer)
 
     def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
         cfg, data = self.cfg, batch.data
         (logits, values), _ = self._core.unroll(params, data.observation, data.step_type, data.agent_state)
         logits, values = _time_first(logits), _time_first(values.reshape(data.step_type.shape))
-        sample = _time_first(data.extras["sample"] if self.policy.clips else data.action)
+        sample = _time_first(self.samples(data))
         mask = _time_first(data.step_type[:, :-1] != LAST).astype(jnp.float32)
         log_probs = jax.vmap(self.policy.log_prob)(logits[:-1], sample)
         rhos = jnp.exp(log_probs - _time_first(data.extras["log_prob"]))
@@ -164,14 +111,9 @@ class IMPALA(Agent):
             "entropy": entropy,
             # On-policy 1; the less, the further the policy has gone from the one that acted.
             "clipped_rho": mean(jnp.minimum(cfg.rho_bar, rhos)),
-            "learning_rate": self._learning_rate(learner_state.steps),
+            "learning_rate": learning_rate(cfg, learner_state.steps),
         }
         return loss * jnp.sum(mask), logs
-
-    def _learning_rate(self, steps: Any) -> jax.Array:
-        """[] float32: of the update after `steps` updates."""
-        cfg = self.cfg
-        return annealed(cfg.learning_rate, steps, cfg.total_learner_steps if cfg.anneal_learning_rate else None)
 
 
 def _time_first(x: Any) -> jax.Array:

@@ -23,10 +23,27 @@ def normalise(x: jax.Array, mask: jax.Array, epsilon: float = 1e-8) -> jax.Array
     return centred / (jnp.sqrt(masked_mean(jnp.square(centred), mask)) + epsilon)
 
 
-def clipped_surrogate(ratio: jax.Array, advantage: jax.Array, clip_epsilon: jax.Array | float) -> jax.Array:
-    """Minus the clipped surrogate objective (Schulman et al. 2017, equation 7), elementwise."""
+def clipped_surrogate(
+    ratio: jax.Array,
+    advantage: jax.Array,
+    clip_low: jax.Array | float,
+    clip_high: jax.Array | float | None = None,
+    ratio_cap: float | None = None,
+) -> jax.Array:
+    """Minus the clipped surrogate objective (Schulman et al. 2017, equation 7), elementwise.
+
+    Args:
+        ratio: of the policy to the one that acted.
+        advantage: of the same shape.
+        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; a larger `clip_high` lets unlikely
+            actions grow (Yu et al. 2025, arXiv:2503.14476, "clip-higher"). None: as `clip_low`.
+        ratio_cap: an action with a negative advantage whose ratio is larger teaches nothing (Ye et al. 2020,
+            arXiv:1912.09729, "dual clip"); None: there is no such ratio.
+    """
     check_shapes(ratio=(ratio, "..."), advantage=(advantage, "..."))
-    clipped = jnp.clip(ratio, 1.0 - clip_epsilon, 1.0 + clip_epsilon)
+    if ratio_cap is not None:
+        ratio = jnp.minimum(ratio, ratio_cap)
+    clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + (clip_low if clip_high is None else clip_high))
     return -jnp.minimum(ratio * advantage, clipped * advantage)
 
 

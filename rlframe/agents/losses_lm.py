@@ -71,25 +71,6 @@ def log_ratio(log_probs: jax.Array, others: jax.Array, mask: jax.Array) -> jax.A
     return jnp.clip(jnp.where(mask > 0, log_probs - others, 0.0), -_LARGEST_LOG, _LARGEST_LOG)
 
 
-def clipped_surrogate(
-    ratio: jax.Array, advantages: jax.Array, clip_low: float, clip_high: float, ratio_cap: float | None = None
-) -> jax.Array:
-    """Minus the clipped surrogate objective (Schulman et al. 2017, equation 7), elementwise.
-
-    Args:
-        ratio: of the policy to the one that sampled.
-        advantages: of the same shape.
-        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; the latter larger lets unlikely
-            tokens grow (Yu et al. 2025, "clip-higher").
-        ratio_cap: a token with a negative advantage whose ratio is larger teaches nothing (Ye et al. 2020,
-            arXiv:1912.09729, "dual clip"); None: there is no such ratio.
-    """
-    if ratio_cap is not None:
-        ratio = jnp.minimum(ratio, ratio_cap)
-    clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
-    return -jnp.minimum(ratio * advantages, clipped * advantages)
-
-
 def is_clipped(ratio: jax.Array, advantages: jax.Array, clip_low: float, clip_high: float) -> jax.Array:
     """Whether `clipped_surrogate` has no gradient for the clip, elementwise: 1 or 0, float32."""
     up = (advantages > 0) & (ratio > 1.0 + clip_high)

@@ -17,8 +17,11 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from rlframe import compilation
+from rlframe.agents.base import Agent, LearnerState
+from rlframe.agents.networks import has_images
+from rlframe.agents.optimizers import learning_rate
 from rlframe.errors import UsageError
-from rlframe.types import Batch, Logs, Params, Tree
+from rlframe.types import Batch, Logs, Params, ReplaySpec, Sequence, SequenceBatch, Tree
 
 
 class _Carry(NamedTuple):
@@ -49,7 +52,7 @@ class MinibatchUpdates:
         envs_per_batch: environments of a full batch; None: all are full. A learner step from another batch adds its
             share to the learner state's `steps`, which is float32 then: schedules end with the steps of environments.
         stops: `f(logs)` returns whether to stop before the gradient step that has these logs. It is not applied, nor
-            are the later ones. Then `logs["minibatch_share"]` is the share of the minibatches up to there. None: never.
+            are the later ones. Then `logs["minibatch_share"]` is the share of the minibatches that were. None: never.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class MinibatchUpdates:
         learner_state = self._agent.update_learner_state(params, opt_state, learner_state._replace(rng=rng))
         if self._envs_per_batch is not None:
             learner_state = learner_state._replace(steps=steps_before + len(batch.data.reward) / self._envs_per_batch)
-        return params, learner_state, {**logs, **self._means(steps)}
+        return params, learner_state, {**logs, **self._means(steps, carry.is_stopped)}
 
     def indices(self, rng: jax.Array, num_rows: int) -> jax.Array | None:
         """Return [epochs * minibatches, rows of one]; None if each epoch is one minibatch of all rows."""
@@ -176,12 +179,71 @@ class MinibatchUpdates:
         )
         return self._split(carry.params), opt_state
 
-    def _means(self, steps: Logs) -> Logs:
+    def _means(self, steps: Logs, is_stopped: jax.Array) -> Logs:
         means = {name: values.mean() for name, values in steps.items()}
         if self._stops is None:
             return means
         share = means.pop("minibatch_share")  # the logs of steps that were left out are 0
-        return {**{name: mean / share for name, mean in means.items()}, "minibatch_share": share}
+        applied = share - is_stopped / len(steps["minibatch_share"])
+        return {**{name: mean / share for name, mean in means.items()}, "minibatch_share": applied}
+
+
+class MinibatchAgent(Agent):
+    """Base of agents that learn from an unroll of each environment in epochs of minibatches, on-policy.
+
+    A subclass has a `rollout` and the `loss` of a minibatch, for which `batch.data` are rows of the rollout. Its
+    optimizer gives steps without their size, the learning rate, which is applied afterwards.
+    """
+
+    @property
+    def replay_spec(self) -> ReplaySpec:
+        length, max_staleness = self.cfg.unroll_length, getattr(self.cfg, "max_staleness", 0)
+        capacity = 64 * length
+        return ReplaySpec("queue", Sequence(length), batch_size=None, capacity=capacity, max_staleness=max_staleness)
+
+    @property
+    def jit_learner_step(self) -> bool:
+        """False for images on a CPU, where each minibatch is jitted on its own; see `MinibatchUpdates`."""
+        return not (has_images(self.observation_spec) and jax.default_backend() == "cpu")
+
+    def initial_learner_state(self, params: Params) -> LearnerState:
+        return super().initial_learner_state(params)._replace(steps=jnp.float32(0))
+
+    def rollout(self, params: Params, data: SequenceBatch) -> Any:
+        """Return what the minibatches are taken from: a tree of rows `[N, ...]`."""
+        raise NotImplementedError
+
+    def learner_step(
+        self, params: Params, learner_state: LearnerState, batch: Batch
+    ) -> tuple[Params, LearnerState, Logs]:
+        """Epochs of minibatches of the rollout, each a step of `compute_gradients` and `apply_gradients`."""
+        rate = learning_rate(self.cfg, learner_state.steps)
+        params, learner_state, logs = self._minibatch_updates(params, learner_state, batch)
+        return params, learner_state, {**logs, "learning_rate": rate}
+
+    def apply_gradients(self, params: Params, grads: Params, learner_state: LearnerState) -> tuple[Params, Any, Logs]:
+        """Do one step of the optimizer, as long as the learning rate."""
+        updates, opt_state = self.optimizer.update(grads, learner_state.opt_state, params)
+        rate = learning_rate(self.cfg, learner_state.steps)
+        return jax.tree.map(lambda param, update: param - rate * update, params, updates), opt_state, {}
+
+    def check_num_envs(self, num_envs: int) -> None:
+        self._minibatch_updates.check_rows(num_envs * self.cfg.unroll_length)
+
+    @functools.cached_property
+    def _minibatch_updates(self) -> MinibatchUpdates:
+        cfg = self.cfg
+        return MinibatchUpdates(
+            self, self._rollout_and_logs, cfg.num_epochs, cfg.num_minibatches, cfg.envs_per_batch, self._stops
+        )
+
+    @property
+    def _stops(self) -> Callable[[Logs], jax.Array] | None:
+        """The argument `stops` of `MinibatchUpdates`."""
+        return None
+
+    def _rollout_and_logs(self, params: Params, data: SequenceBatch) -> tuple[Any, Logs]:
+        return self.rollout(params, data), {}
 
 
 def _has_structure(params: Params) -> Callable[[Tree], bool]:

@@ -1,7 +1,8 @@
-"""What the agents' optimizers share: clipped gradients, and values that fall to 0 over a run."""
+"""What the agents' optimizers share: clipped gradients, and values that change linearly over a run."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -15,7 +16,23 @@ def clipped(max_grad_norm: float | None, optimizer: optax.GradientTransformation
     return optax.chain(clip, optimizer)
 
 
+def interpolated(begin: float, end: float, done: Any) -> jax.Array:
+    """Return [] float32: a value that goes linearly from `begin` to `end` as `done` goes from 0 to 1, and stays."""
+    return jnp.asarray(begin + jnp.minimum(done, 1.0) * (end - begin), jnp.float32)
+
+
 def annealed(value: float, steps: Any, total_steps: int | None) -> jax.Array:
     """Return [] float32: a value that falls linearly to 0 over `total_steps` learner steps; None: it stays."""
     left: Any = 1.0 if total_steps is None else jnp.maximum(1.0 - steps / total_steps, 0.0)
     return jnp.asarray(value * left, jnp.float32)
+
+
+def learning_rate(cfg: Any, steps: Any) -> jax.Array:
+    """Return [] float32: the learning rate of an agent's config after `steps` learner steps."""
+    return annealed(cfg.learning_rate, steps, cfg.total_learner_steps if cfg.anneal_learning_rate else None)
+
+
+def learning_rate_schedule(cfg: Any) -> Any:
+    """Return the learning rate as optax takes it: a number, or a function of the steps if it is annealed."""
+    is_annealed = cfg.anneal_learning_rate and cfg.total_learner_steps is not None
+    return functools.partial(learning_rate, cfg) if is_annealed else cfg.learning_rate

@@ -246,6 +246,15 @@ def default_policy(action_spec: Tree) -> Policy:
     )
 
 
+def num_discrete(owner: str, action_spec: Tree) -> int:
+    """Return the number of actions. Raise UsageError unless they are Discrete."""
+    if not isinstance(action_spec, specs.DiscreteArray):
+        raise UsageError(
+            f"{owner} needs Discrete actions, got the action spec {action_spec!r}. Use SAC, PPO or IMPALA."
+        )
+    return action_spec.num_values
+
+
 def check_bounds(owner: str, action_spec: Tree) -> None:
     """Raises UsageError unless the actions are a box of floats with bounds on both sides."""
     if not (isinstance(action_spec, specs.BoundedArray) and np.issubdtype(action_spec.dtype, np.floating)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,28 +12,14 @@ import jax.numpy as jnp
 import optax
 
 from rlframe.agents import losses
-from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory
-from rlframe.agents.minibatches import MinibatchUpdates
-from rlframe.agents.net_factory import build_network, default_config
-from rlframe.agents.networks import Head, has_images
+from rlframe.agents.actor_critic import ActorCritic
+from rlframe.agents.base import LearnerState
+from rlframe.agents.minibatches import MinibatchAgent
 from rlframe.agents.optimizers import annealed, clipped
-from rlframe.agents.policies import Policy, default_policy
-from rlframe.agents.recurrent import Core
 from rlframe.agents.returns import generalised_advantages
+from rlframe.agents.trees import as_rows
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
-from rlframe.types import (
-    LAST,
-    AgentOutput,
-    AgentState,
-    Batch,
-    Logs,
-    Params,
-    ReplaySpec,
-    Sequence,
-    SequenceBatch,
-    TimeStep,
-    Tree,
-)
+from rlframe.types import LAST, Batch, Logs, Params, SequenceBatch, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,70 +74,19 @@ class Rollout(NamedTuple):
     state: Any = ()  # the same: [B, ...], before step 0
 
 
-class PPO(Agent):
+class PPO(ActorCritic, MinibatchAgent):
     """PPO with a clipped objective, for discrete, multi-discrete and bounded continuous actions.
 
-    A network's `apply` gives (the policy's parameters `[B, P]`, values `[B, 1]` or `[B]`). It may be recurrent
-    (`rlframe.agents.recurrent`): minibatches are of whole unrolls then, from the state that they began with.
+    Minibatches of a recurrent network are of whole unrolls, from the state that they began with.
     """
 
     config_cls = PPOConfig
 
-    def __init__(
-        self,
-        cfg: PPOConfig,
-        observation_spec: Tree,
-        action_spec: Tree,
-        net_factory: NetFactory | None = None,
-        policy_factory: PolicyFactory | None = None,
-    ) -> None:
-        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
-        self.policy: Policy = (policy_factory or default_policy)(action_spec)
-        # Gains: baselines/common/policies.py. Deviations begin at exp(0).
-        heads = (Head(self.policy.num_params, scale=0.01, num_free=self.policy.num_free), Head(1))
-        factory = net_factory or default_config(self.networks, observation_spec)
-        self.network = build_network(factory, observation_spec, action_spec, heads, may_recur=True)
-        self._core = Core(self.network)
-
-    # Acting
-
-    def initial_state(self, batch_size: int) -> AgentState:
-        return self._core.initial_state(batch_size)
-
-    def actor_step(
-        self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
-    ) -> tuple[AgentOutput, AgentState]:
-        (logits, value), state = self._core.step(params, timestep.observation, state)
-        sample = self.policy.sample(rng, logits)
-        extras = {"log_prob": self.policy.log_prob(logits, sample), "value": value.reshape(logits.shape[0])}
-        if self.policy.clips:
-            extras["sample"] = sample
-        return AgentOutput(self.policy.to_action(sample), extras), state
-
-    def eval_step(
-        self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
-    ) -> tuple[AgentOutput, AgentState]:
-        (logits, _), state = self._core.step(params, timestep.observation, state)
-        return AgentOutput(self.policy.to_action(self.policy.mode(logits)), {}), state
-
-    # Learning
-
-    @property
-    def replay_spec(self) -> ReplaySpec:
-        item = Sequence(self.cfg.unroll_length)
-        capacity, max_staleness = self.cfg.unroll_length * 64, self.cfg.max_staleness
-        return ReplaySpec("queue", item, batch_size=None, capacity=capacity, max_staleness=max_staleness)
-
-    @property
-    def jit_learner_step(self) -> bool:
-        """False for images on a CPU, where each minibatch is jitted on its own; see `MinibatchUpdates`."""
-        return not (has_images(self.observation_spec) and jax.default_backend() == "cpu")
+    def extras(self, logits: jax.Array, value: jax.Array, sample: jax.Array) -> dict[str, jax.Array]:
+        return {**super().extras(logits, value, sample), "value": value.reshape(logits.shape[0])}
 
     def make_optimizer(self) -> optax.GradientTransformation:
         return clipped(self.cfg.max_grad_norm, optax.scale_by_adam(eps=self.cfg.adam_epsilon))
-
-    def initial_learner_state(self, params: Params) -> LearnerState:
-        return super().initial_learner_state(params)._replace(steps=jnp.float32(0))
 
     def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
         """The loss of a minibatch: `batch.data` is a `Rollout`."""
@@ -185,37 +121,18 @@ class PPO(Agent):
             discount=self.cfg.discount,
             gae_lambda=self.cfg.gae_lambda,
         ).T
-        sample = data.extras["sample"] if self.policy.clips else data.action
         observation = jax.tree.map(lambda leaf: leaf[:, :-1], data.observation)
-        rollout = Rollout(observation, sample, data.extras["log_prob"], value, advantage, mask)
+        rollout = Rollout(observation, self.samples(data), data.extras["log_prob"], value, advantage, mask)
         if self._core.is_recurrent:
             return rollout._replace(step_type=data.step_type[:, :-1], state=data.agent_state)
-        return _rows(rollout)
-
-    def learner_step(
-        self, params: Params, learner_state: LearnerState, batch: Batch
-    ) -> tuple[Params, LearnerState, Logs]:
-        """Epochs of minibatches of the rollout, each a step of `compute_gradients` and `apply_gradients`."""
-        rate = self._learning_rate(learner_state.steps)
-        params, learner_state, logs = self._minibatch_updates(params, learner_state, batch)
-        return params, learner_state, {**logs, "learning_rate": rate}
-
-    def apply_gradients(self, params: Params, grads: Params, learner_state: LearnerState) -> tuple[Params, Any, Logs]:
-        """Do one step of Adam."""
-        updates, opt_state = self.optimizer.update(grads, learner_state.opt_state, params)
-        rate = self._learning_rate(learner_state.steps)
-        return jax.tree.map(lambda param, update: param - rate * update, params, updates), opt_state, {}
+        return as_rows(rollout)
 
     def check_num_envs(self, num_envs: int) -> None:
-        self._minibatch_updates.check_rows(num_envs if self._core.is_recurrent else num_envs * self.cfg.unroll_length)
+        self._minibatch_updates.check_rows(num_envs * (1 if self._core.is_recurrent else self.cfg.unroll_length))
 
-    @functools.cached_property
-    def _minibatch_updates(self) -> MinibatchUpdates:
-        cfg = self.cfg
-        stops = None if cfg.target_kl is None else self._is_above_target_kl
-        return MinibatchUpdates(
-            self, self._rollout_and_logs, cfg.num_epochs, cfg.num_minibatches, cfg.envs_per_batch, stops
-        )
+    @property
+    def _stops(self) -> Callable[[Logs], jax.Array] | None:
+        return None if self.cfg.target_kl is None else self._is_above_target_kl
 
     def _is_above_target_kl(self, logs: Logs) -> jax.Array:
         if "approx_kl" not in logs:
@@ -225,12 +142,13 @@ class PPO(Agent):
 
     def _rollout_and_logs(self, params: Params, data: SequenceBatch) -> tuple[Rollout, Logs]:
         rollout = self.rollout(params, data)
+        if missing := [name for name in ("value", "advantage", "mask") if not hasattr(rollout, name)]:
+            raise UsageError(
+                f"{type(self).__name__}.rollout must return a Rollout, or rows with the same fields and more; got a "
+                f"{type(rollout).__name__} without {', '.join(missing)}."
+            )
         targets = rollout.value + rollout.advantage
         return rollout, {"explained_variance": explained_variance(rollout.value, targets, rollout.mask)}
-
-    def _learning_rate(self, steps: jax.Array) -> jax.Array:
-        cfg = self.cfg
-        return annealed(cfg.learning_rate, steps, cfg.total_learner_steps if cfg.anneal_learning_rate else None)
 
     def _clip_epsilon(self, steps: jax.Array) -> jax.Array:
         return annealed(self.cfg.clip_epsilon, steps, self.cfg.total_learner_steps if self.cfg.anneal_clip else None)
@@ -239,8 +157,8 @@ class PPO(Agent):
         """(policy parameters [N, P], values [N], the rollout with rows of one step) of a minibatch."""
         if self._core.is_recurrent:
             outputs, _ = self._core.unroll(params, rollout.observation, rollout.step_type, rollout.state)
-            logits, value = _rows(outputs)
-            rollout = _rows(rollout._replace(step_type=(), state=()))
+            logits, value = as_rows(outputs)
+            rollout = as_rows(rollout._replace(step_type=(), state=()))
         else:
             logits, value = self.network.apply(params, rollout.observation)
         return logits, value.reshape(logits.shape[0]), rollout
@@ -266,8 +184,3 @@ def explained_variance(values: jax.Array, targets: jax.Array, mask: jax.Array) -
 
     all_of_it = variance(targets)
     return jnp.where(all_of_it > 0.0, 1.0 - variance(targets - values) / all_of_it, 0.0)
-
-
-def _rows(tree: Tree) -> Tree:
-    """Leaves [B * T, ...] of leaves [B, T, ...]."""
-    return jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[2:])), tree)

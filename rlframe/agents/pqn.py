@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from rlframe.agents import losses
-from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory
+from rlframe.agents.base import LearnerState, NetFactory, PolicyFactory
 from rlframe.agents.dqn import ActorParams
-from rlframe.agents.minibatches import MinibatchUpdates
+from rlframe.agents.minibatches import MinibatchAgent
 from rlframe.agents.net_factory import build_network, default_config, only_output
-from rlframe.agents.networks import MLPConfig, NatureCNNConfig, action_values, has_images
-from rlframe.agents.optimizers import annealed, clipped
-from rlframe.agents.policies import epsilon_greedy
+from rlframe.agents.networks import MLPConfig, NatureCNNConfig, action_values
+from rlframe.agents.optimizers import clipped, interpolated
+from rlframe.agents.policies import epsilon_greedy, num_discrete
 from rlframe.agents.returns import q_lambda_returns
-from rlframe.errors import UsageError, check_above, check_at_least, check_share
+from rlframe.agents.trees import as_rows
+from rlframe.errors import check_above, check_at_least, check_share
 from rlframe.types import (
     LAST,
     AgentOutput,
@@ -27,12 +28,9 @@ from rlframe.types import (
     Batch,
     Logs,
     Params,
-    ReplaySpec,
-    Sequence,
     SequenceBatch,
     TimeStep,
     Tree,
-    specs,
 )
 
 
@@ -71,7 +69,7 @@ class QRollout(NamedTuple):
     mask: jax.Array  # 0 where the environment ignored the action
 
 
-class PQN(Agent):
+class PQN(MinibatchAgent):
     """Q-learning by lambda-returns of fresh unrolls, for discrete actions.
 
     A network's `apply` gives action values `[B, A]`. It should normalise its layers (`layer_norm`): that is what keeps
@@ -94,10 +92,9 @@ class PQN(Agent):
         policy_factory: PolicyFactory | None = None,
     ) -> None:
         super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
-        if not isinstance(action_spec, specs.DiscreteArray):
-            raise UsageError(f"PQN needs Discrete actions, got the action spec {action_spec!r}. Use SAC or PPO.")
+        self._num_actions = num_discrete(self.type_name, action_spec)
         factory = net_factory or default_config(self.networks, observation_spec)
-        self.network = build_network(factory, observation_spec, action_spec, (action_values(action_spec.num_values),))
+        self.network = build_network(factory, observation_spec, action_spec, (action_values(self._num_actions),))
 
     # Acting
 
@@ -106,7 +103,7 @@ class PQN(Agent):
     ) -> tuple[AgentOutput, AgentState]:
         values = self._acting_values(params, timestep)
         greedy = jnp.argmax(values, axis=-1).astype(self.action_spec.dtype)
-        action, _ = epsilon_greedy(rng, greedy, params.epsilon, self.action_spec.num_values)
+        action, _ = epsilon_greedy(rng, greedy, params.epsilon, self._num_actions)
         return AgentOutput(action, {"value": jnp.max(values, axis=-1)}), state
 
     def eval_step(
@@ -116,35 +113,16 @@ class PQN(Agent):
         return AgentOutput(jnp.argmax(values, axis=-1).astype(self.action_spec.dtype), {}), state
 
     def actor_params(self, params: Params, learner_state: LearnerState) -> ActorParams:
-        cfg, epsilon = self.cfg, jnp.float32(self.cfg.epsilon_end)
-        if cfg.total_learner_steps is not None:
-            done = learner_state.steps / max(cfg.epsilon_decay_share * cfg.total_learner_steps, 1.0)
-            epsilon = cfg.epsilon_begin + jnp.minimum(done, 1.0) * (cfg.epsilon_end - cfg.epsilon_begin)
-        return ActorParams(params, jnp.asarray(epsilon, jnp.float32))
+        cfg = self.cfg
+        if cfg.total_learner_steps is None:
+            return ActorParams(params, jnp.float32(cfg.epsilon_end))
+        done = learner_state.steps / max(cfg.epsilon_decay_share * cfg.total_learner_steps, 1.0)
+        return ActorParams(params, interpolated(cfg.epsilon_begin, cfg.epsilon_end, done))
 
     # Learning
 
-    @property
-    def replay_spec(self) -> ReplaySpec:
-        length = self.cfg.unroll_length
-        return ReplaySpec("queue", Sequence(length), batch_size=None, capacity=64 * length, max_staleness=0)
-
-    @property
-    def jit_learner_step(self) -> bool:
-        """False for images on a CPU, where each minibatch is jitted on its own; see `MinibatchUpdates`."""
-        return not (has_images(self.observation_spec) and jax.default_backend() == "cpu")
-
     def make_optimizer(self) -> optax.GradientTransformation:
         return clipped(self.cfg.max_grad_norm, optax.scale_by_radam(eps=self.cfg.adam_epsilon))
-
-    def initial_learner_state(self, params: Params) -> LearnerState:
-        return super().initial_learner_state(params)._replace(steps=jnp.float32(0))
-
-    def learner_step(
-        self, params: Params, learner_state: LearnerState, batch: Batch
-    ) -> tuple[Params, LearnerState, Logs]:
-        """Epochs of minibatches of the rollout, each a step of `compute_gradients` and `apply_gradients`."""
-        return self._minibatch_updates(params, learner_state, batch)
 
     def rollout(self, params: Params, data: SequenceBatch) -> QRollout:
         """The steps of a batch with their targets, by the values that the actor had."""
@@ -160,7 +138,7 @@ class PQN(Agent):
         mask = (data.step_type[:, :-1] != LAST).astype(jnp.float32)
         observation = jax.tree.map(lambda leaf: leaf[:, :-1], data.observation)
         rollout = QRollout(observation, data.action, targets, mask)
-        return jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[2:])), rollout)
+        return as_rows(rollout)
 
     def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
         """Half the squared error of a minibatch: `batch.data` is a `QRollout`."""
@@ -170,24 +148,6 @@ class PQN(Agent):
         errors = rows.target - chosen
         mean = functools.partial(losses.masked_mean, mask=rows.mask)
         return mean(losses.huber(errors, None)), {"value": mean(chosen), "td_error": mean(jnp.abs(errors))}
-
-    def apply_gradients(self, params: Params, grads: Params, learner_state: LearnerState) -> tuple[Params, Any, Logs]:
-        """Do one step of RAdam."""
-        cfg = self.cfg
-        updates, opt_state = self.optimizer.update(grads, learner_state.opt_state, params)
-        total = cfg.total_learner_steps if cfg.anneal_learning_rate else None
-        rate = annealed(cfg.learning_rate, learner_state.steps, total)
-        return jax.tree.map(lambda param, update: param - rate * update, params, updates), opt_state, {}
-
-    def check_num_envs(self, num_envs: int) -> None:
-        self._minibatch_updates.check_rows(num_envs * self.cfg.unroll_length)
-
-    @functools.cached_property
-    def _minibatch_updates(self) -> MinibatchUpdates:
-        cfg = self.cfg
-        return MinibatchUpdates(
-            self, lambda *of: (self.rollout(*of), {}), cfg.num_epochs, cfg.num_minibatches, cfg.envs_per_batch
-        )
 
     def _acting_values(self, params: ActorParams, timestep: TimeStep) -> jax.Array:
         return self._values(params.params, timestep.observation)

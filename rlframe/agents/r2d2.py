@@ -11,14 +11,22 @@ import numpy as np
 import optax
 
 from rlframe.agents import losses
-from rlframe.agents.base import Agent, NetFactory, PolicyFactory
+from rlframe.agents.base import NetFactory, PolicyFactory
 from rlframe.agents.net_factory import build_network, only_output
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig, action_values, has_images
-from rlframe.agents.policies import epsilon_greedy
-from rlframe.agents.priorities import importance_weights, sequence_priorities
+from rlframe.agents.off_policy import (
+    TargetNetworkAgent,
+    TargetState,
+    check_replay_size,
+    importance_weights,
+    replay_spec,
+    sequence_priorities,
+)
+from rlframe.agents.optimizers import clipped, learning_rate_schedule
+from rlframe.agents.policies import epsilon_greedy, num_discrete
 from rlframe.agents.recurrent import Core, GRUConfig, LSTMConfig
 from rlframe.agents.returns import n_step_returns, rescale, unscale
-from rlframe.errors import UsageError, check_above, check_at_least, check_share
+from rlframe.errors import check_above, check_at_least, check_share
 from rlframe.types import (
     LAST,
     AgentOutput,
@@ -31,7 +39,6 @@ from rlframe.types import (
     SequenceBatch,
     TimeStep,
     Tree,
-    specs,
 )
 
 
@@ -70,20 +77,7 @@ class R2D2Config:
         check_at_least(self, 0, "burn_in", "rescaling", "epsilon_exponent", "priority_exponent", "importance_exponent")
         check_share(self, "discount", "epsilon", "max_share")
         check_above(self, 0, "learning_rate", "adam_epsilon", "max_grad_norm")
-        if self.min_replay_size * self.period > self.replay_capacity:
-            raise UsageError(
-                f"R2D2Config.min_replay_size ({self.min_replay_size} sequences, one every {self.period} steps) is "
-                f"above replay_capacity ({self.replay_capacity} steps): learning would never begin."
-            )
-
-
-class R2D2State(NamedTuple):
-    """A `LearnerState`, with the target network's parameters."""
-
-    opt_state: Any
-    steps: Any
-    rng: Any
-    target_params: Params
+        check_replay_size(self)
 
 
 class Explorer(NamedTuple):
@@ -93,7 +87,7 @@ class Explorer(NamedTuple):
     epsilon: Any  # [B] float32: chance of a random action; the same all the time
 
 
-class R2D2(Agent):
+class R2D2(TargetNetworkAgent):
     """Double, dueling Q-learning from sequences, for discrete actions and observations that do not say all.
 
     A network's `apply` gives action values `[B, A]`; it should be recurrent (`rlframe.agents.recurrent`), and
@@ -102,7 +96,6 @@ class R2D2(Agent):
     """
 
     config_cls = R2D2Config
-    takes_policy = False
     networks = (
         LSTMConfig(activation="relu", orthogonal=False, dueling=True),
         GRUConfig(activation="relu", orthogonal=False, dueling=True),
@@ -119,9 +112,7 @@ class R2D2(Agent):
         policy_factory: PolicyFactory | None = None,
     ) -> None:
         super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
-        if not isinstance(action_spec, specs.DiscreteArray):
-            raise UsageError(f"R2D2 needs Discrete actions, got the action spec {action_spec!r}. Use PPO or IMPALA.")
-        self._num_actions = action_spec.num_values
+        self._num_actions = num_discrete(self.type_name, action_spec)
         paper = LSTMConfig((), 512, "relu", orthogonal=False, dueling=True)
         factory = net_factory or (paper if has_images(observation_spec) else self.networks[0])
         heads = (action_values(self._num_actions),)
@@ -153,29 +144,13 @@ class R2D2(Agent):
     @property
     def replay_spec(self) -> ReplaySpec:
         cfg = self.cfg
-        return ReplaySpec(
-            kind="prioritised",
-            item=Sequence(cfg.burn_in + cfg.sequence_length, cfg.period),
-            batch_size=cfg.batch_size,
-            capacity=cfg.replay_capacity,
-            min_size=cfg.min_replay_size,
-            samples_per_insert=cfg.batch_size * cfg.period / cfg.update_period,
-            priority_exponent=cfg.priority_exponent,
-        )
+        return replay_spec(cfg, Sequence(cfg.burn_in + cfg.sequence_length, cfg.period), "prioritised")
 
     def make_optimizer(self) -> optax.GradientTransformation:
         cfg = self.cfg
-        rate: Any = cfg.learning_rate
-        if cfg.anneal_learning_rate and cfg.total_learner_steps is not None:
-            rate = optax.linear_schedule(cfg.learning_rate, 0.0, cfg.total_learner_steps)
-        clip = optax.clip_by_global_norm(cfg.max_grad_norm) if cfg.max_grad_norm else optax.identity()
-        return optax.chain(clip, optax.adam(rate, eps=cfg.adam_epsilon))
+        return clipped(cfg.max_grad_norm, optax.adam(learning_rate_schedule(cfg), eps=cfg.adam_epsilon))
 
-    def initial_learner_state(self, params: Params) -> R2D2State:
-        opt_state, steps, rng = super().initial_learner_state(params)
-        return R2D2State(opt_state, steps, rng, target_params=params)
-
-    def loss(self, params: Params, learner_state: R2D2State, batch: Batch) -> tuple[jax.Array, Logs]:
+    def loss(self, params: Params, learner_state: TargetState, batch: Batch) -> tuple[jax.Array, Logs]:
         """Half the squared errors, summed over a sequence; the mean over sequences."""
         cfg = self.cfg
         values = self._unroll(params, batch.data)
@@ -191,13 +166,6 @@ class R2D2(Agent):
             "priorities": sequence_priorities(errors, mask, cfg.max_share) + 1e-6,  # never 0
         }
         return jnp.mean(weights * jnp.sum(losses.huber(errors, None), axis=0)), logs
-
-    def update_learner_state(self, params: Params, opt_state: Any, learner_state: R2D2State) -> R2D2State:
-        learner_state = super().update_learner_state(params, opt_state, learner_state)
-        target = optax.periodic_update(
-            params, learner_state.target_params, learner_state.steps, self.cfg.target_update_period
-        )
-        return learner_state._replace(target_params=target)
 
     def _unroll(self, params: Params, data: SequenceBatch) -> jax.Array:
         """Action values [T + 1, B, A] of the timesteps after the burn-in, from the state that it leaves."""

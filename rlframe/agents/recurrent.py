@@ -30,6 +30,7 @@ from rlframe.agents.networks import (
     initial_weights,
     vectors,
 )
+from rlframe.agents.trees import as_rows
 from rlframe.errors import check_at_least
 from rlframe.types import FIRST, AgentState, Params, Tree
 
@@ -81,9 +82,7 @@ class Core:
             state: `[B, ...]`, before step 0.
         """
         if not self.is_recurrent:
-            lead = step_type.shape
-            rows = jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[2:])), observation)
-            outputs = self._network.apply(params, rows)
+            lead, outputs = step_type.shape, self._network.apply(params, as_rows(observation))
             return jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), outputs), state
         is_first = jnp.asarray(step_type) == FIRST
         unroll = getattr(self._network, "unroll", None)

@@ -38,15 +38,18 @@ def generalised_advantages(
     check_shapes(rewards=(rewards, "T B"), discounts=(discounts, "T B"), mask=(mask, "T B"), values=(values, "T+1 B"))
     discounts = discounts * discount
     errors = mask * (rewards + discounts * values[1:] - values[:-1])
-    decays = mask * discounts * gae_lambda
+    return discounted_sums(errors, mask * discounts * gae_lambda)
 
-    def step(advantage: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        error, decay = inputs
-        advantage = error + decay * advantage
-        return advantage, advantage
 
-    _, advantages = jax.lax.scan(step, jnp.zeros_like(errors[0]), (errors, decays), reverse=True)
-    return advantages
+def discounted_sums(terms: jax.Array, decays: jax.Array) -> jax.Array:
+    """Return y_t = terms_t + decays_t y_{t+1}, time first; y is 0 after the last step."""
+
+    def step(following: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        term, decay = inputs
+        following = term + decay * following
+        return following, following
+
+    return jax.lax.scan(step, jnp.zeros_like(terms[0]), (terms, decays), reverse=True)[1]
 
 
 class VTrace(NamedTuple):
@@ -109,13 +112,7 @@ def vtrace(
     clipped_rhos = mask * jnp.minimum(rho_bar, rhos)
     traces = mask * discounts * lambda_ * jnp.minimum(c_bar, rhos)
     deltas = clipped_rhos * (rewards + discounts * values[1:] - values[:-1])
-
-    def step(correction: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        delta, trace = inputs
-        correction = delta + trace * correction
-        return correction, correction
-
-    _, corrections = jax.lax.scan(step, jnp.zeros_like(deltas[0]), (deltas, traces), reverse=True)  # v_s - V(x_s)
+    corrections = discounted_sums(deltas, traces)  # v_s - V(x_s)
     next_corrections = jnp.concatenate([corrections[1:], jnp.zeros_like(corrections[:1])])
     q = rewards + discounts * (values[1:] + lambda_ * next_corrections)
     return VTrace(values[:-1] + corrections, clipped_rhos * (q - values[:-1]))

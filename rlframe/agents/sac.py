@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -11,13 +12,12 @@ import jax.numpy as jnp
 import optax
 
 from rlframe.agents import losses
-from rlframe.agents.base import Agent, NetFactory, PolicyFactory
-from rlframe.agents.critics import PolicyAndCritics, soft_targets, twin_td_error
-from rlframe.agents.net_factory import default_config
+from rlframe.agents.critics import TwinCriticAgent, soft_targets, twin_td_error
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
-from rlframe.agents.policies import ActionRange, SquashedGaussian, check_bounds
+from rlframe.agents.off_policy import check_replay_size
+from rlframe.agents.policies import SquashedGaussian
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
-from rlframe.types import AgentOutput, AgentState, Batch, Logs, Params, ReplaySpec, TimeStep, Transition, Tree
+from rlframe.types import Batch, Logs, Params, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +42,7 @@ class SACConfig:
         check_at_least(self, 1, "batch_size", "min_replay_size", "update_period")
         check_share(self, "discount", "target_update_rate")
         check_above(self, 0, "learning_rate", "critic_learning_rate", "initial_temperature")
-        if self.min_replay_size > self.replay_capacity:
-            raise UsageError(
-                f"SACConfig.min_replay_size ({self.min_replay_size}) is above replay_capacity "
-                f"({self.replay_capacity}): learning would never begin."
-            )
+        check_replay_size(self)
         if not -math.inf < self.min_log_std < self.max_log_std < math.inf:
             raise UsageError(
                 f"SACConfig.min_log_std ({self.min_log_std}) must be below max_log_std ({self.max_log_std}), and both "
@@ -80,33 +76,20 @@ class SACState(NamedTuple):
     target_critics: Params
 
 
-class SAC(Agent):
+class SAC(TwinCriticAgent):
     """Soft actor-critic with twin critics and a temperature that it learns, for bounded continuous actions.
 
-    A `net_factory` that is a function gives a pair (policy, critics): the policy's `apply(params, observation)` gives
-    means and log deviations `[B, 2 n]`, the critics' `apply(params, {"observation": ..., "action": [B, n]})` two values
-    `[B, 1]`. Actions are in units of half their range there.
+    The policy's network gives means and log deviations `[B, 2 n]`, of actions before tanh.
     """
 
     config_cls = SACConfig
-    takes_policy = False
     networks = (MLPConfig((256, 256), "relu", orthogonal=False), NatureCNNConfig(orthogonal=False))
+    outputs_per_number = 2
 
-    def __init__(
-        self,
-        cfg: SACConfig,
-        observation_spec: Tree,
-        action_spec: Tree,
-        net_factory: NetFactory | None = None,
-        policy_factory: PolicyFactory | None = None,
-    ) -> None:
-        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
-        check_bounds("SAC", action_spec)
-        self.policy = SquashedGaussian(action_spec, cfg.min_log_std, cfg.max_log_std)
-        self._range = ActionRange(action_spec)
-        factory = net_factory or default_config(self.networks, observation_spec)
-        self._nets = PolicyAndCritics(factory, observation_spec, self._range.size, self.policy.num_params)
-        self._target_entropy = -float(self._range.size) if cfg.target_entropy is None else cfg.target_entropy
+    @functools.cached_property
+    def policy(self) -> SquashedGaussian:
+        """The distribution of actions."""
+        return SquashedGaussian(self.action_spec, self.cfg.min_log_std, self.cfg.max_log_std)
 
     def initial_params(self, rng: jax.Array) -> SACParams:
         log_temperature = jnp.asarray(math.log(self.cfg.initial_temperature), jnp.float32)
@@ -114,37 +97,16 @@ class SAC(Agent):
 
     # Acting
 
-    def actor_step(
-        self, rng: jax.Array, params: SACActorParams, timestep: TimeStep, state: AgentState
-    ) -> tuple[AgentOutput, AgentState]:
-        logits = self._nets.policy(params.policy, timestep.observation)
-        action = self.policy.to_action(self.policy.sample(rng, logits))
-        shape = (len(action), self._range.size)
-        uniform = self._range.to_action(jax.random.uniform(jax.random.fold_in(rng, 1), shape, minval=-1.0))
-        return AgentOutput(jnp.where(params.uniform > 0.0, uniform, action), {}), state
+    def exploring(self, rng: jax.Array, params: SACActorParams, observation: Tree) -> jax.Array:
+        return self._act(rng, params.policy, observation)[0]
 
-    def eval_step(
-        self, rng: jax.Array, params: SACActorParams, timestep: TimeStep, state: AgentState
-    ) -> tuple[AgentOutput, AgentState]:
-        logits = self._nets.policy(params.policy, timestep.observation)
-        return AgentOutput(self.policy.to_action(self.policy.mode(logits)), {}), state
+    def greedy(self, policy_params: Params, observation: Tree) -> jax.Array:
+        return jnp.tanh(self.policy.mode(self._nets.policy(policy_params, observation)))
 
     def actor_params(self, params: SACParams, learner_state: SACState) -> SACActorParams:
         return SACActorParams(params.policy, (learner_state.steps == 0).astype(jnp.float32))
 
     # Learning
-
-    @property
-    def replay_spec(self) -> ReplaySpec:
-        cfg = self.cfg
-        return ReplaySpec(
-            kind="uniform",
-            item=Transition(1, cfg.discount),
-            batch_size=cfg.batch_size,
-            capacity=cfg.replay_capacity,
-            min_size=cfg.min_replay_size,
-            samples_per_insert=cfg.batch_size / cfg.update_period,
-        )
 
     def make_optimizer(self) -> optax.GradientTransformation:
         policy, critics = (optax.adam(rate) for rate in (self.cfg.learning_rate, self._critic_learning_rate))
@@ -192,6 +154,10 @@ class SAC(Agent):
         rate = self.cfg.target_update_rate
         target = optax.incremental_update(params.critics, learner_state.target_critics, rate)
         return learner_state._replace(target_critics=target)
+
+    @property
+    def _target_entropy(self) -> float:
+        return -float(self._range.size) if self.cfg.target_entropy is None else self.cfg.target_entropy
 
     def _act(self, rng: jax.Array, policy_params: Params, observation: Tree) -> tuple[jax.Array, jax.Array]:
         """(actions [B, n] in units of half their range, their log-probabilities [B]), differentiable."""

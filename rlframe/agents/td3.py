@@ -9,13 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from rlframe.agents.base import Agent, NetFactory, PolicyFactory
-from rlframe.agents.critics import PolicyAndCritics, soft_targets, twin_td_error
-from rlframe.agents.net_factory import default_config
+from rlframe.agents.critics import TwinCriticAgent, soft_targets, twin_td_error
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
-from rlframe.agents.policies import ActionRange, check_bounds
-from rlframe.errors import UsageError, check_above, check_at_least, check_share
-from rlframe.types import AgentOutput, AgentState, Batch, Logs, Params, ReplaySpec, TimeStep, Transition, Tree
+from rlframe.agents.off_policy import check_replay_size
+from rlframe.errors import check_above, check_at_least, check_share
+from rlframe.types import Batch, Logs, Params, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +39,7 @@ class TD3Config:
         check_share(self, "discount", "target_update_rate")
         check_at_least(self, 0, "exploration_noise", "smoothing_noise", "smoothing_clip")
         check_above(self, 0, "learning_rate")
-        if self.min_replay_size > self.replay_capacity:
-            raise UsageError(
-                f"TD3Config.min_replay_size ({self.min_replay_size}) is above replay_capacity "
-                f"({self.replay_capacity}): learning would never begin."
-            )
+        check_replay_size(self)
 
 
 class TD3Params(NamedTuple):
@@ -72,69 +66,32 @@ class TD3State(NamedTuple):
     target: TD3Params
 
 
-class TD3(Agent):
+class TD3(TwinCriticAgent):
     """Deterministic policy gradient with twin critics and a delayed policy, for bounded continuous actions.
 
-    A `net_factory` that is a function gives a pair (policy, critics): the policy's `apply(params, observation)` gives
-    `[B, n]`, which go through tanh, the critics' `apply(params, {"observation": ..., "action": [B, n]})` two values
-    `[B, 1]`. Actions are in units of half their range there.
+    The policy's network gives actions `[B, n]` before tanh.
     """
 
     config_cls = TD3Config
-    takes_policy = False
     networks = (MLPConfig((400, 300), "relu", orthogonal=False), NatureCNNConfig(orthogonal=False))
-
-    def __init__(
-        self,
-        cfg: TD3Config,
-        observation_spec: Tree,
-        action_spec: Tree,
-        net_factory: NetFactory | None = None,
-        policy_factory: PolicyFactory | None = None,
-    ) -> None:
-        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
-        check_bounds("TD3", action_spec)
-        self._range = ActionRange(action_spec)
-        factory, size = net_factory or default_config(self.networks, observation_spec), self._range.size
-        self._nets = PolicyAndCritics(factory, observation_spec, size, size)
 
     def initial_params(self, rng: jax.Array) -> TD3Params:
         return TD3Params(*self._nets.init(rng))
 
     # Acting
 
-    def actor_step(
-        self, rng: jax.Array, params: TD3ActorParams, timestep: TimeStep, state: AgentState
-    ) -> tuple[AgentOutput, AgentState]:
-        action = self._act(params.policy, timestep.observation)
-        action += params.noise * jax.random.normal(rng, action.shape)
-        uniform = jax.random.uniform(jax.random.fold_in(rng, 1), action.shape, minval=-1.0)
-        action = self._range.to_action(jnp.where(params.uniform > 0.0, uniform, action))
-        return AgentOutput(action, {}), state
+    def exploring(self, rng: jax.Array, params: TD3ActorParams, observation: Tree) -> jax.Array:
+        action = self.greedy(params.policy, observation)
+        return action + params.noise * jax.random.normal(rng, action.shape)
 
-    def eval_step(
-        self, rng: jax.Array, params: TD3ActorParams, timestep: TimeStep, state: AgentState
-    ) -> tuple[AgentOutput, AgentState]:
-        action = self._act(params.policy, timestep.observation)
-        return AgentOutput(self._range.to_action(action), {}), state
+    def greedy(self, policy_params: Params, observation: Tree) -> jax.Array:
+        return jnp.tanh(self._nets.policy(policy_params, observation))
 
     def actor_params(self, params: TD3Params, learner_state: TD3State) -> TD3ActorParams:
         uniform = (learner_state.steps == 0).astype(jnp.float32)
         return TD3ActorParams(params.policy, uniform, jnp.float32(self.cfg.exploration_noise))
 
     # Learning
-
-    @property
-    def replay_spec(self) -> ReplaySpec:
-        cfg = self.cfg
-        return ReplaySpec(
-            kind="uniform",
-            item=Transition(1, cfg.discount),
-            batch_size=cfg.batch_size,
-            capacity=cfg.replay_capacity,
-            min_size=cfg.min_replay_size,
-            samples_per_insert=cfg.batch_size / cfg.update_period,
-        )
 
     def initial_learner_state(self, params: TD3Params) -> TD3State:
         _, steps, rng = super().initial_learner_state(params)
@@ -165,7 +122,7 @@ class TD3(Agent):
         """The loss of the critics."""
         data, cfg, target = batch.data, self.cfg, learner_state.target
         rng = jax.random.fold_in(learner_state.rng, learner_state.steps)
-        next_action = self._act(target.policy, data.next_observation)
+        next_action = self.greedy(target.policy, data.next_observation)
         noise = cfg.smoothing_noise * jax.random.normal(rng, next_action.shape)
         next_action = smoothed_action(next_action, noise, cfg.smoothing_clip)
         next_values = self._nets.values(target.critics, data.next_observation, next_action)
@@ -176,15 +133,11 @@ class TD3(Agent):
 
     def policy_loss(self, policy_params: Params, critic_params: Params, observation: Tree) -> jax.Array:
         """[]: minus the first critic's value of the policy's actions (algorithm 1)."""
-        return -jnp.mean(self._nets.values(critic_params, observation, self._act(policy_params, observation))[0])
+        return -jnp.mean(self._nets.values(critic_params, observation, self.greedy(policy_params, observation))[0])
 
     def _descend(self, params: Params, grads: Params, opt_state: Any) -> tuple[Params, Any]:
         updates, opt_state = self.optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
-
-    def _act(self, policy_params: Params, observation: Tree) -> jax.Array:
-        """[B, n], in units of half the actions' range."""
-        return jnp.tanh(self._nets.policy(policy_params, observation))
 
 
 def smoothed_action(action: jax.Array, noise: jax.Array, clip: float) -> jax.Array:

@@ -7,6 +7,7 @@ from typing import Any
 
 import dm_env
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rlframe.errors import UsageError
@@ -26,6 +27,11 @@ def zero_timestep(observation_spec: Tree, batch_size: int) -> TimeStep:
 def zeros_like_spec(spec: Tree, batch_size: int) -> Tree:
     """Zeros `[batch_size, ...]` for each leaf of a tree of specs."""
     return jax.tree.map(lambda leaf: np.zeros((batch_size, *leaf.shape), leaf.dtype), spec)
+
+
+def as_rows(tree: Tree) -> Tree:
+    """Leaves `[B * T, ...]` of leaves `[B, T, ...]`."""
+    return jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[2:])), tree)
 
 
 def check_tree(what: str, spec: Tree, tree: Tree, *, owner: str) -> None:

@@ -12,7 +12,7 @@ from rlframe.agents import DQN, DQNConfig
 from rlframe.agents.dqn import ActorParams, Repetition, munchausen_bonus, soft_value
 from rlframe.agents.dqn_heads import Categories, Expectation, Quantiles
 from rlframe.agents.networks import MLPConfig
-from rlframe.agents.priorities import importance_weights
+from rlframe.agents.off_policy import importance_weights
 from rlframe.agents.trees import zero_timestep
 from rlframe.errors import UsageError
 from rlframe.types import Transition
@@ -346,7 +346,7 @@ def test_it_learns_the_rewards_of_a_bandit(optimizer):
 
 @pytest.mark.parametrize("spec", [BOX, MULTI])
 def test_actions_that_are_not_discrete_are_refused(spec):
-    with pytest.raises(UsageError, match=r"DQN needs Discrete actions, got .*BoundedArray.*Use SAC or PPO"):
+    with pytest.raises(UsageError, match=r"DQN needs Discrete actions, got .*BoundedArray.*Use SAC, PPO or IMPALA"):
         DQN(DQNConfig(), VECTOR, spec)
 
 

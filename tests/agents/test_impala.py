@@ -155,14 +155,6 @@ def test_the_mean_of_a_continuous_action_moves_towards_reward():
     assert after > before + 0.2
 
 
-def test_the_learning_rate_anneals_to_zero_over_the_run():
-    agent = make(anneal_learning_rate=True, total_learner_steps=10)
-    for steps, left in [(0, 1.0), (4, 0.6), (10, 0.0), (15, 0.0)]:
-        np.testing.assert_allclose(agent._learning_rate(jnp.int32(steps)), 1e-2 * left, rtol=1e-5)
-    for constant in (make(total_learner_steps=10, anneal_learning_rate=False), make(anneal_learning_rate=True)):
-        np.testing.assert_allclose(constant._learning_rate(jnp.int32(9)), 1e-2)
-
-
 @pytest.mark.parametrize("optimizer", ["rmsprop", "adam"])
 def test_updates_follow_the_annealed_rate(optimizer):
     agent = make(optimizer=optimizer, anneal_learning_rate=True, total_learner_steps=2)

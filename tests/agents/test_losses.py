@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlframe.agents import critics, losses, priorities, td3
+from rlframe.agents import critics, losses, off_policy, td3
 from tests.extras import import_or_skip
 
 
@@ -66,19 +66,19 @@ def test_huber_without_a_threshold_is_half_the_square():
 
 
 def test_importance_weights_by_hand():
-    weights = priorities.importance_weights(jnp.array([0.1, 0.4]), 0.5)
+    weights = off_policy.importance_weights(jnp.array([0.1, 0.4]), 0.5)
     np.testing.assert_allclose(weights, [1.0, 0.5], rtol=1e-6)
 
 
 def test_importance_weights_without_correction_are_one():
-    np.testing.assert_allclose(priorities.importance_weights(jnp.array([0.1, 0.4]), 0.0), [1.0, 1.0])
+    np.testing.assert_allclose(off_policy.importance_weights(jnp.array([0.1, 0.4]), 0.0), [1.0, 1.0])
 
 
 def test_sequence_priorities_by_hand():
     errors = jnp.array([[1.0, -4.0], [-3.0, 7.0], [5.0, 2.0]])
     mask = jnp.array([[1.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
     # Of 1 and 3, and of 4 and 2: 0.9 of the larger and 0.1 of the mean.
-    np.testing.assert_allclose(priorities.sequence_priorities(errors, mask, 0.9), [2.9, 3.9], rtol=1e-6)
+    np.testing.assert_allclose(off_policy.sequence_priorities(errors, mask, 0.9), [2.9, 3.9], rtol=1e-6)
 
 
 def test_soft_targets_by_hand():
@@ -127,8 +127,8 @@ def test_a_wrong_shape_is_named():
         r"log_probs must be \[B\].*; got \[2, 2\]": lambda: losses.temperature_loss(0.0, np.ones((2, 2)), 1.0),
         r"next_values must be \[2, B\] with B = 3": lambda: critics.soft_targets(three, three, three, three, 1.0),
         r"targets must be \[B\] with B = 3; got \[2\]": lambda: critics.twin_td_error(np.ones((2, 3)), two),
-        r"probabilities must be \[B\].*; got \[2, 2\]": lambda: priorities.importance_weights(np.ones((2, 2)), 1.0),
-        r"mask must be \[T, B\]": lambda: priorities.sequence_priorities(np.ones((4, 2)), np.ones((2, 4)), 0.9),
+        r"probabilities must be \[B\].*; got \[2, 2\]": lambda: off_policy.importance_weights(np.ones((2, 2)), 1.0),
+        r"mask must be \[T, B\]": lambda: off_policy.sequence_priorities(np.ones((4, 2)), np.ones((2, 4)), 0.9),
     }.items():
         with pytest.raises(ValueError, match=name):
             call()

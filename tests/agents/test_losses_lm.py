@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlframe.agents import losses_lm
+from rlframe.agents import losses, losses_lm
 
 SCORES = np.float32([1, 0, 0, 1, 5, 2, 2, 7])
 GROUP = np.int32([0, 0, 0, 0, 1, 1, 1, 2])
@@ -79,7 +79,7 @@ def test_ratios_are_one_where_the_mask_is_and_never_overflow():
     ],
 )
 def test_the_clipped_surrogate_by_hand(ratio, advantage, loss, slope):
-    found, gradient = jax.value_and_grad(losses_lm.clipped_surrogate)(ratio, advantage, 0.2, 0.3, 3.0)
+    found, gradient = jax.value_and_grad(losses.clipped_surrogate)(ratio, advantage, 0.2, 0.3, 3.0)
     np.testing.assert_allclose((found, gradient), (loss, slope), rtol=1e-6)
     is_clipped = losses_lm.is_clipped(jnp.float32(ratio), jnp.float32(advantage), 0.2, 0.3)
     assert is_clipped == (slope == 0 and ratio < 3)

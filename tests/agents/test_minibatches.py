@@ -113,7 +113,7 @@ def test_gradient_steps_end_at_a_limit_and_only_those_before_it_count(cls):
     # Steps at 0, 0.1, 0.2 and 0.3; the one at 0.4 is above the limit and is not applied.
     np.testing.assert_allclose(stopped, (0.4, 4, 0.2), rtol=1e-3)
     np.testing.assert_allclose(at_once, (0.1, 1, 0.05), rtol=1e-3)
-    assert logs["minibatch_share"] == pytest.approx(2 / 80)
+    assert logs["minibatch_share"] == pytest.approx(1 / 80)
 
 
 def test_outside_of_a_scan_a_gradient_step_has_no_branch():

@@ -146,7 +146,7 @@ def test_an_update_ends_at_its_target_divergence():
     after, some, stopped_logs = learn(stopped, params, learner_state, batch)
     assert all_steps.opt_state[1].count == 8 and logs["approx_kl"] > 1e-4
     count = int(some.opt_state[1].count)
-    assert 1 <= count < 8 and stopped_logs["minibatch_share"] == pytest.approx((count + 1) / 8)
+    assert 1 <= count < 8 and stopped_logs["minibatch_share"] == pytest.approx(count / 8)
     rows = stopped.rollout(params, batch.data)
     assert stopped.loss(after, learner_state, batch._replace(data=rows))[1]["approx_kl"] > 1e-4
     expected = explained_variance(rows.value, rows.value + rows.advantage, rows.mask)
@@ -162,6 +162,19 @@ def test_a_target_divergence_needs_a_loss_that_logs_it():
     agent = Silent(dataclasses.replace(CONFIG, target_kl=0.1), VECTOR, DISCRETE, SMALL)
     params, learner_state = started(agent)
     with pytest.raises(UsageError, match="Silent: target_kl needs approx_kl among the logs of loss, got loss"):
+        learn(agent, params, learner_state, batches.sequences(agent, params, learner_state))
+
+
+class Bare(PPO):
+    def rollout(self, params, data):
+        rollout = super().rollout(params, data)
+        return rollout.observation, rollout.advantage
+
+
+def test_a_rollout_without_the_fields_of_a_rollout_is_named():
+    agent = Bare(CONFIG, VECTOR, DISCRETE, SMALL)
+    params, learner_state = started(agent)
+    with pytest.raises(UsageError, match="Bare.rollout must return a Rollout.*; got a tuple without value, advantage"):
         learn(agent, params, learner_state, batches.sequences(agent, params, learner_state))
 
 

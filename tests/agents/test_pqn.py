@@ -150,7 +150,7 @@ def test_it_learns_the_rewards_of_a_bandit():
 
 
 def test_actions_that_are_not_discrete_are_refused():
-    with pytest.raises(UsageError, match=r"PQN needs Discrete actions, got .*BoundedArray.*Use SAC or PPO"):
+    with pytest.raises(UsageError, match=r"PQN needs Discrete actions, got .*BoundedArray.*Use SAC, PPO or IMPALA"):
         PQN(PQNConfig(), VECTOR, BOX)
 
 

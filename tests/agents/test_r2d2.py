@@ -259,7 +259,7 @@ def test_on_images_it_has_the_papers_network():
 
 
 def test_actions_that_are_not_discrete_are_refused():
-    with pytest.raises(UsageError, match=r"R2D2 needs Discrete actions, got .*BoundedArray.*Use PPO or IMPALA"):
+    with pytest.raises(UsageError, match=r"R2D2 needs Discrete actions, got .*BoundedArray.*Use SAC, PPO or IMPALA"):
         R2D2(R2D2Config(), VECTOR, BOX)
 
 

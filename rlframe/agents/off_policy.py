@@ -1,0 +1,94 @@
+"""What agents share that learn from a replay: its size, priorities and weights, and a target network."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from rlframe.agents.base import Agent
+from rlframe.agents.trees import check_shapes
+from rlframe.errors import UsageError
+from rlframe.types import Params, ReplaySpec, Sequence, Transition
+
+
+def check_replay_size(cfg: Any) -> None:
+    """Raise UsageError if a replay never holds the items that learning begins with.
+
+    Args:
+        cfg: an agent's config with `min_replay_size` (items), `replay_capacity` (steps) and, if the items are
+            sequences, `period` (steps from the start of one to the start of the next).
+    """
+    period = getattr(cfg, "period", 1)
+    if cfg.min_replay_size * period > cfg.replay_capacity:
+        name, each = type(cfg).__name__, f" sequences, one every {period} steps" if period > 1 else ""
+        raise UsageError(
+            f"{name}.min_replay_size ({cfg.min_replay_size}{each}) is above replay_capacity ({cfg.replay_capacity}): "
+            "learning would never begin."
+        )
+
+
+def replay_spec(cfg: Any, item: Transition | Sequence, kind: Literal["uniform", "prioritised"]) -> ReplaySpec:
+    """Return the replay of an agent's config: an update every `update_period` steps of the environments."""
+    period = item.period if isinstance(item, Sequence) else 1
+    return ReplaySpec(
+        kind=kind,
+        item=item,
+        batch_size=cfg.batch_size,
+        capacity=cfg.replay_capacity,
+        min_size=cfg.min_replay_size,
+        samples_per_insert=cfg.batch_size * period / cfg.update_period,
+        priority_exponent=getattr(cfg, "priority_exponent", ReplaySpec.priority_exponent),
+    )
+
+
+def importance_weights(probabilities: jax.Array, exponent: jax.Array | float) -> jax.Array:
+    """[B]: corrections for prioritised sampling, the largest being 1 (Schaul et al. 2016, section 3.4).
+
+    The size of the buffer cancels in the division by the largest.
+    """
+    check_shapes(probabilities=(probabilities, "B"))
+    weights = jnp.power(probabilities, -exponent)
+    return weights / jnp.max(weights)
+
+
+def sequence_priorities(errors: jax.Array, mask: jax.Array, max_share: float) -> jax.Array:
+    """[B]: of each sequence the largest error and the mean, mixed (Kapturowski et al. 2019, section 2.3).
+
+    Args:
+        errors: [T, B], differences to the targets.
+        mask: [T, B] float32, 0 where the environment ignored action t.
+        max_share: eta, the share of the largest.
+    """
+    check_shapes(errors=(errors, "T B"), mask=(mask, "T B"))
+    sizes = jnp.abs(errors) * mask
+    means = jnp.sum(sizes, axis=0) / jnp.maximum(jnp.sum(mask, axis=0), 1.0)
+    return max_share * jnp.max(sizes, axis=0) + (1.0 - max_share) * means
+
+
+class TargetState(NamedTuple):
+    """A `LearnerState`, with the target network's parameters."""
+
+    opt_state: Any
+    steps: Any
+    rng: Any
+    target_params: Params
+
+
+class TargetNetworkAgent(Agent):
+    """Base of agents that learn action values with a target network: a copy, every `target_update_period` updates."""
+
+    takes_policy = False
+
+    def initial_learner_state(self, params: Params) -> TargetState:
+        opt_state, steps, rng = super().initial_learner_state(params)
+        return TargetState(opt_state, steps, rng, target_params=params)
+
+    def update_learner_state(self, params: Params, opt_state: Any, learner_state: TargetState) -> TargetState:
+        learner_state = super().update_learner_state(params, opt_state, learner_state)
+        target = optax.periodic_update(
+            params, learner_state.target_params, learner_state.steps, self.cfg.target_update_period
+        )
+        return learner_state._replace(target_params=target)
