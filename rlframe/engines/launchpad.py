@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from rlframe import extras, handles
 from rlframe.engines.base import GRACE, Engine, EngineOptions, Watch, pick_free_port, warn_of_open_ports
 from rlframe.engines.logs import NodeLogs
-from rlframe.engines.supervision.node_main import node_processes, pickle_node
+from rlframe.engines.supervision.node_main import pickle_node, program_processes
 from rlframe.engines.supervision.placement import policies
 from rlframe.engines.supervision.program import STOP_SIGNAL, ProgramSupervisor
 from rlframe.engines.supervision.running import GroupPolicy
@@ -144,11 +144,10 @@ def launch(
                 f"The program has no group {label!r}; it has {', '.join(program.groups)}."
                 f"{suggest(label, program.groups)}"
             )
-    nodes = _pickled(program, ports or {})
-    with node_processes(run_node, nodes, policies) as processes:
-        if listening := _open_ports(program):
-            warn_of_open_ports(listening, output or sys.stderr)
-        return ProgramSupervisor(processes, output, logs, hang_timeout=hang_timeout, watch=watch, grace=grace).run()
+    processes = program_processes(run_node, _pickled(program, ports or {}), policies)
+    if listening := _open_ports(program):
+        warn_of_open_ports(listening, output or sys.stderr)
+    return ProgramSupervisor(processes, output, logs, hang_timeout=hang_timeout, watch=watch, grace=grace).run()
 
 
 def run_node(pickled: bytes) -> None:

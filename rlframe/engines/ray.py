@@ -6,60 +6,43 @@ engine `local`. A launcher that dies leaves nothing behind: what was saved is go
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import functools
 import io
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlframe import extras
-from rlframe.engines.base import Engine, EngineOptions, Watch
-from rlframe.engines.logs import NodeLogs
+from rlframe.engines.base import EngineOptions, Watch
 from rlframe.engines.supervision.node_main import pickle_node
 from rlframe.engines.supervision.placement import policies
-from rlframe.engines.supervision.program import ProgramSupervisor
 from rlframe.engines.supervision.running import GroupPolicy, SupervisedNode
-from rlframe.engines.supervision.served_node import MakeWorker, ServedNode, pickle_worker
+from rlframe.engines.supervision.served_node import MakeWorker, ServedEngine, ServedNode, pickle_worker
 from rlframe.errors import UsageError
-from rlframe.handles import Remote
 from rlframe.transport.ray import RayTransport
 
 if TYPE_CHECKING:
     from rlframe.engines.ray_nodes.host import HostedNode
 
-_TRANSPORT = RayTransport()
-_BUSY = (
-    "actor",
-    "inferencer",
-    "collector",
-)  # groups whose nodes are at work all the time: each has a CPU, if there are enough
+# The groups whose nodes are at work all the time: each node has a CPU, if there are enough.
+_BUSY = ("actor", "inferencer", "collector")
 
 
-class RayEngine(Engine):
-    """Runs each node beside an actor. The handle to a node is a `Remote`."""
+class RayEngine(ServedEngine):
+    """Runs each node beside an actor."""
 
     options = ("max_restarts", "hang_timeout", "grace_seconds", "accelerators", "ray_address")
     requires = ("ray",)
     operator = "ray"
     runs_reverb = False
+    transport = RayTransport()
 
     def __init__(self, options: EngineOptions) -> None:
         with extras.needed("--engine ray", "ray"):
             from rlframe.engines.ray_nodes.cluster import RayCluster
-        self._asked = options
-        self._logs = NodeLogs(options.logs)
-        self._resources = contextlib.ExitStack()
+        super().__init__(options)
         self._owned: list[Any] = []
-        self._nodes: dict[str, list[ServedNode]] = collections.defaultdict(list)  # by group
         self._cluster = RayCluster(options.ray_address)
         self._resources.callback(self._cluster.close)
-
-    def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Remote:
-        """See `Engine`."""
-        address = f"{group}/{len(self._nodes[group])}"
-        self._nodes[group].append(ServedNode(group, _TRANSPORT, address, constructor, args, kwargs))
-        return self._handle(address, group)
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
         """See `Engine`: there is none."""
@@ -75,38 +58,21 @@ class RayEngine(Engine):
 
         def node(role: str, make: bytes, index: int, incarnation: int) -> SupervisedNode:
             name, address = f"{role}/{index}", f"{role}/{index}/{incarnation}"
-            pickled = pickle_worker(_TRANSPORT, address, make, name, index, incarnation)
+            pickled = pickle_worker(self.transport, address, make, name, index, incarnation)
             hosted = self._hosted(name, address, pickled, policy_of[role])
             return self._cluster.place(hosted, cpus.get(role, 0.0), gpus.get(role, 0.0), are_bound[role], _end_nothing)
 
         return {role: functools.partial(node, role, pickle_node(role, make)) for role, make in makers.items()}
 
-    @property
-    def groups(self) -> dict[str, int]:
-        """See `Engine`."""
-        return {group: len(nodes) for group, nodes in self._nodes.items()}
-
     def own(self, resource: Any) -> Any:
         """See `Engine`. Nodes that refer to it share memory with this process: they are on its Ray node."""
-        self._resources.callback(resource.close)
         self._owned.append(resource)
-        return resource
-
-    def address_of(self, group: str) -> str:
-        """See `Engine`."""
-        return self._nodes[group][0].address
-
-    def handle_of(self, group: str) -> Remote:
-        """See `Engine`."""
-        return self._handle(self._nodes[group][0].address, group)
+        return super().own(resource)
 
     def run(self, watch: Watch | None = None) -> int | None:
         """See `Engine`; as `rlframe.launch`."""
-        hang_timeout, grace = self._asked.hang_timeout, self._asked.grace_seconds
         with self._resources:
-            supervisor = ProgramSupervisor(
-                [], self._asked.output, self._logs, hang_timeout=hang_timeout, watch=watch, grace=grace
-            )
+            supervisor = self._supervisor([], watch)
             supervisor.add(*self._placed(supervisor.stop))
             return supervisor.run()
 
@@ -138,10 +104,10 @@ class RayEngine(Engine):
 
     def _pickled(self, node: ServedNode) -> tuple[bytes, bool]:
         """(the node, whether it shares memory with this process)."""
-        return pickle_node(node.group, node), refers_to(node, self._owned)
+        return node.pickled(), refers_to(node, self._owned)
 
-    def _handle(self, address: str, group: str) -> Remote:
-        return Remote([address], group, transport=_TRANSPORT)
+    def _address(self, group: str, index: int) -> str:
+        return f"{group}/{index}"
 
 
 def refers_to(target: Any, resources: list[Any]) -> bool:

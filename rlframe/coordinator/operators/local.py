@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import pathlib
 from collections.abc import Mapping
@@ -11,12 +10,12 @@ from typing import Any, TextIO
 from rlframe.coordinator.messages import ROLES, Role, worker_id_of
 from rlframe.coordinator.operators.supervised import BACKOFF, SupervisedOperator
 from rlframe.engines.logs import NodeLogs
-from rlframe.engines.supervision.node_main import node_processes, pickle_node
+from rlframe.engines.supervision.node_main import node_process, pickle_node
 from rlframe.engines.supervision.placement import ON_CPU
-from rlframe.engines.supervision.running import GroupPolicy, HasEnded, RunningProcess, TakeLine
+from rlframe.engines.supervision.running import GroupPolicy, NodeProcess
 from rlframe.engines.supervision.served_node import MakeWorker, pickle_worker, run_node
 from rlframe.engines.supervision.supervisor import Backoff
-from rlframe.interprocess.heartbeat import TIMEOUT, HeartbeatMonitor
+from rlframe.interprocess.heartbeat import TIMEOUT
 from rlframe.transport.sockets import SocketDirectory, SocketTransport
 
 WorkerEnv = Mapping[str, "str | None"]  # environment variables; None: removed
@@ -72,24 +71,10 @@ class LocalOperator(SupervisedOperator):
         super().close()
         self._sockets.close()
 
-    def _node(self, role: Role, make: bytes, policy: GroupPolicy, index: int, incarnation: int) -> WorkerProcess:
+    def _node(self, role: Role, make: bytes, policy: GroupPolicy, index: int, incarnation: int) -> NodeProcess:
         name, address = worker_id_of(role, index), f"{self._sockets.path}/{role}-{index}-{incarnation}"
-        return WorkerProcess(name, policy, address, pickle_worker(_TRANSPORT, address, make, name, index, incarnation))
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkerProcess:
-    """A worker in a process of this machine. See `SupervisedNode`."""
-
-    name: str
-    policy: GroupPolicy
-    address: str
-    pickled: bytes
-
-    def start(self, pulse: HeartbeatMonitor | None, has_ended: HasEnded, take_line: TakeLine) -> RunningProcess:
-        """See `SupervisedNode`."""
-        with node_processes(_run_worker, {self.name: [self.pickled]}, {self.name: self.policy}) as (process,):
-            return dataclasses.replace(process, address=self.address).start(pulse, has_ended, take_line)
+        pickled = pickle_worker(_TRANSPORT, address, make, name, index, incarnation)
+        return node_process(name, _run_worker, pickled, policy, address)
 
 
 def _run_worker(pickled: bytes) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from rlframe import extras
 from rlframe.engines.ray_nodes.params import FetchedVersions, Policy, PublishedVersions
-from rlframe.engines.supervision.node_main import node_processes
+from rlframe.engines.supervision.node_main import node_process
 from rlframe.engines.supervision.running import GroupPolicy, RunningNode
 from rlframe.engines.supervision.served_node import run_node
 from rlframe.errors import UnavailableError
@@ -111,8 +111,8 @@ class NodeHost:
         env = {**node.policy.env, **self._relay.station.variables, MACHINE: ray_node}
         policy = dataclasses.replace(node.policy, env=env)
         sys.path += [path for path in node.imports if path not in sys.path]  # the node's is the same
-        with node_processes(run_ray_node, {node.name: [node.pickled]}, {node.name: policy}) as (process,):
-            self._node = process.start(pulse, self._end, self._take)
+        process = node_process(node.name, run_ray_node, node.pickled, policy)
+        self._node = process.start(pulse, self._end, self._take)
 
     @ray.method(concurrency_group="watch")
     def watch(self, count: int, others: Handles) -> Seen:

@@ -1,20 +1,19 @@
-"""The entry of a node's process: `python -m rlframe.engines.supervision.node_main DESCRIPTOR INDEX NAME`.
+"""The entry of a node's process: `main`, with the arguments NAME DESCRIPTOR.
 
-It dies with the launcher, carries its role in its title, and lets no program linger on the disk: what it runs comes
-through a descriptor.
+The process dies with the launcher and has its role in its title. It reads from the descriptor what to run: no program
+stays on the disk.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import faulthandler
 import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from rlframe import streams
@@ -30,32 +29,37 @@ from rlframe.user_directories import import_path
 LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"
 
 
-@contextlib.contextmanager
-def node_processes(
-    run: Callable[[bytes], Any], groups: Mapping[str, Sequence[bytes]], policies: Mapping[str, GroupPolicy]
-) -> Iterator[list[NodeProcess]]:
-    """The processes of a program, for a `ProgramSupervisor`.
+def node_process(
+    name: str, run: Callable[[bytes], Any], pickled: bytes, policy: GroupPolicy, address: str | None = None
+) -> NodeProcess:
+    """Return the process of a node, to be started by a supervisor of this process.
 
     Args:
+        name: of the node: `actor/1`.
         run: a function of a module, which runs a node in its process.
-        groups: by label, the nodes of each group, as `run` takes them.
+        pickled: the node, as `run` takes it.
+        policy: of its group.
+        address: see `NodeProcess`.
+    """
+    policy = dataclasses.replace(policy, env={**policy.env, LAUNCHER_PID: str(os.getpid())})
+    return NodeProcess(name, command_of(__name__, name), policy, pickle.dumps((run, pickled)), address)
+
+
+def program_processes(
+    run: Callable[[bytes], Any], groups: Mapping[str, Sequence[bytes]], policies: Mapping[str, GroupPolicy]
+) -> list[NodeProcess]:
+    """Return the processes of a program, for a `ProgramSupervisor`.
+
+    Args:
+        run: see `node_process`.
+        groups: by label, the pickled nodes of each group.
         policies: by label; a group without one has no restarts and decides nothing.
     """
-    nodes = []
-    with contextlib.ExitStack() as opened:
-        for label, group in groups.items():
-            # Memory, not a file: nothing is left behind when the launcher is killed.
-            descriptor = os.memfd_create(f"rlframe {label}")
-            opened.callback(os.close, descriptor)
-            with open(f"/proc/self/fd/{descriptor}", "wb") as file:
-                pickle.dump((run, list(group)), file)
-            policy = policies.get(label, GroupPolicy())
-            policy = dataclasses.replace(policy, env={**policy.env, LAUNCHER_PID: str(os.getpid())})
-            for index in range(len(group)):
-                name = f"{label}/{index}" if len(group) > 1 else label
-                command = command_of(__name__, str(descriptor), str(index), name)
-                nodes.append(NodeProcess(name, command, policy, (descriptor,)))
-        yield nodes
+    return [
+        node_process(f"{label}/{index}" if len(group) > 1 else label, run, pickled, policies.get(label, GroupPolicy()))
+        for label, group in groups.items()
+        for index, pickled in enumerate(group)
+    ]
 
 
 def pickle_node(label: str, node: Any) -> bytes:
@@ -77,16 +81,16 @@ def pickle_node(label: str, node: Any) -> bytes:
 def main() -> None:
     """Runs one node; the process's exit code says how it ended."""
     streams.prepare()
-    descriptor, index, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    name, descriptor = sys.argv[1], int(sys.argv[2])
     del sys.argv[1:]
     begin_process(name)
     die_with_parent(int(os.environ[LAUNCHER_PID]))
     heartbeat.begin()
     logs.set_up(name)
     sys.path.append(os.getcwd())
-    with open(f"/proc/self/fd/{descriptor}", "rb") as file:  # opened anew: the offset is shared with the other nodes
-        run, nodes = pickle.load(file)
-    run_to_exit(lambda: run(nodes[index]))
+    with open(descriptor, "rb") as file:
+        run, pickled = pickle.load(file)
+    run_to_exit(lambda: run(pickled))
 
 
 def command_of(module: str, *arguments: str) -> list[str]:

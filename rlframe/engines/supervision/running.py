@@ -12,7 +12,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
@@ -126,7 +126,7 @@ class NodeProcess:
     name: str  # "actor/1"
     command: Sequence[str]
     policy: GroupPolicy = GroupPolicy()
-    descriptors: Sequence[int] = ()  # that it inherits
+    content: bytes | None = None  # that it reads from a descriptor, whose number is appended to the command
     address: str | None = None  # path of the socket at which it takes calls
 
     def start(self, pulse: HeartbeatMonitor | None, has_ended: HasEnded, take_line: TakeLine) -> RunningProcess:
@@ -148,15 +148,17 @@ class RunningProcess(RunningNode):
             **node.policy.env,
             **(pulse.variables if pulse is not None else {}),
         }
-        self._process = start_process(
-            list(node.command),
-            env={name: value for name, value in variables.items() if value is not None},
-            pass_fds=(*node.descriptors, *([pulse.descriptor] if pulse is not None else [])),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C at the terminal is the launcher's
-        )
+        with contextlib.ExitStack() as opened:
+            descriptors = [opened.enter_context(_in_memory(node.content))] if node.content is not None else []
+            self._process = start_process(
+                [*node.command, *map(str, descriptors)],
+                env={name: value for name, value in variables.items() if value is not None},
+                pass_fds=(*descriptors, *([pulse.descriptor] if pulse is not None else [])),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C at the terminal is the launcher's
+            )
         self.pid = self._process.pid
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -188,3 +190,16 @@ class RunningProcess(RunningNode):
     def _wait(self, has_ended: HasEnded) -> None:
         self.wait()
         has_ended(self)
+
+
+@contextlib.contextmanager
+def _in_memory(content: bytes) -> Iterator[int]:
+    """Yield a descriptor to read from. It is memory: nothing is left behind if this process is killed."""
+    descriptor = os.memfd_create("rlframe node")
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(content)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,18 +1,24 @@
-"""A node of the engine `local`: an object whose public methods are called over a socket."""
+"""Nodes that are objects whose public methods are called over a transport, and the base of their engines."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import functools
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
+from rlframe.engines.base import Engine, EngineOptions, Watch
+from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.node_main import LAUNCHER_PID, pickle_node
-from rlframe.engines.supervision.program import STOP_SIGNAL
+from rlframe.engines.supervision.program import STOP_SIGNAL, ProgramSupervisor
+from rlframe.engines.supervision.running import SupervisedNode
+from rlframe.handles import Remote
 from rlframe.interprocess.progress import STARTING
 from rlframe.program_end import join_program
 from rlframe.transport import Transport
@@ -34,6 +40,60 @@ class ServedNode:
     def pickled(self) -> bytes:
         """See `run_node`."""
         return pickle_node(self.group, self)
+
+
+class ServedEngine(Engine):
+    """Base of the engines whose nodes are `ServedNode`s. The handle to a node is a `Remote`.
+
+    Args:
+        options: see `EngineOptions`.
+    """
+
+    transport: ClassVar[Transport]
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._asked = options
+        self._resources = contextlib.ExitStack()
+        self._nodes: dict[str, list[ServedNode]] = collections.defaultdict(list)  # by group
+
+    def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Remote:
+        """See `Engine`."""
+        address = self._address(group, len(self._nodes[group]))
+        self._nodes[group].append(ServedNode(group, self.transport, address, constructor, args, kwargs))
+        return Remote([address], group, transport=self.transport)
+
+    @property
+    def groups(self) -> dict[str, int]:
+        """See `Engine`."""
+        return {group: len(nodes) for group, nodes in self._nodes.items()}
+
+    def own(self, resource: Any) -> Any:
+        """See `Engine`."""
+        self._resources.callback(resource.close)
+        return resource
+
+    def address_of(self, group: str) -> str:
+        """See `Engine`."""
+        return self._nodes[group][0].address
+
+    def handle_of(self, group: str) -> Remote:
+        """See `Engine`."""
+        return Remote([self._nodes[group][0].address], group, transport=self.transport)
+
+    def _address(self, group: str, index: int) -> str:
+        """Return the address of a node."""
+        raise NotImplementedError
+
+    def _supervisor(self, nodes: Sequence[SupervisedNode], watch: Watch | None) -> ProgramSupervisor:
+        asked = self._asked
+        return ProgramSupervisor(
+            nodes,
+            asked.output,
+            NodeLogs(asked.logs),
+            hang_timeout=asked.hang_timeout,
+            watch=watch,
+            grace=asked.grace_seconds,
+        )
 
 
 def pickle_worker(transport: Transport, address: str, make: bytes, name: str, index: int, incarnation: int) -> bytes:
