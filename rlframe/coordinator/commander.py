@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlframe.coordinator.messages import Role, StartTask
-from rlframe.coordinator.stop_conditions import StopConditions
 from rlframe.errors import UsageError
 
 
@@ -46,24 +45,66 @@ class Commander(Protocol):
         """The policy that is evaluated when the job is over."""
 
 
+class StopReason(str):
+    """Why a run ends, as text. `by` names the condition, as `Result.stopped_by` does."""
+
+    by: str
+
+    def __new__(cls, by: str, text: str) -> StopReason:
+        """Make the text, with its name."""
+        made = super().__new__(cls, text)
+        made.by = by
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.by, str(self))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StopConditions:
+    """Limits of a run, which ends at the first that it reaches. None: no such limit."""
+
+    env_steps: int | None = None  # of all actors
+    learner_steps: int | None = None  # updates
+    seconds: float | None = None  # since this session, or the job, began
+    eval_return: float | None = None  # mean return of an evaluation during the run
+
+    @property
+    def are_set(self) -> bool:
+        """Return True if there is a limit."""
+        return any(getattr(self, field.name) is not None for field in dataclasses.fields(StopConditions))
+
+    def reached(
+        self, *, env_steps: int = 0, learner_steps: int = 0, seconds: float = 0.0, eval_return: float | None = None
+    ) -> StopReason | None:
+        """Return the first limit that is reached, None if none is.
+
+        Args:
+            env_steps, learner_steps, seconds: so far.
+            eval_return: mean return of the newest evaluation; None before the first.
+        """
+        if self.env_steps is not None and env_steps >= self.env_steps:
+            return StopReason("steps", f"{env_steps:,} of {self.env_steps:,} environment steps were taken")
+        if self.learner_steps is not None and learner_steps >= self.learner_steps:
+            return StopReason("until_learner_steps", f"{learner_steps:,} of {self.learner_steps:,} updates were made")
+        if self.seconds is not None and seconds >= self.seconds:
+            return StopReason("until_seconds", f"{seconds:,.0f} of {self.seconds:,.0f} s are over")
+        if self.eval_return is not None and eval_return is not None and eval_return >= self.eval_return:
+            text = f"an evaluation reached {eval_return:g}, and {self.eval_return:g} was wanted"
+            return StopReason("until_return", text)
+        return None
+
+
 @dataclasses.dataclass(frozen=True)
-class TrainOne:
-    """Trains one policy until the first of its limits is reached.
+class TrainOne(StopConditions):
+    """Trains one policy until the first of its limits is reached. See `StopConditions`.
 
     Attributes:
         policy_id: in the param store.
-        env_steps: of all collectors.
-        learner_steps: updates.
-        seconds: since the job began.
-        eval_return: mean return of an evaluation.
         eval_every: environment steps between two evaluations; 0: only the last version is evaluated.
     """
 
     policy_id: str = "main"
-    env_steps: int | None = None
-    learner_steps: int | None = None
-    seconds: float | None = None
-    eval_return: float | None = None
     eval_every: int = 0
 
     def __post_init__(self) -> None:
@@ -73,7 +114,7 @@ class TrainOne:
                 raise UsageError(f"TrainOne.{name} must be more than 0, got {value}.")
         if self.eval_every < 0:
             raise UsageError(f"TrainOne.eval_every must be at least 0, got {self.eval_every}.")
-        if all(limit is None for limit in (self.env_steps, self.learner_steps, self.seconds, self.eval_return)):
+        if not self.are_set:
             raise UsageError("TrainOne needs a limit: env_steps, learner_steps, seconds or eval_return.")
 
     def task(self, role: Role, index: int, view: View) -> StartTask | None:
@@ -89,8 +130,7 @@ class TrainOne:
 
     def stop(self, view: View) -> str | None:
         """See `Commander`."""
-        limits = StopConditions(self.env_steps, self.learner_steps, self.seconds, self.eval_return)
-        return limits.reached(
+        return self.reached(
             env_steps=view.env_steps,
             learner_steps=view.learner_steps,
             seconds=view.seconds,

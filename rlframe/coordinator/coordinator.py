@@ -15,7 +15,7 @@ from typing import Any
 
 from rlframe import handles
 from rlframe.coordinator import status as statuses
-from rlframe.coordinator.commander import Commander
+from rlframe.coordinator.commander import Commander, StopReason
 from rlframe.coordinator.config import CoordinatorConfig, JobRecorder
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.accounts import Rates
@@ -28,7 +28,6 @@ from rlframe.coordinator.operators.base import Operator
 from rlframe.coordinator.replay_thread import ReplayThread
 from rlframe.coordinator.scaling import Scaling, Watch, cores_here
 from rlframe.coordinator.states import JobState, is_over
-from rlframe.coordinator.stop_conditions import StopReason
 from rlframe.coordinator.worker_calls import WorkerCalls
 from rlframe.errors import JobFailedError, UsageError, suggest
 from rlframe.interprocess.files import write_atomically

@@ -93,6 +93,18 @@ TRANSITIONS: dict[enum.Enum, set[Any]] = {
 }
 
 
+class Stateful:
+    """What has a state, which `become` alone changes."""
+
+    state: Any
+
+    def become(self, state: enum.Enum) -> None:
+        """Change the state. Raises TransitionError if `state` may not follow."""
+        if state is not self.state:
+            check(self.state, state)
+            self.state = state
+
+
 def is_over(state: enum.Enum) -> bool:
     """Whether nothing follows this state."""
     return not TRANSITIONS[state]

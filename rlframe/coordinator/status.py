@@ -6,7 +6,7 @@ from typing import Any
 
 from rlframe.coordinator.core.accounts import Rates
 from rlframe.coordinator.core.job import TrainingJob
-from rlframe.coordinator.core.roster import KnownWorker
+from rlframe.coordinator.core.records import KnownWorker
 from rlframe.coordinator.messages import ROLES
 from rlframe.coordinator.states import JobState, WorkerState, is_over
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlframe import handles
 from rlframe.actors.actor import env_seed
 from rlframe.agents import Agent
-from rlframe.coordinator.stop_conditions import StopConditions
+from rlframe.coordinator.commander import StopConditions
 from rlframe.envs.codec import Codec
 from rlframe.metrics import Logger
 from rlframe.programs.experiment import Experiment
@@ -52,8 +52,12 @@ class Run:
     @property
     def stop_conditions(self) -> StopConditions:
         """The limits that may end the session before its last step; a language model has none."""
-        limits = (getattr(self.topology, f"until_{name}", None) for name in ("learner_steps", "seconds", "return"))
-        return StopConditions(None, *limits)
+        topology = self.topology
+        return StopConditions(
+            learner_steps=getattr(topology, "until_learner_steps", None),
+            seconds=getattr(topology, "until_seconds", None),
+            eval_return=getattr(topology, "until_return", None),
+        )
 
     @property
     def last_step_is(self) -> str:

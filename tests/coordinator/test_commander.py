@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlframe.coordinator.commander import TrainOne, View
+from rlframe.coordinator.commander import StopReason, TrainOne, View
 from rlframe.coordinator.messages import StartTask
-from rlframe.coordinator.stop_conditions import StopReason
 from rlframe.errors import UsageError
 
 

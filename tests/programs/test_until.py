@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import rlframe
-from rlframe.coordinator.stop_conditions import StopConditions
+from rlframe.coordinator.commander import StopConditions
 from rlframe.errors import UsageError
 from rlframe.learners import Checkpointer
 from rlframe.programs.run_dir.directory import Result

@@ -9,7 +9,7 @@ import dataclasses
 
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import TrainingJob
-from rlframe.coordinator.core.tasks import Task
+from rlframe.coordinator.core.records import Task
 from rlframe.coordinator.messages import StartTask
 from rlframe.coordinator.states import TaskState
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from rlframe.coordinator.commander import StopReason
 from rlframe.coordinator.messages import BatchMeta, Header, Role, Update, WorkerInfo, WorkerKey, WorkerReply
-from rlframe.coordinator.stop_conditions import StopReason
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,7 @@ from rlframe.coordinator.commander import Commander, View
 from rlframe.coordinator.config import Limits
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.accounts import Accounts
-from rlframe.coordinator.core.roster import KnownWorker, Roster
-from rlframe.coordinator.core.tasks import Task, Tasks
+from rlframe.coordinator.core.records import KnownWorker, Roster, Task, Tasks
 from rlframe.coordinator.messages import ROLES, Header, Role
 from rlframe.coordinator.states import JobState, check, is_over
 from rlframe.metrics.rows import ActorCounts, Rows

@@ -12,7 +12,7 @@ from typing import Any
 from rlframe.coordinator.core import evaluations, results, work, workers
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import JobEnding, TrainingJob
-from rlframe.coordinator.core.tasks import Task
+from rlframe.coordinator.core.records import Task
 from rlframe.coordinator.messages import ROLES
 from rlframe.coordinator.states import JobState, TaskState, WorkerState, is_over
 

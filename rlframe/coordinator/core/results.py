@@ -11,8 +11,7 @@ import dataclasses
 from rlframe.coordinator.core import evaluations
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import TrainingJob
-from rlframe.coordinator.core.roster import KnownWorker
-from rlframe.coordinator.core.tasks import Task
+from rlframe.coordinator.core.records import KnownWorker, Task
 from rlframe.coordinator.messages import (
     KINDS,
     Closed,

@@ -9,8 +9,7 @@ from typing import Any
 from rlframe.coordinator.core import evaluations, results, workers
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import TrainingJob
-from rlframe.coordinator.core.roster import KnownWorker
-from rlframe.coordinator.core.tasks import Task
+from rlframe.coordinator.core.records import KnownWorker, Task
 from rlframe.coordinator.messages import (
     KINDS,
     CallRefused,

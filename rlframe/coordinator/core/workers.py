@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import TrainingJob
+from rlframe.coordinator.core.records import KnownWorker, Task
 from rlframe.coordinator.core.results import release, retry
-from rlframe.coordinator.core.roster import KnownWorker
-from rlframe.coordinator.core.tasks import Task
 from rlframe.coordinator.messages import ROLES, Alive, Resources, Role, WorkerInfo, WorkerReply
 from rlframe.coordinator.states import TaskState, WorkerState, is_over
 

@@ -196,7 +196,7 @@ def make_coordinator(run: Run, replay_buffer: Any, param_store: Any, operator: O
         limits=limits_of(experiment),
     )
     commander = TrainOne(
-        POLICY,
+        policy_id=POLICY,
         env_steps=run.until,
         learner_steps=config.until_learner_steps,
         seconds=config.until_seconds,

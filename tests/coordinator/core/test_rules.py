@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlframe.coordinator.commander import TrainOne
+from rlframe.coordinator.commander import StopReason, TrainOne
 from rlframe.coordinator.core import evaluations, workers
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.accounts import Accounts
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.machine import handle
-from rlframe.coordinator.core.tasks import Tasks
+from rlframe.coordinator.core.records import Tasks
 from rlframe.coordinator.messages import (
     Alive,
     Evaluated,
@@ -27,7 +27,6 @@ from rlframe.coordinator.messages import (
     WorkerInfo,
 )
 from rlframe.coordinator.states import JobState, TaskState, WorkerState
-from rlframe.coordinator.stop_conditions import StopReason
 from rlframe.metrics.rows import ActorCounts
 from tests.coordinator.core.test_machine import at_work, learner, running, state
 from tests.coordinator.core.world import LIMITS, SimWorker, World
