@@ -1,4 +1,25 @@
-"""Elastic training: workers come and go while it continues. See docs/coordinator.md."""
+"""Elastic training: workers come and go while it continues. See docs/coordinator.md.
+
+The objects, by process:
+
+- The coordinator's process. `Coordinator` is a loop: it takes events (a worker answered, the operator listed its
+  workers, time passed), lets the state machine in `core` decide, writes the journal, and carries out the effects.
+  Three helpers carry them out: `WorkerCalls` calls workers, `OperatorThread` asks for workers, `ReplayThread` draws
+  batches and pins versions. A `Commander` says what workers do and when the job is over; `TrainOne` is the plain one.
+  `Watch` (`scaling.py`) chooses the number of collectors.
+- The launcher's process. An operator (`operators`) keeps as many workers running as the coordinator asked for. The
+  `ParamStore` has the newest parameters. Both outlive a coordinator that dies; its successor reads the journal.
+- Workers (`workers`). A `LearnerWorker` learns when it is called, a `CollectorWorker` collects or evaluates. Both
+  answer at once, and work in a thread of their own (`TaskWorker`).
+- The control (`control`). An HTTP service calls the coordinator's methods for people: status, scale, pause, stop.
+
+Messages between coordinator and workers are in `messages.py`, the states of jobs, tasks and workers in `states.py`.
+Steps and parameters never pass through the coordinator.
+
+One round, from a call to the next: the core emits `Send("collector/0", "get_data")`. `WorkerCalls` calls the worker,
+which collects for 0.1 s and answers `Collected`. The event `Replied` goes to the core, which counts the steps and emits
+the next `Send`. The docstring of `rlframe.coordinator.core` follows a whole example.
+"""
 
 from __future__ import annotations
 

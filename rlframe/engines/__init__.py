@@ -1,4 +1,34 @@
-"""Engines start the nodes of a program, watch them and connect them; one file each."""
+"""Engines run the nodes of a program. There is one file for each engine.
+
+A topology describes a program by calls of `Engine.add`, one for each node; `Engine.run` runs it to its end.
+
+    engine = LocalEngine(EngineOptions())
+    learner = engine.add("learner", Learner, cfg, agent, replay)  # a handle
+    engine.add("actor", Actor, make_env, learner, replay)         # which is an argument of other nodes
+    engine.run()
+
+What happens then under the engine `local`, whose nodes are processes (folder `supervision`):
+
+- Start. `run` pickles each node as a `ServedNode` and makes it a `NodeProcess` (`supervision/node_main.py`). The
+  `ProgramSupervisor` starts each one: `NodeProcess.start` returns a `RunningProcess`. In that process, `run_node`
+  (`supervision/served_node.py`) calls the constructor, serves the object's public methods, and calls its `run()`.
+- Watch. The supervisor has one `Slot` for each node. It reads the heartbeat of each process and the lines that it
+  prints, and hears of its end.
+- Restart. The actor dies, or is killed because it hangs. `ProgramSupervisor._ended` decides: start it again after the
+  pause of `Backoff`, or, after too many deaths, end the program with an error. Its handle stays valid.
+- End. The learner's `run()` returns: its group is the one that decides (`deciding_group`). The supervisor sends
+  SIGTERM to all others, and SIGKILL after `grace_seconds`. `run` returns, or raises `ProgramError`.
+
+Other engines differ in where a node is:
+
+- `launchpad`: the nodes are those of a `launchpad.Program`, under the same supervisor (`launch`).
+- `ray`: a `RunningActor` stands for the process, which a Ray actor starts beside itself, on any machine of the cluster
+  (folder `ray_nodes`).
+- `threads`: each node is a thread of this process; there are no restarts.
+
+Workers of elastic come and go while a program runs. A subclass of the same `Supervisor` keeps them running:
+`SupervisedOperator` in `rlframe.coordinator.operators`.
+"""
 
 from __future__ import annotations
 

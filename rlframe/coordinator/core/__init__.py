@@ -1,1 +1,32 @@
-"""What a coordinator decides, as pure code: events and the time come in, effects go out."""
+"""The decisions of a coordinator, as pure code: events and the time come in, effects go out.
+
+`machine.handle(job, event, now)` returns the effects of an event; `events.py` has both. All state is in a `TrainingJob`
+(`job.py`), whose workers and tasks are in `records.py` and whose counters are in `accounts.py`. The functions over it:
+
+- `machine.py`: the state of the job, its end, and what people ask for;
+- `workers.py`: workers come, answer pings, are lost, and leave;
+- `work.py`: the next call of each worker, and which function takes its answer;
+- `results.py`: the answers; tasks end or are tried again;
+- `evaluations.py`: which version an evaluation is of.
+
+Example: a collector joins, gets a task, dies, and its successor gets the task. A learner is at work already.
+
+    event                                            effects
+    OperatorAnswered: collector/0, incarnation 0     Open(collector/0), Send(ping)
+    Replied(ping, Alive)                             Send(resources), Send(start_task): collect/2, attempt 0
+    Replied(start_task, Started)                     Send(get_data)
+    Replied(get_data, Collected: 64 steps)           Send(get_data): 64 steps are counted, and it goes on
+    OperatorAnswered: without collector/0            Shut(collector/0), ReportFailed(collector/0): collect/2 waits
+    OperatorAnswered: collector/0, incarnation 1     Open(collector/0), Send(ping)
+    Replied(ping, Alive)                             Send(resources), Send(start_task): collect/2, attempt 1
+    Replied(get_data) of incarnation 0, late         none: it is of an older call
+
+An answer that says `NotReady` changes nothing: the same call is sent again. A worker that answers no ping for
+`Limits.lost_after` is lost as well. Each event that matters to people has a `Note` among its effects.
+
+The states that the example passes through (all transitions are in `rlframe.coordinator.states`):
+
+    worker   REQUESTED -> CONNECTING -> IDLE <-> BUSY -> CLOSING -> IDLE     (silent: SUSPECT; at last: LOST or GONE)
+    task     PENDING -> ASSIGNED -> RUNNING -> CLOSING -> SUCCEEDED          (worker lost: RETRYING -> PENDING)
+    job      INIT -> CONNECTING -> WAITING -> RUNNING -> DRAINING -> CLOSED  (no learner: DEGRADED; asked to: PAUSED)
+"""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 
 from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.config import Limits
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.messages import Alive, CallRefused, Failed, StartTask
+from rlframe.coordinator.core.job import TrainingJob
+from rlframe.coordinator.core.machine import handle
+from rlframe.coordinator.messages import Alive, CallRefused, Collected, Failed, Started, StartTask, WorkerInfo
 from rlframe.coordinator.states import JobState, TaskState, WorkerState
 from tests.coordinator.core.world import LIMITS, World
 
@@ -490,3 +493,35 @@ def test_a_restarted_coordinator_finds_the_overrides_of_the_tasks_that_went_on()
     assert world.run(30.0, lambda: at_work(world) == 2)
     assert {task.task_id: task.start.overrides for task in world.m.tasks} == before
     assert not [note for note in world.notes if note.kind == "closed"]
+
+
+def test_the_example_of_the_package_a_collector_dies_and_its_successor_gets_the_task() -> None:
+    job = TrainingJob(ENDLESS, LIMITS, {"learner": 1, "collector": 1}, by_key=False, now=0.0)
+    effects: list[Any] = []
+
+    def happens(event: Any) -> list[str]:
+        effects[:] = [effect for effect in handle(job, event, job.now + 0.1) if not isinstance(effect, ev.Note)]
+        return [effect.method if isinstance(effect, ev.Send) else type(effect).__name__ for effect in effects]
+
+    def answers(reply: Any) -> list[str]:
+        call = next(effect for effect in reversed(effects) if isinstance(effect, ev.Send))
+        return happens(ev.Replied(*call.key, call.method, call.header, reply))
+
+    here = WorkerInfo("learner", 0, 0, "there")
+    handle(job, ev.Submitted(), 0.0)
+    happens(ev.OperatorAnswered((here,)))
+    answers(Alive("learner/0", 0, "idle"))
+    answers(Started())
+    for incarnation in (0, 1):
+        listed = ev.OperatorAnswered((here, WorkerInfo("collector", 0, incarnation, "there")))
+        assert happens(listed) == ["Open", "ping"]
+        assert answers(Alive("collector/0", incarnation, "idle")) == ["resources", "start_task"]
+        assert effects[-1].header.task_id == "collect/2" and effects[-1].header.attempt == incarnation
+        assert answers(Started()) == ["get_data"]
+        if incarnation == 0:
+            late = effects[-1]
+            stats = {"env_steps": 64, "episodes": 2, "return_sum": 30.0, "length_sum": 60, "rank": 0, "incarnation": 0}
+            collected = Collected(stats, 0, length=64)
+            assert answers(collected) == ["get_data"] and job.accounts.env_steps == 64
+            assert happens(ev.OperatorAnswered((here,))) == ["Shut", "ReportFailed"]
+    assert happens(ev.Replied(*late.key, "get_data", late.header, collected)) == []
