@@ -22,18 +22,18 @@ class View:
 
 
 class Commander(Protocol):
-    """Says what workers do. A job's coordinator asks it whenever a worker has answered, or has nothing to do."""
+    """Decides what workers do. A coordinator asks it whenever a worker has answered, or has nothing to do."""
 
     def task(self, role: Role, index: int, view: View) -> StartTask | None:
-        """Return what worker `index` of a role is to do now; None: nothing. Not asked for evaluators.
+        """Return the task of worker `index` of a role; None: nothing to do. Not called for evaluators.
 
-        Where that is another task than the one that it is at, it closes that one and starts the new one, which takes
-        as long as a start does: change in stages. A learner goes on from the checkpoint that it saves then, so its
+        If it differs from the worker's present task, the worker closes that task and starts the new one, which takes
+        as long as any start: change in stages. A learner saves a checkpoint then and continues from it, so its
         `LearnerConfig` needs a checkpoint_dir and resume.
         """
 
     def evaluation(self, view: View) -> str | None:
-        """The policy whose newest version is to be evaluated now; None: none is."""
+        """Return the policy whose newest version must be evaluated now; None: no evaluation is due."""
 
     def stop(self, view: View) -> str | None:
         """Return why the job is over, None while it is not. Not called again after a reason.
@@ -42,7 +42,7 @@ class Commander(Protocol):
         """
 
     def final_policy(self) -> str:
-        """The policy that is evaluated when the job is over."""
+        """Return the policy that is evaluated when the job is over."""
 
 
 class StopReason(str):

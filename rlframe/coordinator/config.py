@@ -24,7 +24,7 @@ class Limits:
     healthy_after: float = 60.0  # of running, and getting on, after which a task's failures are forgotten
     max_failures: int = 3  # of a task, and of a worker's starts, in a row
     retry_after: float = 0.2  # before a call that was not answered is repeated
-    grant: int = 32  # batches that a learner is told to learn from at once
+    grant: int = 32  # most batches of one call of a learner
     slice: float = 0.1  # of collecting, between two answers of a collector
     row_every: int = 1000  # environment steps between two rows of the metrics
 
@@ -46,13 +46,13 @@ class CoordinatorConfig:
 
     path: str  # a folder for its journal
     job_id: str = ""  # a journal of another job is not gone on with
-    before: ActorCounts = dataclasses.field(default_factory=ActorCounts)  # what was collected before the job
+    before: ActorCounts = dataclasses.field(default_factory=ActorCounts)  # collected before the job
     min_collectors: int = 1
     max_collectors: int = 8
     collectors: int = 0  # to begin with; 0: the least
-    cores: int | None = None  # that collectors share: no more of them than these, but by hand; None: this machine's
+    cores: int | None = None  # that collectors share: scaling starts no more collectors; None: this machine's
     max_staleness: float | None = None  # versions, on average, above which there are fewer collectors; None: no bound
-    stop_within: float = 6.0  # seconds for tasks to close when the program is told to end
+    stop_within: float = 6.0  # seconds for tasks to close when the program ends
     evaluates: bool = True  # the last version, once the job is over
     describes: dict[str, Any] = dataclasses.field(default_factory=dict)  # agent, env, run_dir, until: for its status
     limits: Limits = dataclasses.field(default_factory=Limits)
@@ -71,13 +71,13 @@ class CoordinatorConfig:
 
 
 class JobRecorder(Protocol):
-    """Where a run's metrics go. Called by the coordinator's own thread."""
+    """Writes a run's metrics. Called by the coordinator's own thread."""
 
     def begin(self, counts: ActorCounts) -> None:
-        """The job begins, or goes on, when the collectors have done this: rows of more steps are of the past."""
+        """Begin at these counts, in a new job or a resumed one. Drop rows of later steps."""
 
     def write(self, env_steps: int, row: dict[str, Any], counts: ActorCounts) -> None:
-        """Take a row, and what the collectors have done."""
+        """Write a row, and the counts of the collectors."""
 
     def finish(self, summary: dict[str, Any]) -> None:
         """The job is over: failed, reason, evaluation (or None), and what the status says of the job."""

@@ -37,7 +37,7 @@ from rlframe.interprocess.progress import Phase
 
 _log = logging.getLogger(__name__)
 
-_TICK = 0.05  # seconds between two looks at what is due
+_TICK = 0.05  # seconds between two ticks
 _JOURNAL_EVERY = 0.1  # seconds between two writings of counters alone
 _PLAIN = (str, int, float, bool, type(None))  # what of a note goes into the journal
 _HANDLING = Phase("handling what happened", 300.0)
@@ -46,14 +46,14 @@ _CLOSE_WITHIN = 14.0  # seconds more that `close` waits, for the operator
 
 
 class Coordinator:
-    """Trains elastically: workers come, go, hang and die, and the job goes on.
+    """Trains elastically: the job continues while workers come, leave, hang and die.
 
     Metadata alone passes through it: experience goes through the replay buffer, parameters through the param store.
     `run()` is the job from its start, or from where the journal ends, to its end. Any thread may call the others.
 
     Args:
-        commander: says what comes next, and when it is enough.
-        operator: where workers come from.
+        commander: decides the workers' tasks, and when the job is over.
+        operator: starts the workers.
         replay: the buffer that collectors write to and the learner reads from, or a handle to it.
         param_store: a `ParamStore`, in which learners put parameters, or a handle to one.
         cfg: see `CoordinatorConfig`.
@@ -92,7 +92,7 @@ class Coordinator:
         if saved is None and self._journal.state is not None:  # of the job before, in the same folder
             before = self._journal.state
             self._job.min_version = max(before["accounts"]["params_version"], before["min_version"])
-        # A coordinator may be killed between the job's last step and the writing of what came of it.
+        # A coordinator may be killed between the job's last step and the writing of its result.
         self._is_finished = saved is None or saved.get("is_finished", False)
         self._numbers = itertools.count(self._journal.notes[-1]["number"] + 1 if self._journal.notes else 1)
         self._lock = threading.RLock()  # of the job and the journal
@@ -127,7 +127,7 @@ class Coordinator:
     # --- the job
 
     def submit(self) -> None:
-        """Begins the job, or goes on with the one in the journal; a thread of its own runs it. See `run`, which waits.
+        """Start the job, or continue the job in the journal, in a thread. See `run`, which waits for its end.
 
         Raises:
             UsageError: the job in the journal is over: another one needs another folder.
@@ -166,7 +166,7 @@ class Coordinator:
             raise JobFailedError(f"The job failed: {self._job.reason.rstrip('.')}.")
 
     def wait(self, timeout: float) -> bool:
-        """Whether the job is over, after `timeout` seconds (1 at most) at the latest.
+        """Wait up to `timeout` seconds (1 at most) for the job's end; return True if it is over.
 
         Raises:
             Exception: the coordinator itself failed, so the job is not over, and nobody runs it.
@@ -177,7 +177,7 @@ class Coordinator:
         return came or is_over(self._job.state)
 
     def close(self) -> None:
-        """Ends the job, if it goes on, and the workers. Bounded; may be called again."""
+        """End the job, if it still runs, and the workers, in bounded time. May be called again."""
         if self._thread is not None and not self._over.is_set():
             self._stop("it was closed")
             self._over.wait(self._cfg.stop_within + _CLOSE_WITHIN)
@@ -193,7 +193,7 @@ class Coordinator:
     # --- what a person may ask for
 
     def cancel(self, reason: str = "") -> None:
-        """Ends the job: tasks are closed, the learner saves, nothing is evaluated any more. It stays ended."""
+        """End the job for good: tasks are closed, the learner saves, nothing is evaluated any more."""
         self._put(ev.Cancelled(reason or "it was cancelled"))
 
     def end(self, by: str, evaluate: bool = True) -> None:
@@ -207,19 +207,19 @@ class Coordinator:
         self._put(ev.Ended(reason) if evaluate else ev.Cancelled(reason, by=by))
 
     def _stop(self, reason: str) -> None:
-        """As `cancel`, within the seconds that a program has which is told to end."""
+        """As `cancel`, within the seconds that a program has when it ends."""
         self._put(ev.Cancelled(reason, self._cfg.stop_within))
 
     def pause(self) -> None:
-        """Pause collectors and the learner, once what is under way is done."""
+        """Pause collectors and the learner after their present call."""
         self._ask(ev.Paused())
 
     def resume(self) -> None:
-        """Goes on after `pause`."""
+        """Continue after `pause`."""
         self._ask(ev.Resumed())
 
     def scale(self, role: Role, n: int) -> None:
-        """Says how many workers of a role there are to be; of collectors nothing else says so from then on.
+        """Set the number of workers of a role. The number of collectors is no longer chosen automatically then.
 
         Raises:
             UsageError: there is no such role, it cannot be scaled, n is out of bounds, or the job is over.
@@ -246,7 +246,7 @@ class Coordinator:
         self._ask(ev.CheckpointAsked())
 
     def restore(self) -> None:
-        """Send the learner back to its latest checkpoint. Versions go on rising."""
+        """Send the learner back to its latest checkpoint. Versions keep rising."""
         self._ask(ev.RestoreAsked())
 
     def _ask(self, event: Any) -> None:
@@ -270,7 +270,7 @@ class Coordinator:
             written.wait(_HEARD_WITHIN)
 
     def status(self) -> dict[str, Any]:
-        """All that there is to see of the job; see docs/coordinator.md."""
+        """Return the status of the job; see docs/coordinator.md."""
         with self._lock:
             return statuses.status(
                 self._job,
@@ -284,7 +284,7 @@ class Coordinator:
             )
 
     def events(self, since: int = 0, timeout: float = 0.0) -> list[dict[str, Any]]:
-        """The events after number `since`: number, time (seconds since the epoch), kind, text, and more.
+        """Return the events after number `since`: number, time (seconds since the epoch), kind, text, and more.
 
         Numbers rise, across restarts too. Waits up to `timeout` seconds (1 at most) for one.
         """
@@ -342,12 +342,12 @@ class Coordinator:
             self._write_down(effects)
         for event in happened:
             if isinstance(event, threading.Event):
-                event.set()  # what came before it is in the journal
+                event.set()  # all events before it are in the journal
         for effect in effects:
             self._does[type(effect)](effect)
 
     def _write_down(self, effects: list[Any]) -> None:
-        """Write the journal before acting, so that the successor of a killed coordinator knows what was done."""
+        """Write the journal before acting, so that the successor of a killed coordinator knows every effect."""
         notes, now = [effect for effect in effects if isinstance(effect, ev.Note)], time.monotonic()
         for note in notes:
             fields = {name: value for name, value in note.fields.items() if isinstance(value, _PLAIN)}

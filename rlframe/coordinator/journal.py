@@ -1,4 +1,4 @@
-"""What a coordinator knew, on disk: a restarted one goes on from there."""
+"""The journal of a coordinator, on disk: a restarted coordinator continues from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEPT_NOTES = 1000
 
 
 class Journal:
-    """A file of lines, of which the newest of each kind holds: the state, written whole, and the log of events.
+    """A file of lines: states of the job, of which the newest counts, and the log of events.
 
     A line is written at once, so what is in the file when its writer is killed is whole lines and at most one half
     line, which is cut off. The file is not synced with each line: it outlives its writer, not the machine's power.
@@ -99,7 +99,7 @@ class Journal:
         del self.notes[:-_KEPT_NOTES]
 
     def _compact(self) -> None:
-        """Writes anew what still holds, in one piece."""
+        """Replace the file by the newest state and the kept events, atomically."""
         records: list[dict[str, Any]] = [{"note": note} for note in self.notes]
         if self.state is not None:
             records.append({"state": self.state})

@@ -50,7 +50,7 @@ class WorkerInfo:
 
     @functools.cached_property
     def key(self) -> WorkerKey:
-        """By which it is told from all others."""
+        """Unique key."""
         return self.worker_id, self.incarnation
 
 
@@ -152,7 +152,7 @@ class WorkerReply:
 
 @dataclasses.dataclass(frozen=True)
 class NotReady(WorkerReply):
-    """The call is under way, or waits for something: say it again, with the same number."""
+    """The call is under way, or waits for something: repeat it, with the same number."""
 
     why: str = ""  # starting, data, params, busy
 
@@ -188,7 +188,7 @@ class Alive(WorkerReply):
 
 @dataclasses.dataclass(frozen=True)
 class Resources(WorkerReply):
-    """Where a worker runs."""
+    """The host and process of a worker."""
 
     host: str
     pid: int

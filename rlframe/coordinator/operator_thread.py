@@ -80,7 +80,7 @@ class OperatorThread:
             self._operator.close()
 
     def problems(self) -> dict[str, str]:
-        """Return what is wrong now, in a sentence each: by worker_id, or "" for the operator itself."""
+        """Return the present problems, a sentence each: by worker_id, or "" for the operator itself."""
         outage = {"": self._outage} if self._outage else {}
         return {**outage, **self._problems}
 

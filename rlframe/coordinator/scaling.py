@@ -19,7 +19,7 @@ class Load:
         learner_waited: seconds of it in which the learner waited for data.
         env_steps: that were taken in it.
         paced: share of their time that collectors waited: for newer parameters, or for room.
-        staleness: versions that what was learned from was old, on average; None where nothing was learned.
+        staleness: mean age in versions of the data that was learned from; None if nothing was learned.
     """
 
     collectors: int
@@ -31,7 +31,7 @@ class Load:
 
 
 class Scaling:
-    """Says how many collectors there should be, from one window of time after another. Pure: it has no clock.
+    """Chooses the number of collectors from the load in one window of time after another. Pure: it has no clock.
 
     One more where the learner waited for data for more than `starved` of the window, and collectors did not wait; one
     fewer where what it learns from is older than `max_staleness`, or collectors spent `idle` of it waiting. After a
@@ -57,7 +57,7 @@ class Scaling:
         self._patience = self._PATIENCE
 
     def wanted(self, load: Load) -> int:
-        """The number of collectors from now on."""
+        """Return the number of collectors from now on."""
         count, waited = load.collectors, load.learner_waited / max(load.seconds, 1e-9)
         if self._rests > 0:
             self._rests -= 1
@@ -83,7 +83,7 @@ class Scaling:
 
 
 def _is_better(load: Load, before: Load) -> bool:
-    """Whether a collector more made a difference.
+    """Return True if one more collector made a difference.
 
     The share of waiting alone does not tell: a learner that two slow collectors feed waits nearly as long as with one,
     and learns twice as much.

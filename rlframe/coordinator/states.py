@@ -9,7 +9,7 @@ from rlframe.errors import RlframeError
 
 
 class TransitionError(RlframeError):
-    """A state was to follow that cannot: a bug of this package's, never of a worker's."""
+    """A transition that is not allowed: a bug of this package, never of a worker."""
 
 
 class _State(enum.Enum):
@@ -18,13 +18,13 @@ class _State(enum.Enum):
 
 
 class JobState(_State):
-    """Of a run under a coordinator."""
+    """The states of a job."""
 
     INIT = "INIT"
     CONNECTING = "CONNECTING"  # to the operator
     WAITING = "WAITING"  # for a learner
     RUNNING = "RUNNING"
-    DEGRADED = "DEGRADED"  # it runs, but for what it lacks: the learner is being replaced
+    DEGRADED = "DEGRADED"  # the learner is being replaced, collectors continue
     PAUSED = "PAUSED"
     DRAINING = "DRAINING"  # tasks are closed, the last version is evaluated
     CLOSED = "CLOSED"
@@ -32,7 +32,7 @@ class JobState(_State):
 
 
 class TaskState(_State):
-    """Of what one worker at a time works at."""
+    """The states of a task."""
 
     PENDING = "PENDING"
     ASSIGNED = "ASSIGNED"  # to a worker that has been told to start
@@ -45,7 +45,7 @@ class TaskState(_State):
 
 
 class WorkerState(_State):
-    """Of one incarnation of a worker."""
+    """The states of one incarnation of a worker."""
 
     REQUESTED = "REQUESTED"
     CONNECTING = "CONNECTING"
@@ -94,7 +94,7 @@ TRANSITIONS: dict[enum.Enum, set[Any]] = {
 
 
 class Stateful:
-    """What has a state, which `become` alone changes."""
+    """A record with a state, which only `become` changes."""
 
     state: Any
 
@@ -106,12 +106,12 @@ class Stateful:
 
 
 def is_over(state: enum.Enum) -> bool:
-    """Whether nothing follows this state."""
+    """Return True if no state follows this one."""
     return not TRANSITIONS[state]
 
 
 def check(before: enum.Enum, after: enum.Enum) -> None:
-    """Raises TransitionError where `after` may not follow `before`."""
+    """Raise TransitionError if `after` may not follow `before`."""
     if after not in TRANSITIONS[before]:
         allowed = ", ".join(sorted(state.name for state in TRANSITIONS[before])) or "nothing: it is over"
         raise TransitionError(f"{type(before).__name__} {before.name} cannot become {after.name}, only {allowed}.")

@@ -30,27 +30,27 @@ class WorkerCalls:
         self._order = itertools.count()
 
     def open(self, key: WorkerKey, address: str) -> None:
-        """Connects to a worker."""
+        """Connect to a worker."""
         self._clients[key] = self._transport.connect(address)
 
     def shut(self, key: WorkerKey) -> None:
-        """Drops a connection."""
+        """Drop a connection."""
         self._clients.pop(key, None)
 
     def close(self) -> None:
-        """Drops all connections, and the calls that were put off."""
+        """Drop all connections and postponed calls."""
         self._clients.clear()
         self._put_off.clear()
 
     def send(self, effect: ev.Send) -> None:
-        """Calls a worker now, or puts the call off."""
+        """Call a worker, now or after `effect.delay`."""
         if effect.delay > 0:
             heapq.heappush(self._put_off, (time.monotonic() + effect.delay, next(self._order), effect))
         else:
             self._call(effect)
 
     def send_due(self) -> float:
-        """Makes the calls that were put off until now; returns the seconds until the next one."""
+        """Make the postponed calls that are due; return the seconds until the next one."""
         now = time.monotonic()
         while self._put_off and self._put_off[0][0] <= now:
             self._call(heapq.heappop(self._put_off)[2])
@@ -76,7 +76,7 @@ class WorkerCalls:
 
 
 def reply_of(future: Future, method: str) -> WorkerReply:
-    """The reply that a worker gave. What it raises comes as a reply: anything else is a bug of its own.
+    """Return the reply of a worker. Workers answer errors with `Failed`; an exception here is a bug of the worker.
 
     Raises:
         UnavailableError: there is no answer.

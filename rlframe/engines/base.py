@@ -15,7 +15,7 @@ from rlframe.interprocess.heartbeat import TIMEOUT
 
 GRACE = 8.0  # seconds between SIGTERM and SIGKILL, unless another number is asked for
 
-# What a session does with the state of its nodes: (whether they are being ended, `node_status` of each).
+# Called with (whether the nodes are being ended, `node_status` of each) when these change.
 Watch = Callable[[bool, list[dict[str, Any]]], None]
 
 # The groups whose nodes save when they end. Of a run that was stopped, everything is saved only if they ended well.
@@ -27,7 +27,7 @@ _DECIDING_GROUPS = ("coordinator", "monitor", "learner")
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
-    """What a session tells an engine. Each reads those that it names in `Engine.options`, `logs` and `output`."""
+    """The options of an engine. Each engine reads those in `Engine.options`, `logs` and `output`."""
 
     max_restarts: int = 3  # how often each node may die and be started again
     hang_timeout: float = TIMEOUT  # seconds without a heartbeat after which a node is killed; 0: none that hangs is
@@ -39,7 +39,7 @@ class EngineOptions:
 
     @property
     def output(self) -> Any:
-        """Where the nodes' lines are shown."""
+        """The stream that shows the nodes' lines."""
         return Nowhere() if self.quiet else sys.stderr
 
 
@@ -67,7 +67,7 @@ class Engine(Protocol):
     def __init__(self, options: EngineOptions) -> None: ...
 
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Adds a node, which constructs an object and calls its `run()`, and `stop()` when the program ends.
+        """Add a node, which constructs an object and calls its `run()`, and `stop()` when the program ends.
 
         Args:
             group: learner, inferencer, actor or monitor, say; the program ends as `deciding_group` says.
@@ -80,10 +80,10 @@ class Engine(Protocol):
         """
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
-        """Adds a Reverb server of `tables`, whose checkpoints lie in `path`; where `runs_reverb` is True."""
+        """Add a Reverb server of `tables`, whose checkpoints lie in `path`; where `runs_reverb` is True."""
 
     def worker_nodes(self, makers: Mapping[str, Callable[[str, int, int], Any]], most: Mapping[str, int]) -> Any:
-        """Return what an operator of this engine starts as workers while the program runs.
+        """Return the nodes that an operator of this engine starts as workers while the program runs.
 
         Args:
             makers: by role, makes the object of a worker, given (its name, its index, its incarnation).
@@ -103,16 +103,16 @@ class Engine(Protocol):
         """The number of nodes in each group."""
 
     def own(self, resource: Any) -> Any:
-        """Returns `resource`, whose `close()` is called when the program is over."""
+        """Return `resource`, whose `close()` is called when the program is over."""
 
     def address_of(self, group: str) -> str:
-        """The address of the first node of a group, for who is no node of this program."""
+        """Return the address of the first node of a group, for callers outside of the program."""
 
     def handle_of(self, group: str) -> Any:
-        """What calls the first node of a group from the process that calls `run`."""
+        """Return a handle to the first node of a group, for the process that calls `run`."""
 
     def run(self, watch: Watch | None = None) -> int | None:
-        """Runs the program to its end.
+        """Run the program to its end.
 
         Args:
             watch: is told how the nodes are, whenever that changes.

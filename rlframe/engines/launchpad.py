@@ -110,11 +110,11 @@ def launch(
     watch: Watch | None = None,
     grace: float = GRACE,
 ) -> int | None:
-    """Runs every node of a program as a process, and returns when it is over.
+    """Run every node of a program as a process, and return when it is over.
 
     It is over when the nodes of the groups that decide have ended, when all nodes have, when a node calls
     `lp.stop()`, or on Ctrl-C, SIGTERM and SIGHUP (unless that is ignored). Every process gets SIGTERM then
-    (`lp.stop_event()` is set) and is killed after `grace` seconds. Nothing outlives the caller, whatever it dies of.
+    (`lp.stop_event()` is set) and is killed after `grace` seconds. No process outlives the caller.
 
     One line at the start names the nodes that listen: Courier and Reverb do so on all interfaces (SECURITY.md).
 
@@ -158,7 +158,7 @@ def run_node(pickled: bytes) -> None:
         from launchpad.launch import worker_manager
 
         flags.FLAGS(sys.argv[:1])
-        flags.FLAGS["lp_termination_notice_secs"].value = -1  # no countdown of its own: the supervisor has one
+        flags.FLAGS["lp_termination_notice_secs"].value = -1  # no countdown: the supervisor has one
         worker_manager.WorkerManager(register_in_thread=True)  # SIGTERM becomes `lp.stop_event()`
         function = cloudpickle.loads(pickled)
     function()
@@ -204,7 +204,7 @@ def _open_ports(program: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class KnownAddress:
-    """What a `launchpad.Address` can be bound to (an `AbstractAddressBuilder`, by its method)."""
+    """An address to bind a `launchpad.Address` to: its `AbstractAddressBuilder`."""
 
     address: str  # "host:port"
 

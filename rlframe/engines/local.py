@@ -57,7 +57,7 @@ class LocalEngine(ServedEngine):
 
 
 class ReverbAt:
-    """What becomes a `reverb.Client` in the process that it is sent to: this one need not import Reverb."""
+    """The handle to a Reverb server: unpickled, it is a `reverb.Client`. This process need not import Reverb."""
 
     def __init__(self, address: str) -> None:
         self.address = address

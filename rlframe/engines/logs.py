@@ -19,14 +19,14 @@ from typing import TextIO
 
 from rlframe.streams import root_handler
 
-# Of log files. A line may hold a path that is not UTF-8.
+# The encoding of log files. A line may hold a path that is not UTF-8.
 _ENCODING = {"encoding": "utf-8", "errors": "backslashreplace"}
 # The environment variable that limits what TensorFlow and XLA print. They read it on import; 3: errors only.
 _NATIVE_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
 
 class Nowhere(io.TextIOBase):
-    """A stream that drops what is written to it."""
+    """A stream that drops its text."""
 
     def write(self, text: str) -> int:
         """Drop it."""
@@ -61,13 +61,13 @@ def silent(quiet: bool = True) -> Iterator[None]:
 
 
 def set_up(node: str) -> None:
-    """Has what this process logs written to stderr, with time, level and the name of the node that it is."""
+    """Log to stderr, with time, level and the name of the node."""
     logging.basicConfig(stream=sys.stderr, format=_format(node), force=True)
 
 
 def show(output: TextIO, node: str, line: str) -> None:
     """Writes a node's line for a terminal, behind the node's name and without a second one; where somebody reads it."""
-    with contextlib.suppress(OSError, ValueError):  # who reads has died, or the stream is closed
+    with contextlib.suppress(OSError, ValueError):  # the reader has died, or the stream is closed
         output.write(f"[{node}] {line.replace(f' [{node}] ', ' ', 1)}\n")
         output.flush()
 
@@ -90,7 +90,7 @@ class NodeLogs:
         self._lock = threading.Lock()
 
     def write(self, node: str, line: str) -> None:
-        """Appends a line that the node wrote. A disk that is full ends nothing."""
+        """Append a line of the node. A full disk is ignored."""
         with self._lock, contextlib.suppress(OSError):
             if self._directory is None:
                 return
@@ -100,7 +100,7 @@ class NodeLogs:
             self._files[node].write(f"{line}\n")
 
     def warn(self, node: str, text: str) -> None:
-        """Appends what is said about the node."""
+        """Append a warning about the node."""
         now = datetime.datetime.now().isoformat(" ", "milliseconds").replace(".", ",")
         self.write(node, f"{now} WARNING [{node}] {text}")
 
@@ -116,7 +116,7 @@ class NodeLogs:
 
 @contextlib.contextmanager
 def kept(logs: pathlib.Path, node: str) -> Iterator[None]:
-    """Has what this package warns of in this process appended to a file as well, for the time of a `with`."""
+    """Append the warnings of this package to a log file, too, during a `with`."""
     logger = logging.getLogger("rlframe")
     has_own = logger.hasHandlers()
     logs.mkdir(exist_ok=True)
@@ -134,7 +134,7 @@ def kept(logs: pathlib.Path, node: str) -> Iterator[None]:
 
 
 class _LogFile(logging.FileHandler):
-    """Loses what cannot be written: a disk that is full ends nothing, and is told by who needs it."""
+    """Drops log lines while the disk is full."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):

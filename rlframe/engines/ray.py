@@ -1,7 +1,7 @@
 """The engine of Ray: every node is an actor of a Ray cluster, or of a Ray of the program's own on this machine.
 
 Ray places the nodes and starts their actors; restarts, deadlines, logs and the end are the launcher's, as under the
-engine `local`. A launcher that dies leaves nothing behind: what was saved is gone on with by another session.
+engine `local`. A launcher that dies leaves nothing running: another session resumes from the checkpoints.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class RayEngine(ServedEngine):
 
 
 def refers_to(target: Any, resources: list[Any]) -> bool:
-    """Whether a copy of `target` in another process would refer to one of these."""
+    """Return True if a copy of `target` in another process would refer to one of these."""
     import cloudpickle
 
     wanted, found = {id(each) for each in resources}, []

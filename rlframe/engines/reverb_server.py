@@ -1,4 +1,4 @@
-"""A Reverb server that saves itself, and goes on from what it saved when it is started again."""
+"""A Reverb server that saves checkpoints, and continues from the newest one when it is started again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class ReverbServer:
-    """A server with checkpoints: one that dies loses what came in the last `seconds`, or little more.
+    """A server with checkpoints: a server that dies loses the items of the last `seconds`, or little more.
 
     It listens on all interfaces, and asks nobody who is calling.
 
@@ -64,7 +64,7 @@ class ReverbServer:
 
 
 def _save(client: Any, directory: pathlib.Path) -> None:
-    """Has the server write a checkpoint; warns where it cannot."""
+    """Write a checkpoint; warn if that is not possible."""
     try:
         with SAVING:
             client.checkpoint()

@@ -18,7 +18,7 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 def leave_terminal() -> None:
-    """Sends what is still to be printed nowhere where the terminal is gone: to write there would raise."""
+    """Redirect stdout and stderr to the null device if the terminal is gone: writing to it would raise."""
     for stream in (sys.stdout, sys.stderr):
         try:
             descriptor = stream.fileno()
@@ -33,7 +33,7 @@ def leave_terminal() -> None:
 
 @contextlib.contextmanager
 def handling(numbers: Iterable[int], handle: Callable[[int], None]) -> Iterator[None]:
-    """Has signals call `handle(number)` for the time of a `with`; in the main thread only, as Python has it."""
+    """Handle signals by `handle(number)` during a `with`. Python allows that in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -80,7 +80,7 @@ class StopSignal:
         self._handling.close()
 
     def interruptible(self, raises: bool) -> None:
-        """Whether the first signal raises KeyboardInterrupt from here on."""
+        """Set whether the first signal raises KeyboardInterrupt from now on."""
         self._raises = raises
 
     def _handle(self, number: int) -> None:

@@ -73,7 +73,7 @@ class ThreadsEngine(Engine):
         return next(node for label, node in self._nodes if label == group)
 
     def run(self, watch: Watch | None = None) -> int | None:
-        """See `Engine`; `watch` is told that this one process is all there is."""
+        """See `Engine`; `watch` gets this one process."""
         decides = deciding_group(self.groups)
         failure: ProgramError | None = None
         is_complete, patience = False, _JOIN_WITHIN
@@ -115,7 +115,7 @@ class ThreadsEngine(Engine):
         return stop.number
 
     def _how_others_ended(self, threads: list[threading.Thread]) -> ProgramError | None:
-        """Tells who failed while the program ended; returns what a failure to save comes to."""
+        """Warn of nodes that failed while the program ended; return the error of a node that had to save."""
         unsaved: ProgramError | None = None
         for (group, _), thread in zip(self._nodes, threads):
             if thread.is_alive():
@@ -148,7 +148,7 @@ class ThreadsEngine(Engine):
 
 
 class InlineEngine(ThreadsEngine):
-    """Runs its node in the thread that calls `run`. What the node raises is raised as it is."""
+    """Runs its node in the thread that calls `run`. An exception of the node is raised unchanged."""
 
     def run(self, watch: Watch | None = None) -> int | None:
         """See `Engine`; the node's own `run()` says which signal ended it."""

@@ -1,4 +1,4 @@
-"""Where the control of a run is: `RUN_DIR/control.json`, for programs on the same machine.
+"""The address of a run's control: `RUN_DIR/control.json`, for programs on the same machine.
 
     {"version": 1, "url": "http://127.0.0.1:40123", "token_file": "/.../token" or null, "pid": 1234}
 
@@ -28,7 +28,7 @@ class ControlAddress:
 
     url: str
     token_file: str | None  # its path
-    pid: int  # of who serves it
+    pid: int  # of the process that serves it
 
 
 def control_file(run_dir: str | os.PathLike) -> pathlib.Path:

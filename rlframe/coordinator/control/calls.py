@@ -1,4 +1,4 @@
-"""Calls of a coordinator that may be slow, or away: each in a thread of its own, with a deadline; and its events."""
+"""Calls of a coordinator that may be slow or away: a thread and a deadline for each. And the log of its events."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 from rlframe.errors import PeerError, RlframeError, UnavailableError
 from rlframe.http.bodies import encoded
 
-STATUS_AGE = 0.2  # seconds for which a status is good enough for whoever asks
+STATUS_AGE = 0.2  # seconds for which a status is served again
 STATUS_DEADLINE = 3.0  # seconds for one
 DEADLINE = 10.0  # seconds for any other call
 AT_ONCE = 32  # calls that are under way
 KEPT = 10_000  # events, for streams that are behind
-FIRST = 300  # that a stream begins with where it does not say what it knows
+FIRST = 300  # events at the start of a stream, unless its reader names the last one that it has
 HEARTBEAT = 5.0  # seconds without an event after which a stream says that it is there
 _POLL = 1.0  # seconds that the coordinator may wait for an event
 _EVENTS_DEADLINE = 8.0  # seconds for it to answer: more than one attempt of a remote call
@@ -51,7 +51,7 @@ class CoordinatorCalls:
         if not self._free.acquire(blocking=False):
             raise UnavailableError(f"{AT_ONCE} calls wait for the coordinator already: it is slow, or away. Ask again.")
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        future.set_running_or_notify_cancel()  # it goes on when nobody waits for it any more
+        future.set_running_or_notify_cancel()  # the call continues when nobody waits for it any more
 
         def call() -> None:
             try:
@@ -103,7 +103,7 @@ class EventLog:
         self._closing = False
 
     async def follow(self) -> None:
-        """Goes on until it is cancelled."""
+        """Ask for new events until cancelled."""
         while True:
             asked = time.monotonic()
             try:

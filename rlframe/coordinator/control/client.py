@@ -57,7 +57,7 @@ class ControlClient:
         self.close()
 
     def close(self) -> None:
-        """Lets the connections go."""
+        """Close the connections."""
         self._http.close()
 
     def status(self) -> dict[str, Any]:

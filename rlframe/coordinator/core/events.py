@@ -1,4 +1,4 @@
-"""What happens to a coordinator (events), and what it has done about it (effects)."""
+"""The events that a coordinator's core takes, and the effects that it returns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _OfWorker:
 
     @property
     def key(self) -> WorkerKey:
-        """Of the incarnation."""
+        """(worker_id, incarnation)."""
         return self.worker_id, self.incarnation
 
 
@@ -25,7 +25,7 @@ class _OfWorker:
 
 @dataclasses.dataclass(frozen=True)
 class Submitted:
-    """The job is to begin, or to go on where the journal ends."""
+    """Begin the job, or continue where the journal ends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class OperatorFailed:
 
 @dataclasses.dataclass(frozen=True)
 class OperatorBroke:
-    """The operator raised what is no outage: to ask again would end in the same way."""
+    """The operator raised an error that another try would raise again."""
 
     why: str
 
@@ -69,11 +69,11 @@ class Unanswered(_OfWorker):
 
 @dataclasses.dataclass(frozen=True)
 class BatchesDrawn:
-    """What the replay buffer gave for `DrawBatches`: batches by their keys; none if it has too little, or raised."""
+    """The answer to `DrawBatches`: batches by their keys; none if the buffer has too little, or raised."""
 
     header: Header
     batches: tuple[BatchMeta, ...]
-    why: str = ""  # what it raised
+    why: str = ""  # the error that it raised
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Pinned:
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """So many workers of a role are wanted; `by` a person, or by the scaling."""
+    """The number of wanted workers of a role, `by` a person or by the scaling."""
 
     role: Role
     count: int
@@ -96,17 +96,17 @@ class Scaled:
 
 @dataclasses.dataclass(frozen=True)
 class Paused:
-    """Nothing is to be collected or learned for now."""
+    """A person asked to pause collecting and learning."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """On with it."""
+    """A person asked to end the pause."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cancelled:
-    """The job is to end: nothing is evaluated any more."""
+    """End the job: nothing is evaluated any more."""
 
     reason: str
     within: float | None = None  # seconds for tasks to close; None: as the limits say
@@ -115,29 +115,29 @@ class Cancelled:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """The job is to end as at its last step."""
+    """End the job as at its last step."""
 
     reason: StopReason
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationAsked:
-    """The newest version is to be evaluated now."""
+    """A person asked to evaluate the newest version."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointAsked:
-    """The learner is to save now."""
+    """A person asked the learner to save."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RestoreAsked:
-    """The learner is to go back to its latest checkpoint."""
+    """A person asked the learner to return to its latest checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Disconnected:
-    """The operator let go of all workers: the last event of a job."""
+    """The operator has ended all workers: the last event of a job."""
 
     why: str = ""  # it could not
 
@@ -152,7 +152,7 @@ class Ticked:
 
 @dataclasses.dataclass(frozen=True)
 class Send(_OfWorker):
-    """Call a worker, after a while; `Replied` or `Unanswered` comes of it."""
+    """Call a worker after `delay`; `Replied` or `Unanswered` follows."""
 
     method: str
     header: Header | None
@@ -169,7 +169,7 @@ class Open(_OfWorker):
 
 @dataclasses.dataclass(frozen=True)
 class Shut(_OfWorker):
-    """Drop the connection to a worker. What it still answers changes nothing."""
+    """Drop the connection to a worker. Later answers change nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,22 +182,22 @@ class RequestWorkers:
 
 @dataclasses.dataclass(frozen=True)
 class ReportFailed(_OfWorker):
-    """Tell the operator that this incarnation is lost, and to be replaced."""
+    """Tell the operator to replace this incarnation: it is lost."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Release(_OfWorker):
-    """Tell the operator that this incarnation is not wanted any more."""
+    """Tell the operator to end this incarnation for good."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Disconnect:
-    """Let go of the operator, which ends the workers that it owns; `Disconnected` comes of it."""
+    """Leave the operator, which ends the workers that it owns; `Disconnected` follows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DrawBatches:
-    """Draw batches by their keys for a learner; `BatchesDrawn` comes of it."""
+    """Draw batches by their keys for a learner; `BatchesDrawn` follows."""
 
     header: Header
     count: int
@@ -205,12 +205,12 @@ class DrawBatches:
 
 @dataclasses.dataclass(frozen=True)
 class Settle:
-    """Tell the replay buffer what became of batches that were drawn.
+    """Tell the replay buffer the fate of batches that were drawn.
 
     Attributes:
-        batches: that the learner is done with, or was lost with.
-        updates: what was learned from, and the new priorities.
-        params_version: that came of it; -1: nothing did.
+        batches: that the learner has finished, or that were lost with it.
+        updates: the items that were learned from, and their new priorities.
+        params_version: the version after these updates; -1: there were none.
     """
 
     batches: tuple[BatchMeta, ...]
@@ -220,12 +220,12 @@ class Settle:
 
 @dataclasses.dataclass(frozen=True)
 class SaveReplay:
-    """Write the replay buffer to the disk now, where this coordinator is who keeps it."""
+    """Write the replay buffer to the disk now, if this coordinator keeps it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pin:
-    """Keep the newest version of a policy for an evaluation; `Pinned` comes of it."""
+    """Keep the newest version of a policy for an evaluation; `Pinned` follows."""
 
     task_id: str
     policy_id: str
@@ -241,7 +241,7 @@ class Unpin:
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """Something that a person may want to know, for the log of events."""
+    """A line for the log of events, which people read."""
 
     kind: str
     text: str

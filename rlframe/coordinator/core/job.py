@@ -1,4 +1,4 @@
-"""All the state of a job: what the functions of this package read and change. It does no I/O, and has no clock."""
+"""The state of a job, which the functions of this package read and change. It does no I/O, and has no clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EPOCH = 2**32  # numbers of calls between two starts of a coordinator
 class JobEnding:
     """The end of a job: collectors close, then the learner, then the last version is evaluated.
 
-    It was begun for one reason, the job's, and no other replaces that.
+    The first reason to end stays the job's reason.
     """
 
     failed: bool
@@ -37,17 +37,17 @@ class JobEnding:
 
     @property
     def wants_learner(self) -> bool:
-        """Whether a learner is still to save: then one that was lost is started again."""
+        """Return True if a learner must still save: a lost learner is started again then."""
         return self.step in ("collectors", "learner") and not self.failed
 
     def replaces(self, role: Role) -> bool:
-        """Whether a worker of this role that is lost now is replaced."""
+        """Return True if a worker of this role is replaced when it is lost now."""
         if role == "evaluator":
             return self.step != "disconnect"
         return role == "learner" and self.wants_learner
 
     def closes(self, task: Task) -> bool:
-        """Whether the task is to be closed now."""
+        """Return True if the task must be closed now."""
         if task.kind == "collect":
             return True
         if task.kind == "learn":
@@ -55,7 +55,7 @@ class JobEnding:
         return task.task_id != self.task_id
 
     def to_json(self) -> dict[str, Any]:
-        """For the journal. Deadlines begin anew with the next coordinator."""
+        """Return the state for the journal. Deadlines start again with the next coordinator."""
         names = ("failed", "evaluates", "stopped_by", "step", "evaluation", "task_id", "evaluation_error")
         return {name: getattr(self, name) for name in names}
 
@@ -72,43 +72,43 @@ class LearnerWaits:
         self._waited, self._began = 0.0, now
 
     def note(self, what: str | None, now: float) -> None:
-        """From now on it waits for this."""
+        """Note that it waits for this from now on."""
         if what != self.what:
             self._waited, self._began, self.what = self.seconds(now), now, what
 
     def seconds(self, now: float) -> float:
-        """In all that it has waited for data."""
+        """Return the seconds in which it has waited for data."""
         return self._waited + (now - self._began if self.what == "data" else 0.0)
 
 
 class TrainingJob:
-    """One job. Not thread-safe.
+    """The state of one job. Not thread-safe.
 
     Args:
-        commander: says what comes next.
+        commander: decides the workers' tasks.
         limits: the deadlines.
         wanted: how many workers of each role.
-        by_key: whether the learner is told which items to learn from; else it draws them itself.
+        by_key: whether the coordinator draws batches for the learner; else the learner draws them itself.
         now: the time in seconds, which rises across restarts.
         evaluates: whether the last version is evaluated.
         before: what was collected before the job.
-        saved: what `to_json` gave, for a coordinator that was restarted.
+        saved: the result of `to_json`, in a restarted coordinator.
 
     Attributes:
         now: when the newest event happened.
         out: the effects of the newest event.
-        awake: workers that may have something to do: see `machine.handle`.
-        manual: whether a person said how many collectors there are.
-        min_version: that learners publish above, whatever this job has seen: the newest of the job before.
-        paused: whether nothing is to be collected or learned for now.
-        saves: whether the learner is to write a checkpoint with its next update.
-        operator_answered: whether it has, since this coordinator began.
-        operator_problem: why it cannot be reached; empty where it can.
-        learner_came: whether a learner has started, so that the buffer which collectors write to is there.
-        draw_fails_since: when the replay buffer began to raise with every draw; None: it does not.
+        awake: workers that may need another call: see `machine.handle`.
+        manual: whether a person chose the number of collectors.
+        min_version: learners publish above it: the newest version of the job before.
+        paused: whether collecting and learning pause.
+        saves: whether the learner writes a checkpoint with its next update.
+        operator_answered: whether the operator has answered this coordinator.
+        operator_problem: why the operator cannot be reached; empty if it can.
+        learner_came: whether a learner has started, so that collectors find their buffer.
+        draw_fails_since: when the replay buffer began to raise with every draw; None: it does not raise.
         evaluated_at: environment steps at which the newest evaluation was begun.
-        collect_seconds: of collectors' calls.
-        paced_seconds: of these, such as they waited: for newer parameters, or for room.
+        collect_seconds: in calls of collectors.
+        paced_seconds: of these, seconds in which collectors waited for newer parameters, or for room.
         lacks_since: when a role without which there is no progress was seen last, or the operator could not say.
         before: worker_id -> incarnation, of the coordinator before this one: some may have ended meanwhile.
         ending: how the job ends, once it does.
@@ -150,7 +150,7 @@ class TrainingJob:
             self._restore(saved)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all that a restarted coordinator needs to go on."""
+        """Return the state from which a restarted coordinator continues."""
         here = {worker.worker_id: worker.incarnation for worker in self.roster if worker.is_here}
         return {
             **{name: getattr(self, name) for name in _SAVED},
@@ -201,11 +201,11 @@ class TrainingJob:
     # --- effects
 
     def emit(self, effect: Any) -> None:
-        """Adds an effect to those of the event."""
+        """Add an effect to those of the event."""
         self.out.append(effect)
 
     def note(self, kind: str, text: str, **fields: Any) -> None:
-        """Adds a line for the log of events."""
+        """Add a line to the log of events."""
         self.emit(ev.Note(kind, text, fields))
 
     def want(self, role: Role, count: int) -> None:
@@ -215,7 +215,7 @@ class TrainingJob:
             self.emit(ev.RequestWorkers(role, count))
 
     def wake(self, *workers: KnownWorker) -> None:
-        """Look at the end of the event what these are to do next."""
+        """Choose the next call of these workers at the end of the event."""
         self.awake += workers
 
     def header(self, worker: KnownWorker, task: Task) -> Header:
@@ -224,19 +224,19 @@ class TrainingJob:
         return Header(task.task_id, task.attempt, worker.worker_id, worker.incarnation, self._seq)
 
     def call(self, worker: KnownWorker, task: Task, method: str, *args: Any) -> None:
-        """Calls a worker."""
+        """Call a worker."""
         worker.call = ev.Send(worker.worker_id, worker.incarnation, method, self.header(worker, task), args)
         worker.said_at = self.now
         self.emit(worker.call)
 
     def call_again(self, worker: KnownWorker, call: ev.Send, delay: float) -> None:
-        """Says a call once more, with the same number, after so many seconds."""
+        """Repeat a call, with the same number, after so many seconds."""
         if self.now >= worker.said_at:  # else an answer came twice, and the call is about to be said already
             worker.said_at = self.now + delay
             self.emit(dataclasses.replace(call, delay=delay))
 
     def write_row(self) -> None:
-        """Emits a row of what was done since the last one, where something was."""
+        """Emit a row of the changes since the last row, if there are any."""
         accounts = self.accounts
         row = self.rows.next(accounts.env_steps, accounts, self.now)
         if not row:
@@ -257,13 +257,13 @@ class TrainingJob:
             self.note("job", f"{before.value} → {state.value}", before=before.value, after=state.value)
 
     def is_to_close(self, worker: KnownWorker, task: Task) -> bool:
-        """Whether the worker is to close the task as soon as it can."""
+        """Return True if the worker must close the task as soon as it can."""
         if self.ending is not None:
             return worker.leaves or self.ending.closes(task)
         return worker.leaves or (task.kind != "evaluate" and not self._is_still_wanted(worker.role, task))
 
     def _is_still_wanted(self, role: Role, task: Task) -> bool:
-        """Whether the commander says the same of the task's worker as when it began."""
+        """Return True if the commander still gives the task's worker the same task."""
         now, then = self.commander.task(role, task.index, self.view), task.start
         return now is not None and (now.policy_id, now.overrides) == (then.policy_id, then.overrides)
 

@@ -1,7 +1,6 @@
 """The state machine of a job: events come in, effects go out, and nothing else happens.
 
-`handle` is the way in and out. The state is in `job`; each other matter has a file of functions over it: who is there
-(`workers`), what comes next in the diagram (`work`), what becomes of the answers (`results`).
+`handle` is the only entry. This file has the state of the job, its end, and the requests of people.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _STEPS = ("collectors", "learner", "evaluation", "disconnect")  # of the ending
 
 
 def handle(job: TrainingJob, event: Any, now: float) -> list[Any]:
-    """Takes an event (see `events`) and gives the effects that come of it. Once the job is over nothing changes."""
+    """Change the job by an event (see `events`), and return the effects. Nothing changes once the job is over."""
     if is_over(job.state):
         return []
     job.now, job.out = max(now, job.now), []
@@ -51,7 +50,7 @@ def _check_stop(job: TrainingJob) -> None:
 
 
 def _derive_state(job: TrainingJob) -> None:
-    """Derives the job's state from its live tasks."""
+    """Derive the job's state from its live tasks."""
     if job.ending is not None or job.state is JobState.INIT or is_over(job.state):
         return
     if job.state is JobState.CONNECTING:
@@ -73,7 +72,7 @@ def _derive_state(job: TrainingJob) -> None:
 
 
 def _end_further(job: TrainingJob, ending: JobEnding) -> None:
-    """Takes the next steps of the ending, as far as the ones before are done."""
+    """Begin the next steps of the ending, as far as the earlier ones are done."""
     if job.state is JobState.CONNECTING:  # restarted in the middle of it
         job.become(JobState.DRAINING)
         _begin_step(job, ending)
@@ -121,7 +120,7 @@ def _is_done(job: TrainingJob, ending: JobEnding) -> bool:
 
 
 def _may_be_at_work(job: TrainingJob, task: Task) -> bool:
-    """Whether the coordinator was restarted, and has yet to hear from who was at the task."""
+    """Return True if the task's worker may still work at it, and has not answered this restarted coordinator yet."""
     worker = job.roster.get(task.worker_id, task.incarnation)
     if task.attempt < 0:
         return False
@@ -145,7 +144,7 @@ def _is_evaluated(job: TrainingJob, ending: JobEnding, waited: float) -> bool:
 
 
 def _disconnected(job: TrainingJob, event: ev.Disconnected) -> None:
-    """Everybody has gone: the job is over."""
+    """All workers have left: the job is over."""
     ending = job.ending
     if ending is None:
         return

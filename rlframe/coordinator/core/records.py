@@ -14,7 +14,7 @@ from rlframe.coordinator.states import Stateful, TaskState, WorkerState, is_over
 
 @dataclasses.dataclass
 class KnownWorker(Stateful):
-    """One incarnation of a worker, as the coordinator knows it."""
+    """One incarnation of a worker."""
 
     worker_id: str
     role: Role
@@ -30,8 +30,8 @@ class KnownWorker(Stateful):
     pinged_at: float = 0.0
     ping_out: bool = False
     task_id: str | None = None
-    call: ev.Send | None = None  # what it was asked last, and has not answered for good
-    said_at: float = 0.0  # when the call was, or is to be, sent
+    call: ev.Send | None = None  # the call that is out; None: none is
+    said_at: float = 0.0  # time at which the call was, or will be, sent
     leaves: bool = False  # it is to go once its task is closed
     counts: dict[str, float] = dataclasses.field(default_factory=dict)  # as it said last, since its task began
     collected: int = 0  # environment steps of a collector's rollouts
@@ -42,12 +42,12 @@ class KnownWorker(Stateful):
 
     @property
     def is_here(self) -> bool:
-        """Whether it counts as one of those that are wanted."""
+        """True if it counts towards the number of wanted workers."""
         return not is_over(self.state) and not self.leaves
 
     @property
     def answers(self) -> bool:
-        """Whether it can be given something to do."""
+        """True if it can be called."""
         return self.state in (WorkerState.IDLE, WorkerState.BUSY, WorkerState.CLOSING, WorkerState.DRAINING)
 
 
@@ -61,22 +61,22 @@ class Roster:
         return iter(list(self._workers.values()))
 
     def get(self, worker_id: str | None, incarnation: int | None = None) -> KnownWorker | None:
-        """The worker, where it is that incarnation (any, for None) and its state is not a last one."""
+        """Return the worker if it has this incarnation (None: any), and is not lost or gone."""
         worker = self._workers.get(worker_id) if worker_id is not None else None
         if worker is None or is_over(worker.state):
             return None
         return worker if incarnation in (None, worker.incarnation) else None
 
     def newest(self, worker_id: str) -> KnownWorker | None:
-        """The newest incarnation that was ever seen, also where it is lost or gone."""
+        """Return the newest incarnation that was ever seen, even if it is lost or gone."""
         return self._workers.get(worker_id)
 
     def of(self, role: Role) -> list[KnownWorker]:
-        """Those that are not lost or gone, by index."""
+        """Return the workers that are not lost or gone, by index."""
         return sorted((w for w in self if w.role == role and not is_over(w.state)), key=lambda w: w.index)
 
     def add(self, seen: WorkerInfo, now: float) -> KnownWorker:
-        """Takes a new incarnation in the place of the one before."""
+        """Add a new incarnation, which replaces the one before."""
         before = self.newest(seen.worker_id)
         failed_starts = before.failed_starts if before is not None else 0
         worker = KnownWorker(seen.worker_id, seen.role, seen.index, seen.incarnation, now, failed_starts)
@@ -88,7 +88,7 @@ class Roster:
 
 @dataclasses.dataclass
 class Task(Stateful):
-    """Something that one worker at a time works at; each new worker's is another attempt."""
+    """Work for one worker at a time. Each worker that starts it makes another attempt."""
 
     task_id: str
     start: StartTask
@@ -113,23 +113,23 @@ class Task(Stateful):
 
     @property
     def is_over(self) -> bool:
-        """Whether its state is a last one."""
+        """True if its state is final."""
         return is_over(self.state)
 
     @property
     def is_live(self) -> bool:
-        """Whether a worker is at it."""
+        """True if a worker works at it."""
         return self.state in (TaskState.ASSIGNED, TaskState.RUNNING, TaskState.CLOSING)
 
     def to_json(self) -> dict[str, Any]:
-        """For the journal."""
+        """Return the state for the journal."""
         start = {name: getattr(self.start, name) for name in ("kind", "policy_id", "options", "overrides")}
         names = ("task_id", "index", "attempt", "worker_id", "incarnation", "failures", "granted", "has_result")
         return {**{name: getattr(self, name) for name in names}, "state": self.state.value, "start": start}
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Task:
-        """As it was; whoever was at it has yet to say that it still is."""
+        """Restore it as pending: its worker must confirm that it still works at it."""
         state = TaskState(saved["state"])
         state = state if is_over(state) or saved["has_result"] else TaskState.PENDING
         return cls(**{**saved, "start": StartTask(**saved["start"]), "state": state})
@@ -147,18 +147,18 @@ class Tasks:
         return iter(list(self._tasks.values()))
 
     def get(self, task_id: str | None) -> Task | None:
-        """The task, if there is one."""
+        """Return the task; None if there is none."""
         return self._tasks.get(task_id) if task_id is not None else None
 
     def add(self, start: StartTask, index: int = 0) -> Task:
-        """A new task. No other ever had its id."""
+        """Add a new task, whose id no other task ever had."""
         self.count += 1
         task = Task(f"{start.kind}/{self.count}", start, index)
         self.put(task)
         return task
 
     def put(self, task: Task) -> None:
-        """Takes one in. Of those that are over only the newest are kept."""
+        """Add a task. Of those that are over only the newest are kept."""
         self._tasks[task.task_id] = task
         self._open.setdefault(task.kind, []).append(task)
         over = [each.task_id for each in self if each.is_over and each.kind != "learn"]
@@ -166,6 +166,6 @@ class Tasks:
             del self._tasks[task_id]
 
     def open(self, kind: Kind) -> list[Task]:
-        """Those that are not over."""
+        """Return the tasks of a kind that are not over."""
         found = self._open[kind] = [task for task in self._open.get(kind, ()) if not task.is_over]
         return list(found)

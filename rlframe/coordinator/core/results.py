@@ -34,7 +34,7 @@ _MUCH_LATER = 1.0  # the same, where the replay buffer raised
 
 
 def started(job: TrainingJob, worker: KnownWorker, task: Task, reply: Started) -> None:
-    """The task runs."""
+    """Note that the task runs."""
     task.become(TaskState.RUNNING)
     task.started_at = job.now
     worker.num_envs = int(reply.info.get("num_envs", 0))
@@ -50,7 +50,7 @@ def started(job: TrainingJob, worker: KnownWorker, task: Task, reply: Started) -
 
 
 def closed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Closed) -> None:
-    """Takes the last that a worker says of a task."""
+    """Note the last counters of a task, and end it."""
     accounts = job.accounts
     if task.kind == "collect" and "env_steps" in reply.result:
         accounts.add(reply.result)
@@ -67,7 +67,7 @@ def closed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Closed) -> 
 
 
 def failed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Failed) -> None:
-    """Takes an exception: the same worker, or another, tries once more."""
+    """Note an exception. The same worker, or another, tries again."""
     why = f"{reply.error}: {reply.message}"
     job.note("failed", f"{worker.worker_id}: {why}", worker_id=worker.worker_id, traceback=reply.traceback)
     retry(job, task, why, counts=True, for_good=reply.for_good)
@@ -122,14 +122,14 @@ def retry(job: TrainingJob, task: Task, why: str, *, counts: bool, for_good: boo
 
 
 def give_up(job: TrainingJob, task: Task) -> None:
-    """Cancels a task, whoever is at it."""
+    """Cancel a task."""
     if not task.is_over:
         _lose_grant(job, task)
         _end(job, task, TaskState.CANCELLED)
 
 
 def free(job: TrainingJob, worker: KnownWorker) -> None:
-    """It has nothing to do any more: it is idle, or goes."""
+    """Make the worker idle, or release it if it leaves."""
     worker.task_id = worker.call = None
     if worker.leaves:
         release(job, worker)
@@ -139,7 +139,7 @@ def free(job: TrainingJob, worker: KnownWorker) -> None:
 
 
 def release(job: TrainingJob, worker: KnownWorker) -> None:
-    """Lets a worker go."""
+    """Release a worker: the operator ends it for good."""
     worker.become(WorkerState.GONE)
     job.emit(ev.Release(worker.worker_id, worker.incarnation))
     job.emit(ev.Shut(worker.worker_id, worker.incarnation))
@@ -157,7 +157,7 @@ def _end(job: TrainingJob, task: Task, state: TaskState) -> None:
 
 
 def collected(job: TrainingJob, worker: KnownWorker, task: Task, reply: Collected) -> None:
-    """Takes what a collector said of itself."""
+    """Note the counters of a collector."""
     note_pace(job, worker, reply.waits)
     job.accounts.add(reply.stats)
     worker.counts = {name: reply.stats[name] for name in COUNTERS}
@@ -169,7 +169,7 @@ def collected(job: TrainingJob, worker: KnownWorker, task: Task, reply: Collecte
 
 
 def note_pace(job: TrainingJob, worker: KnownWorker, waits: bool) -> None:
-    """A collector answered: whether it could collect since it was called, or had to wait."""
+    """Note how long a collector's call took, and whether it waited."""
     seconds, worker.waits = max(job.now - worker.said_at, 0.0), waits
     job.collect_seconds, job.paced_seconds = job.collect_seconds + seconds, job.paced_seconds + seconds * waits
 
@@ -178,7 +178,7 @@ def note_pace(job: TrainingJob, worker: KnownWorker, waits: bool) -> None:
 
 
 def demanded(job: TrainingJob, worker: KnownWorker, task: Task, reply: Demand) -> None:
-    """Draws or grants as many batches as the learner can take."""
+    """Draw or grant as many batches as the learner can take."""
     count = min(reply.batches, job.limits.grant)
     if count <= 0 or job.is_to_close(worker, task) or job.paused:
         task.again_at = job.now + _LATER
@@ -190,7 +190,7 @@ def demanded(job: TrainingJob, worker: KnownWorker, task: Task, reply: Demand) -
 
 
 def drawn(job: TrainingJob, event: ev.BatchesDrawn) -> None:
-    """Let the learner learn from what was drawn for it, if it still can."""
+    """Let the learner learn from the batches that were drawn for it, if it still can."""
     task = job.tasks.get(event.header.task_id)
     worker = job.roster.get(event.header.worker_id, event.header.incarnation)
     is_awaited = task is not None and task.drawing == event.header
@@ -212,7 +212,7 @@ def drawn(job: TrainingJob, event: ev.BatchesDrawn) -> None:
 
 
 def _judge_replay(job: TrainingJob, event: ev.BatchesDrawn) -> None:
-    """A replay buffer that raises is asked again for a while, and not for ever."""
+    """End the job if the replay buffer has raised for too long."""
     deadline = job.limits.progress_deadline
     if not event.why:
         job.draw_fails_since = None
@@ -231,7 +231,7 @@ def _learn(job: TrainingJob, worker: KnownWorker, task: Task, learn: Learn) -> N
 
 
 def learned(job: TrainingJob, worker: KnownWorker, task: Task, reply: Learned) -> None:
-    """Takes what came of a grant."""
+    """Note the result of a grant."""
     accounts = job.accounts
     job.learner_waits.note(None, job.now)
     if not task.granted:  # it was asked to save, for an evaluation
@@ -249,7 +249,7 @@ def learned(job: TrainingJob, worker: KnownWorker, task: Task, reply: Learned) -
 
 
 def give_back(job: TrainingJob, task: Task) -> None:
-    """Takes a grant back of which nothing was learned."""
+    """Take a grant back of which nothing was learned."""
     if not task.batches:
         job.accounts.granted -= task.granted
         task.granted = 0
@@ -257,7 +257,7 @@ def give_back(job: TrainingJob, task: Task) -> None:
 
 
 def _lose_grant(job: TrainingJob, task: Task) -> None:
-    """What was out with a learner is lost."""
+    """Count the batches that were out with a learner as lost."""
     if task.batches:
         job.emit(ev.Settle(task.batches, ()))
     job.accounts.lost += task.granted
@@ -268,7 +268,7 @@ def _lose_grant(job: TrainingJob, task: Task) -> None:
 
 
 def take_up_evaluations(job: TrainingJob) -> None:
-    """Goes on with those that a coordinator that was killed had begun."""
+    """Continue the evaluations that a killed coordinator had begun."""
     for task in job.tasks.open("evaluate"):
         if task.has_result:
             _end(job, task, TaskState.SUCCEEDED)
@@ -277,7 +277,7 @@ def take_up_evaluations(job: TrainingJob) -> None:
 
 
 def evaluated(job: TrainingJob, worker: KnownWorker, task: Task, reply: Evaluated) -> None:
-    """Takes a result, if it is of the version that was to be evaluated."""
+    """Note the result of an evaluation. Of another version than the pinned one it is a failure."""
     version, wanted = reply.params_version, task.start.options["params_version"]
     if version != wanted:
         failed(job, worker, task, Failed("Mismatch", f"it evaluated version {version}, not {wanted}"))

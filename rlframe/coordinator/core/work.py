@@ -1,4 +1,4 @@
-"""Tell workers what to do, in the order of the diagram: one call after another; dispatch the answers."""
+"""The next call of each worker, in the order of docs/coordinator.md, and the function that takes its answer."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from rlframe.coordinator.messages import (
 from rlframe.coordinator.states import TaskState, WorkerState
 
 _AGAIN = 0.02  # seconds before a call that was not done is said again; the worker itself waits for some tenths
-_WAITS_FOR = ("data", "params", "room", "paused")  # for what a worker may wait as long as it takes
+_WAITS_FOR = ("data", "params", "room", "paused")  # a worker may wait for these as long as it takes
 
 
-# --- what comes next
+# --- the next call
 
 
 def drive(job: TrainingJob, worker: KnownWorker) -> None:
-    """Says to a worker what comes next in the diagram, unless a call is out, or nothing does."""
+    """Make a worker's next call, unless a call is out or there is nothing to do."""
     if worker.call is not None or not worker.answers:
         return
     task = job.tasks.get(worker.task_id)
@@ -79,12 +79,12 @@ def _learner_waits(job: TrainingJob, task: Task) -> bool:
 def _close_task(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
     if not worker.leaves:
         worker.become(WorkerState.CLOSING)
-    # A learner whose task is another from now on goes on from what this one saves.
+    # The learner of the next task continues from the checkpoint of this one.
     job.call(worker, task, "close_task", job.ending is not None or task.kind == "learn")
 
 
 def _assign(job: TrainingJob, worker: KnownWorker) -> Task | None:
-    """Gives a worker a task, where there is one for it."""
+    """Give a worker a task, if there is one for it."""
     task = _task_for(job, worker)
     if task is not None:
         task.become(TaskState.ASSIGNED)
@@ -100,7 +100,7 @@ def _assign(job: TrainingJob, worker: KnownWorker) -> Task | None:
 
 
 def _task_for(job: TrainingJob, worker: KnownWorker) -> Task | None:
-    """A task that waits for such a worker, or a new one that the commander has for it."""
+    """Return a task that waits for such a worker, or a new task from the commander."""
     kind, ending = KINDS[worker.role], job.ending
     if kind == "collect" and (ending is not None or job.paused or not job.learner_came):
         return None
@@ -122,7 +122,7 @@ def _task_for(job: TrainingJob, worker: KnownWorker) -> Task | None:
     if kind == "learn" and any(task.start.policy_id == start.policy_id for task in open_tasks):
         return None  # one learner for each policy
     if kind == "learn":
-        # Above those of all before, of this session and of others whose param store this one goes on with.
+        # Above all earlier epochs, of this session and of others that used the same param store.
         epochs = [task.start.options.get("epoch", 0) for task in job.tasks if task.kind == "learn"]
         epoch = max([int(job.now * 1000), *(before + 1 for before in epochs)])
         start = dataclasses.replace(start, options={**start.options, "epoch": epoch})
@@ -133,7 +133,7 @@ def _task_for(job: TrainingJob, worker: KnownWorker) -> Task | None:
 
 
 def unanswered(job: TrainingJob, event: ev.Unanswered) -> None:
-    """A call is said again, with the same number."""
+    """Repeat the call, with the same number."""
     worker = job.roster.get(event.worker_id, event.incarnation)
     if worker is None:
         return
@@ -144,7 +144,7 @@ def unanswered(job: TrainingJob, event: ev.Unanswered) -> None:
 
 
 def replied(job: TrainingJob, event: ev.Replied) -> None:
-    """Takes the answer that was waited for; any other changes nothing."""
+    """Take the answer to the call that is out. Any other answer changes nothing."""
     worker = job.roster.get(event.worker_id, event.incarnation)
     if worker is None:
         job.accounts.stale += 1
@@ -204,7 +204,7 @@ def _not_ready(job: TrainingJob, worker: KnownWorker, task: Task, call: ev.Send,
 
 
 def _is_put_off(job: TrainingJob, worker: KnownWorker, task: Task, call: ev.Send) -> bool:
-    """Whether something else comes before a call that waits for data."""
+    """Return True if a call that waits for data is given up for something more urgent."""
     if call.method == "learn" and not task.batches and evaluations.needs_save(job, task):
         return True
     return call.method in ("learn", "get_data") and job.is_to_close(worker, task)

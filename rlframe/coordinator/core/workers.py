@@ -9,15 +9,15 @@ from rlframe.coordinator.core.results import release, retry
 from rlframe.coordinator.messages import ROLES, Alive, Resources, Role, WorkerInfo, WorkerReply
 from rlframe.coordinator.states import TaskState, WorkerState, is_over
 
-_NEEDED: tuple[Role, ...] = ("learner", "collector")  # without any of which a job makes no progress
-REPLACED = "its process was replaced"  # why a worker is lost at whose address, or of whose index, is another
+_NEEDED: tuple[Role, ...] = ("learner", "collector")  # a job makes no progress without one of each
+REPLACED = "its process was replaced"  # why a worker is lost if another one has its address or index
 _CAN_BE_SUSPECT = (WorkerState.IDLE, WorkerState.BUSY, WorkerState.CLOSING)
 
 # --- coming
 
 
 def listed(job: TrainingJob, workers: tuple[WorkerInfo, ...]) -> None:
-    """Takes what the operator has: there are new ones, and those that it has not are lost."""
+    """Take the operator's list: add new workers; workers that it does not list are lost."""
     _count_those_that_ended_unseen(job, workers)
     for seen in workers:
         _see(job, seen)
@@ -59,7 +59,7 @@ def _see(job: TrainingJob, seen: WorkerInfo) -> None:
 
 
 def answered_ping(job: TrainingJob, worker: KnownWorker, reply: WorkerReply) -> None:
-    """Takes the answer to a call that is of no task: `ping` or `resources`."""
+    """Take the answer to a call without a task: `ping` or `resources`."""
     if isinstance(reply, Alive) and (reply.worker_id, reply.incarnation) != (worker.worker_id, worker.incarnation):
         if not is_over(worker.state):
             lose(job, worker, REPLACED)
@@ -86,14 +86,14 @@ def _came(job: TrainingJob, worker: KnownWorker, reply: Alive) -> None:
 
 
 def _goes_on(worker: KnownWorker, task: Task, reply: Alive) -> bool:
-    """Whether it says that it is at an attempt that was its own before the coordinator was restarted."""
+    """Return True if it still works at the attempt that it had before the coordinator was restarted."""
     is_its_own = (task.worker_id, task.incarnation) == (worker.worker_id, worker.incarnation)
     is_known = (task.state, task.attempt) == (TaskState.PENDING, reply.attempt)
     return is_its_own and is_known and reply.phase in ("running", "waiting")
 
 
 def _adopt(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
-    """This coordinator was restarted: the worker has gone on meanwhile."""
+    """Continue a task whose worker worked on while the coordinator was restarted."""
     task.become(TaskState.ASSIGNED)
     task.become(TaskState.RUNNING)
     task.started_at = job.now
@@ -106,7 +106,7 @@ def _adopt(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
 
 
 def wait_from_now(job: TrainingJob) -> None:
-    """The job begins: workers are to come within `Limits.starting_deadline`."""
+    """Start the deadline for workers to come, `Limits.starting_deadline`."""
     job.lacks_since = dict.fromkeys(_NEEDED, job.now)
 
 
@@ -133,7 +133,7 @@ def why_nobody_comes(job: TrainingJob) -> str:
 
 
 def look(job: TrainingJob) -> None:
-    """Check each worker: is it lost, is a ping due, is there something for it to do?"""
+    """Check each worker: give it up if it is lost, ping it if that is due, choose its next call."""
     for worker in job.roster:
         if is_over(worker.state):
             continue
@@ -149,7 +149,7 @@ def look(job: TrainingJob) -> None:
 
 
 def _why_lost(job: TrainingJob, worker: KnownWorker, starts: bool) -> str:
-    """Why it is to be given up; empty where it is not. `starts`: its task does, which may take a compilation."""
+    """Return why the worker is given up; empty if it is not. `starts`: its task starts, and may compile."""
     limits, silent = job.limits, job.now - worker.heard_at
     if worker.state in (WorkerState.REQUESTED, WorkerState.CONNECTING):
         waited = job.now - worker.since
@@ -179,7 +179,7 @@ def _ping(job: TrainingJob, worker: KnownWorker) -> None:
 
 
 def hear(job: TrainingJob, worker: KnownWorker) -> None:
-    """Takes an answer as a sign of life, which may end a suspicion."""
+    """Note an answer as a sign of life, which ends the state SUSPECT."""
     worker.heard_at = job.now
     if worker.state is WorkerState.SUSPECT:
         if worker.leaves:
@@ -203,7 +203,7 @@ def remove(job: TrainingJob, worker: KnownWorker) -> None:
 
 
 def disconnect(job: TrainingJob) -> None:
-    """Destroy the connections to all workers, the learner's first: the operator, who is left next, ends them."""
+    """Close the connections to all workers, the learner's first. The operator ends the workers next."""
     for worker in sorted(job.roster, key=lambda one: (ROLES.index(one.role), one.index)):
         if not is_over(worker.state):
             worker.become(WorkerState.GONE)
@@ -212,7 +212,7 @@ def disconnect(job: TrainingJob) -> None:
 
 
 def lose(job: TrainingJob, worker: KnownWorker, why: str) -> None:
-    """Gives a worker up: another is to take its index, and its task is tried again."""
+    """Give a worker up: another one takes its index, and its task is tried again."""
     came = worker.state not in (WorkerState.REQUESTED, WorkerState.CONNECTING)
     worker.become(WorkerState.LOST)
     job.emit(ev.Shut(worker.worker_id, worker.incarnation))
@@ -228,7 +228,7 @@ def lose(job: TrainingJob, worker: KnownWorker, why: str) -> None:
     task, worker.task_id, worker.call = job.tasks.get(worker.task_id), None, None
     if task is not None and not task.is_over:
         job.accounts.discarded += worker.num_envs
-        # A collector that ran may be lost as often as its machine likes: others go on.
+        # A collector that ran may be lost any number of times: the others continue.
         counts = task.state is TaskState.ASSIGNED or task.kind != "collect"
         retry(job, task, why, counts=counts)
     if not came and is_replaced:

@@ -1,1 +1,1 @@
-"""Where a coordinator's workers come from: processes of this machine, Ray."""
+"""Operators start a coordinator's workers: as processes of this machine, or on Ray."""

@@ -1,4 +1,4 @@
-"""The protocol of an operator: what a coordinator asks of where its workers come from."""
+"""The protocol of an operator, which starts the workers of a coordinator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlframe.transport import Transport
 
 
 class OperatorError(RlframeError):
-    """The operator cannot be reached. The workers go on; the call is repeated."""
+    """The operator cannot be reached. The workers continue; the call is repeated."""
 
 
 class Operator(Protocol):
@@ -49,4 +49,4 @@ class Operator(Protocol):
         """
 
     def close(self) -> None:
-        """Free what it holds in this process, and end the workers that belong to this process. May be repeated."""
+        """Free its resources in this process, and end the workers that belong to this process. May be repeated."""

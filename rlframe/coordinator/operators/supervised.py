@@ -234,4 +234,4 @@ def _how_it_ended(running: RunningNode) -> str:
 
 
 def _wake() -> None:
-    """Make the supervisor look again at what is due."""
+    """Wake the supervisor's thread."""

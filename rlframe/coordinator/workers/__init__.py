@@ -1,1 +1,1 @@
-"""What a coordinator's workers are: the learner, the collectors, the evaluator, and the process of one."""
+"""The workers of a coordinator: learner, collectors and evaluator."""

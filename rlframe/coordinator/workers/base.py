@@ -75,7 +75,7 @@ class TaskWorker:
     # --- what the coordinator calls
 
     def ping(self) -> Alive:
-        """Answer that it is alive, and what it is at. Waits for nothing."""
+        """Answer with the worker's task and phase. Waits for nothing."""
         task, phase = self._task, self._phase
         if task is None or task.result is not None:
             return Alive(self.worker_id, self.incarnation, "idle")
@@ -86,7 +86,7 @@ class TaskWorker:
         return Resources(socket.gethostname(), os.getpid())
 
     def start_task(self, header: Header, request: StartTask) -> Started | NotReady | CallRefused | Failed:
-        """Begins a task. What goes on of another task or attempt is closed first, without its final save."""
+        """Begin a task. A task or attempt under way is closed first, without its final save."""
         return self._call(header, "start_task", lambda: self._begin(header, request))
 
     def data_demand(self, header: Header) -> Demand | NotReady | CallRefused | Failed:
@@ -94,15 +94,15 @@ class TaskWorker:
         return self._call(header, "data_demand", self._data_demand)
 
     def learn(self, header: Header, request: Learn) -> Learned | NotReady | CallRefused | Failed:
-        """Learns, and publishes what was learned."""
+        """Learn, and publish the new version."""
         return self._call(header, "learn", lambda: self._learn(request))
 
     def get_data(self, header: Header, request: GetData) -> Collected | Evaluated | NotReady | CallRefused | Failed:
-        """Steps the environments for a while, or evaluates."""
+        """Step the environments for a while, or evaluate."""
         return self._call(header, "get_data", lambda: self._get_data(request))
 
     def close_task(self, header: Header, final: bool) -> Closed | NotReady | CallRefused | Failed:
-        """Ends the task; `final`: what it learned is saved, since the run ends, or another task goes on from it."""
+        """End the task; `final`: save first, because the run ends, or another task continues from it."""
         return self._call(header, "close_task", lambda: self._end(final))
 
     def close(self) -> None:
@@ -144,14 +144,14 @@ class TaskWorker:
     # --- what subclasses do, in any thread
 
     def _interrupt(self) -> None:
-        """Ends what the work under way waits for: `_stop` is set. May come at any time, and again."""
+        """End the waits of the work under way: `_stop` is set. May be called at any time, and again."""
 
     def _waiting_for(self) -> str:
         """Name what the work under way waits for, however long: "data" (or room for it), "params", or nothing."""
         return self._waits_for
 
     def _steps_within(self) -> int:
-        """A count that rises while work which takes long goes on."""
+        """Return a count that rises during long work."""
         return 0
 
     def _cannot(self, call: str) -> UsageError:
@@ -160,7 +160,7 @@ class TaskWorker:
     # --- calls
 
     def _call(self, header: Header, name: str, do: Callable[[], WorkerReply]) -> Any:
-        """Accepts the call, or finds that it was; then waits for a while."""
+        """Accept the call, or find the work of an earlier one with its number; then wait for a while."""
         deadline = time.monotonic() + _ANSWER_WITHIN
         while True:
             with self._lock:
@@ -180,7 +180,7 @@ class TaskWorker:
         return (header.worker_id, header.incarnation) == (self.worker_id, self.incarnation)
 
     def _refusal(self, header: Header, name: str) -> str:
-        """Why a call is not for this worker as it is now; empty where it is."""
+        """Return why the call is refused; empty if it is accepted."""
         task, work = self._task, self._work
         if self._closed:
             return f"{self.worker_id} is closed."
@@ -207,7 +207,7 @@ class TaskWorker:
         return ""
 
     def _accept(self, header: Header, name: str, do: Callable[[], WorkerReply]) -> _Work:
-        """The work that the call waits for: its own, given to the thread if it is new, or what comes before."""
+        """Return the work that the call waits for: its own, which the thread gets if it is new, or earlier work."""
         work = self._work
         if work is not None and not work.is_done.is_set():
             if header.seq != work.seq and (name == "close_task" or (name == "start_task" and self._is_other(header))):
@@ -252,7 +252,7 @@ class TaskWorker:
         try:
             with Phase(work.name, _STUCK_AFTER, self._how_far):
                 return work.do()
-        except BaseException as error:  # whatever it is, the coordinator must hear of it, and the thread go on
+        except BaseException as error:  # of any kind: the coordinator must hear of it, and the thread continue
             if not self._stop.is_set():  # else it was told to end, which may be why
                 traceback.print_exc()
             if isinstance(error, FencedError):
@@ -297,7 +297,7 @@ class TaskWorker:
         return Closed(task.result)
 
     def _leave_task(self) -> None:
-        """Ends what goes on, where something does. It is given up: what goes wrong with it concerns nobody."""
+        """End the task under way, if there is one, and ignore its errors: the task is given up."""
         with contextlib.suppress(Exception):
             if self._task is not None:
                 self._end(final=False)
@@ -313,7 +313,7 @@ class _Work:
 
 
 class _Task:
-    """What the worker was told to start."""
+    """The task of a worker."""
 
     def __init__(self, task_id: str, attempt: int) -> None:
         self.task_id, self.attempt = task_id, attempt

@@ -32,7 +32,7 @@ class VersionEvaluator(Protocol):
 
     @property
     def steps(self) -> int:
-        """Environment steps that were taken: it rises while an evaluation goes on."""
+        """Environment steps so far, which rise during an evaluation."""
 
     def evaluate(self) -> Logs:
         """As `Evaluator.evaluate`."""
@@ -42,7 +42,7 @@ class VersionEvaluator(Protocol):
 
 
 class CollectorWorker(TaskWorker):
-    """An `Actor` with an inferencer of its own, that acts by what is in the param store; or evaluations.
+    """Collects with an `Actor` and its own inferencer, by the parameters in the param store; or evaluates.
 
     What is built for an evaluation, compiled code above all, serves the next one too. Evaluations add to no buffer.
 

@@ -1,4 +1,4 @@
-"""The worker that learns, and what it records for its coordinator."""
+"""The worker that learns, and its record of updates for the coordinator."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class LearnerWorker(TaskWorker):
         """Learns from one batch; returns True where it was too old."""
         if learner.step(batch) is None:
             return True
-        # Where versions may not be old, actors wait for this one.
+        # If the replay takes only new versions, actors wait for this one.
         if self._max_staleness is not None or time.monotonic() > self._published_at + _PUBLISH_EVERY:
             self._publish(learner)
         if learner.saver is not None:

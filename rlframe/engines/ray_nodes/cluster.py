@@ -50,7 +50,7 @@ class RayCluster:
             self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """Lets go of it: what still runs for this program ends."""
+        """Disconnect: processes of this program that still run end."""
         self._opened.close()
 
     def place(
@@ -116,13 +116,13 @@ def _connected_to_ray(address: str | None) -> Iterator[None]:
             raise UsageError(f"Ray cannot be reached (--ray-address {address}): {error}") from error
         opened.callback(ray.shutdown)
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # Ray has one of its own
+            signal.signal(signal.SIGTERM, handler)  # Ray has set another one
         yield
 
 
 @contextlib.contextmanager
 def _at(station: Station, ray_node: str) -> Iterator[None]:
-    """Has this process call nodes, and share memory with those on its Ray node."""
+    """Connect this process to nodes, and let it share memory with the nodes on its Ray node."""
     before = os.environ.get(MACHINE)
     os.environ[MACHINE] = ray_node
     join(station)

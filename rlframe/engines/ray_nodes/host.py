@@ -46,7 +46,7 @@ CONCURRENCY = {"watch": 2, "signal": 2, "call": _CALLS}
 
 
 class Seen(NamedTuple):
-    """What there is to say of a node.
+    """The state of a node, as its supervisor sees it.
 
     Attributes:
         lines: that it has written since the last look.
@@ -71,7 +71,7 @@ class Seen(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HostedNode:
-    """What a host is to run.
+    """The node of a host.
 
     Attributes:
         name: of the node, for messages: `learner`.
@@ -140,7 +140,7 @@ class NodeHost:
 
     @ray.method(concurrency_group="signal")
     def reaches(self) -> bool:
-        """Whether the node can be called."""
+        """Return True if the node can be called."""
         return SocketTransport().is_reachable(self._path)
 
     @ray.method(concurrency_group="call")
@@ -174,7 +174,7 @@ class NodeHost:
             self._changed.notify_all()
 
     def _end(self, running: RunningNode) -> None:
-        running.send(signal.SIGKILL)  # to what it had started, and has left
+        running.send(signal.SIGKILL)  # to the processes that it started
         for versions in list(self._versions.values()):
             versions.close()
         with contextlib.suppress(FileNotFoundError):  # it was killed: it will be elsewhere, perhaps
@@ -241,7 +241,7 @@ class Relay:
         answer = self._ask(node, "call", packed)
         if isinstance(answer, str):
             raise UnavailableError(answer)
-        # What lies in Ray's store is read-only, and would be so for the caller.
+        # Arrays in Ray's store are read-only; the caller may write to its own.
         return [part if part.flags.writeable else part.copy() for part in answer]
 
     def _reaches(self, node: str) -> bool:

@@ -41,7 +41,7 @@ class PublishedVersions:
     def __init__(self, client: SocketClient, policy: Policy) -> None:
         self._client, self._policy = client, policy
         self._lock = threading.Lock()
-        self._wanted: dict[str, Offer] = {}  # by who wants it
+        self._wanted: dict[str, Offer] = {}  # by subscriber
         self._newest: tuple[int, list[Any]] | None = None
         self._thread: threading.Thread | None = None
         self._over = False
@@ -75,7 +75,7 @@ class PublishedVersions:
             except RlframeError:  # it has none, or no way to wait for them; or it stops
                 break
         with self._lock:
-            self._thread = None  # who says again that it wants them begins anew
+            self._thread = None  # the next `subscribe` starts it again
 
     def _publish(self, version: int, reference: Any) -> None:
         with self._lock:
@@ -145,5 +145,5 @@ class FetchedVersions:
 
 
 def _known(version: int) -> Packed:
-    """The answer to `get_packed` of who is up to date."""
+    """Return the answer to `get_packed` of a caller that is up to date."""
     return as_arrays(messages.pack(((version, None),)))

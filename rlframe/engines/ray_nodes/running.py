@@ -17,11 +17,11 @@ from rlframe.interprocess.heartbeat import HeartbeatMonitor
 with extras.needed("--engine ray", "ray"):
     import ray
 
-_KILLED_WITHIN = 5.0  # seconds that the actor of a node which is to be killed has to say that it is
+_KILLED_WITHIN = 5.0  # seconds within which the actor of a killed node must confirm its end
 
 
 class Hosts:
-    """The actors of a program's nodes, in the order in which they came.
+    """The actors of a program's nodes, in the order of their start.
 
     Args:
         others: is told of them as well: the launcher's own relay.

@@ -63,7 +63,7 @@ def program_processes(
 
 
 def pickle_node(label: str, node: Any) -> bytes:
-    """Pickles what a process of this group is to run. Raises UsageError where that cannot be."""
+    """Pickle a node of this group. Raises UsageError if it cannot be pickled."""
     import cloudpickle
 
     try:
@@ -100,7 +100,7 @@ def command_of(module: str, *arguments: str) -> list[str]:
 
 
 def run_to_exit(function: Callable[[], Any]) -> NoReturn:
-    """Does what this process is for, and ends it; the exit code says how that went."""
+    """Call the function, and end this process with an exit code for the outcome."""
     code = 0
     try:
         function()
@@ -114,7 +114,7 @@ def run_to_exit(function: Callable[[], Any]) -> NoReturn:
         traceback.print_exc()
         code = 1
     # Threads of Courier, Reverb and JAX may be in the middle of something, which does not survive the end of the
-    # interpreter: so what was registered for the exit is done, and that end is left out.
+    # interpreter: so exit handlers run, and the interpreter's own end is skipped.
     with ENDING:
         atexit._run_exitfuncs()
         sys.stdout.flush()

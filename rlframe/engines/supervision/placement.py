@@ -1,4 +1,4 @@
-"""What the processes of a program may use (accelerators, threads), and how often each may be started again."""
+"""The accelerators and threads of each process of a program, and how often it may be started again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WIDE_GROUPS = ("learner", "policy")
 
 
 def policies(groups: Mapping[str, int], options: EngineOptions) -> dict[str, GroupPolicy]:
-    """What holds for the nodes of each group.
+    """Return the policy of each group.
 
     Args:
         groups: how many nodes each has.
@@ -50,7 +50,7 @@ def _variables(group: str, groups: Mapping[str, int], accelerators: Iterable[str
         return {**found, **NO_ACCELERATOR}
     for name in NO_ACCELERATOR:
         found.pop(name, None)
-    # Where several share an accelerator, none takes all of its memory.
+    # If several nodes share an accelerator, none may take all of its memory.
     if sum(count for name, count in groups.items() if name in accelerators) > 1 and _PREALLOCATES not in os.environ:
         found[_PREALLOCATES] = "false"
     return found

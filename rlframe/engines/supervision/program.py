@@ -19,7 +19,7 @@ STOP_SIGNAL = signal.SIGUSR1  # sent to the launcher by a node that ends the pro
 
 
 class ProgramSupervisor(Supervisor):
-    """Runs nodes until one that decides has ended, all have, one fails for good, or it is told to stop.
+    """Runs nodes until the deciding ones or all have ended, one fails for good, or `stop` or a signal comes.
 
     Args:
         nodes: the nodes.

@@ -1,4 +1,4 @@
-"""A node that runs, as a `Supervisor` sees it: started, its lines taken, signalled, and its end told."""
+"""Nodes that run: `SupervisedNode.start` returns a `RunningNode`, here a process of this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOR_GOOD = 4  # the exit code of a process whose restart would not help
 
 @dataclasses.dataclass(frozen=True)
 class GroupPolicy:
-    """What holds for the nodes of one group (label) of a program."""
+    """The rules for the nodes of one group (label) of a program."""
 
     max_restarts: int = 0  # how often each node may die and be started again, at the same address
     decides: bool = False  # the program is over, and well, when the nodes of all such groups have ended well
@@ -62,19 +62,19 @@ class RunningNode(abc.ABC):
 
     @abc.abstractmethod
     def send(self, number: int) -> None:
-        """Signals the process; SIGKILL goes to all that it started in its session."""
+        """Signal the process; SIGKILL goes to all processes of its session."""
 
     @abc.abstractmethod
     def wait(self) -> None:
-        """Waits until it, which was killed, has ended and its last lines are out."""
+        """Wait until a killed process has ended and its last lines are out."""
 
     def lived(self) -> float:
-        """Seconds from its start to now, without those in which it hung."""
+        """Return the seconds since its start, without those in which it hung."""
         hung = self.pulse.stuck if self.pulse is not None and self.hangs else 0.0
         return time.monotonic() - self.began - hung
 
     def how(self) -> str:
-        """How it ended, where that was not well."""
+        """Return how it ended, if not well."""
         if self.hangs:
             return f"hung: {self.hangs}, and was killed"
         assert self.code is not None
@@ -83,7 +83,7 @@ class RunningNode(abc.ABC):
         return f"failed with exit code {self.code}"
 
     def last_words(self) -> str:
-        """Its traceback, or the last lines of its output."""
+        """Return its traceback, or the last lines of its output."""
         lines = list(self._lines)
         starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
         kept = lines[starts[-1] :] if starts else lines[-5:]
@@ -99,7 +99,7 @@ class RunningNode(abc.ABC):
         self._take_line(self.name, text)
 
 
-# What is called when a node has ended, and with each of its lines: (name, line).
+# Called when a node has ended, and with each of its lines: (name, line).
 HasEnded = Callable[[RunningNode], None]
 TakeLine = Callable[[str, str], None]
 
@@ -113,10 +113,10 @@ class SupervisedNode(Protocol):
 
     @property
     def policy(self) -> GroupPolicy:
-        """What holds for its group."""
+        """The policy of its group."""
 
     def start(self, pulse: HeartbeatMonitor | None, has_ended: HasEnded, take_line: TakeLine) -> RunningNode:
-        """Starts it. Waits for nothing. `has_ended` and `take_line` are called by threads of its own."""
+        """Start it. Waits for nothing. Other threads call `has_ended` and `take_line`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +178,7 @@ class RunningProcess(RunningNode):
                 self._process.send_signal(number)
 
     def wait(self) -> None:
-        """See `RunningNode`. Not for a process of its own that still holds the pipe."""
+        """See `RunningNode`. Does not wait for a process that the node started, and that still holds the pipe."""
         self.code = self._process.wait()
         self._reader.join(1.0)
 

@@ -28,7 +28,7 @@ MakeWorker = Callable[[str, int, int], Any]  # (name, index, incarnation) -> the
 
 @dataclasses.dataclass(frozen=True)
 class ServedNode:
-    """What makes an object, and where it is called."""
+    """The constructor of an object, and the address at which its methods are called."""
 
     group: str
     transport: Transport
@@ -115,9 +115,9 @@ def _make_worker(make: bytes, name: str, index: int, incarnation: int) -> Any:
 
 
 def run_node(pickled: bytes, end: Callable[[], None] | None = None) -> None:
-    """Makes the object of a node in its process, serves it and runs it.
+    """Make the object of a node in its process, serve it and run it.
 
-    Where it has no `run`, it is served until SIGTERM, and closed then if it has `close`.
+    An object without `run` is served until SIGTERM, and closed then if it has `close`.
 
     Args:
         pickled: see `ServedNode.pickled`.
@@ -145,13 +145,13 @@ def run_node(pickled: bytes, end: Callable[[], None] | None = None) -> None:
 
 
 def public_methods(target: Any) -> dict[str, Callable[..., Any]]:
-    """What others may call of an object: the methods of its class whose names begin without an underscore."""
+    """Return the methods that others may call: those of the class whose names begin without an underscore."""
     names = (name for name in dir(type(target)) if not name.startswith("_"))
     return {name: getattr(target, name) for name in names if callable(getattr(type(target), name, None))}
 
 
 def set_at_sigterm(stop: threading.Event) -> None:
-    """Has SIGTERM set the event."""
+    """Set the event at SIGTERM."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         del number, frame

@@ -109,7 +109,7 @@ class Supervisor:
         raise NotImplementedError
 
     def _step(self) -> None:
-        """Wait for the next event and handle it; then kill and start what is due."""
+        """Wait for the next event and handle it; then make the kills and starts that are due."""
         now = time.monotonic()
         due = min((min(slot.restart_at, slot.kill_at) for slot in self._slots.values()), default=math.inf)
         event = None

@@ -50,7 +50,7 @@ POLICY = "main"
 
 @dataclasses.dataclass(frozen=True)
 class Elastic(GameProgram):
-    """What elastic can be told."""
+    """The options of elastic."""
 
     replays = ("shared_memory", "service", "reverb")
     control = "coordinator"
@@ -84,18 +84,18 @@ class Elastic(GameProgram):
 
     @property
     def operator_name(self) -> str:
-        """Where workers come from, as `naming.operator_class` takes it."""
+        """The operator, as `naming.operator_class` takes it."""
         return self.operator if self.operator != "auto" else self.engine_class.operator or "local"
 
     @property
     def crosses_machines(self) -> bool:
-        """Whether workers may be on machines that share no memory with the launcher's."""
+        """True if workers may be on machines that share no memory with the launcher's."""
         return self.operator_name == "ray" and self.replay_kind == "service"
 
 
 @configured_by(Elastic)
 def elastic(engine: Engine, run: Run) -> None:
-    """Add a coordinator, which has collectors come and go as the learner needs them."""
+    """Add a coordinator, which starts and ends collectors as the learner needs them."""
     replay_buffer = add_replay(engine, run)
     if run.topology.crosses_machines:
         param_store = engine.add("params", ParamStore, at_end=max(1.0, run.topology.grace_seconds - 1.0))
@@ -106,7 +106,7 @@ def elastic(engine: Engine, run: Run) -> None:
 
 
 def make_workers(run: Run, replay_buffer: Any, param_store: Any) -> dict[str, MakeWorker]:
-    """What makes the workers of each role, in their processes."""
+    """Return the makers of the workers of each role, called in the workers' processes."""
     experiment, agent = run.experiment, run.agent
     return {
         "learner": functools.partial(LearnerWorker, learner_config(run), agent, replay_buffer, param_store),
@@ -129,7 +129,10 @@ def add_replay(engine: Engine, run: Run) -> Any:
     # Each collector keeps its share of the steps as if there were num_actors of them: few keep as many as they do in
     # another topology, and many keep more.
     capacity = replay_capacity(run.agent.replay_spec, run.experiment) * most // run.topology.num_actors
-    ahead = most * run.experiment.envs_per_actor, Limits.grant  # so that a learner has what it is told to learn from
+    ahead = (
+        most * run.experiment.envs_per_actor,
+        Limits.grant,
+    )  # so that a learner finds as many batches as it is granted
     if run.topology.replay_kind == "reverb":
         from rlframe.replay.reverb import ReverbReplayBuffer
 
@@ -208,7 +211,7 @@ def make_coordinator(run: Run, replay_buffer: Any, param_store: Any, operator: O
 
 
 def limits_of(experiment: Experiment) -> Limits:
-    """The coordinator's deadlines: workers that hang are its to see, as nodes are the launcher's."""
+    """Return the coordinator's deadlines, for the launcher's `hang_timeout`."""
     config = experiment.topology
     silent = config.hang_timeout
     limits = Limits(row_every=experiment.row_every, max_failures=config.max_restarts)
