@@ -6,7 +6,7 @@ The objects, by process:
   workers, time passed), lets the state machine in `core` decide, writes the journal, and carries out the effects.
   Three helpers carry them out: `WorkerCalls` calls workers, `OperatorThread` asks for workers, `ReplayThread` draws
   batches and pins versions. A `Commander` says what workers do and when the job is over; `TrainOne` is the plain one.
-  `Watch` (`scaling.py`) chooses the number of collectors.
+  `Scaling` chooses the number of collectors.
 - The launcher's process. An operator (`operators`) keeps as many workers running as the coordinator asked for. The
   `ParamStore` has the newest parameters. Both outlive a coordinator that dies; its successor reads the journal.
 - Workers (`workers`). A `LearnerWorker` learns when it is called, a `CollectorWorker` collects or evaluates. Both

@@ -26,7 +26,7 @@ from rlframe.coordinator.messages import ROLES, Role
 from rlframe.coordinator.operator_thread import OperatorThread
 from rlframe.coordinator.operators.base import Operator
 from rlframe.coordinator.replay_thread import ReplayThread
-from rlframe.coordinator.scaling import Scaling, Watch, cores_here
+from rlframe.coordinator.scaling import Scaling, cores_here
 from rlframe.coordinator.states import JobState, is_over
 from rlframe.coordinator.worker_calls import WorkerCalls
 from rlframe.errors import JobFailedError, UsageError, suggest
@@ -106,17 +106,14 @@ class Coordinator:
             ev.Send: self._calls.send,
             ev.Open: lambda effect: self._calls.open(effect.key, effect.address),
             ev.Shut: lambda effect: self._calls.shut(effect.key),
-            ev.RequestWorkers: lambda effect: self._operator.request(effect.role, effect.count),
-            ev.ReportFailed: lambda effect: self._operator.report_failed(effect.key),
-            ev.Release: lambda effect: self._operator.release(effect.key),
-            ev.Disconnect: lambda effect: self._operator.disconnect(),
+            **dict.fromkeys((ev.RequestWorkers, ev.ReportFailed, ev.Release, ev.Disconnect), self._operator.put),
             **dict.fromkeys((ev.DrawBatches, ev.Settle, ev.SaveReplay, ev.Pin, ev.Unpin), self._replay.put),
             ev.Note: lambda note: None,  # it is in the journal by now
             ev.Row: self._write_row,
             ev.Over: self._finish,
         }
         cores = cores_here() if cfg.cores is None else cfg.cores
-        self._watch = Watch(Scaling(cfg.min_collectors, cfg.max_collectors, cores, cfg.max_staleness))
+        self._scaling = Scaling(cfg.min_collectors, cfg.max_collectors, cores, cfg.max_staleness)
         self._rates = Rates(2)
         self._published = self._job.accounts.to_json()
         self._journaled_at = 0.0
@@ -336,7 +333,7 @@ class Coordinator:
             for event in happened:
                 if not isinstance(event, threading.Event):
                     effects += handle(self._job, event, self._clock())
-            wanted = self._watch.wanted(self._job, self._clock())
+            wanted = self._scaling.wanted(self._job, self._clock())
             if wanted is not None:
                 effects += handle(self._job, ev.Scaled("collector", wanted, "load"), self._clock())
             self._write_down(effects)

@@ -1,9 +1,8 @@
-"""The operator's side of a coordinator: a thread that passes requests to the operator, and lists the workers."""
+"""A coordinator's thread for the operator: it asks for workers, and lists them."""
 
 from __future__ import annotations
 
 import collections
-import functools
 import logging
 import threading
 import time
@@ -11,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.messages import ROLES, Role, WorkerInfo, WorkerKey
+from rlframe.coordinator.messages import ROLES, WorkerInfo
 from rlframe.coordinator.operators.base import Operator, OperatorError
-from rlframe.errors import UsageError
+from rlframe.errors import PeerError, UsageError
 from rlframe.retry import pauses
 
 _log = logging.getLogger(__name__)
@@ -24,9 +23,9 @@ _JOIN = 10.0  # seconds for the thread to end: longer than any call of an operat
 
 
 class OperatorThread:
-    """Passes on what the job wants of an operator, and lists its workers a few times a second.
+    """Carries out the effects that need the operator, and lists its workers a few times a second.
 
-    Any thread may make a request. It is kept, and repeated, while the operator cannot be reached.
+    While the operator cannot be reached, effects are kept and repeated.
 
     Args:
         operator: see `rlframe.coordinator.operators.base`.
@@ -35,7 +34,12 @@ class OperatorThread:
 
     def __init__(self, operator: Operator, happened: Callable[[Any], None]) -> None:
         self._operator, self._happened = operator, happened
-        self._requests: collections.deque[Callable[[], None]] = collections.deque()
+        self._effects: collections.deque[Any] = collections.deque()
+        self._does: dict[type, Callable[[Any], None]] = {
+            ev.RequestWorkers: lambda effect: operator.scale(effect.role, effect.count),
+            ev.ReportFailed: lambda effect: operator.replace(effect.key),
+            ev.Release: lambda effect: operator.release(effect.key),
+        }
         self._problems: dict[str, str] = {}
         self._outage = ""
         self._has_answered = False
@@ -47,26 +51,13 @@ class OperatorThread:
         """Begin: workers that are there already are adopted."""
         self._thread.start()
 
-    def request(self, role: Role, n: int) -> None:
-        """See `Operator.scale`."""
-        self._ask(functools.partial(self._operator.scale, role, n))
-
-    def report_failed(self, key: WorkerKey) -> None:
-        """See `Operator.replace`."""
-        self._ask(functools.partial(self._operator.replace, key))
-
-    def release(self, key: WorkerKey) -> None:
-        """See `Operator.release`."""
-        self._ask(functools.partial(self._operator.release, key))
-
-    def _ask(self, request: Callable[[], None]) -> None:
-        self._requests.append(request)
-        self._wake.set()
-
-    def disconnect(self) -> None:
-        """End all workers, in the background and within seconds; `Disconnected` follows."""
-        self._stops_workers = True
-        self._ends.set()
+    def put(self, effect: Any) -> None:
+        """Queue an effect. `Disconnect` ends all workers, in the background and within seconds."""
+        if isinstance(effect, ev.Disconnect):
+            self._stops_workers = True
+            self._ends.set()
+        else:
+            self._effects.append(effect)
         self._wake.set()
 
     def close(self) -> None:
@@ -105,7 +96,7 @@ class OperatorThread:
 
     def _fail(self, error: Exception) -> None:
         """Report an error. One that is no outage ends the job if another try would end in the same way."""
-        is_outage = isinstance(error, (OperatorError, OSError))
+        is_outage = isinstance(error, (OperatorError, PeerError, OSError))
         if not is_outage:
             _log.error("The operator raised what is no outage.", exc_info=error)
         self._outage = why = f"{type(error).__name__}: {error}"
@@ -113,10 +104,10 @@ class OperatorThread:
         self._happened(ev.OperatorBroke(why) if ends_job else ev.OperatorFailed(why))
 
     def _round(self) -> list[WorkerInfo]:
-        """Pass on the requests; return the workers that live and are wanted."""
-        while self._requests:
-            self._requests[0]()
-            self._requests.popleft()
+        """Carry out the effects; return the workers that live and are wanted."""
+        while self._effects:
+            self._does[type(self._effects[0])](self._effects[0])
+            self._effects.popleft()
         seen = [worker for worker in self._operator.list() if worker.role in ROLES]
         seen.sort(key=lambda worker: (ROLES.index(worker.role), worker.index, worker.incarnation))
         self._problems = {worker.worker_id: worker.problem for worker in seen if worker.problem}

@@ -33,21 +33,21 @@ class Load:
 class Scaling:
     """Chooses the number of collectors from the load in one window of time after another. Pure: it has no clock.
 
-    One more where the learner waited for data for more than `starved` of the window, and collectors did not wait; one
-    fewer where what it learns from is older than `max_staleness`, or collectors spent `idle` of it waiting. After a
-    change a window is let pass: a new collector has yet to compile. And one more that brought nothing, neither steps
-    nor a learner that waits less, goes again, and is not tried for a while, whose length doubles: where the cores are
-    busy, or the game itself is slow for all, collectors cannot feed the learner.
+    - One more if the learner waited for data for more than `STARVED` of the window, and collectors did not wait.
+    - One fewer if the data is older than `max_staleness`, or collectors waited for more than `IDLE` of the window.
+    - After a change the next window is not judged: a new collector compiles first.
+    - If one more collector brought neither more steps nor a learner that waits less, it is removed. The next try comes
+      after a pause, which doubles. On busy cores, or with a slow game, more collectors cannot feed the learner.
 
     Args:
-        least: collectors.
-        most: the same, whatever the machine has.
-        cores: of the machine; no more collectors than these, but by hand.
+        least, most: bounds of the number of collectors.
+        cores: of the machine, a second upper bound.
         max_staleness: versions; None: no bound.
     """
 
     STARVED, IDLE = 0.2, 0.5
     _PATIENCE = 4  # windows
+    _SECONDS = 5.0  # of a window
 
     def __init__(self, least: int, most: int, cores: int, max_staleness: float | None = None) -> None:
         self.least, self.most = least, max(least, min(most, cores))
@@ -55,9 +55,38 @@ class Scaling:
         self._rests = 0  # windows to let pass
         self._before: Load | None = None  # a collector was added
         self._patience = self._PATIENCE
+        self._window: tuple[float, float, int, float, float] | None = None  # the counters at its begin
 
-    def wanted(self, load: Load) -> int:
-        """Return the number of collectors from now on."""
+    def wanted(self, job: TrainingJob, now: float) -> int | None:
+        """Return the number of collectors from now on, at the end of a window; None: as many as are wanted.
+
+        No window is judged if a person chose the number, while the job does not run, or while collectors start.
+        """
+        steps = job.accounts.env_steps
+        here = (now, job.learner_waits.seconds(now), steps, job.collect_seconds, job.paced_seconds)
+        if job.manual or job.state is not JobState.RUNNING or self._window is None:
+            self._window = here
+            return None
+        began, waited, steps_before, collected, paced = self._window
+        if now - began < self._SECONDS:
+            return None
+        self._window = here
+        count = job.wanted["collector"]
+        if len([worker for worker in job.roster.of("collector") if worker.params_version >= 0]) < count:
+            return None
+        load = Load(
+            collectors=count,
+            seconds=now - began,
+            learner_waited=job.learner_waits.seconds(now) - waited,
+            env_steps=steps - steps_before,
+            paced=(job.paced_seconds - paced) / max(job.collect_seconds - collected, 1e-9),
+            staleness=job.accounts.logs.get("staleness"),
+        )
+        wanted = self.judge(load)
+        return wanted if wanted != count else None
+
+    def judge(self, load: Load) -> int:
+        """Return the number of collectors after this window."""
         count, waited = load.collectors, load.learner_waited / max(load.seconds, 1e-9)
         if self._rests > 0:
             self._rests -= 1
@@ -91,48 +120,6 @@ def _is_better(load: Load, before: Load) -> bool:
     seconds, seconds_before = max(load.seconds, 1e-9), max(before.seconds, 1e-9)
     waits_less = load.learner_waited / seconds <= 0.9 * before.learner_waited / seconds_before
     return waits_less or load.env_steps / seconds >= 1.1 * before.env_steps / seconds_before
-
-
-class Watch:
-    """Show a scaling the load of a job, one window of time after another.
-
-    Args:
-        scaling: the judge.
-    """
-
-    _WINDOW = 5.0  # seconds
-
-    def __init__(self, scaling: Scaling) -> None:
-        self._scaling = scaling
-        self._before: tuple[float, float, int, float, float] | None = None  # at the window's begin
-
-    def wanted(self, job: TrainingJob, now: float) -> int | None:
-        """Return the number of collectors from now on, at the end of a window; None: as many as are wanted.
-
-        Nothing is judged while a person has said how many, while the job does not run, or collectors are on their way.
-        """
-        steps = job.accounts.env_steps
-        here = (now, job.learner_waits.seconds(now), steps, job.collect_seconds, job.paced_seconds)
-        if job.manual or job.state is not JobState.RUNNING or self._before is None:
-            self._before = here
-            return None
-        began, waited, steps_before, collected, paced = self._before
-        if now - began < self._WINDOW:
-            return None
-        self._before = here
-        count = job.wanted["collector"]
-        if len([worker for worker in job.roster.of("collector") if worker.params_version >= 0]) < count:
-            return None
-        load = Load(
-            collectors=count,
-            seconds=now - began,
-            learner_waited=job.learner_waits.seconds(now) - waited,
-            env_steps=steps - steps_before,
-            paced=(job.paced_seconds - paced) / max(job.collect_seconds - collected, 1e-9),
-            staleness=job.accounts.logs.get("staleness"),
-        )
-        wanted = self._scaling.wanted(load)
-        return wanted if wanted != count else None
 
 
 def cores_here() -> int:

@@ -60,7 +60,7 @@ class RayEngine(ServedEngine):
             name, address = f"{role}/{index}", f"{role}/{index}/{incarnation}"
             pickled = pickle_worker(self.transport, address, make, name, index, incarnation)
             hosted = self._hosted(name, address, pickled, policy_of[role])
-            return self._cluster.place(hosted, cpus.get(role, 0.0), gpus.get(role, 0.0), are_bound[role], _end_nothing)
+            return self._cluster.place(hosted, cpus.get(role, 0.0), gpus.get(role, 0.0), are_bound[role], lambda: None)
 
         return {role: functools.partial(node, role, pickle_node(role, make)) for role, make in makers.items()}
 
@@ -123,7 +123,3 @@ def refers_to(target: Any, resources: list[Any]) -> bool:
 
     Finder(io.BytesIO(), 5).dump(target)
     return bool(found)
-
-
-def _end_nothing() -> None:
-    """A worker does not end the program."""

@@ -7,7 +7,7 @@ import pytest
 
 from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.scaling import Load, Scaling, Watch
+from rlframe.coordinator.scaling import Load, Scaling
 from tests.coordinator.core.world import World
 
 
@@ -16,7 +16,7 @@ def window(collectors: int, *, waited: float = 0.0, steps: int = 1000, paced: fl
 
 
 def after(scaling: Scaling, *windows: Load) -> list[int]:
-    return [scaling.wanted(each) for each in windows]
+    return [scaling.judge(each) for each in windows]
 
 
 def test_a_learner_that_waits_for_data_gets_a_collector_more_as_far_as_there_are_cores():
@@ -60,13 +60,14 @@ def test_there_are_never_fewer_than_the_least_though_there_are_fewer_cores():
     assert after(Scaling(4, 8, cores=2), window(1, waited=0.5), window(4, waited=0.5)) == [4, 4]
 
 
-class Judge:
+class Judge(Scaling):
     """Writes down the windows that it is shown."""
 
     def __init__(self, says: int) -> None:
+        super().__init__(1, 8, cores=8)
         self.says, self.seen = says, list[Load]()
 
-    def wanted(self, load: Load) -> int:
+    def judge(self, load: Load) -> int:
         self.seen.append(load)
         return self.says
 
@@ -78,52 +79,49 @@ def world() -> World:
     return world
 
 
-def look(world: World, watch: Watch, seconds: float) -> int | None:
+def look(world: World, judge: Judge, seconds: float) -> int | None:
     world.run(seconds)
-    return watch.wanted(world.m, world.now)
+    return judge.wanted(world.m, world.now)
 
 
 def test_a_window_is_judged_by_what_happened_in_it(world: World):
     judge = Judge(3)
-    watch = Watch(judge)  # type: ignore[arg-type]
-    assert watch.wanted(world.m, world.now) is None
+    assert judge.wanted(world.m, world.now) is None
     steps, waited, seconds = (
         world.m.accounts.env_steps,
         world.m.learner_waits.seconds(world.now),
         world.m.collect_seconds,
     )
-    assert look(world, watch, 4.9) is None and judge.seen == []
+    assert look(world, judge, 4.9) is None and judge.seen == []
     world.run(0.2)
     world.m.accounts.logs["staleness"] = 1.5
     world.m.paced_seconds += 5.0
-    assert watch.wanted(world.m, world.now) == 3
+    assert judge.wanted(world.m, world.now) == 3
     (load,) = judge.seen
     assert (load.collectors, load.staleness) == (2, 1.5) and load.seconds == pytest.approx(5.1)
     assert load.env_steps == world.m.accounts.env_steps - steps > 50
     assert load.learner_waited == pytest.approx(world.m.learner_waits.seconds(world.now) - waited)
     assert load.paced == pytest.approx(5.0 / (world.m.collect_seconds - seconds))
     judge.says = 2
-    assert look(world, watch, 5.1) is None  # there are as many
+    assert look(world, judge, 5.1) is None  # there are as many
 
 
 def test_nothing_is_judged_once_a_person_has_said_how_many_there_are(world: World):
     judge = Judge(3)
-    watch = Watch(judge)  # type: ignore[arg-type]
     world.deliver(ev.Scaled("collector", 1))
-    assert [look(world, watch, 6.0) for _ in range(4)] == [None] * 4 and judge.seen == []
+    assert [look(world, judge, 6.0) for _ in range(4)] == [None] * 4 and judge.seen == []
 
 
 def test_nothing_is_judged_while_the_job_stands_still_or_collectors_are_on_their_way(world: World):
     judge = Judge(1)
-    watch = Watch(judge)  # type: ignore[arg-type]
-    watch.wanted(world.m, world.now)
+    judge.wanted(world.m, world.now)
     world.deliver(ev.Paused())
-    assert [look(world, watch, 6.0) for _ in range(3)] == [None] * 3 and judge.seen == []
+    assert [look(world, judge, 6.0) for _ in range(3)] == [None] * 3 and judge.seen == []
     world.deliver(ev.Resumed())
-    assert look(world, watch, 3.0) is None and judge.seen == []  # the window began when it went on
+    assert look(world, judge, 3.0) is None and judge.seen == []  # the window began when it went on
     world.kill(world.live("collector")[1])
     world.operator.never_comes.add("collector")
-    assert [look(world, watch, 6.0) for _ in range(2)] == [None] * 2 and judge.seen == []
+    assert [look(world, judge, 6.0) for _ in range(2)] == [None] * 2 and judge.seen == []
 
 
 def test_a_scaling_by_load_is_no_persons_word(world: World):

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from rlframe import handles
 from rlframe.coordinator.control.calls import CoordinatorCalls, EventLog
 from rlframe.coordinator.control.endpoints import REFUSED, command_router, reading_router
-from rlframe.coordinator.control.errors import content, refusal, refused
+from rlframe.coordinator.control.errors import refusal, refused
 from rlframe.errors import RlframeError
 from rlframe.http.access import check_guarded, read_token
 from rlframe.http.app import make_app as make_base_app
@@ -141,7 +141,7 @@ def _invalid(error: RequestValidationError) -> Response:
     """Without what was sent: it may be long, or hold what JSON does not have."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
-        return answer(content("The body is no valid JSON.", 422), 422)
+        return refusal("The body is no valid JSON.", 422)
     field = ".".join(str(part) for part in first["loc"][1:])[:100] or None
     named = f"{field}: " if field else ""
-    return answer(content(f"{named}{first['msg']}.", 422, field), 422)
+    return refusal(f"{named}{first['msg']}.", 422, field=field)

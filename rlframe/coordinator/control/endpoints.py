@@ -128,6 +128,16 @@ def reading_router(calls: CoordinatorCalls, log: EventLog, metrics: RequestMetri
     return router
 
 
+# Path -> method of the coordinator, without arguments, and its description.
+_PLAIN_COMMANDS = {
+    "/pause": ("pause", "Has learner and collectors hold; what they have stays."),
+    "/resume": ("resume", "Ends a pause."),
+    "/evaluate": ("evaluate_now", "Has the newest version evaluated, beside the training."),
+    "/checkpoint": ("checkpoint", "Has the learner save."),
+    "/restore": ("restore", "Has the learner go back to its latest checkpoint; versions go on rising."),
+}
+
+
 def command_router(calls: CoordinatorCalls, commands: Collection[str]) -> APIRouter:
     """Make the endpoints that change the job: `commands`, of the methods of its target."""
     router = APIRouter(tags=["commands"])
@@ -153,17 +163,14 @@ def command_router(calls: CoordinatorCalls, commands: Collection[str]) -> APIRou
             operation_id=method,
         )
 
-    def plain(path: str, method: str, doc: str) -> None:
+    def plain(method: str) -> Callable[[], Any]:
         async def endpoint() -> Response:
             return await call(method)
 
-        offer(path, method, endpoint, doc)
+        return endpoint
 
-    plain("/pause", "pause", "Has learner and collectors hold; what they have stays.")
-    plain("/resume", "resume", "Ends a pause.")
-    plain("/evaluate", "evaluate_now", "Has the newest version evaluated, beside the training.")
-    plain("/checkpoint", "checkpoint", "Has the learner save.")
-    plain("/restore", "restore", "Has the learner go back to its latest checkpoint; versions go on rising.")
+    for path, (method, doc) in _PLAIN_COMMANDS.items():
+        offer(path, method, plain(method), doc)
 
     async def scale(body: Scale) -> Response:
         _check_limits(await calls.status(), body)

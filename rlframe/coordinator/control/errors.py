@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.responses import Response
 
 from rlframe.errors import RlframeError, UsageError
@@ -34,20 +32,16 @@ class ConflictError(UsageError):
     """The state that the job is in does not allow the request."""
 
 
-def content(message: str, status: int, field: str | None = None) -> dict[str, Any]:
-    """The body of a refusal."""
-    return {"error": {"type": _TYPES.get(status, "error"), "message": message, "field": field}}
-
-
-def refusal(error: str, status: int, headers: dict[str, str] | None = None) -> Response:
-    """As `rlframe.http.bodies.Refusal`."""
+def refusal(error: str, status: int, headers: dict[str, str] | None = None, *, field: str | None = None) -> Response:
+    """As `rlframe.http.bodies.Refusal`; `field` of the request is wrong."""
     if status == 503:
         headers = {"Retry-After": str(RETRY_AFTER), **(headers or {})}
-    return answer(content(error, status), status, headers)
+    content = {"type": _TYPES.get(status, "error"), "message": error, "field": field}
+    return answer({"error": content}, status, headers)
 
 
 def refused(error: RlframeError) -> Response:
     """Answer a call that raised."""
     if isinstance(error, FieldError):
-        return answer(content(str(error), 422, error.field), 422)
+        return refusal(str(error), 422, field=error.field)
     return refusal(str(error), 409 if isinstance(error, UsageError) else 503)

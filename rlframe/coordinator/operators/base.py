@@ -16,8 +16,8 @@ class OperatorError(RlframeError):
 class Operator(Protocol):
     """Keeps workers running: it starts them, and starts those that die again, with the next incarnation.
 
-    `rlframe.coordinator.operator_thread` calls it. Each method may raise `OperatorError`, and is called again then. No
-    call takes longer than a few seconds. Repeated calls change nothing.
+    `rlframe.coordinator.operator_thread` calls it. Each method may raise `OperatorError`, or `PeerError` if it calls
+    another process; it is called again then. No call takes longer than a few seconds. Repeated calls change nothing.
 
     Attributes:
         transport: by which its workers are called.

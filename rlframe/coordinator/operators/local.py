@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pathlib
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import TextIO
 
 from rlframe.coordinator.messages import ROLES, Role, worker_id_of
 from rlframe.coordinator.operators.supervised import BACKOFF, SupervisedOperator
@@ -78,8 +78,4 @@ class LocalOperator(SupervisedOperator):
 
 
 def _run_worker(pickled: bytes) -> None:
-    run_node(pickled, end=_end_nothing)
-
-
-def _end_nothing(*_: Any) -> None:
-    """A worker does not end the program."""
+    run_node(pickled, end=lambda: None)  # a worker does not end the program

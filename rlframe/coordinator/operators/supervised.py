@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO, cast
 
 from rlframe.coordinator.messages import Role, WorkerInfo, WorkerKey, worker_id_of
-from rlframe.coordinator.operators.base import OperatorError
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.running import FOR_GOOD, RunningNode, SupervisedNode
 from rlframe.engines.supervision.supervisor import Backoff, Slot, Supervisor
-from rlframe.errors import PeerError, UsageError
+from rlframe.errors import UsageError
 from rlframe.handles import Remote
 from rlframe.transport import Transport
 
@@ -192,29 +191,22 @@ class OperatorHandle:
 
     def list(self) -> list[WorkerInfo]:
         """See `Operator`."""
-        found: list[WorkerInfo] = self._call("list")
-        return found
+        return self._operator.list()
 
     def scale(self, role: Role, n: int) -> None:
         """See `Operator`."""
-        self._call("scale", role, n)
+        self._operator.scale(role, n)
 
     def replace(self, key: WorkerKey) -> None:
         """See `Operator`."""
-        self._call("replace", key)
+        self._operator.replace(key)
 
     def release(self, key: WorkerKey) -> None:
         """See `Operator`."""
-        self._call("release", key)
+        self._operator.release(key)
 
     def close(self) -> None:
         """See `Operator`: the workers belong to the other process."""
-
-    def _call(self, method: str, *args: Any) -> Any:
-        try:
-            return getattr(self._operator, method)(*args)
-        except PeerError as error:
-            raise OperatorError(f"The process that supervises the workers does not answer: {error}") from error
 
 
 def _role_of(slot: Slot) -> Role:

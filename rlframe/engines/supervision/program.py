@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from rlframe.engines.base import GRACE, Watch, node_status
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.stopping import handling, stop_signals
-from rlframe.engines.supervision.running import FOR_GOOD, GroupPolicy, RunningNode, SupervisedNode
+from rlframe.engines.supervision.running import FOR_GOOD, RunningNode, SupervisedNode
 from rlframe.engines.supervision.supervisor import Backoff, Slot, Supervisor
 from rlframe.errors import ProgramError
 
@@ -40,7 +40,6 @@ class ProgramSupervisor(Supervisor):
         backoff: Backoff | None = None,
     ) -> None:
         super().__init__(output, logs, hang_timeout=hang_timeout, grace=grace, backoff=backoff)
-        self._policies: dict[str, GroupPolicy] = {}
         self._watch = watch
         self._told: Any = None  # to `watch`
         self._ended_well: set[str] = set()
@@ -54,8 +53,7 @@ class ProgramSupervisor(Supervisor):
     def add(self, *nodes: SupervisedNode) -> None:
         """Add nodes that need this object to be made. Call it before `run`."""
         for node in nodes:
-            self._slots[node.name] = Slot(node.name, functools.partial(_same, node))
-            self._policies[node.name] = node.policy
+            self._slots[node.name] = Slot(node.name, functools.partial(_same, node), node.policy)
 
     def stop(self) -> None:
         """End the program, and well. Any thread may call it."""
@@ -93,7 +91,7 @@ class ProgramSupervisor(Supervisor):
 
     def _ended(self, slot: Slot, running: RunningNode) -> None:
         """Restart a node that died; end the program if that is its end."""
-        policy, code, how = self._policies[slot.name], running.code, running.how()
+        policy, code, how = slot.policy, running.code, running.how()
         if self._is_stopping:
             if code not in (0, -signal.SIGTERM, -signal.SIGKILL):
                 self._say(slot.name, f"{how} while the program ended")
@@ -102,7 +100,7 @@ class ProgramSupervisor(Supervisor):
             return
         if code == 0:
             self._ended_well.add(slot.name)
-            deciding = [name for name, each in self._policies.items() if each.decides]
+            deciding = [each.name for each in self._slots.values() if each.policy.decides]
             if policy.decides and self._ended_well.issuperset(deciding):
                 self._is_complete = True
                 self._stop()
@@ -121,7 +119,7 @@ class ProgramSupervisor(Supervisor):
             return
         self._is_stopping = True
         for slot in self._slots.values():
-            if self._policies[slot.name].saves and slot.restart_at < math.inf:
+            if slot.policy.saves and slot.restart_at < math.inf:
                 self._lose(slot, "had died, and was not back yet when the program was stopped", "")
             slot.restart_at = math.inf
             self._end(slot)

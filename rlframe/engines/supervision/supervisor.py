@@ -21,7 +21,7 @@ from typing import TextIO
 
 from rlframe.engines.base import GRACE
 from rlframe.engines.logs import NodeLogs, show
-from rlframe.engines.supervision.running import RunningNode, SupervisedNode
+from rlframe.engines.supervision.running import GroupPolicy, RunningNode, SupervisedNode
 from rlframe.interprocess.heartbeat import Clock, HeartbeatMonitor, interval_of
 from rlframe.interprocess.inbox import Inbox
 
@@ -46,6 +46,7 @@ class Slot:
     Attributes:
         name: of the node: `actor/1`.
         make: returns the node to start, given its incarnation.
+        policy: of the node's group.
         incarnation: number of starts before the newest one.
         running: the process; None while there is none.
         deaths: in a row.
@@ -58,6 +59,7 @@ class Slot:
 
     name: str
     make: Callable[[int], SupervisedNode]
+    policy: GroupPolicy = dataclasses.field(default_factory=GroupPolicy)
     incarnation: int = -1
     running: RunningNode | None = None
     deaths: int = 0

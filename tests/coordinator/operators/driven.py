@@ -31,20 +31,20 @@ class Driven:
         return self._workers(len(self.events) + 2)
 
     def request(self, role: Role, n: int) -> None:
-        self._thread.request(role, n)
+        self._thread.put(ev.RequestWorkers(role, n))
 
     def report_failed(self, keys: Iterable[WorkerKey]) -> None:
         for key in keys:
-            self._thread.report_failed(key)
+            self._thread.put(ev.ReportFailed(*key))
 
     def release(self, keys: Iterable[WorkerKey]) -> None:
         for key in keys:
-            self._thread.release(key)
+            self._thread.put(ev.Release(*key))
 
     def disconnect(self, end_workers: bool = True) -> None:
         """Ends the workers, or lets them be. May be repeated."""
         if end_workers and not self._is_gone:
-            self._thread.disconnect()
+            self._thread.put(ev.Disconnect())
             wait_until(lambda: isinstance(self.events[-1], ev.Disconnected))
         self._thread.close()
         self._is_gone = True
