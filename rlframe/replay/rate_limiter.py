@@ -15,7 +15,7 @@ from rlframe.types import ReplaySpec, Sequence
 
 _log = logging.getLogger(__name__)
 
-RUN_AHEAD = 2  # rounds (see `samples_of_rounds`) that writers in other processes than the reader's may be ahead of it
+ROUNDS_AHEAD = 2  # rounds (see `items_of_rounds`) that writers in other processes than the reader's may be ahead of it
 _START = 2  # a writer that has yet to take its first step is waited for so many times as long: it may still compile
 
 
@@ -33,7 +33,7 @@ class RateLimiter:
         ahead = samples_per_insert * (inserted - min_size) - sampled
 
     A batch may be sampled while `ahead >= 0`, so the first is due with item number `min_size`; an item may be inserted
-    while `ahead <= run_ahead`. Between the two bounds neither side waits for the other.
+    while `ahead <= samples_per_insert * run_ahead`, where `run_ahead` is in items. Between these bounds nobody waits.
 
     A batch is of `batch_size` items. Where that is None, it is of one item of each environment of the writers that are
     worth waiting for: see `WriterQuorum`.
@@ -81,9 +81,9 @@ class RateLimiter:
             enough = inserted >= self._min_size and size > 0
         return enough and (self.ratio is None or self.ahead(inserted, sampled) >= 0)
 
-    def may_insert(self, inserted: int, sampled: int, run_ahead: float) -> bool:
-        """Whether an item may be inserted, where inserts may be ahead by `run_ahead` samples."""
-        return self.ahead(inserted, sampled) <= run_ahead
+    def may_insert(self, inserted: int, sampled: int, run_ahead: int) -> bool:
+        """Whether an item may be inserted, where inserts may be ahead by `run_ahead` items."""
+        return self.ratio is None or self.ahead(inserted, sampled) <= self.ratio * run_ahead
 
     def inserts_needed(
         self, size: int, inserted: int, sampled: int, writers: Callable[[], Mapping[int, WriterState]]
@@ -95,7 +95,7 @@ class RateLimiter:
         needed = max(self._min_size, 1 if size else inserted + 1)
         return max(needed, self._min_size + math.ceil(sampled / self.ratio)) if self.ratio else needed
 
-    def reverb_bounds(self, batch_size: int, run_ahead: float) -> tuple[float, float]:
+    def reverb_bounds(self, batch_size: int, run_ahead: int) -> tuple[float, float]:
         """The bounds of Reverb's `SampleToInsertRatio` on `samples_per_insert * inserted - sampled`.
 
         Reverb asks before each item of a batch, and not before the first alone.
@@ -104,7 +104,7 @@ class RateLimiter:
         zero = self.ratio * self._min_size
         least = zero - batch_size
         # Narrower than this, both sides could be held back at once.
-        return least, max(zero + run_ahead, least + 2 * max(1.0, self.ratio))
+        return least, max(zero + self.ratio * run_ahead, least + 2 * max(1.0, self.ratio))
 
 
 class WriterState(NamedTuple):

@@ -21,7 +21,7 @@ from rlframe.interprocess.processes import this_process
 from rlframe.replay import block, shared_checkpoint, steps
 from rlframe.replay.base import Draw, KeyedReplayBuffer, check_keys, override, replace_gone
 from rlframe.replay.block import Block
-from rlframe.replay.rate_limiter import RUN_AHEAD
+from rlframe.replay.rate_limiter import ROUNDS_AHEAD
 from rlframe.replay.sampler import Sampler
 from rlframe.replay.segment_reader import SegmentReader
 from rlframe.replay.shared_writers import BufferPlan, SharedWriters
@@ -37,7 +37,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
     The process that makes it must outlive the others' first use of it. The first process to sample is the sampler: it
     owns priorities, and takes a queue's items; others may read uniformly. A writer in another process than the
     sampler waits in `add` rather than overwrite what a queue has not sampled, or run ahead of `samples_per_insert`
-    by more than `run_ahead` batches (or steps of all environments); one in the same process never does, like the
+    by more than `rounds_ahead` batches (or steps of all environments); one in the same process never does, like the
     in-process buffer. Until somebody samples, writers of the process that made the buffer do not wait.
 
     Args:
@@ -47,7 +47,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         max_envs: the most environments of one writer. Costs addresses, not memory.
         timeout: seconds that `add` waits at most.
         in_threads: writers are threads beside the sampler's, so that they can wait for it in the same process as well.
-        run_ahead: batches (or steps of all environments) that writers may be ahead of `samples_per_insert`.
+        rounds_ahead: batches (or steps of all environments) that writers may be ahead of `samples_per_insert`.
         come_and_go: a batch of one item per environment waits for none of the writers that have yet to come.
         overrides: fields of `ReplaySpec` to change.
 
@@ -67,18 +67,18 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         max_envs: int = 1024,
         timeout: float = 600.0,
         in_threads: bool = False,
-        run_ahead: int = RUN_AHEAD,
+        rounds_ahead: int = ROUNDS_AHEAD,
         come_and_go: bool = False,
         **overrides: Any,
     ):
-        for option, value in (("num_writers", num_writers), ("max_envs", max_envs), ("run_ahead", run_ahead)):
+        for option, value in (("num_writers", num_writers), ("max_envs", max_envs), ("rounds_ahead", rounds_ahead)):
             if value < 1:
                 raise UsageError(f"SharedMemReplayBuffer's {option} must be at least 1, got {value}.")
         spec = override(agent.replay_spec, overrides)
         steps.check_capacity(spec, agent.step_spec, False)
         rows = block.segment_rows(spec, num_writers, max_envs)
         self._created = block.create(num_writers, rows, spec, agent.step_spec)
-        name, waits = self._created.name, (timeout, in_threads, run_ahead, come_and_go)
+        name, waits = self._created.name, (timeout, in_threads, rounds_ahead, come_and_go)
         assert name is not None
         self.__setstate__(BufferPlan(name, spec, agent.step_spec, num_writers, max_envs, rows, seed, *waits))
 

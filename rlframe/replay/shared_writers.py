@@ -15,7 +15,7 @@ from rlframe.interprocess.processes import this_process
 from rlframe.replay import block, steps
 from rlframe.replay.block import Block, SegmentWriter
 from rlframe.replay.layout import check_added
-from rlframe.replay.rate_limiter import RateLimiter, samples_of_rounds
+from rlframe.replay.rate_limiter import RateLimiter, items_of_rounds
 from rlframe.replay.steps import Writers
 from rlframe.replay.stores import check_memory
 from rlframe.replay.timeline import Fragments
@@ -41,7 +41,7 @@ class BufferPlan(NamedTuple):
     seed: int
     timeout: float
     in_threads: bool
-    run_ahead: int
+    rounds_ahead: int
     come_and_go: bool
 
 
@@ -194,7 +194,7 @@ class SharedWriters:
         if limiter.ratio is None:
             return
         envs = sum([header[block.NUM_ENVS] for header in memory.headers])
-        run_ahead = samples_of_rounds(spec, envs, self._plan.run_ahead)
+        run_ahead = items_of_rounds(spec, envs, self._plan.rounds_ahead) or 0
 
         def is_ahead() -> bool:
             return not limiter.may_insert(memory.added_items(), memory.control[block.SAMPLED], run_ahead)

@@ -21,7 +21,6 @@ from rlframe.types import Batch, Step
 _PUBLISH_EVERY = 0.005  # seconds between two versions that collectors get, where more are made
 # Fields of LearnerConfig that a task may override: the others are the run's, or are read by `Learner.run()` alone.
 _OVERRIDES = ("seed", "max_learner_steps", "checkpoint_every", "checkpoint_seconds", "checkpoints_kept")
-_LOOK = 0.005  # seconds between two looks at a buffer that has too little, and cannot be waited for
 
 
 class LearnerWorker(TaskWorker):
@@ -144,17 +143,9 @@ class LearnerWorker(TaskWorker):
         return False
 
     def _draw(self, until: float) -> Batch | None:
-        """The next batch; None where there is none until then, or the task ends."""
-        buffer = self._buffer
-        while not self._stop.is_set():
-            left = until - time.monotonic()
-            if left <= 0:
-                break
-            batch = buffer.sample()
-            if batch is None and hasattr(buffer, "wait_for_batch"):
-                batch = buffer.wait_for_batch(min(left, 0.1))
-            elif batch is None:
-                self._stop.wait(min(left, _LOOK))
+        """Return the next batch; None if there is none until then, or the task ends."""
+        while not self._stop.is_set() and (left := until - time.monotonic()) > 0:
+            batch = self._buffer.wait_for_batch(min(left, 0.1))
             if batch is not None:
                 return batch
         return None

@@ -141,7 +141,7 @@ def add_replay(engine: Engine, run: Run) -> Any:
     if run.topology.replay_kind == "service":
         return add_service(engine, run, capacity, *ahead)
     # A pause takes as long as it takes: a learner that hangs is the coordinator's to see.
-    options: dict[str, Any] = {"timeout": math.inf, "run_ahead": Limits.grant, "come_and_go": True}
+    options: dict[str, Any] = {"timeout": math.inf, "rounds_ahead": Limits.grant, "come_and_go": True}
     return add_shared_memory(engine, run, most, capacity, **options)
 
 

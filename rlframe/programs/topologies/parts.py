@@ -23,7 +23,7 @@ from rlframe.programs.run_dir.directory import CHECKPOINTS_KEPT
 from rlframe.programs.topologies.config import GameConfig
 from rlframe.programs.training.updates import total_learner_steps
 from rlframe.replay import BaseReplayBuffer, ReplayBuffer, SharedMemReplayBuffer
-from rlframe.replay.rate_limiter import RUN_AHEAD, items_of_rounds
+from rlframe.replay.rate_limiter import ROUNDS_AHEAD, items_of_rounds
 from rlframe.types import AgentSpecs, ReplaySpec, Sequence
 
 # --- environments and actors
@@ -199,7 +199,7 @@ def add_shared_memory(engine: Engine, run: Run, num_writers: int, capacity: int,
     return engine.own(replay_buffer)
 
 
-def add_service(engine: Engine, run: Run, capacity: int, num_envs: int, rounds: int = RUN_AHEAD) -> Any:
+def add_service(engine: Engine, run: Run, capacity: int, num_envs: int, rounds: int = ROUNDS_AHEAD) -> Any:
     """Nodes that hold a replay of `capacity` steps, in equal shares (of a queue each as much): what calls them.
 
     Args:
@@ -233,7 +233,7 @@ def add_service(engine: Engine, run: Run, capacity: int, num_envs: int, rounds: 
     return ServiceReplayBuffer(specs, services)
 
 
-def add_reverb(engine: Engine, run: Run, capacity: int, num_envs: int, rounds: int = RUN_AHEAD) -> Any:
+def add_reverb(engine: Engine, run: Run, capacity: int, num_envs: int, rounds: int = ROUNDS_AHEAD) -> Any:
     """A Reverb server of `capacity` steps: the handle to it. Arguments as those of `add_service`."""
     from rlframe.replay.reverb import ReverbReplayBuffer
 

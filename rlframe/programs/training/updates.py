@@ -8,7 +8,7 @@ import math
 from rlframe.agents import Agent
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import Experiment
-from rlframe.replay.rate_limiter import RUN_AHEAD, samples_of_rounds
+from rlframe.replay.rate_limiter import ROUNDS_AHEAD, samples_of_rounds
 from rlframe.types import ReplaySpec, Sequence
 
 
@@ -32,7 +32,7 @@ def least_updates(spec: ReplaySpec, steps: int, num_envs: int) -> int:
     the next ones, and a restarted learner does not make up for a tenth.
     """
     late = num_envs * (spec.item.length - spec.item.period) if isinstance(spec.item, Sequence) else 0
-    ahead = samples_of_rounds(spec, num_envs, RUN_AHEAD) / (spec.batch_size or num_envs)
+    ahead = samples_of_rounds(spec, num_envs, ROUNDS_AHEAD) / (spec.batch_size or num_envs)
     return int(0.9 * (total_learner_steps(spec, max(steps - late, 0), num_envs) - ahead))
 
 

@@ -90,7 +90,7 @@ class ReverbTables:
         if spec.samples_per_insert is None:
             return limiters.MinSize(spec.min_size)
         ratio = spec.samples_per_insert
-        bounds = RateLimiter(spec).reverb_bounds(spec.batch_size or 1, ratio * self.run_ahead)
+        bounds = RateLimiter(spec).reverb_bounds(spec.batch_size or 1, self.run_ahead)
         return limiters.SampleToInsertRatio(ratio, spec.min_size, bounds)
 
 

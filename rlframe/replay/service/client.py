@@ -21,7 +21,7 @@ from rlframe.interprocess.heartbeat import patience
 from rlframe.interprocess.progress import waiting_for
 from rlframe.replay.base import BaseReplayBuffer, ReplayClosedError
 from rlframe.replay.layout import check_added, check_step, step_layouts
-from rlframe.replay.rate_limiter import RUN_AHEAD, items_of_rounds
+from rlframe.replay.rate_limiter import ROUNDS_AHEAD, items_of_rounds
 from rlframe.replay.service.server import Stage, WriterId
 from rlframe.replay.steps import Writers
 from rlframe.replay.tables import check_priorities
@@ -242,7 +242,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
             with contextlib.suppress(StoppedError):
                 before.settle()
             before.close()
-        ahead = items_of_rounds(self.spec, num_envs, RUN_AHEAD)
+        ahead = items_of_rounds(self.spec, num_envs, ROUNDS_AHEAD)
         with self._lock:
             service.open(writer)
             self._writers.put(Outbox(service, writer, None if ahead is None else -(-ahead // num_envs)))

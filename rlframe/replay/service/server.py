@@ -158,8 +158,7 @@ class ReplayService:
         self._path = None if directory is None else pathlib.Path(directory) / "replay"
         self._seconds, self._at_end = seconds, at_end
         self._limiter = RateLimiter(spec)
-        ahead = default_run_ahead(spec) if run_ahead is None else run_ahead
-        self._run_ahead = (spec.samples_per_insert or 0.0) * ahead
+        self._run_ahead = default_run_ahead(spec) if run_ahead is None else run_ahead
         self._most = items_kept(spec) if spec.kind == "queue" and waits else None
         if self._most is not None:  # writers are held back before anything is overwritten
             spec = dataclasses.replace(spec, capacity=2 * spec.capacity)
