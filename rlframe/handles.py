@@ -33,8 +33,6 @@ _STARTS_WITHIN = 60.0  # the same, of one that may still import and compile: no 
 _SHORT = 5.0  # seconds: of calls with no more than that the error tells in time, so nothing warns of it before
 _RETURN_AFTER = 30.0  # seconds after which the first of several peers is tried again
 
-Wrap = Callable[[Client], Client]
-
 _log = logging.getLogger(__name__)
 
 
@@ -45,7 +43,6 @@ def resolve(
     deadline: float = DEADLINE,
     stop: threading.Event | None = None,
     first: int = 0,
-    wrap: Wrap | None = None,
 ) -> Any:
     """Something to call, for an argument that may be an object or a handle to one.
 
@@ -57,7 +54,6 @@ def resolve(
         deadline: seconds after which a call that nobody answers is an error.
         stop: an event that ends the waiting as well.
         first: which of several to call as long as it answers (modulo how many there are).
-        wrap: makes of a client one that knows a better way for some methods of this kind of node.
 
     Returns:
         The object, or a `Remote`. Whatever else a Launchpad handle leads to (a `reverb.Client`) is returned as it is.
@@ -77,7 +73,7 @@ def resolve(
         )
     addresses = [address for _, several in located for address in several]
     first %= len(addresses)
-    return Remote(addresses[first:] + addresses[:first], name, deadline, stop, located[0][0], wrap)
+    return Remote(addresses[first:] + addresses[:first], name, deadline, stop, located[0][0])
 
 
 class Remote:
@@ -93,7 +89,6 @@ class Remote:
         deadline: seconds for one call, repetitions included.
         stop: an event that ends the waiting as well.
         transport: by which the calls go.
-        wrap: as for `resolve`.
 
     Raises (every method):
         PeerError: nobody answered within the deadline.
@@ -108,10 +103,9 @@ class Remote:
         deadline: float = DEADLINE,
         stop: threading.Event | None = None,
         transport: Transport = DEFAULT,
-        wrap: Wrap | None = None,
     ) -> None:
         self._addresses, self._name, self._deadline = list(addresses), name, deadline
-        self._transport, self._wrap = transport, wrap
+        self._transport, self._stop = transport, stop
         self._stops = [event for event in (stop, program_stop()) if event is not None]
         self._clients: dict[str, Client] = {}
         self._current = 0
@@ -124,7 +118,7 @@ class Remote:
         return functools.partial(self._call, method)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Remote, (self._addresses, self._name, self._deadline, None, self._transport, self._wrap)
+        return type(self), (self._addresses, self._name, self._deadline, None, self._transport)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         began = time.monotonic()
@@ -188,9 +182,12 @@ class Remote:
                 self._current = 0
         address = self._addresses[self._current]
         if address not in self._clients:
-            client = self._transport.connect(address)
-            self._clients[address] = client if self._wrap is None else self._wrap(client)
+            self._clients[address] = self._connect(address)
         return address, self._clients[address]
+
+    def _connect(self, address: str) -> Client:
+        """Return a new client. A subclass's may know a better way for some methods of its kind of node."""
+        return self._transport.connect(address)
 
     def _leave(self, address: str) -> None:
         """Goes on to the next peer, unless another call has done so."""

@@ -177,11 +177,11 @@ def _asked_by_threads(service: Service, workload: str, watch: Stopwatch, seconds
 def _clients(addresses: dict[str, str], workload: str, answered: Any, ready: Any, phase: Any) -> None:
     """So many clients as threads, each with one call under way."""
     from rlframe.handles import Remote
-    from rlframe.inferencers.shared_calls import InferencerClient
+    from rlframe.inferencers.shared_calls import RemoteInferencer
 
     def work() -> None:
         remotes = [
-            Remote([at], "inferencer", transport=transport_of(way), wrap=InferencerClient if way == "shared" else None)
+            (RemoteInferencer if way == "shared" else Remote)([at], "inferencer", transport=transport_of(way))
             for way, at in addresses.items()
         ]
         arguments = request(workload, ROWS)

@@ -18,7 +18,6 @@ from rlframe.actors.stepper import AsyncStepper, Request, SyncStepper
 from rlframe.envs import as_pool
 from rlframe.errors import NoMethodError, StoppedError, UsageError
 from rlframe.inferencers.base import Inference, StatelessInference, as_inference
-from rlframe.inferencers.shared_calls import InferencerClient
 from rlframe.metrics.rows import add_up
 from rlframe.replay import BaseReplayBuffer, ReplayWriter, as_replay_buffer
 from rlframe.types import AgentOutput, AgentState, Logs, global_env_ids
@@ -95,9 +94,7 @@ class Actor:
             # The inferencer is not called before the first step, except for specs: a node's constructor does not wait
             # for another node's.
             self._inferencer = as_inference(
-                handles.resolve(
-                    inferencer, "inferencer", deadline=deadline, stop=self._stop, first=self.rank, wrap=InferencerClient
-                )
+                handles.resolve(inferencer, "inferencer", deadline=deadline, stop=self._stop, first=self.rank)
             )
             for number in range(num_pools):
                 parts = (seed, self.rank, self.incarnation, number)

@@ -9,6 +9,7 @@ import numpy as np
 
 from rlframe import handles
 from rlframe.errors import UsageError
+from rlframe.inferencers.shared_calls import RemoteInferencer
 from rlframe.types import AgentOutput, AgentState, TimeStep
 
 
@@ -30,7 +31,7 @@ class Inference(Protocol):
 
 
 def as_inference(target: Any) -> Any:
-    """The target itself where it is an `Inference`; else an adapter of one without recurrent state.
+    """Return the target as an `Inference`: itself, or an adapter of an object without recurrent state.
 
     Args:
         target: whose `inference` takes (env_ids, timestep), and perhaps the state, and gives an `AgentOutput`, or
@@ -39,7 +40,9 @@ def as_inference(target: Any) -> Any:
     Raises:
         UsageError: it has no `inference`.
     """
-    if isinstance(target, handles.Remote) or (hasattr(target, "inference") and hasattr(target, "initial_state")):
+    if isinstance(target, handles.Remote):
+        return RemoteInferencer.of(target)
+    if hasattr(target, "inference") and hasattr(target, "initial_state"):
         return target
     if not callable(getattr(target, "inference", None)):
         raise UsageError(

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from rlframe.errors import NoMethodError, UnavailableError
+from rlframe.handles import Remote
 from rlframe.interprocess.memory import SUPPORTED, Name, SharedArrays
 from rlframe.transport import Client, Derived, Future
 from rlframe.types import AgentOutput, AgentState, Tree
@@ -26,8 +27,20 @@ _LABEL = "rlframe-calls"
 _SLOTS = 64  # calls under way; one that finds no slot sends its arrays. A slot that nobody used takes no memory
 
 
-class InferencerClient:
-    """A client of an inferencer, whose arrays lie in shared memory where they can. It wraps one.
+class RemoteInferencer(Remote):
+    """An inferencer in another process, whose calls are in shared memory where they can be."""
+
+    @classmethod
+    def of(cls, remote: Remote) -> RemoteInferencer:
+        """Return the same node, called like this."""
+        return cls(remote._addresses, remote._name, remote._deadline, remote._stop, remote._transport)
+
+    def _connect(self, address: str) -> Client:
+        return _InferencerClient(super()._connect(address))
+
+
+class _InferencerClient:
+    """A client of an inferencer around the transport's.
 
     Before the first call it waits for the inferencer to have parameters. That call travels whole and shows what answers
     look like. Whether the inferencer finds this process's memory is asked at the second; and anew, for other memory,

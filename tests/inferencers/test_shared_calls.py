@@ -14,7 +14,7 @@ from rlframe.agents import PPO, PPOConfig
 from rlframe.errors import PeerError, UnavailableError, UsageError
 from rlframe.handles import Call, resolve
 from rlframe.inferencers import Inferencer, InferencerConfig
-from rlframe.inferencers.shared_calls import InferencerClient
+from rlframe.inferencers.base import as_inference
 from rlframe.learners import Learner, LearnerConfig
 from rlframe.types import FIRST, TimeStep
 from tests.fakes import ACTION_SPEC, OBSERVATION_SPEC, FixedParams, RecordingBuffer, counting_agent
@@ -26,7 +26,7 @@ DEADLINE = 60.0
 
 
 def connect(*addresses, deadline=CHILD_DEADLINE):
-    return resolve([client(one) for one in addresses], "inferencer", deadline=deadline, wrap=InferencerClient)
+    return as_inference(resolve([client(one) for one in addresses], "inferencer", deadline=deadline))
 
 
 def request(rows, seed=0, state=None):
