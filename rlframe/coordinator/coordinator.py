@@ -15,7 +15,7 @@ from typing import Any
 
 from rlframe import handles
 from rlframe.coordinator import status as statuses
-from rlframe.coordinator.commander import Commander, StopReason
+from rlframe.coordinator.commander import Commander
 from rlframe.coordinator.config import CoordinatorConfig, JobRecorder
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.accounts import Rates
@@ -191,7 +191,7 @@ class Coordinator:
 
     def cancel(self, reason: str = "") -> None:
         """End the job for good: tasks are closed, the learner saves, nothing is evaluated any more."""
-        self._put(ev.Cancelled(reason or "it was cancelled"))
+        self._put(ev.EndAsked(reason or "it was cancelled"))
 
     def end(self, by: str, evaluate: bool = True) -> None:
         """End the job as at its last step, for a callback. Repeated calls change nothing.
@@ -200,20 +200,19 @@ class Coordinator:
             by: the reason's name, for `Result.stopped_by`.
             evaluate: whether the last version is evaluated.
         """
-        reason = StopReason(by, "a callback stopped it" if evaluate else "a callback raised")
-        self._put(ev.Ended(reason) if evaluate else ev.Cancelled(reason, by=by))
+        self._put(ev.EndAsked("a callback stopped it" if evaluate else "a callback raised", by, evaluate))
 
     def _stop(self, reason: str) -> None:
         """As `cancel`, within the seconds that a program has when it ends."""
-        self._put(ev.Cancelled(reason, self._cfg.stop_within))
+        self._put(ev.EndAsked(reason, within=self._cfg.stop_within))
 
     def pause(self) -> None:
         """Pause collectors and the learner after their present call."""
-        self._ask(ev.Paused())
+        self._ask(ev.PauseAsked(True))
 
     def resume(self) -> None:
         """Continue after `pause`."""
-        self._ask(ev.Resumed())
+        self._ask(ev.PauseAsked(False))
 
     def scale(self, role: Role, n: int) -> None:
         """Set the number of workers of a role. The number of collectors is no longer chosen automatically then.

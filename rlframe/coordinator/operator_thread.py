@@ -29,7 +29,7 @@ class OperatorThread:
 
     Args:
         operator: see `rlframe.coordinator.operators.base`.
-        happened: is called with `OperatorAnswered`, `OperatorFailed`, `OperatorBroke` and `Disconnected`.
+        happened: is called with `OperatorAnswered`, `OperatorFailed` and `Disconnected`.
     """
 
     def __init__(self, operator: Operator, happened: Callable[[Any], None]) -> None:
@@ -101,7 +101,7 @@ class OperatorThread:
             _log.error("The operator raised what is no outage.", exc_info=error)
         self._outage = why = f"{type(error).__name__}: {error}"
         ends_job = isinstance(error, UsageError) or not (is_outage or self._has_answered)
-        self._happened(ev.OperatorBroke(why) if ends_job else ev.OperatorFailed(why))
+        self._happened(ev.OperatorFailed(why, ends_job))
 
     def _round(self) -> list[WorkerInfo]:
         """Carry out the effects; return the workers that live and are wanted."""

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
@@ -42,7 +43,6 @@ class LaunchpadEngine(Engine):
 
         self.program = lp.Program("rlframe")
         self._asked = options
-        self._logs = NodeLogs(options.logs)
         self._ports: dict[str, int] = {}  # by group, of its first node, where that is known
         self._resources = contextlib.ExitStack()
 
@@ -86,9 +86,9 @@ class LaunchpadEngine(Engine):
             return launch(
                 self.program,
                 policies(self.groups, self._asked),
-                self._asked.output,
                 ports=self._ports,
-                logs=self._logs,
+                logs=self._asked.logs,
+                output=self._asked.output,
                 hang_timeout=self._asked.hang_timeout,
                 watch=watch,
                 grace=self._asked.grace_seconds,
@@ -105,7 +105,7 @@ def launch(
     policies: Mapping[str, GroupPolicy] | None = None,
     output: TextIO | None = None,
     ports: Mapping[str, int] | None = None,
-    logs: NodeLogs | None = None,
+    logs: pathlib.Path | None = None,
     hang_timeout: float = TIMEOUT,
     watch: Watch | None = None,
     grace: float = GRACE,
@@ -123,7 +123,7 @@ def launch(
         policies: by group label; a group without one has no restarts and decides nothing.
         output: where the nodes' lines go; stderr.
         ports: by group label, that of the group's first node (the next ones follow); others are picked.
-        logs: where the nodes' lines are kept as well; None: nowhere.
+        logs: the directory in which they are kept, too; None: they are not kept.
         hang_timeout: seconds that a node's interpreter may be silent before the node is killed and started again, as
             one that died; so is one whose work hangs (docs/failures.md). 0: none is.
         watch: see `ProgramSupervisor`.
@@ -147,7 +147,9 @@ def launch(
     processes = program_processes(run_node, _pickled(program, ports or {}), policies)
     if listening := _open_ports(program):
         warn_of_open_ports(listening, output or sys.stderr)
-    return ProgramSupervisor(processes, output, logs, hang_timeout=hang_timeout, watch=watch, grace=grace).run()
+    return ProgramSupervisor(
+        processes, NodeLogs(logs, output), hang_timeout=hang_timeout, watch=watch, grace=grace
+    ).run()
 
 
 def run_node(pickled: bytes) -> None:

@@ -65,53 +65,60 @@ def set_up(node: str) -> None:
     logging.basicConfig(stream=sys.stderr, format=_format(node), force=True)
 
 
-def show(output: TextIO, node: str, line: str) -> None:
-    """Writes a node's line for a terminal, behind the node's name and without a second one; where somebody reads it."""
-    with contextlib.suppress(OSError, ValueError):  # the reader has died, or the stream is closed
-        output.write(f"[{node}] {line.replace(f' [{node}] ', ' ', 1)}\n")
-        output.flush()
-
-
 def log_file(logs: pathlib.Path, node: str) -> pathlib.Path:
     """The path of `actor-0.log` for the node `actor/0`."""
     return logs / f"{node.replace('/', '-')}.log"
 
 
 class NodeLogs:
-    """The files of the nodes of a program, appended to over restarts and sessions.
+    """The lines of the nodes of a program: shown, and kept in files that grow over restarts and sessions.
+
+    Any thread may call it.
 
     Args:
-        directory: where they are; None: nothing is kept.
+        directory: of the files; None: nothing is kept.
+        output: the terminal; None: stderr.
     """
 
-    def __init__(self, directory: pathlib.Path | None) -> None:
-        self._directory = directory
+    def __init__(self, directory: pathlib.Path | None = None, output: TextIO | None = None) -> None:
+        self._directory, self._output = directory, output if output is not None else sys.stderr
         self._files: dict[str, TextIO] = {}
-        self._lock = threading.Lock()
+        self._lock, self._showing = threading.Lock(), threading.Lock()  # of the files; of the terminal, which may block
 
     def write(self, node: str, line: str) -> None:
-        """Append a line of the node. A full disk is ignored."""
-        with self._lock, contextlib.suppress(OSError):
-            if self._directory is None:
-                return
-            if node not in self._files:
-                self._directory.mkdir(exist_ok=True)
-                self._files[node] = log_file(self._directory, node).open("a", 1, **_ENCODING)
-            self._files[node].write(f"{line}\n")
+        """Keep and show a line of the node, the latter with its name in front, once."""
+        self._keep(node, line)
+        self._show(node, line.replace(f" [{node}] ", " ", 1))
 
     def warn(self, node: str, text: str) -> None:
-        """Append a warning about the node."""
+        """Keep and show a warning about the node."""
         now = datetime.datetime.now().isoformat(" ", "milliseconds").replace(".", ",")
-        self.write(node, f"{now} WARNING [{node}] {text}")
+        self._keep(node, f"{now} WARNING [{node}] {text}")
+        self._show(node, text)
 
     def close(self) -> None:
-        """Closes the files; nothing is kept from then on."""
+        """Close the files; nothing is kept from then on."""
         with self._lock:
             self._directory = None
             for file in self._files.values():
                 with contextlib.suppress(OSError):
                     file.close()
             self._files.clear()
+
+    def _show(self, node: str, text: str) -> None:
+        # The reader may have died, or the stream be closed.
+        with self._showing, contextlib.suppress(OSError, ValueError):
+            self._output.write(f"[{node}] {text}\n")
+            self._output.flush()
+
+    def _keep(self, node: str, line: str) -> None:
+        with self._lock, contextlib.suppress(OSError):  # a full disk is ignored
+            if self._directory is None:
+                return
+            if node not in self._files:
+                self._directory.mkdir(exist_ok=True)
+                self._files[node] = log_file(self._directory, node).open("a", 1, **_ENCODING)
+            self._files[node].write(f"{line}\n")
 
 
 @contextlib.contextmanager

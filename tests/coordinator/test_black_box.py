@@ -239,9 +239,9 @@ def test_a_stop_is_sticky(stage: Stage) -> None:
     coordinator = stage.running()
     coordinator.cancel("enough")
     wait_until(lambda: job(coordinator)["state"] in ("DRAINING", "CLOSED"), "the ending")
-    coordinator._events.put(ev.Resumed())
+    coordinator._events.put(ev.PauseAsked(False))
     coordinator._events.put(ev.Scaled("collector", 4))
-    coordinator._events.put(ev.Cancelled("another reason"))
+    coordinator._events.put(ev.EndAsked("another reason"))
     assert (finish(coordinator)["state"], job(coordinator)["reason"]) == ("CLOSED", "enough")
     with pytest.raises(UsageError, match=r"over: CLOSED \(enough\)"):
         coordinator.resume()

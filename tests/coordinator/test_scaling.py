@@ -115,9 +115,9 @@ def test_nothing_is_judged_once_a_person_has_said_how_many_there_are(world: Worl
 def test_nothing_is_judged_while_the_job_stands_still_or_collectors_are_on_their_way(world: World):
     judge = Judge(1)
     judge.wanted(world.m, world.now)
-    world.deliver(ev.Paused())
+    world.deliver(ev.PauseAsked(True))
     assert [look(world, judge, 6.0) for _ in range(3)] == [None] * 3 and judge.seen == []
-    world.deliver(ev.Resumed())
+    world.deliver(ev.PauseAsked(False))
     assert look(world, judge, 3.0) is None and judge.seen == []  # the window began when it went on
     world.kill(world.live("collector")[1])
     world.operator.never_comes.add("collector")

@@ -94,12 +94,12 @@ def test_it_tells_what_the_learner_waits_for(world: World) -> None:
     assert waits() == "pacing"
     world.m.learner_waits.note("learner", world.now)
     assert waits() == "learner"
-    world.deliver(ev.Paused())
+    world.deliver(ev.PauseAsked(True))
     assert waits() == "paused"
-    world.deliver(ev.Resumed())
+    world.deliver(ev.PauseAsked(False))
     world.deliver(ev.EvaluationAsked())
     assert waits() == "learner"  # it goes on beside an evaluation
-    world.deliver(ev.Cancelled("enough"))
+    world.deliver(ev.EndAsked("enough"))
     assert waits() == "evaluation"
     assert world.run(60.0, lambda: world.is_over) and waits() is None
 

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.program import ProgramSupervisor
 from rlframe.engines.supervision.running import GroupPolicy, NodeProcess
 from rlframe.engines.supervision.supervisor import Backoff
@@ -46,7 +47,7 @@ class Program:
     def __init__(self, *nodes: NodeProcess, hang_timeout: float, healthy: float = 900.0) -> None:
         self._output = io.StringIO()
         self.supervisor = ProgramSupervisor(
-            nodes, self._output, hang_timeout=hang_timeout, backoff=Backoff(0.01, healthy=healthy)
+            nodes, NodeLogs(None, self._output), hang_timeout=hang_timeout, backoff=Backoff(0.01, healthy=healthy)
         )
         self.failure: ProgramError | None = None
         self._thread = threading.Thread(target=self._run)

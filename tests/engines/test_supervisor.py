@@ -14,6 +14,7 @@ import threading
 import psutil
 import pytest
 
+from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.program import STOP_SIGNAL, ProgramSupervisor
 from rlframe.engines.supervision.running import GroupPolicy, NodeProcess
 from rlframe.engines.supervision.supervisor import Backoff
@@ -34,7 +35,7 @@ SERVES = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys
 
 def run(*nodes: NodeProcess, backoff: Backoff | None = None) -> tuple[int | None, str]:
     output = io.StringIO()
-    return ProgramSupervisor(nodes, output, grace=PATIENCE, backoff=backoff).run(), output.getvalue()
+    return ProgramSupervisor(nodes, NodeLogs(None, output), grace=PATIENCE, backoff=backoff).run(), output.getvalue()
 
 
 def assert_none_left(before: set[int]) -> None:
@@ -90,7 +91,7 @@ def test_a_node_that_recovers_lets_the_program_end_well(tmp_path: pathlib.Path):
 def test_a_node_that_ignores_sigterm_is_killed_after_the_grace():
     deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(60)"
     output = io.StringIO()
-    program = ProgramSupervisor([node("deaf", deaf)], output, grace=0.5)
+    program = ProgramSupervisor([node("deaf", deaf)], NodeLogs(None, output), grace=0.5)
     threading.Thread(target=lambda: (wait_until(lambda: "up" in output.getvalue()), program.stop())).start()
     assert program.run() is None
     assert "[deaf] did not end within 0.5 s: killed" in output.getvalue()
@@ -115,7 +116,7 @@ def interrupted(
     thread = threading.Thread(target=interrupt)
     thread.start()
     try:
-        return ProgramSupervisor(nodes, output, grace=grace, backoff=backoff).run(), output.getvalue()
+        return ProgramSupervisor(nodes, NodeLogs(None, output), grace=grace, backoff=backoff).run(), output.getvalue()
     finally:
         thread.join()
 
@@ -135,7 +136,9 @@ def test_a_second_ctrl_c_has_ended_a_program_well_only_if_those_that_save_had_sa
     with pytest.raises(ProgramError, match="^The node learner was killed by SIGKILL while the program ended"):
         interrupted(node("learner", DEAF, saves=True), once="[learner] up", times=2)
     output = io.StringIO()
-    program = ProgramSupervisor([node("learner", SERVES, saves=True), node("actor", DEAF)], output, grace=PATIENCE)
+    program = ProgramSupervisor(
+        [node("learner", SERVES, saves=True), node("actor", DEAF)], NodeLogs(None, output), grace=PATIENCE
+    )
 
     def interrupt() -> None:
         wait_until(lambda: "[learner] up" in output.getvalue() and "[actor] up" in output.getvalue())

@@ -36,7 +36,7 @@ def test_each_line_of_a_node_is_kept_in_its_file_with_time_level_and_node_over_r
     directory, output = tmp_path / "logs", io.StringIO()
     for _ in range(2):
         ProgramSupervisor(
-            [node("actor/0", WARNS, "0"), node("b", "print('b')")], output, logs.NodeLogs(directory)
+            [node("actor/0", WARNS, "0"), node("b", "print('b')")], logs.NodeLogs(directory, output)
         ).run()
     assert sorted(path.name for path in directory.iterdir()) == ["actor-0.log", "b.log"]
     assert re.fullmatch(
@@ -50,7 +50,7 @@ def test_what_the_launcher_says_of_a_node_is_in_the_nodes_file(tmp_path):
     dies_once = "import os, sys; p = sys.argv[1]; e = os.path.exists(p); open(p, 'w').close(); sys.exit(0 if e else 3)"
     output, once = io.StringIO(), str(tmp_path / "once")
     nodes = [node("a", dies_once, once, max_restarts=1)]
-    ProgramSupervisor(nodes, output, logs.NodeLogs(tmp_path / "logs")).run()
+    ProgramSupervisor(nodes, logs.NodeLogs(tmp_path / "logs", output)).run()
     (line,) = (tmp_path / "logs/a.log").read_text().splitlines()
     assert re.fullmatch(rf"{STAMP} WARNING \[a\] failed with exit code 3: restart 1 of 1 in 0.5 s", line)
     assert output.getvalue() == "[a] failed with exit code 3: restart 1 of 1 in 0.5 s\n"

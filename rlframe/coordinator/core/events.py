@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from rlframe.coordinator.commander import StopReason
 from rlframe.coordinator.messages import BatchMeta, Header, Role, Update, WorkerInfo, WorkerKey, WorkerReply
 
 
@@ -40,13 +39,7 @@ class OperatorFailed:
     """The operator cannot be reached."""
 
     why: str
-
-
-@dataclasses.dataclass(frozen=True)
-class OperatorBroke:
-    """The operator raised an error that another try would raise again."""
-
-    why: str
+    for_good: bool = False  # it raised an error that another try would raise again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,29 +88,20 @@ class Scaled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Paused:
-    """A person asked to pause collecting and learning."""
+class PauseAsked:
+    """A person asked to pause collecting and learning, or to end the pause."""
+
+    paused: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class Resumed:
-    """A person asked to end the pause."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Cancelled:
-    """End the job: nothing is evaluated any more."""
+class EndAsked:
+    """A person, a callback or the program asked to end the job."""
 
     reason: str
-    within: float | None = None  # seconds for tasks to close; None: as the limits say
     by: str = "interrupt"  # see `JobEnding.stopped_by`
-
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    """End the job as at its last step."""
-
-    reason: StopReason
+    evaluates: bool = False  # the last version, as at the last step
+    within: float | None = None  # seconds for tasks to close; None: as the limits say
 
 
 @dataclasses.dataclass(frozen=True)

@@ -179,13 +179,12 @@ def _operator_answered(job: TrainingJob, event: ev.OperatorAnswered) -> None:
 
 
 def _operator_failed(job: TrainingJob, event: ev.OperatorFailed) -> None:
+    if event.for_good:
+        job.end(True, f"the operator raised {event.why}")
+        return
     if not job.operator_problem:
         job.note("operator", f"The operator cannot be reached; the workers go on. {event.why}")
     job.operator_problem = event.why or "it does not answer"
-
-
-def _operator_broke(job: TrainingJob, event: ev.OperatorBroke) -> None:
-    job.end(True, f"the operator raised {event.why}")
 
 
 def _ticked(job: TrainingJob, event: ev.Ticked) -> None:
@@ -212,29 +211,20 @@ def _scaled(job: TrainingJob, event: ev.Scaled) -> None:
         workers.remove(job, worker)
 
 
-def _paused(job: TrainingJob, event: ev.Paused) -> None:
-    if not job.paused:
-        job.paused = True
-        job.note("paused", "Paused.")
-
-
-def _resumed(job: TrainingJob, event: ev.Resumed) -> None:
-    if job.paused:
-        job.paused = False
-        job.note("resumed", "Resumed.")
+def _pause_asked(job: TrainingJob, event: ev.PauseAsked) -> None:
+    if job.paused != event.paused:
+        job.paused = event.paused
+        kind = "paused" if job.paused else "resumed"
+        job.note(kind, f"{kind.capitalize()}.")
         job.wake(*job.roster)
 
 
-def _cancelled(job: TrainingJob, event: ev.Cancelled) -> None:
-    job.end(False, event.reason, by=event.by)
+def _end_asked(job: TrainingJob, event: ev.EndAsked) -> None:
+    job.end(False, event.reason, evaluates=event.evaluates and job.evaluates, by=event.by)
     if job.ending is not None:
-        if job.ending.evaluates:
+        if job.ending.evaluates and not event.evaluates:  # it was about to end with an evaluation
             job.ending.evaluates, job.ending.stopped_by = False, event.by
         job.ending.close_within = event.within or job.ending.close_within
-
-
-def _ended(job: TrainingJob, event: ev.Ended) -> None:
-    job.end(False, event.reason, evaluates=job.evaluates, by=event.reason.by)
 
 
 def _evaluation_asked(job: TrainingJob, event: ev.EvaluationAsked) -> None:
@@ -256,16 +246,13 @@ _TAKES: dict[type, Callable[[TrainingJob, Any], None]] = {
     ev.Submitted: _submitted,
     ev.OperatorAnswered: _operator_answered,
     ev.OperatorFailed: _operator_failed,
-    ev.OperatorBroke: _operator_broke,
     ev.Replied: work.replied,
     ev.Unanswered: work.unanswered,
     ev.BatchesDrawn: results.drawn,
     ev.Pinned: evaluations.pinned,
     ev.Scaled: _scaled,
-    ev.Paused: _paused,
-    ev.Resumed: _resumed,
-    ev.Cancelled: _cancelled,
-    ev.Ended: _ended,
+    ev.PauseAsked: _pause_asked,
+    ev.EndAsked: _end_asked,
     ev.EvaluationAsked: _evaluation_asked,
     ev.CheckpointAsked: _checkpoint_asked,
     ev.RestoreAsked: _restore_asked,

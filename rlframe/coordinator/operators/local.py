@@ -60,8 +60,7 @@ class LocalOperator(SupervisedOperator):
             {role: functools.partial(self._node, role, pickled[role], policies[role]) for role in makers},
             _TRANSPORT,
             f"{self._sockets.path}/operator",
-            output=output,
-            logs=NodeLogs(logs),
+            logs=NodeLogs(logs, output),
             hang_timeout=hang_timeout,
             backoff=backoff,
         )

@@ -33,7 +33,7 @@ class RayOperator(SupervisedOperator):
         hang_timeout: float = 0.0,
     ) -> None:
         self._remove = here().open(here().socket(_ADDRESS))  # even if this process is killed
-        super().__init__(nodes, RayTransport(), _ADDRESS, output=output, logs=NodeLogs(logs), hang_timeout=hang_timeout)
+        super().__init__(nodes, RayTransport(), _ADDRESS, logs=NodeLogs(logs, output), hang_timeout=hang_timeout)
 
     def close(self) -> None:
         """See `Operator`."""

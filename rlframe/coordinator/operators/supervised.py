@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 from rlframe.coordinator.messages import Role, WorkerInfo, WorkerKey, worker_id_of
 from rlframe.engines.logs import NodeLogs
@@ -38,7 +38,7 @@ class SupervisedOperator(Supervisor):
         nodes: by role, makes the nodes of the workers.
         transport: by which the workers are called, and this object by its handles.
         address: of this object.
-        output, logs, hang_timeout, backoff: see `Supervisor`.
+        logs, hang_timeout, backoff: see `Supervisor`.
     """
 
     every, grace = _EVERY, _GRACE
@@ -49,12 +49,11 @@ class SupervisedOperator(Supervisor):
         transport: Transport,
         address: str,
         *,
-        output: TextIO | None = None,
         logs: NodeLogs | None = None,
         hang_timeout: float = 0.0,
         backoff: Backoff = BACKOFF,
     ) -> None:
-        super().__init__(output, logs, hang_timeout=hang_timeout, grace=_GRACE, backoff=backoff)
+        super().__init__(logs, hang_timeout=hang_timeout, grace=_GRACE, backoff=backoff)
         self.transport, self._nodes = transport, nodes
         self._wanted: dict[Role, int] = {}
         self._is_closed = False
@@ -146,7 +145,7 @@ class SupervisedOperator(Supervisor):
         if not slot.is_ending:
             how = _how_it_ended(running)
             slot.problem = f"{slot.name} {how}"
-            self._say(slot.name, f"(incarnation {slot.incarnation}) {how}")
+            self._logs.warn(slot.name, f"(incarnation {slot.incarnation}) {how}")
         running.send(signal.SIGKILL)  # to the processes that it started, and left
         if slot.is_wanted:
             self._count_death(slot, running)

@@ -6,7 +6,7 @@ import functools
 import math
 import signal
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from rlframe.engines.base import GRACE, Watch, node_status
 from rlframe.engines.logs import NodeLogs
@@ -23,7 +23,7 @@ class ProgramSupervisor(Supervisor):
 
     Args:
         nodes: the nodes.
-        output, logs, hang_timeout, backoff: see `Supervisor`.
+        logs, hang_timeout, backoff: see `Supervisor`.
         watch: is told whether the nodes are being ended, and `node_status` of each, when that changes.
         grace: seconds from SIGTERM to SIGKILL when the program ends.
     """
@@ -31,7 +31,6 @@ class ProgramSupervisor(Supervisor):
     def __init__(
         self,
         nodes: Sequence[SupervisedNode],
-        output: TextIO | None = None,
         logs: NodeLogs | None = None,
         *,
         hang_timeout: float = 0.0,
@@ -39,7 +38,7 @@ class ProgramSupervisor(Supervisor):
         grace: float = GRACE,
         backoff: Backoff | None = None,
     ) -> None:
-        super().__init__(output, logs, hang_timeout=hang_timeout, grace=grace, backoff=backoff)
+        super().__init__(logs, hang_timeout=hang_timeout, grace=grace, backoff=backoff)
         self._watch = watch
         self._told: Any = None  # to `watch`
         self._ended_well: set[str] = set()
@@ -94,7 +93,7 @@ class ProgramSupervisor(Supervisor):
         policy, code, how = slot.policy, running.code, running.how()
         if self._is_stopping:
             if code not in (0, -signal.SIGTERM, -signal.SIGKILL):
-                self._say(slot.name, f"{how} while the program ended")
+                self._logs.warn(slot.name, f"{how} while the program ended")
             if policy.saves and code not in (0, -signal.SIGTERM):  # a node that SIGTERM kills had not begun
                 self._lose(slot, f"{how} while the program ended", running.last_words())
             return
@@ -112,7 +111,7 @@ class ProgramSupervisor(Supervisor):
             self._stop()
             return
         delay = self._restart_later(slot)
-        self._say(slot.name, f"{how}: restart {slot.deaths} of {policy.max_restarts} in {delay:g} s")
+        self._logs.warn(slot.name, f"{how}: restart {slot.deaths} of {policy.max_restarts} in {delay:g} s")
 
     def _stop(self) -> None:
         if self._is_stopping:
@@ -135,7 +134,9 @@ class ProgramSupervisor(Supervisor):
             self._kill_all()
         elif not self._is_stopping:
             count = sum(slot.running is not None for slot in self._slots.values())
-            self._say("launcher", f"{signal.Signals(number).name}: ending {count} processes; once more kills them")
+            self._logs.warn(
+                "launcher", f"{signal.Signals(number).name}: ending {count} processes; once more kills them"
+            )
         self._signal = self._signal or number
         self._stop()
 

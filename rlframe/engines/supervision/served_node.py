@@ -88,8 +88,7 @@ class ServedEngine(Engine):
         asked = self._asked
         return ProgramSupervisor(
             nodes,
-            asked.output,
-            NodeLogs(asked.logs),
+            NodeLogs(asked.logs, asked.output),
             hang_timeout=asked.hang_timeout,
             watch=watch,
             grace=asked.grace_seconds,

@@ -13,14 +13,12 @@ import functools
 import math
 import queue
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TextIO
 
 from rlframe.engines.base import GRACE
-from rlframe.engines.logs import NodeLogs, show
+from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.running import GroupPolicy, RunningNode, SupervisedNode
 from rlframe.interprocess.heartbeat import Clock, HeartbeatMonitor, interval_of
 from rlframe.interprocess.inbox import Inbox
@@ -74,8 +72,7 @@ class Supervisor:
     """Keeps nodes running. One thread calls `_step` in a loop; subclasses decide in `_ended` what an end means.
 
     Args:
-        output: where the lines of the nodes go, each behind the name of its node; None: stderr.
-        logs: where they are kept as well; None: nowhere.
+        logs: take the lines of the nodes, and warnings about them; None: they are shown on stderr.
         hang_timeout: seconds without a heartbeat (`rlframe.interprocess.heartbeat`) after which a node is killed, as is
             one whose work makes no progress; that counts as a death. 0: hung nodes are not killed.
         grace: seconds from SIGTERM to SIGKILL.
@@ -84,27 +81,19 @@ class Supervisor:
 
     def __init__(
         self,
-        output: TextIO | None = None,
         logs: NodeLogs | None = None,
         *,
         hang_timeout: float = 0.0,
         grace: float = GRACE,
         backoff: Backoff | None = None,
     ) -> None:
-        self._output = output if output is not None else sys.stderr
-        self._logs = logs if logs is not None else NodeLogs(None)
-        self._write_lock = threading.Lock()
+        self._logs = logs or NodeLogs()
         self._grace, self._backoff = grace, backoff or Backoff()
         self._hang_timeout, self._look_every = hang_timeout, interval_of(hang_timeout) if hang_timeout else 1.0
         self._clock = Clock(2.0 * self._look_every)  # stands still while this process does: see `HeartbeatMonitor`
         self._slots: dict[str, Slot] = {}
         self._lock = threading.RLock()  # of the slots
         self._events: Inbox[Callable[[], None]] = Inbox()  # each is called by the thread of `_step`
-
-    def take_line(self, name: str, text: str) -> None:
-        """Show and keep a line of a node. Any thread may call it."""
-        self._logs.write(name, text)
-        self._show(name, text)
 
     def _ended(self, slot: Slot, running: RunningNode) -> None:
         """React to the end of a process."""
@@ -123,7 +112,7 @@ class Supervisor:
             self._kill_hung()
             for slot in list(self._slots.values()):
                 if slot.kill_at <= time.monotonic():
-                    self._say(slot.name, f"did not end within {self._grace:g} s: killed")
+                    self._logs.warn(slot.name, f"did not end within {self._grace:g} s: killed")
                     self._kill(slot)
                 if slot.restart_at <= time.monotonic():
                     self._start(slot)
@@ -131,7 +120,7 @@ class Supervisor:
     def _start(self, slot: Slot) -> None:
         slot.incarnation, slot.restart_at, slot.is_ending = slot.incarnation + 1, math.inf, False
         pulse = HeartbeatMonitor(self._hang_timeout, self._clock()) if self._hang_timeout else None
-        slot.running = slot.make(slot.incarnation).start(pulse, self._has_ended, self.take_line)
+        slot.running = slot.make(slot.incarnation).start(pulse, self._has_ended, self._logs.write)
 
     def _has_ended(self, running: RunningNode) -> None:
         self._events.put(functools.partial(self._take_end, running))
@@ -179,11 +168,3 @@ class Supervisor:
             each.send(signal.SIGKILL)
         for each in running:
             each.wait()
-
-    def _say(self, name: str, text: str) -> None:
-        self._logs.warn(name, text)
-        self._show(name, text)
-
-    def _show(self, name: str, text: str) -> None:
-        with self._write_lock:
-            show(self._output, name, text)

@@ -59,7 +59,7 @@ def test_an_evaluation_during_a_job_is_of_a_version_that_a_checkpoint_holds(by_k
 @pytest.mark.parametrize("by_key", [True, False])
 def test_the_learner_of_a_paused_job_saves_for_an_evaluation(by_key: bool) -> None:
     world = running(by_key=by_key)
-    world.deliver(ev.Paused())
+    world.deliver(ev.PauseAsked(True))
     world.run(10.0)
     world.deliver(ev.EvaluationAsked())
     assert world.run(30.0, lambda: bool(world.m.accounts.evaluations))
@@ -205,13 +205,13 @@ def test_training_goes_on_while_the_operator_is_away_and_is_reconciled_after() -
 
 def test_a_pause_stops_collecting_and_learning_until_it_is_resumed() -> None:
     world = running(2)
-    world.deliver(ev.Paused())
+    world.deliver(ev.PauseAsked(True))
     world.run(3.0)
     accounts = world.m.accounts
     before = accounts.env_steps
     world.run(200.0)  # longer than the deadline on progress
     assert (world.m.state, accounts.env_steps, accounts.restarts) == (JobState.PAUSED, before, 0)
-    world.deliver(ev.Resumed())
+    world.deliver(ev.PauseAsked(False))
     world.run(3.0)
     assert world.m.state is JobState.RUNNING and accounts.env_steps > before
 
@@ -222,17 +222,17 @@ def test_a_job_can_be_cancelled_at_any_time_and_ends_soon(after: float, is_out: 
     world = World(commander=ENDLESS)
     world.operator.is_out = is_out
     world.run(after)
-    world.deliver(ev.Cancelled("enough", 6.0))
+    world.deliver(ev.EndAsked("enough", within=6.0))
     assert world.run(20.0, lambda: world.is_over)
     assert (world.over[0].failed, world.over[0].reason) == (False, "enough")
 
 
 def test_a_stop_is_sticky() -> None:
     world = running(1)
-    world.deliver(ev.Cancelled("enough"))
-    world.deliver(ev.Resumed())
+    world.deliver(ev.EndAsked("enough"))
+    world.deliver(ev.PauseAsked(False))
     world.deliver(ev.Scaled("collector", 3))
-    world.deliver(ev.Cancelled("another reason"))
+    world.deliver(ev.EndAsked("another reason"))
     world.kill_coordinator()
     world.start_coordinator()
     assert world.m.ending is not None
@@ -293,7 +293,7 @@ def test_workers_that_ended_are_counted_by_a_coordinator_whose_predecessor_had_n
 
 def test_a_restart_in_the_ending_still_takes_the_closing_results() -> None:
     world = running(2)
-    world.deliver(ev.Cancelled("enough"))
+    world.deliver(ev.EndAsked("enough"))
     world.kill_coordinator()
     world.start_coordinator()
     assert world.run(60.0, lambda: world.is_over)
@@ -319,7 +319,7 @@ def test_connections_are_closed_before_the_operator_is_left() -> None:
     effects: list[object] = []
     execute = world._execute
     world._execute = lambda effect: (effects.append(effect), execute(effect))  # type: ignore[method-assign]
-    world.deliver(ev.Cancelled("enough"))
+    world.deliver(ev.EndAsked("enough"))
     assert world.run(60.0, lambda: world.is_over)
     left = next(index for index, effect in enumerate(effects) if isinstance(effect, ev.Disconnect))
     shut = [effect.worker_id for effect in effects[:left] if isinstance(effect, ev.Shut)]
@@ -330,7 +330,7 @@ def test_connections_are_closed_before_the_operator_is_left() -> None:
 
 def test_a_learner_lost_while_the_job_drains_comes_back_and_saves() -> None:
     world = running(1)
-    world.deliver(ev.Cancelled("enough"))
+    world.deliver(ev.EndAsked("enough"))
     world.kill(learner(world))
     assert world.run(60.0, lambda: world.is_over)
     assert not world.over[0].failed
@@ -348,7 +348,7 @@ def test_a_failure_for_good_fails_the_job_at_once() -> None:
 
 def test_a_learner_that_cannot_save_in_the_ending_fails_the_job() -> None:
     world = running(1)
-    world.deliver(ev.Cancelled("enough"))
+    world.deliver(ev.EndAsked("enough"))
     learner(world).fails = Failed("CheckpointError", "no room", for_good=True)
     assert world.run(60.0, lambda: world.is_over)
     assert world.over == [ev.Over(True, "enough; but learn/1 failed: CheckpointError: no room")]

@@ -75,7 +75,7 @@ class Schedules(RuleBasedStateMachine):
     def scale(self, n: int) -> None:
         self.world.deliver(ev.Scaled("collector", n))
 
-    @rule(event=st.sampled_from([ev.Paused(), ev.Resumed(), ev.EvaluationAsked(), ev.CheckpointAsked()]))
+    @rule(event=st.sampled_from([*map(ev.PauseAsked, (True, False)), ev.EvaluationAsked(), ev.CheckpointAsked()]))
     def ask(self, event: object) -> None:
         self.world.deliver(event)
 
@@ -105,7 +105,7 @@ class Schedules(RuleBasedStateMachine):
     def cancel(self, chance: int) -> None:
         if chance == 0 and self.world.job is not None:
             self.cancelled = True
-            self.world.deliver(ev.Cancelled("enough"))
+            self.world.deliver(ev.EndAsked("enough"))
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
@@ -121,12 +121,12 @@ def check_that_it_recovers(world: World, *, endless: bool, cancelled: bool) -> N
     for worker in world.all_workers:
         worker.fails = None
     world.start_coordinator()
-    world.deliver(ev.Resumed())
+    world.deliver(ev.PauseAsked(False))
     if endless and not cancelled and world.m.ending is None:
         world.run(90.0, lambda: world.is_over)
         if not world.is_over and world.m.ending is None:
             check_that_it_works(world)
-        world.deliver(ev.Cancelled("enough"))
+        world.deliver(ev.EndAsked("enough"))
     assert world.run(400.0, lambda: world.is_over), what_there_is(world)
     over = world.over[-1]
     assert len(world.over) == 1

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlframe.coordinator.commander import StopReason, TrainOne
+from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.core import evaluations, workers
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.accounts import Accounts
@@ -41,11 +41,11 @@ def calls(world: World, worker_id: str, since: int = 0) -> list[str]:
 
 def test_a_collector_that_comes_in_a_pause_waits_for_its_end() -> None:
     world = running(1)
-    world.deliver(ev.Paused())
+    world.deliver(ev.PauseAsked(True))
     world.deliver(ev.Scaled("collector", 2))
     world.run(20.0)
     assert state(world, "collector/1") is WorkerState.IDLE and not calls(world, "collector/1")
-    world.deliver(ev.Resumed())
+    world.deliver(ev.PauseAsked(False))
     assert world.run(10.0, lambda: at_work(world) == 2)
 
 
@@ -109,7 +109,7 @@ def test_who_waits_for_data_is_not_stuck(by_key: bool) -> None:
 def test_a_grant_that_nothing_came_of_is_taken_back_when_the_job_ends() -> None:
     world = starving(by_key=False)
     assert world.m.tasks.open("learn")[0].granted > 0
-    world.deliver(ev.Cancelled("enough"))
+    world.deliver(ev.EndAsked("enough"))
     assert world.run(20.0, lambda: world.is_over)
     accounts = world.m.accounts
     assert accounts.lost == 0 and accounts.granted == accounts.learned + accounts.dropped
@@ -120,7 +120,7 @@ def test_nothing_is_drawn_once_the_job_is_paused() -> None:
     worker = world.m.roster.get("learner/0")
     assert worker is not None
     assert world.run(20.0, lambda: worker.call is not None and worker.call.method == "data_demand")
-    world.deliver(ev.Paused())
+    world.deliver(ev.PauseAsked(True))
     drawn = world.buffer.drawn
     world.run(5.0)
     assert world.buffer.drawn == drawn
@@ -416,7 +416,7 @@ def test_a_job_without_evaluations_ends_after_its_learner(by: str) -> None:
     world = running(1, commander=TrainOne(env_steps=400))
     world.m.evaluates = False
     if by == "callback":
-        world.deliver(ev.Ended(StopReason(by, "a callback stopped it")))
+        world.deliver(ev.EndAsked("a callback stopped it", by, evaluates=True))
     assert world.run(400.0, lambda: world.is_over)
     (over,) = world.over
     assert not over.failed and not any("return_mean" in row.values for row in world.rows)
@@ -428,7 +428,7 @@ def test_a_job_without_evaluations_ends_after_its_learner(by: str) -> None:
 def test_the_reason_of_a_job_is_plain_text(ends: bool) -> None:
     world = running(1, commander=TrainOne(env_steps=400))
     if ends:
-        world.deliver(ev.Ended(StopReason("callback", "a callback stopped it")))
+        world.deliver(ev.EndAsked("a callback stopped it", "callback", evaluates=True))
     assert world.run(400.0, lambda: world.m.ending is not None)
     assert type(world.m.reason) is str  # as docs/coordinator.md says of `status()`, which is sent as a pickle
 
@@ -436,7 +436,7 @@ def test_the_reason_of_a_job_is_plain_text(ends: bool) -> None:
 def test_who_is_in_a_hurry_waits_no_longer_than_that() -> None:
     world = running(1)
     world.stop(world.live("collector")[0])
-    world.deliver(ev.Cancelled("enough", 2.0))
+    world.deliver(ev.EndAsked("enough", within=2.0))
     assert world.run(6.0, lambda: world.is_over)
 
 
@@ -445,14 +445,14 @@ def test_an_operator_that_never_lets_go_does_not_keep_the_job_from_ending() -> N
     world.operator.disconnect = lambda: None  # type: ignore[method-assign]
     deliver = world.deliver
     world.deliver = lambda event: None if isinstance(event, ev.Disconnected) else deliver(event)  # type: ignore
-    world.deliver(ev.Cancelled("enough"))
+    world.deliver(ev.EndAsked("enough"))
     assert world.run(LIMITS.close_deadline + 10.0, lambda: world.is_over)
     assert any("did not answer within 30 s" in note.text for note in world.notes)
 
 
 def test_nobody_is_scaled_once_the_job_ends() -> None:
     world = running(1)
-    world.deliver(ev.Cancelled("enough"))
+    world.deliver(ev.EndAsked("enough"))
     world.deliver(ev.Scaled("collector", 5))
     assert world.m.wanted["collector"] == 1
 
@@ -517,7 +517,7 @@ def test_of_tasks_that_are_over_the_newest_are_kept() -> None:
 
 def test_an_operator_that_breaks_fails_the_job_and_names_what_it_raised() -> None:
     world = running(1)
-    world.deliver(ev.OperatorBroke("AttributeError: no such thing"))
+    world.deliver(ev.OperatorFailed("AttributeError: no such thing", for_good=True))
     assert world.run(100.0, lambda: world.is_over)
     assert world.m.state is JobState.FAILED and "AttributeError: no such thing" in world.m.reason
 
