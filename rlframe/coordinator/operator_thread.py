@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -115,8 +114,8 @@ class OperatorThread:
 
     def _stop_all(self) -> str:
         """End all workers; return why that could not be done, empty if it was."""
-        deadline, pause = time.monotonic() + self._operator.grace + _PATIENCE, 0.02
-        while True:
+        why = ""
+        for pause in pauses(0.02, self._operator.every, self._operator.grace + _PATIENCE):
             try:
                 for role in ROLES:
                     self._operator.scale(role, 0)
@@ -126,9 +125,8 @@ class OperatorThread:
                 why = ", ".join(f"{worker.worker_id} ({worker.host})" for worker in left)
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
-            if not why or time.monotonic() > deadline or self._closed.wait(pause):
+            if not why or self._closed.wait(pause):
                 break
-            pause = min(2 * pause, self._operator.every)
         if why:
             _log.warning("Workers that could not be ended in time: %s", why)
         return why

@@ -19,7 +19,7 @@ STATUS_AGE = 0.2  # seconds for which a status is served again
 STATUS_DEADLINE = 3.0  # seconds for one
 DEADLINE = 10.0  # seconds for any other call
 AT_ONCE = 32  # calls that are under way
-KEPT = 10_000  # events, for streams that are behind
+KEPT = 10_000  # events, for streams that are behind: more than a coordinator keeps
 FIRST = 300  # events at the start of a stream, unless its reader names the last one that it has
 HEARTBEAT = 5.0  # seconds without an event after which a stream says that it is there
 _POLL = 1.0  # seconds that the coordinator may wait for an event
@@ -136,14 +136,10 @@ class EventLog:
         except asyncio.TimeoutError:
             raise PeerError("The coordinator has not told its events: it may be restarting. Ask again.") from None
         known = since if since is not None else self._events[-FIRST]["number"] - 1 if len(self._events) > FIRST else 0
-        older: list[dict[str, Any]] = []
-        if self._events and known + 1 < self._events[0]["number"]:
-            first = self._events[0]["number"]
-            older = [one for one in await self._calls("events", known, 0.0) if one["number"] < first]
-        return self._stream(known, older)
+        return self._stream(known)
 
-    async def _stream(self, known: int, older: list[dict[str, Any]]) -> AsyncIterator[bytes]:
-        yield b"retry: 1000\n\n" + b"".join(map(_encode, older))
+    async def _stream(self, known: int) -> AsyncIterator[bytes]:
+        yield b"retry: 1000\n\n"
         while not self._closing:
             changed = self._changed
             start = bisect.bisect_right(self._events, known, key=lambda event: event["number"])

@@ -260,16 +260,6 @@ def test_a_stream_resumes_after_the_last_event_that_was_seen(coordinator, http):
     assert http.get("/events/stream", headers={"Last-Event-ID": "x"}).status_code == 422
 
 
-def test_a_stream_that_was_away_for_long_gets_what_is_no_longer_kept(coordinator, monkeypatch):
-    monkeypatch.setattr("rlframe.coordinator.control.calls.KEPT", 5)
-    for i in range(20):
-        coordinator.happen("worker", str(i))
-    with serve_control(coordinator, port=0) as server, ControlClient(server.url) as client:
-        stream = client.follow(since=3)
-        assert [next(stream)["number"] for _ in range(18)] == list(range(4, 22))
-        stream.close()
-
-
 def test_a_quiet_stream_shows_that_it_is_there(coordinator, http, monkeypatch):
     monkeypatch.setattr("rlframe.coordinator.control.calls.HEARTBEAT", 0.05)
     with http.stream("GET", "/events/stream", params={"since": 1}) as response:
