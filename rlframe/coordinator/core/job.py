@@ -10,7 +10,7 @@ from rlframe.coordinator.config import Limits
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.accounts import Accounts
 from rlframe.coordinator.core.records import KnownWorker, Roster, Task, Tasks
-from rlframe.coordinator.messages import ROLES, Header, Role
+from rlframe.coordinator.messages import ROLES, Header, Role, WorkerInfo
 from rlframe.coordinator.states import JobState, check, is_over
 from rlframe.metrics.rows import ActorCounts, Rows
 
@@ -110,7 +110,6 @@ class TrainingJob:
         collect_seconds: in calls of collectors.
         paced_seconds: of these, seconds in which collectors waited for newer parameters, or for room.
         lacks_since: when a role without which there is no progress was seen last, or the operator could not say.
-        before: worker_id -> incarnation, of the coordinator before this one: some may have ended meanwhile.
         ending: how the job ends, once it does.
     """
 
@@ -135,7 +134,6 @@ class TrainingJob:
         self.draw_fails_since: float | None = None
         self.collect_seconds = self.paced_seconds = 0.0
         self.lacks_since: dict[Role, float] = {}
-        self.before: dict[str, int] = {}
         self.ending: JobEnding | None = None
         self.accounts = Accounts(dict(before.counters), dict(before.logged)) if before is not None else Accounts()
         self.evaluated_at = self.accounts.env_steps
@@ -151,7 +149,6 @@ class TrainingJob:
 
     def to_json(self) -> dict[str, Any]:
         """Return the state from which a restarted coordinator continues."""
-        here = {worker.worker_id: worker.incarnation for worker in self.roster if worker.is_here}
         return {
             **{name: getattr(self, name) for name in _SAVED},
             "state": self.state.value,
@@ -160,7 +157,7 @@ class TrainingJob:
             "row": self.rows.to_json(),
             "task_count": self.tasks.count,
             "tasks": [task.to_json() for task in self.tasks],
-            "staff": {**self.before, **here},
+            "workers": [(each.role, each.index, each.incarnation) for each in self.roster if each.is_here],
             "accounts": self.accounts.to_json(),
             "ending": self.ending.to_json() if self.ending is not None else None,
         }
@@ -174,7 +171,8 @@ class TrainingJob:
         self.rows = Rows(step, total, logged, self.now)
         self.accounts = Accounts(**saved["accounts"])
         self.tasks.count = saved["task_count"]
-        self.before = saved["staff"]
+        for role, index, incarnation in saved["workers"]:  # some may have ended while no coordinator ran
+            self.roster.add(WorkerInfo(role, index, incarnation), self.now).has_come = True
         for each in saved["tasks"]:
             task = Task.from_json(each)
             self.accounts.lost += task.granted

@@ -21,7 +21,8 @@ class KnownWorker(Stateful):
     index: int
     incarnation: int
     since: float  # when it was first seen
-    failed_starts: int = 0  # incarnations before this one that never came, in a row
+    failed_starts: int = 0  # incarnations up to this one that never came, in a row
+    has_come: bool = False  # it has answered a ping, of this coordinator or of an earlier one
     state: WorkerState = WorkerState.REQUESTED
     address: Any = None
     host: str = ""

@@ -18,23 +18,12 @@ _CAN_BE_SUSPECT = (WorkerState.IDLE, WorkerState.BUSY, WorkerState.CLOSING)
 
 def listed(job: TrainingJob, workers: tuple[WorkerInfo, ...]) -> None:
     """Take the operator's list: add new workers; workers that it does not list are lost."""
-    _count_those_that_ended_unseen(job, workers)
     for seen in workers:
         _see(job, seen)
     here = {seen.key for seen in workers}
     for worker in job.roster:
         if not is_over(worker.state) and (worker.worker_id, worker.incarnation) not in here:
             lose(job, worker, "its process has ended")
-
-
-def _count_those_that_ended_unseen(job: TrainingJob, workers: tuple[WorkerInfo, ...]) -> None:
-    newest = {seen.worker_id: seen.incarnation for seen in workers}
-    for worker_id, incarnation in job.before.items():
-        if newest.get(worker_id, -1) != incarnation:
-            job.accounts.restarts += 1
-            text = f"{worker_id} (incarnation {incarnation}) ended while the coordinator was away."
-            job.note("lost", text, worker_id=worker_id, incarnation=incarnation)
-    job.before = {}
 
 
 def _see(job: TrainingJob, seen: WorkerInfo) -> None:
@@ -76,7 +65,7 @@ def answered_ping(job: TrainingJob, worker: KnownWorker, reply: WorkerReply) -> 
 
 def _came(job: TrainingJob, worker: KnownWorker, reply: Alive) -> None:
     worker.become(WorkerState.IDLE)
-    worker.failed_starts = 0
+    worker.failed_starts, worker.has_come = 0, True
     job.emit(ev.Send(worker.worker_id, worker.incarnation, "resources", None))
     text = f"{worker.worker_id} (incarnation {worker.incarnation}) is here."
     job.note("came", text, worker_id=worker.worker_id)
@@ -213,7 +202,6 @@ def disconnect(job: TrainingJob) -> None:
 
 def lose(job: TrainingJob, worker: KnownWorker, why: str) -> None:
     """Give a worker up: another one takes its index, and its task is tried again."""
-    came = worker.state not in (WorkerState.REQUESTED, WorkerState.CONNECTING)
     worker.become(WorkerState.LOST)
     job.emit(ev.Shut(worker.worker_id, worker.incarnation))
     is_replaced = not worker.leaves and (job.ending is None or job.ending.replaces(worker.role))
@@ -231,7 +219,7 @@ def lose(job: TrainingJob, worker: KnownWorker, why: str) -> None:
         # A collector that ran may be lost any number of times: the others continue.
         counts = task.state is TaskState.ASSIGNED or task.kind != "collect"
         retry(job, task, why, counts=counts)
-    if not came and is_replaced:
+    if not worker.has_come and is_replaced:
         worker.failed_starts += 1
         if worker.failed_starts > job.limits.max_failures:
             times = f"{worker.worker_id} did not come up {worker.failed_starts} times in a row"
