@@ -5,7 +5,7 @@
 
 - `machine.py`: the state of the job, its end, and what people ask for;
 - `workers.py`: workers come, answer pings, are lost, and leave;
-- `work.py`: the next call of each worker, and which function takes its answer;
+- `protocol.py`: the next call of each worker, and which function takes its answer;
 - `results.py`: the answers; tasks end or are tried again;
 - `evaluations.py`: which version an evaluation is of.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlframe.coordinator.core import evaluations, results, work, workers
+from rlframe.coordinator.core import evaluations, protocol, results, workers
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import JobEnding, TrainingJob
 from rlframe.coordinator.core.records import Task
@@ -30,7 +30,7 @@ def handle(job: TrainingJob, event: Any, now: float) -> list[Any]:
         _end_further(job, job.ending)
     awake, job.awake = job.awake, []
     for worker in awake:
-        work.drive(job, worker)
+        protocol.drive(job, worker)
     _derive_state(job)
     return job.out
 
@@ -246,8 +246,8 @@ _TAKES: dict[type, Callable[[TrainingJob, Any], None]] = {
     ev.Submitted: _submitted,
     ev.OperatorAnswered: _operator_answered,
     ev.OperatorFailed: _operator_failed,
-    ev.Replied: work.replied,
-    ev.Unanswered: work.unanswered,
+    ev.Replied: protocol.replied,
+    ev.Unanswered: protocol.unanswered,
     ev.BatchesDrawn: results.drawn,
     ev.Pinned: evaluations.pinned,
     ev.Scaled: _scaled,
