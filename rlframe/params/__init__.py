@@ -1,6 +1,15 @@
-"""Parameters under rising versions: where they come from (`ParamSource`), and how they reach the inferencers.
+"""Parameters under rising versions, on their way from a learner to the inferencers.
 
-A version is packed once by its learner and unpacked where it acts. In between it travels unchanged.
+A learner packs each version once and puts it into its `Publication`. An inferencer reads the newest one there:
+directly, through shared memory (`SharedParams`), or by a call; `ParamReader` picks the way. In elastic the publication
+is in a `ParamStore`, a process that outlives the learner, and keeps pinned versions.
+
+One version, from the learner to an inferencer in another process of the machine:
+
+1. `Learner.step` ends with `Publication.publish(7, arrays)`, which announces version 7. Nothing is copied yet.
+2. The inferencer calls `ParamReader.get_packed(6)`. Its `SharedParams` sees the announcement, and wakes the writer.
+3. The writer copies the arrays into the free one of two slots. The reader copies them, and returns (7, `PackedParams`).
+4. The inferencer uploads the few arrays as they are, and unpacks the tree inside of its jitted call.
 """
 
 from rlframe.params.packing import PackedParams

@@ -18,7 +18,7 @@ from rlframe.errors import UnavailableError, UsageError
 from rlframe.interprocess.futex import Futex, fence
 from rlframe.interprocess.memory import SUPPORTED, Fields, Name, Seqlock, SharedArrays
 from rlframe.params.packing import PackedParams, Packing
-from rlframe.params.source import NewestParams, PackedSource
+from rlframe.params.source import NewestParams
 
 _LABEL = "rlframe-params"
 _SLOTS = 2  # one holds the newest version, the next one is written to the other
@@ -30,7 +30,7 @@ _LOOK = 0.1  # seconds between two checks whether the publisher is alive
 
 
 class Publication(NewestParams):
-    """The newest version in this process and, once another process has asked, in shared memory.
+    """The newest version in this process and, once another process has asked, in shared memory: the writer.
 
     Args:
         packing: of the parameters for acting.
@@ -42,7 +42,7 @@ class Publication(NewestParams):
         super().__init__()
         self._packing = packing
         self._lock = threading.Lock()
-        self._shared: SharedParams | None = None
+        self._memory: _Memory | None = None
         self._writer: threading.Thread | None = None
         self.publish(version, packed)
 
@@ -50,50 +50,64 @@ class Publication(NewestParams):
         """Replace the version by a newer one, or by a checkpoint's before anybody has read it."""
         self.put(version, PackedParams(self._packing, packed))
         with self._lock:
-            if self._shared is not None:
-                self._shared.announce(version)
+            if self._memory is not None:
+                self._memory.announce(version)
 
     def shared(self) -> SharedParams | None:
-        """Return the memory that other processes of this machine read; None if unsupported, or after `close`."""
+        """Return a reader for other processes of this machine; None if unsupported, or after `close`."""
         with self._lock:
-            if self._shared is None and SUPPORTED:
-                self._shared = SharedParams(self._packing)
-                self._shared.announce(self.version)
-                self._writer = threading.Thread(
-                    target=self._shared.write_wanted, args=(self,), name="rlframe parameters", daemon=True
-                )
+            if self._memory is None and SUPPORTED:
+                self._memory = _Memory(SharedArrays.create(_LABEL, _fields(self._packing)), self._packing)
+                self._memory.announce(self.version)
+                self._writer = threading.Thread(target=self._write_wanted, name="rlframe parameters", daemon=True)
                 self._writer.start()
-            return self._shared if self._writer is not None else None
+            if self._memory is None or self._writer is None:
+                return None
+            name = self._memory.arrays.name
+            assert name is not None
+            return SharedParams(name, self._packing)
+
+    def _write_wanted(self) -> None:
+        """Write the versions that readers want, until `close`."""
+        memory, answered = self._memory, 0
+        assert memory is not None
+        while not memory.arrays.closed:
+            wanted = memory.wanted.value
+            if wanted == answered:
+                memory.wanted.wait(wanted, 60.0)
+                continue
+            answered = wanted
+            version, packed = self.get_packed()
+            if packed is not None and version > memory.newest()[0]:
+                memory.write(version, packed.arrays)
+            memory.changed.wake()
 
     def close(self) -> None:
-        """End the thread that writes to shared memory. Readers then call the publisher. May be called again."""
-        if self._writer is not None and self._shared is not None:
+        """End the thread that writes, and the waits of readers, which then call the publisher. May be called again.
+
+        A process that has the memory open can still read what is written.
+        """
+        if self._writer is not None and self._memory is not None:
             writer, self._writer = self._writer, None
-            self._shared.close()
+            self._memory.arrays.close()
+            self._memory.changed.wake()
+            self._memory.wanted.wake()
             writer.join()
 
 
 class SharedParams:
-    """The newest version in anonymous memory of the process that makes it. Pickles as a reference to that memory.
-
-    A slot's number is 0 while it is written. A reader copies the arrays and then checks that the slot is unchanged, so
-    it never waits for a writer, and a killed reader blocks nobody.
+    """The newest version in the memory of a `Publication`: its reader, in any process of the machine. It pickles.
 
     Args:
+        name: of the memory, which is opened at the first use.
         packing: of all versions.
     """
 
-    def __init__(self, packing: Packing) -> None:
-        created = SharedArrays.create(_LABEL, _fields(packing))
-        assert created.name is not None
-        self._set(created.name, packing)
-        self._memory = _Memory(created, packing)
-
-    def _set(self, name: Name, packing: Packing) -> None:
+    def __init__(self, name: Name, packing: Packing) -> None:
         self._name, self._packing, self._looked_at = name, packing, 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reader, (pickle.dumps((self._name, self._packing)),)  # bytes: Courier sends no other objects
+        return _shared_params, (pickle.dumps((self._name, self._packing)),)  # bytes: Courier sends no other objects
 
     @functools.cached_property
     def _memory(self) -> _Memory:
@@ -143,42 +157,12 @@ class SharedParams:
             here.wanted.wake()
             here.changed.wait(seen, _AGAIN)
 
-    def announce(self, version: int) -> None:
-        """Tell readers that there is a newer version, which `write_wanted` copies for them."""
-        here = self._memory
-        was_read = 0 < here.versions[_READ] == here.versions[_ANNOUNCED]
-        here.versions[_ANNOUNCED] = version + 1
-        if was_read:  # its reader will want this one as well
-            here.wanted.wake()
-
-    def write_wanted(self, source: PackedSource) -> None:
-        """Write the versions that readers want, until `close`. Runs in a thread of the publisher.
-
-        Args:
-            source: gives the version that was announced last, or a newer one.
-        """
-        here, answered = self._memory, 0
-        while not here.arrays.closed:
-            wanted = here.wanted.value
-            if wanted == answered:
-                here.wanted.wait(wanted, 60.0)
-                continue
-            answered = wanted
-            version, packed = source.get_packed()
-            if packed is not None and version > self.written:
-                here.write(version, packed.arrays)
-            here.changed.wake()
-
-    def close(self) -> None:
-        """End `write_wanted` and the waits of readers, in the publisher's process. What is written stays readable."""
-        here = self._memory
-        here.arrays.close()
-        here.changed.wake()
-        here.wanted.wake()
-
 
 class _Memory:
-    """The memory of `SharedParams`, mapped into this process.
+    """The memory of a `Publication`, mapped into this process.
+
+    A slot's number is 0 while it is written. A reader copies the arrays and then checks that the slot is unchanged, so
+    it never waits for a writer, and a killed reader blocks nobody.
 
     Attributes:
         changed: wakes readers that wait for a version.
@@ -193,6 +177,13 @@ class _Memory:
         self._numbers = [Seqlock(words[: Seqlock.words(1)]) for words in arrays.rows("slots")]  # version + 1; 0: none
         count = len(packing.packed_shapes)
         self._packed = [[arrays.arrays[f"{slot}/{i}"] for i in range(count)] for slot in range(_SLOTS)]
+
+    def announce(self, version: int) -> None:
+        """Tell readers that there is a newer version. Write it at once if the version before was read."""
+        was_read = 0 < self.versions[_READ] == self.versions[_ANNOUNCED]
+        self.versions[_ANNOUNCED] = version + 1
+        if was_read:
+            self.wanted.wake()
 
     def newest(self) -> tuple[int, int]:
         """Return (the newest version that is written completely, its slot); the version is -1 if there is none."""
@@ -217,10 +208,8 @@ class _Memory:
         return packed if number.count == count else None
 
 
-def _reader(pickled: bytes) -> SharedParams:
-    made = SharedParams.__new__(SharedParams)
-    made._set(*pickle.loads(pickled))
-    return made
+def _shared_params(pickled: bytes) -> SharedParams:
+    return SharedParams(*pickle.loads(pickled))
 
 
 def _attached(name: Name, packing: Packing) -> SharedArrays:

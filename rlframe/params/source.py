@@ -53,7 +53,7 @@ def as_packed_source(source: Any) -> PackedSource:
             f"A {type(source).__name__} was given as the learner of an Inferencer: it needs get_params(known_version) "
             "-> (version, tree or None), as a Learner has."
         )
-    return _Packs(source)
+    return ParamReader(source)
 
 
 class NewestParams:
@@ -98,12 +98,12 @@ class NewestParams:
 
 
 class ParamReader:
-    """A `PackedSource` of a learner, or of one policy of a `ParamStore`. It pickles.
+    """A `PackedSource` of a learner, of one policy of a `ParamStore`, or of an object that has `get_params` alone.
 
-    A peer in another process of this machine shares its newest version in memory. Any other peer is called.
+    A peer in another process of this machine shares its newest version in memory. Any other peer is called. It pickles.
 
     Args:
-        peer: the learner or store, or a `Remote`, which may also lead to an object that has `get_params` alone.
+        peer: the learner, store or object, or a `Remote` of one.
         *policy: of a store: the policy's id.
     """
 
@@ -111,7 +111,8 @@ class ParamReader:
         self._peer, self._policy = peer, policy
         self._shared: Any = None  # the peer's `SharedParams`
         self._asks = isinstance(peer, Remote)  # for `_shared`: at the first call, and after the peer was restarted
-        self._packs = True
+        # A `Remote` has every method until it is called.
+        self._packs, self._waits = hasattr(peer, "get_packed"), hasattr(peer, "wait_for_version")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ParamReader, (self._peer, *self._policy)
@@ -136,16 +137,25 @@ class ParamReader:
         return version, None if packed is None else packed.unpack()
 
     def wait_for_version(self, known_version: int, timeout: float) -> int:
-        """See `ParamSource`."""
-        return self._peer.wait_for_version(*self._policy, known_version, timeout)
+        """See `ParamSource`. Polls an object without this method."""
+        try:
+            if self._waits:
+                return self._peer.wait_for_version(*self._policy, known_version, timeout)
+        except NoMethodError:
+            self._waits = False
+        deadline = time.monotonic() + min(timeout, LONGEST_WAIT)
+        while (version := self._peer.get_params(known_version)[0]) <= known_version and time.monotonic() < deadline:
+            time.sleep(_LOOK)
+        return version
 
     def _call(self, known_version: int) -> tuple[int, PackedParams | None]:
         try:
             if self._packs:
                 return self._peer.get_packed(*self._policy, known_version)
-        except NoMethodError:  # not a Learner, but an object that has `get_params`
+        except NoMethodError:
             self._packs = False
-        return _packed(self._peer.get_params(known_version))
+        version, params = self._peer.get_params(known_version)
+        return version, None if params is None else PackedParams.of(params)
 
     def _find_shared(self) -> Any:
         try:
@@ -156,27 +166,3 @@ class ParamReader:
             return None if shared is None or shared.has_gone else shared
         except (UnavailableError, UsageError):  # on another machine or Ray node, or of another user
             return None
-
-
-class _Packs:
-    """Packs the trees of a source that has `get_params` alone."""
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
-        self.get_params = source.get_params
-
-    def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
-        return _packed(self._source.get_params(known_version))
-
-    def wait_for_version(self, known_version: int, timeout: float) -> int:
-        if hasattr(self._source, "wait_for_version"):
-            return self._source.wait_for_version(known_version, timeout)
-        deadline = time.monotonic() + min(timeout, LONGEST_WAIT)
-        while (version := self._source.get_params(known_version)[0]) <= known_version and time.monotonic() < deadline:
-            time.sleep(_LOOK)
-        return version
-
-
-def _packed(answer: tuple[int, Tree | None]) -> tuple[int, PackedParams | None]:
-    version, params = answer
-    return version, None if params is None else PackedParams.of(params)
