@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from rlframe.agents.base import Agent, LearnerState
 from rlframe.agents.dqn import DQN, DQNConfig
-from rlframe.agents.grpo import GRPO
-from rlframe.agents.grpo_config import GRPOConfig
+from rlframe.agents.grpo import GRPO, GRPOConfig
 from rlframe.agents.impala import IMPALA, IMPALAConfig
 from rlframe.agents.ppo import PPO, PPOConfig
 from rlframe.agents.pqn import PQN, PQNConfig

@@ -1,4 +1,16 @@
-"""Learners hold the parameters, train them from a replay buffer and publish them."""
+"""Learners hold the parameters, train them from a replay buffer and publish them.
+
+`Learner.run()` is one loop. In learner.py its parts are in this order: an update, the loop, calls of other nodes,
+checkpoints. One pass of it:
+
+1. `make_dataset` of the replay buffer gives a `Batch`; `StalenessLimit` (versions.py) refuses one that is too old.
+2. `LearnerUpdate` (update.py), one jitted call, returns new parameters, the agent's logs, and what actors get of them.
+3. `VersionCounter` (versions.py) gives the next version, under which a `Publication` (`rlframe.params`) has them.
+4. The replay buffer gets the priorities; the logger gets a row, if one is due.
+5. `Saver` (saver.py) decides whether a checkpoint is due, which `Checkpointer` (checkpoints.py) writes.
+
+Meanwhile other nodes call `get_packed` and `shared_params` (inferencers), `stats` and `finish` (the monitor).
+"""
 
 from rlframe.learners.checkpoints import Checkpointer
 from rlframe.learners.config import DataConfig, LearnerConfig

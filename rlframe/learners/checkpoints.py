@@ -229,6 +229,14 @@ class Checkpointer:
             raise CheckpointError(f"Cannot write checkpoint {path}: {_first_line(error)}.{kept}{hint}") from error
 
 
+def last_good(checkpointer: Checkpointer | None) -> str:
+    """Name the newest checkpoint, for an error."""
+    steps = checkpointer.steps() if checkpointer is not None else []
+    if checkpointer is None or not steps:
+        return "Nothing was saved before."
+    return f"The last good checkpoint is {checkpointer.directory / str(steps[-1])}."
+
+
 def _move(paths: list[pathlib.Path], of: pathlib.Path, to: pathlib.Path) -> None:
     """Move `paths`, which are below `of`, to the same places below `to`."""
     for path in paths:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,19 +13,29 @@ import numpy as np
 
 from rlframe import handles
 from rlframe.agents.base import Agent
-from rlframe.errors import StoppedError, UsageError
+from rlframe.errors import RlframeError, StoppedError, UsageError
 from rlframe.interprocess.malloc import keep_freed_memory, use_one_arena
 from rlframe.interprocess.progress import COMPUTING
-from rlframe.learners.checkpoints import Checkpointer
+from rlframe.learners.checkpoints import Checkpointer, last_good
 from rlframe.learners.config import DataConfig, LearnerConfig
 from rlframe.learners.saver import Saver
-from rlframe.learners.snapshot import Snapshot
-from rlframe.learners.update import LearnerUpdate, check_are_numbers, check_params, check_update, copied, not_a_batch
+from rlframe.learners.update import (
+    LearnerUpdate,
+    as_numbers,
+    check_are_numbers,
+    check_params,
+    check_update,
+    copied,
+    needed,
+    not_a_batch,
+)
 from rlframe.learners.versions import StalenessLimit, VersionCounter, mean_version
 from rlframe.params.packing import PackedParams, Packing
 from rlframe.params.publication import Publication, SharedParams
 from rlframe.replay import BaseReplayBuffer, ReplayReader, as_replay_buffer
 from rlframe.types import Batch, Logs, Tree
+
+_PATIENCE = 0.5  # seconds that `stats` waits for the counters of the replay
 
 
 class Learner:
@@ -43,6 +55,7 @@ class Learner:
             versions somebody knows, but which left no checkpoint.
 
     Attributes:
+        learner_steps: updates done since the run began, the resumed ones included.
         saver: decides when `run()` saves, also for callers of `step` in its place; None if nothing is saved.
         saved_at, replay_saved_at: `learner_steps` of the newest checkpoint, and of the newest one with the replay.
         restored: (the extras of the restored checkpoint, whether its replay was restored too); None: nothing was.
@@ -74,9 +87,10 @@ class Learner:
         self._dataset: Any = None  # that `run()` takes batches from
         self._logger = logger
         self._checkpointer = Checkpointer(cfg.checkpoint_dir, cfg.checkpoints_kept) if cfg.checkpoint_dir else None
+        self._last_good = functools.partial(last_good, self._checkpointer)
         self._may_write = may_write or (lambda: None)
         self._versions = VersionCounter(cfg.checkpoint_dir, may_write)
-        self._learner_steps = 0
+        self.learner_steps = 0
         self.saved_at = self.replay_saved_at = -1
         self.restored: tuple[Any, bool] | None = None
         self._logs: Logs = {}  # of the newest update that is known to be done
@@ -97,7 +111,8 @@ class Learner:
         self._update = LearnerUpdate(agent, packing)
         self._published = self._packed()
         self._publication = Publication(packing, self._versions.value, self._published)
-        self._replay_stats = Snapshot(self._replay_buffer.stats if self._is_buffer else dict)
+        self._stats_thread = threading.Thread()  # this one never ran
+        self._replay_stats: dict[str, Any] = {}  # the newest answer
         self.saver: Saver | None = None
         if self._checkpointer is not None:
             self.saver = Saver(cfg, self, self._update_lock, self._saved_buffer, self._checkpointer.replays)
@@ -111,10 +126,7 @@ class Learner:
         if self._is_buffer:
             self._replay_buffer.note_update((), self.params_version)
 
-    @property
-    def learner_steps(self) -> int:
-        """Updates done since the run began, the resumed ones included."""
-        return self._learner_steps
+    # --- updates
 
     @property
     def params_version(self) -> int:
@@ -148,10 +160,10 @@ class Learner:
         self._params, self._learner_state, logs, self._published, is_finite = self._update(
             self._params, self._learner_state, batch, self._published
         )
-        self._learner_steps += 1
+        self.learner_steps += 1
         priorities, logs["staleness"] = logs.pop("priorities", None), float(staleness)
         check_are_numbers(logs)
-        self._unchecked = (self._learner_steps, logs, keys, is_finite)
+        self._unchecked = (self.learner_steps, logs, keys, is_finite)
         if self._agent.learns_from == "trajectories":  # their updates take long: waiting for one costs little
             self._check_update()
         version = self._versions.next()
@@ -164,78 +176,9 @@ class Learner:
             self._replay_buffer.note_update(keys, version)
         if priorities is not None:
             self._check_update()  # they are fetched here in any case, and a buffer takes no NaN
-            self._needed("update_priorities", "The agent logs priorities")(keys, np.asarray(priorities))
+            update_priorities = needed(self._replay_buffer, "update_priorities", "The agent logs priorities")
+            update_priorities(keys, np.asarray(priorities))
         return logs
-
-    def run(self) -> None:
-        """Learn until `max_learner_steps`, `finish()`, `stop()` or the end of the Launchpad program.
-
-        Log and save on the way, and save at the end.
-        """
-        with handles.stopped_by_program(self.stop):
-            self._learn()
-            self._finished.set()
-            if self._finish.is_set() or (self._is_done and not self._cfg.ends_program):
-                self._stop.wait()  # `get_params` still answers
-        if self._is_done and self._cfg.ends_program:
-            handles.stop_program()
-
-    def _learn(self) -> None:
-        try:
-            self._learn_from_dataset()
-        except StoppedError:  # while it waited for the replay's server
-            if not (self._stop.is_set() or handles.is_told_to_end()):
-                raise
-        if self.saver is not None:
-            self.saver.save_if_due(final=True)
-
-    def _learn_from_dataset(self) -> None:
-        self._staleness.forget(self.params_version)
-        dataset = self._make_dataset(self._cfg.data)
-        # Before there was a dataset that they could close; or this learner was resumed from its last checkpoint.
-        if self._stop.is_set() or self._finish.is_set() or self._is_done:
-            self._close_dataset()
-            return
-        try:
-            for batch in dataset:
-                if self._stop.is_set() or self._finish.is_set():
-                    break
-                logs = self.step(batch)
-                if logs is None:
-                    continue
-                if self._logger is not None and self._learner_steps % self._cfg.log_every == 0:
-                    self._logger.write(self._learner_steps, logs)
-                if self.saver is not None:
-                    self.saver.save_if_due()
-                if self._is_done:
-                    break
-        finally:
-            self._close_dataset()
-
-    def _make_dataset(self, data_cfg: DataConfig) -> Iterable[Batch]:
-        """Return the batches that `run()` learns from. Override it to change, filter or mix them.
-
-        `stop()` closes the dataset that this method makes, which ends the wait for a batch: build on
-        `super()._make_dataset(data_cfg)`, and the override ends with it.
-        """
-        make_dataset = self._needed("make_dataset", "run() takes batches from it")
-        self._dataset = make_dataset(**data_cfg.options_of(make_dataset))
-        return self._dataset
-
-    def _close_dataset(self) -> None:
-        if self._dataset is not None:
-            self._dataset.close()
-
-    def _needed(self, method: str, why: str) -> Callable[..., Any]:
-        """A method of the replay buffer."""
-        if not hasattr(self._replay_buffer, method):
-            kind = type(self._replay_buffer).__name__
-            raise UsageError(f"The replay buffer of this Learner, a {kind}, needs {method}(). {why}.")
-        return getattr(self._replay_buffer, method)
-
-    @property
-    def _is_done(self) -> bool:
-        return self._cfg.max_learner_steps is not None and self._learner_steps >= self._cfg.max_learner_steps
 
     def settle(self) -> dict[str, float]:
         """Wait for the newest update, and return its logs as numbers: none before the first.
@@ -245,7 +188,72 @@ class Learner:
         """
         with self._update_lock:
             self._check_update()
-        return {name: float(np.asarray(value).reshape(())) for name, value in self._logs.items()}
+        return as_numbers(self._logs)
+
+    # --- the loop
+
+    def run(self) -> None:
+        """Learn, log and save until `max_learner_steps`, `finish()`, `stop()` or the end of the Launchpad program."""
+        with handles.stopped_by_program(self.stop):
+            self._learn()
+            self._finished.set()
+            if self._finish.is_set() or (self._is_done and not self._cfg.ends_program):
+                self._stop.wait()  # `get_params` still answers
+        if self._is_done and self._cfg.ends_program:
+            handles.stop_program()
+
+    def _learn(self) -> None:
+        self._staleness.forget(self.params_version)
+        dataset = self._make_dataset(self._cfg.data)
+        # It may have been told to end before there was a dataset to close, or be resumed from its last checkpoint.
+        has_ended = self._is_told_to_end or self._is_done
+        try:
+            for batch in () if has_ended else dataset:
+                if self._is_told_to_end:
+                    break
+                self._learn_from(batch)
+                if self._is_done:
+                    break
+        except StoppedError:  # while it waited for the replay's server
+            if not (self._stop.is_set() or handles.is_told_to_end()):
+                raise
+        finally:
+            self._close_dataset()
+        if self.saver is not None:
+            self.saver.save_if_due(final=True)
+
+    def _learn_from(self, batch: Batch) -> None:
+        logs = self.step(batch)
+        if logs is None:
+            return
+        if self._logger is not None and self.learner_steps % self._cfg.log_every == 0:
+            self._logger.write(self.learner_steps, logs)
+        if self.saver is not None:
+            self.saver.save_if_due()
+
+    def _make_dataset(self, data_cfg: DataConfig) -> Iterable[Batch]:
+        """Return the batches that `run()` learns from. Override it to change, filter or mix them.
+
+        `stop()` closes the dataset that this method makes, which ends the wait for a batch: build on
+        `super()._make_dataset(data_cfg)`, and the override ends with it.
+        """
+        make_dataset = needed(self._replay_buffer, "make_dataset", "run() takes batches from it")
+        self._dataset = make_dataset(**data_cfg.options_of(make_dataset))
+        return self._dataset
+
+    def _close_dataset(self) -> None:
+        if self._dataset is not None:
+            self._dataset.close()
+
+    @property
+    def _is_told_to_end(self) -> bool:
+        return self._stop.is_set() or self._finish.is_set()
+
+    @property
+    def _is_done(self) -> bool:
+        return self._cfg.max_learner_steps is not None and self.learner_steps >= self._cfg.max_learner_steps
+
+    # --- calls from other threads and processes: none waits for an update
 
     def finish(self) -> None:
         """End learning and save; `get_params` answers until `stop()`. Any thread may call it."""
@@ -253,15 +261,25 @@ class Learner:
         self._close_dataset()
 
     def stats(self) -> dict[str, Any]:
-        """Return learner_steps, params_version, whether `run()` has `finished`, the newest logs, the replay's counters.
+        """Return counters, the logs of the last complete update, the replay's counters, and if `run` has `finished`."""
+        replay = {f"replay_{name}": value for name, value in self._newest_replay_stats().items()}
+        counters = {"learner_steps": self.learner_steps, "params_version": self.params_version}
+        return {**as_numbers(self._logs), **replay, **counters, "finished": self._finished.is_set()}
 
-        Any thread may call it. It waits for no update and no server: the logs are of the last complete update, and
-        the replay's counters the newest that arrived.
-        """
-        logs = {name: float(np.asarray(value).reshape(())) for name, value in dict(self._logs).items()}
-        replay = {f"replay_{name}": value for name, value in self._replay_stats().items()}
-        counters = {"learner_steps": self._learner_steps, "params_version": self.params_version}
-        return {**logs, **replay, **counters, "finished": self._finished.is_set()}
+    def _newest_replay_stats(self) -> dict[str, Any]:
+        """Ask in a thread, unless one still does, and return the newest answer. The replay may be a server."""
+        if not self._is_buffer:
+            return {}
+        thread = self._stats_thread
+        if not thread.is_alive():
+            thread = self._stats_thread = threading.Thread(target=self._ask_replay, name="rlframe replay", daemon=True)
+            thread.start()
+        thread.join(_PATIENCE)
+        return self._replay_stats
+
+    def _ask_replay(self) -> None:
+        with contextlib.suppress(RlframeError):  # the server is gone, say
+            self._replay_stats = self._replay_buffer.stats()
 
     def stop(self) -> None:
         """End `run()` after the current update, or while it waits for the replay. Any thread may call it."""
@@ -271,14 +289,11 @@ class Learner:
             self._replay_buffer.close()
 
     def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
-        """Return (version, newest parameters for acting as a read-only tree of numpy arrays).
-
-        The tree is None if `known_version` is that version.
-        """
+        """See `ParamSource`. The arrays are read-only."""
         return self._publication.get_params(known_version)
 
     def wait_for_version(self, known_version: int, timeout: float) -> int:
-        """Wait up to `timeout` seconds (at most 1) for a version above `known_version`. Return the newest version."""
+        """See `ParamSource`."""
         return self._publication.wait_for_version(known_version, timeout)
 
     def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
@@ -286,16 +301,19 @@ class Learner:
         return self._publication.get_packed(known_version)
 
     def shared_params(self) -> SharedParams | None:
-        """Return the memory in which processes of this machine read what `get_packed` gives.
-
-        None if the system has no such memory, or the Learner was closed.
-        """
+        """Return what reads `get_packed` in another process of this machine; None if unsupported, or after `close`."""
         return self._publication.shared()
 
-    def save(self, extras: Any = None, *, final: bool = False, with_replay: bool = False) -> None:
-        """Write a checkpoint of parameters, learner state and counters under `cfg.checkpoint_dir`.
+    def save_soon(self) -> None:
+        """Start a thread that saves as `run()` does, with the replay. May be repeated; `run()` raises its errors."""
+        if self.saver is None:
+            raise UsageError("Learner.save_soon needs LearnerConfig.checkpoint_dir.")
+        self.saver.save_soon()
 
-        Any thread may call it; it waits for the update under way.
+    # --- checkpoints
+
+    def save(self, extras: Any = None, *, final: bool = False, with_replay: bool = False) -> None:
+        """Write a checkpoint of parameters, learner state and counters, after the update under way.
 
         Args:
             extras: any picklable object to keep beside it; `restore` gives it back.
@@ -311,11 +329,11 @@ class Learner:
         with self._update_lock:
             self._check_update()
             tree = jax.tree.map(np.asarray, (self._params, self._learner_state))
-            check_params(tree[0], self._learner_steps, self._last_good)
-            counters = {"learner_steps": self._learner_steps, "version": self.params_version}
+            check_params(tree[0], self.learner_steps, self._last_good)
+            counters = {"learner_steps": self.learner_steps, "version": self.params_version}
             self._may_write()
             saved = {"counters": counters, "codec": self._cfg.codec, "extras": extras}
-            self._checkpointer.save(self._learner_steps, tree, saved, self._saved_buffer if with_replay else None)
+            self._checkpointer.save(self.learner_steps, tree, saved, self._saved_buffer if with_replay else None)
             self._note_saved(with_replay)
             if final:
                 self.release_versions()
@@ -324,15 +342,6 @@ class Learner:
         """Give reserved versions back, so that a resumed run skips none: nothing is published after this."""
         with self._update_lock:
             self._versions.release()
-
-    def save_soon(self) -> None:
-        """Start a thread that saves as `run()` does, with the replay, after the current update.
-
-        Another node may call it repeatedly. `run()` raises its errors.
-        """
-        if self.saver is None:
-            raise UsageError("Learner.save_soon needs LearnerConfig.checkpoint_dir.")
-        self.saver.save_soon()
 
     def restore(self, step: int | None = None, *, with_replay: bool = False) -> Any:
         """Continue from a checkpoint (the latest by default), and return the extras saved with it.
@@ -349,7 +358,7 @@ class Learner:
         buffer, template = self._saved_buffer if with_replay else None, (self._params, self._learner_state)
         tree, saved, has_replay = self._checkpointer.restore(template, step, buffer)
         self._params, self._learner_state = copied(tree)
-        self._learner_steps = saved["counters"]["learner_steps"]
+        self.learner_steps = saved["counters"]["learner_steps"]
         self._unchecked = None
         self._staleness.resumed_from = saved["counters"]["version"]
         self._publish_past(saved["counters"]["version"])
@@ -358,8 +367,8 @@ class Learner:
         return saved["extras"]
 
     def _note_saved(self, with_replay: bool) -> None:
-        self.saved_at = self._learner_steps
-        self.replay_saved_at = self._learner_steps if with_replay else self.replay_saved_at
+        self.saved_at = self.learner_steps
+        self.replay_saved_at = self.learner_steps if with_replay else self.replay_saved_at
 
     def _publish_past(self, version: int) -> None:
         self._versions.resume(version)
@@ -370,7 +379,7 @@ class Learner:
         self._publication.publish(self._versions.value, self._published)
 
     def _packed(self) -> list[jax.Array]:
-        check_params(self._params, self._learner_steps, self._last_good)
+        check_params(self._params, self.learner_steps, self._last_good)
         return self._update.pack(self._params, self._learner_state)
 
     def close(self) -> None:
@@ -387,9 +396,3 @@ class Learner:
         (step, logs, keys, is_finite), self._unchecked = self._unchecked, None
         check_update(logs, is_finite, step, keys, self._last_good)
         self._logs = logs
-
-    def _last_good(self) -> str:
-        steps = self._checkpointer.steps() if self._checkpointer is not None else []
-        if self._checkpointer is None or not steps:
-            return "Nothing was saved before."
-        return f"The last good checkpoint is {self._checkpointer.directory / str(steps[-1])}."

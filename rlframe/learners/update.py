@@ -83,6 +83,11 @@ def copied(tree: Tree) -> Tree:
     return jax.tree.map(jnp.copy, tree)
 
 
+def as_numbers(logs: Logs) -> dict[str, float]:
+    """Fetch the logs of an update."""
+    return {name: float(np.asarray(value).reshape(())) for name, value in dict(logs).items()}
+
+
 # --- checks: each error ends the run
 
 
@@ -138,3 +143,11 @@ def not_a_batch(*given: Any) -> UsageError:
         "Learner holds its parameters and state itself: learner.step(batch). The pure function of them is "
         "agent.learner_step(params, learner_state, batch)."
     )
+
+
+def needed(replay_buffer: Any, method: str, why: str) -> Callable[..., Any]:
+    """Return a method of a replay buffer. Raise UsageError if it has none."""
+    if not hasattr(replay_buffer, method):
+        kind = type(replay_buffer).__name__
+        raise UsageError(f"The replay buffer of this Learner, a {kind}, needs {method}(). {why}.")
+    return getattr(replay_buffer, method)

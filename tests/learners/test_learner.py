@@ -14,7 +14,7 @@ from rlframe.envs import SyncEnv
 from rlframe.errors import CheckpointError, FencedError, NonFiniteLossError, PeerError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Checkpointer, DataConfig, Learner, LearnerConfig
-from rlframe.learners.snapshot import Snapshot
+from rlframe.learners import learner as learner_module
 from rlframe.learners.versions import VersionCounter
 from rlframe.replay import ReplayBuffer, checkpoint
 from rlframe.replay.base import DatasetTimeoutError
@@ -523,7 +523,7 @@ def test_stats_are_numbers_and_wait_for_no_update(tmp_path):
         return {}
 
     learner._update = slow_update  # compiles, say
-    learner._replay_stats = Snapshot(slow_stats)
+    learner._replay_buffer.stats = slow_stats
     thread = threading.Thread(target=lambda: update(learner, buffer.sample()))
     thread.start()
     assert updating.wait(60.0)
@@ -561,10 +561,10 @@ def test_what_a_replay_buffer_lacks_is_named():
         Learner(LearnerConfig(), counting_agent(prioritised=True), Nothing()).step(reward_batch([1.0]))
 
 
-def test_a_snapshot_gives_the_newest_answer_that_came():
+def test_the_replays_counters_are_the_newest_that_came(monkeypatch):
     answers, go_on = iter([1, 2]), threading.Event()
 
-    def ask():
+    def stats():
         answer = next(answers, None)
         if answer is None:
             raise PeerError("gone")
@@ -572,12 +572,16 @@ def test_a_snapshot_gives_the_newest_answer_that_came():
             go_on.wait(60.0)
         return {"answer": answer}
 
-    snapshot = Snapshot(ask, wait=0.01)
-    wait_until(lambda: snapshot() == {"answer": 1})
-    assert snapshot() == {"answer": 1}  # the second one is slow
+    monkeypatch.setattr(learner_module, "_PATIENCE", 0.01)
+    agent = counting_agent()
+    buffer = ReplayBuffer(agent)
+    learner = Learner(LearnerConfig(), agent, buffer)
+    buffer.stats = stats
+    wait_until(lambda: learner.stats().get("replay_answer") == 1)
+    assert learner.stats()["replay_answer"] == 1  # the second one is slow
     go_on.set()
-    wait_until(lambda: snapshot() == {"answer": 2})
-    assert snapshot() == {"answer": 2}  # and now nobody answers
+    wait_until(lambda: learner.stats()["replay_answer"] == 2)
+    assert learner.stats()["replay_answer"] == 2  # and now nobody answers
 
 
 def update(learner, batch):

@@ -33,7 +33,7 @@ def learner(agent, tmp_path):
 
 
 def test_what_is_evaluated_is_the_checkpoint_that_was_written_for_it(agent, learner, tmp_path, monkeypatch):
-    monkeypatch.setattr(learner, "_learner_steps", 5)
+    monkeypatch.setattr(learner, "learner_steps", 5)
     policy = SavedPolicy(agent, RunDir(tmp_path), learner)
     policy.update(threading.Event())
     assert Checkpointer(tmp_path / "checkpoints").steps() == [5]
@@ -68,7 +68,7 @@ def test_a_learner_that_cannot_save_is_evaluated_by_its_own_parameters(agent, le
     def fail(*_, **__):
         raise CheckpointError("the disk is full")
 
-    monkeypatch.setattr(learner, "_learner_steps", 5)
+    monkeypatch.setattr(learner, "learner_steps", 5)
     monkeypatch.setattr(Checkpointer, "save", fail)
     monkeypatch.setattr(saved, "_SAVE_WITHIN", 0.3)
     policy = SavedPolicy(agent, RunDir(tmp_path), learner)
