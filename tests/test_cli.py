@@ -150,7 +150,7 @@ def test_a_config_is_repeated_and_changed(trained):
         (
             "trian",
             "there are train, sweep, evaluate, plot, envs, agents, serve, "
-            "status, scale, pause, resume, stop, bench. Did you mean 'train'?",
+            "status, scale, pause, unpause, stop, bench. Did you mean 'train'?",
         ),
     ],
 )

@@ -38,7 +38,7 @@ COMMANDS = (
     "status",
     "scale",
     "pause",
-    "resume",
+    "unpause",
     "stop",
     "bench",
 )

@@ -1,4 +1,4 @@
-"""`rlframe pause`, `resume`, `scale` and `stop`; and how commands find and reach a run that is under way."""
+"""`rlframe pause`, `unpause`, `scale` and `stop`; and how commands find and reach a run that is under way."""
 
 from __future__ import annotations
 
@@ -123,14 +123,14 @@ class ScaleOptions(ControlOptions):
 def pause(arguments: list[str]) -> int:
     """Run `rlframe pause` and return its exit code."""
     prog = "rlframe pause"
-    description = "Pause a run of the topology elastic: nothing is collected or learned until `rlframe resume`."
+    description = "Pause a run of the topology elastic: nothing is collected or learned until `rlframe unpause`."
     options = parse(RunOptions, arguments, prog, description)
-    return _call(prog, options, lambda client: client.pause(), "Paused. `rlframe resume` continues.")
+    return _call(prog, options, lambda client: client.pause(), "Paused. `rlframe unpause` continues.")
 
 
-def resume(arguments: list[str]) -> int:
-    """Run `rlframe resume` and return its exit code."""
-    prog = "rlframe resume"
+def unpause(arguments: list[str]) -> int:
+    """Run `rlframe unpause` and return its exit code."""
+    prog = "rlframe unpause"
     options = parse(RunOptions, arguments, prog, "Continue a run of the topology elastic after `rlframe pause`.")
     return _call(prog, options, lambda client: client.resume(), "The run continues.")
 

@@ -27,12 +27,12 @@ COMMANDS = {
     "status": "show how a run is",
     "scale": "change how many collectors a run of the topology elastic has",
     "pause": "pause such a run",
-    "resume": "continue it",
+    "unpause": "end the pause of such a run",
     "stop": "end a run in good order",
     "bench": "measure this project and its peers, side by side in one run",
 }
 # A command is the function `run(arguments) -> exit code` of the module with its name. These are functions of others.
-_MODULES = {"envs": "names", "agents": "names", **dict.fromkeys(("scale", "pause", "resume", "stop"), "control")}
+_MODULES = {"envs": "names", "agents": "names", **dict.fromkeys(("scale", "pause", "unpause", "stop"), "control")}
 
 INTERRUPTED = 130  # what a shell gives for a program that SIGINT ended: 128 + the signal's number
 

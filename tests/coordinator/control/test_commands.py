@@ -1,4 +1,4 @@
-"""`rlframe status|scale|pause|resume|stop` in this process, against the control API over a real socket."""
+"""`rlframe status|scale|pause|unpause|stop` in this process, against the control API over a real socket."""
 
 from __future__ import annotations
 
@@ -111,9 +111,9 @@ def test_a_command_calls_the_coordinator(coordinator, server, capsys, command, c
     assert capsys.readouterr().out.count("\n") == 1
 
 
-def test_pause_and_resume(coordinator, server):
+def test_pause_and_unpause(coordinator, server):
     assert main(["pause", "--url", server.url]) == 0 and coordinator.job["state"] == "PAUSED"
-    assert main(["resume", "--url", server.url, "--json"]) == 0 and coordinator.job["state"] == "RUNNING"
+    assert main(["unpause", "--url", server.url, "--json"]) == 0 and coordinator.job["state"] == "RUNNING"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_pause_and_resume(coordinator, server):
         ),
         ("scale collector", "Say how many workers: rlframe scale [RUN_DIR] collector N."),
         ("scale", "Name a role and a number; there are learner, collector, evaluator."),
-        ("resume", "The job is not paused."),
+        ("unpause", "The job is not paused."),
         ("status --interval 0", "--interval must be between 0.1 and 3600 seconds, got 0."),
     ],
 )
@@ -286,7 +286,7 @@ def test_the_control_of_a_run_on_another_host_is_not_looked_for_here(coordinator
     assert is_steered(str(directory.path))
 
 
-@pytest.mark.parametrize("command", [("pause",), ("resume",), ("scale", "collector", "2")])
+@pytest.mark.parametrize("command", [("pause",), ("unpause",), ("scale", "collector", "2")])
 def test_a_run_that_was_killed_is_not_asked(coordinator, directory, capsys, command):
     append = directory.path / "metrics.jsonl"
     append.write_text(json.dumps({"step": 1234, "episode_return": 20.0}) + "\n")
