@@ -105,10 +105,12 @@ def _unknown(unknown: list[str], known: list[str], prog: str, elsewhere: Callabl
         hint = " A switch takes no value: --no-NAME turns it off." if unknown[0].lower() in ("true", "false") else ""
         return f"Unexpected argument {unknown[0]!r}.{hint} See `{prog} --help`."
     name = options[0]
+    if owner := elsewhere(name):
+        return f"There is no option {name}.{owner}"
     chooser, dot, _ = name.partition(".")
     if dot and chooser in known and not any(option.startswith(f"{chooser}.") for option in known):
         return f"{name} is an option of what {chooser} chooses: give {chooser} as well. See `{prog} --help`."
-    nearest = elsewhere(name) or suggest(name.replace("_", "-"), known)
+    nearest = suggest(name.replace("_", "-"), known)
     return f"There is no option {name}.{nearest or f' See `{prog} --help`.'}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Union
@@ -14,12 +15,12 @@ from rlframe.errors import UsageError
 from rlframe.programs.api import SessionOptions, starting_point
 from rlframe.programs.experiment import (
     Experiment,
-    agents_with,
     complete,
     config_classes,
     field_names,
     flat,
     from_flat,
+    where_is,
     with_fields,
 )
 from rlframe.programs.options import naming
@@ -65,7 +66,8 @@ def read_arguments(
     here = pathlib.Path.cwd()  # before any code of the user's, which may change the directory
     defaults, preset = _defaults(arguments)
     start = _start(defaults, arguments, session_cls)
-    parsed: Any = parse(type(start), arguments, prog, description, default=start, elsewhere=_agents_with)
+    elsewhere = functools.partial(_where_is, defaults.agent)
+    parsed: Any = parse(type(start), arguments, prog, description, default=start, elsewhere=elsewhere)
     values = {name: getattr(parsed.experiment, name) for name in field_names(parsed.experiment) if name != "name"}
     values["agent_config"] = parsed.agent_config
     if "network_config" in values:
@@ -96,9 +98,9 @@ def _defaults(arguments: list[str]) -> tuple[Experiment, Preset | None]:
     return dataclasses.replace(defaults, agent_config=chosen(defaults.agent_config, names)), preset
 
 
-def _agents_with(option: str) -> str:
-    """Call `agents_with` for an option as the command line has it: `--x-y`."""
-    return agents_with(option.removeprefix("--").replace("-", "_").removeprefix("no_"))
+def _where_is(agent: str, option: str) -> str:
+    """Call `where_is` for an option as the command line has it: `--x-y`."""
+    return where_is(agent, option.removeprefix("--").replace("-", "_").removeprefix("no_"), "--{} {}")
 
 
 def _start(defaults: Experiment, arguments: list[str], session_cls: type[TrainOptions]) -> Any:

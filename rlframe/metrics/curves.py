@@ -272,17 +272,20 @@ def _differs(name: str, configs: Sequence[Config]) -> bool:
     if len({repr(config[name]) for config in having}) > 1:
         return True
     lacking = [config for config in configs if name not in config]
-    chooser = _chooser(name)
+    chooser = _chooser(name, configs)
     if chooser is None:
         return bool(lacking)
     chosen = {repr(config.get(chooser)) for config in having}
     return any(repr(config.get(chooser)) in chosen for config in lacking)
 
 
-def _chooser(name: str) -> str | None:
+def _chooser(name: str, configs: Sequence[Config]) -> str | None:
     """The option whose value decides whether there is an option of this name; None: it may always be there."""
     if "env_kwargs." in name:
         return None
+    part = f"{name.rpartition('.')[0]}.name"  # as of `agent_config.head.num_atoms`
+    if part != name and name.startswith("agent_config.") and any(part in config for config in configs):
+        return part
     chosen_by = {"topology.network_config": "topology.network", "topology.": "topology.name", "agent_config.": "agent"}
     return next((chooser for prefix, chooser in chosen_by.items() if name.startswith(prefix)), None)
 

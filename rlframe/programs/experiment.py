@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,6 +14,7 @@ from rlframe.envs.registered import restore, users_spec
 from rlframe.errors import UsageError
 from rlframe.programs.options import naming
 from rlframe.programs.options.fields import (
+    choices_of,
     chosen,
     convert,
     hints_of,
@@ -23,7 +26,7 @@ from rlframe.programs.options.fields import (
 from rlframe.programs.options.naming import is_live
 from rlframe.programs.options.object_names import OPTIONS, check_can_leave, name_of, named
 from rlframe.programs.presets import Preset, find_preset
-from rlframe.programs.topologies.config import TopologyConfig, check_least, find_topology
+from rlframe.programs.topologies.config import TopologyConfig, check_limits, find_topology
 from rlframe.user_files import forget_changed, look_in, places
 
 MAX_SEED = 2**31 - 1
@@ -58,7 +61,7 @@ class Experiment:
     agent_config: Any = None
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_limits(self)
         if not 0 <= self.seed <= MAX_SEED:
             raise UsageError(f"seed must be between 0 and {MAX_SEED}, got {self.seed}.")
         if not isinstance(self.topology, TopologyConfig):
@@ -255,7 +258,7 @@ def changed(defaults: Experiment, options: Mapping[str, Any], others: Iterable[s
     configs = {part: chosen(config, options) if part == "agent_config" else config for part, config in configs.items()}
     in_parts = {part: option_names(config, parts[part]) for part, config in configs.items()}
     known = [*own, *parts, *itertools.chain(*in_parts.values())]
-    found = resolved(options, known, f"an experiment with {agent}", agents_with, others)
+    found = resolved(options, known, f"an experiment with {agent}", functools.partial(where_is, agent), others)
     values = {name: convert(own[name], value, name) for name, value in found.items() if name in own}
     for part, names in in_parts.items():
         told = {name.removeprefix(parts[part]): found[name] for name in names if name in found and name not in own}
@@ -271,8 +274,25 @@ def _own_hints(agent: str, topology: str) -> dict[str, Any]:
     return {name: hint for name, hint in hints.items() if name not in _PARTS} | {"topology": str}
 
 
-def agents_with(option: str) -> str:
-    """A sentence on which agents have an option, for one that lacks it; "" if none has."""
+def where_is(agent: str, option: str, form: str = "{}={!r}") -> str:
+    """A sentence on what has an option that an agent lacks: a choice of its config, as a head, or other agents.
+
+    Args:
+        agent: the agent's name.
+        option: as `num_atoms`, `head.num_atoms` or `head_num_atoms`.
+        form: of a choice, from its option and its name.
+
+    Returns:
+        "" if nothing has it.
+    """
+    choices = [
+        form.format(field, name)
+        for field, hint in hints_of(naming.agent_class(agent).config_cls).items()
+        for name, cls in choices_of(hint).items()
+        if re.sub(rf"^{field}[._]", "", option) in field_names(cls)
+    ]
+    if choices:
+        return f" It is an option of {' or '.join(choices)}."
     agents = [each for each in naming.AGENTS if option in field_names(naming.agent_class(each).config_cls)]
     return f" Agents that have it: {', '.join(agents)}." if agents else ""
 

@@ -173,6 +173,20 @@ def test_options_that_another_topology_or_network_lacks_are_said_by_its_name(tmp
     ]
 
 
+def test_options_that_another_head_lacks_are_said_by_its_name(tmp_path):
+    heads = [
+        {"name": "expectation", "huber_threshold": 1.0},
+        {"name": "categorical", "num_atoms": 51, "value_min": -10.0},
+        {"name": "categorical", "num_atoms": 21, "value_min": -10.0},
+    ]
+    labels = labels_of(tmp_path, *({"agent": "dqn", "env": "X", "agent_config": {"head": each}} for each in heads))
+    assert labels == [
+        "DQN (head expectation)",
+        "DQN (head categorical, num_atoms 51)",
+        "DQN (head categorical, num_atoms 21)",
+    ]
+
+
 def test_options_of_an_environment_are_shown_whatever_the_topology(tmp_path):
     runs = [{"agent": "ppo", "env": "X", "topology": {"name": name, "eval_env_kwargs": kwargs}}
             for name, kwargs in (("a", {}), ("b", {"wind": 3}))]  # fmt: skip

@@ -27,13 +27,22 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # The fields of `ProgramConfig` that an engine reads as `EngineOptions`.
 ENGINE_OPTIONS = ("accelerators", "max_restarts", "hang_timeout", "grace_seconds", "ray_address")
 
-# The least value of fields, where they are not None.
+# The least value of fields, where they are not None, and fields that must be above 0.
 _AT_LEAST = {
     1: "steps num_envs num_actors num_inferencers num_pools min_actors num_workers slots replay_shards frame_stack "
     "action_repeat eval_num_envs eval_max_episode_length",
     0: "eval_every eval_episodes checkpoint_every replay_checkpoint_every schedule_steps log_every max_restarts "
     "hang_timeout grace_seconds max_staleness",
 }
+_ABOVE_0 = [
+    "answer_timeout",
+    "until_learner_steps",
+    "until_seconds",
+    "clip_rewards",
+    "observation_clip",
+    "reward_clip",
+    "mean_staleness",
+]
 
 
 def configured_by(config_cls: type[TopologyConfig]) -> Callable[[Function], Function]:
@@ -46,13 +55,17 @@ def configured_by(config_cls: type[TopologyConfig]) -> Callable[[Function], Func
     return mark
 
 
-def check_least(config: Any) -> None:
+def check_limits(config: Any) -> None:
     """Raises UsageError where a number of an experiment, or of a topology's config, is too small."""
     for least, names in _AT_LEAST.items():
         for name in names.split():
             value = getattr(config, name, None)
             if value is not None and value < least:
                 raise UsageError(f"{name} must be at least {least}, got {value}.")
+    for name in _ABOVE_0:
+        value = getattr(config, name, None)
+        if value is not None and not value > 0:
+            raise UsageError(f"{name} must be more than 0, got {value}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +97,7 @@ class TopologyConfig:
         return naming.engine_class(self.engine_name)
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_limits(self)
 
     def check(self, experiment: Experiment) -> None:
         """Raises UsageError where this does not fit the rest of the experiment."""
@@ -179,16 +192,8 @@ class GameConfig(TopologyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.answer_timeout > 0:
-            raise UsageError(f"answer_timeout must be more than 0 s, got {self.answer_timeout}.")
-        for name in ("until_learner_steps", "until_seconds"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UsageError(f"{name} must be more than 0, got {value}.")
         if self.until_return is not None and math.isnan(self.until_return):
             raise UsageError("until_return must be a number, got nan.")
-        if self.clip_rewards is not None and not self.clip_rewards > 0:
-            raise UsageError(f"clip_rewards must be above 0, got {self.clip_rewards}.")
         if self.wait_num is not None and not self.async_envs:
             raise UsageError(f"wait_num={self.wait_num} is for asynchronous environments: add --async (async_envs).")
         if self.async_envs and self.env_type == "loop":

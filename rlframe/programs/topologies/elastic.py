@@ -64,8 +64,6 @@ class Elastic(GameProgram):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.mean_staleness is not None and self.mean_staleness <= 0:
-            raise UsageError(f"mean_staleness must be more than 0, got {self.mean_staleness}.")
         if self.max_actors < self.min_actors:
             raise UsageError(f"max_actors must be at least min_actors, got {self.max_actors} and {self.min_actors}.")
         if self.engine_class.operator is None:

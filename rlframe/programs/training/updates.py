@@ -8,6 +8,7 @@ import math
 from rlframe.agents import Agent
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import Experiment
+from rlframe.programs.options import naming
 from rlframe.replay.rate_limiter import ROUNDS_AHEAD, samples_of_rounds
 from rlframe.types import ReplaySpec, Sequence
 
@@ -53,8 +54,9 @@ def check_updates(experiment: Experiment, agent: Agent) -> str:
     """Return the sentence about the updates of a run from its beginning to its last step.
 
     Raises:
-        UsageError: it would make none, or the agent cannot learn from so many environments.
+        UsageError: it would make none, the agent cannot learn from so many environments, or it would never explore.
     """
+    _check_explores(experiment, agent)
     agent.check_num_envs(experiment.num_envs)
     spec = agent.replay_spec
     first = first_update(spec, experiment.num_envs)
@@ -74,3 +76,15 @@ def check_updates(experiment: Experiment, agent: Agent) -> str:
         return f"Updates of {items:,} items each, as fast as they come, {after}."
     updates = total_learner_steps(spec, experiment.steps, experiment.num_envs)
     return f"About {updates:,} update{'s' * (updates != 1)} of {items:,} items each, {after}."
+
+
+def _check_explores(experiment: Experiment, agent: Agent) -> None:
+    """Raise UsageError if one of our agents takes no random action, and its network has no noise that explores."""
+    config = experiment.agent_config
+    chances = [getattr(config, name, None) for name in ("epsilon_begin", "epsilon_end")]
+    network = getattr(getattr(agent, "agent", agent), "network", None)  # `Normalized` holds its agent
+    if experiment.agent in naming.AGENTS and chances == [0.0, 0.0] and getattr(network, "sample", None) is None:
+        raise UsageError(
+            f"{experiment.agent} would never explore: epsilon_begin and epsilon_end are 0, and its network has no "
+            "noise. Raise --epsilon-begin and --epsilon-end, or use a noisy network, as --network mlp --network.noisy 0.5."
+        )

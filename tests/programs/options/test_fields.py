@@ -131,8 +131,11 @@ def test_a_choice_has_options_of_its_own_and_keeps_those_of_the_preset(asked, tm
         with pytest.raises(UsageError) as raised:
             rlframe.train("dqn", head=wrong)
         assert str(raised.value) == message
-    with pytest.raises(UsageError, match=r"--head.num-atoms is an option of what --head chooses: give --head as well"):
-        read_arguments(["--agent", "dqn", "--head.num-atoms", "3"])
+    for option in ("num-atoms", "head.num-atoms"):
+        with pytest.raises(UsageError, match=rf"no option --{option}. It is an option of --head categorical\.$"):
+            read_arguments(["--agent", "dqn", f"--{option}", "3"])
+        with pytest.raises(UsageError, match=r"It is an option of head='categorical'\.$"):
+            rlframe.train("dqn", **{option.replace("-", "_"): 3})
 
 
 def test_a_word_of_python_is_written_with_an_underscore_or_in_a_dict(asked):

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from rlframe.cli.main import main
+from rlframe.errors import UsageError
 from rlframe.programs.experiment import make_experiment
 from rlframe.programs.session import train
 from rlframe.programs.topologies.parts import make_agent
@@ -100,3 +101,28 @@ def test_a_session_that_stops_before_the_first_update_is_not(tmp_path):
     described = make_experiment("ppo", preset="none", num_envs=2, unroll_length=64, steps=256, eval_episodes=1)
     assert train(described, run_dir=tmp_path / "run", stop_at=32).learner_steps == 0
     assert train(described, run_dir=tmp_path / "run", resume=True).learner_steps == 2
+
+
+QUIET_NETWORK = """
+from rlframe.agents.networks import MLPConfig, action_values
+
+def plain(observation_spec, action_spec):
+    return MLPConfig().build(observation_spec, (action_values(action_spec.num_values, 1),))
+
+def noisy(observation_spec, action_spec):
+    return MLPConfig(noisy=0.5).build(observation_spec, (action_values(action_spec.num_values, 1),))
+"""
+
+
+@pytest.mark.parametrize("network", ["mlp", "FILE:plain"])
+@pytest.mark.parametrize("normalized", [False, True])
+def test_an_agent_that_never_explores_is_refused(tmp_path, network, normalized):
+    (tmp_path / "net.py").write_text(QUIET_NETWORK)
+    options = {"epsilon_begin": 0.0, "epsilon_end": 0.0, "normalise_observations": normalized}
+    described = make_experiment("dqn", network=network.replace("FILE", f"{tmp_path}/net.py"), **options)
+    with pytest.raises(UsageError, match="dqn would never explore: epsilon_begin and epsilon_end are 0"):
+        check_updates(described, make_agent(described))
+    noisy = make_experiment("dqn", network=f"{tmp_path}/net.py:noisy", **options)
+    assert check_updates(noisy, make_agent(noisy))
+    explores = make_experiment("dqn", network="mlp", **{**options, "epsilon_end": 0.1})
+    assert check_updates(explores, make_agent(explores))
