@@ -86,5 +86,6 @@ def _check_explores(experiment: Experiment, agent: Agent) -> None:
     if experiment.agent in naming.AGENTS and chances == [0.0, 0.0] and getattr(network, "sample", None) is None:
         raise UsageError(
             f"{experiment.agent} would never explore: epsilon_begin and epsilon_end are 0, and its network has no "
-            "noise. Raise --epsilon-begin and --epsilon-end, or use a noisy network, as --network mlp --network.noisy 0.5."
+            "noise. Raise --epsilon-begin and --epsilon-end, or use a noisy network: --network mlp "
+            "--network.noisy 0.5."
         )
