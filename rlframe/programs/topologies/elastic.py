@@ -211,16 +211,14 @@ def make_coordinator(run: Run, replay_buffer: Any, param_store: Any, operator: O
 def limits_of(experiment: Experiment) -> Limits:
     """Return the coordinator's deadlines, for the launcher's `hang_timeout`."""
     config = experiment.topology
-    silent = config.hang_timeout
-    limits = Limits(row_every=experiment.row_every, max_failures=config.max_restarts)
-    if not silent:
-        return dataclasses.replace(limits, lost_after=math.inf, lost_after_starting=math.inf)
-    return dataclasses.replace(
-        limits,
-        ping_every=min(limits.ping_every, silent / 6),
-        suspect_after=min(limits.suspect_after, silent / 3),
+    silent = config.hang_timeout or math.inf
+    return Limits(
+        row_every=experiment.row_every,
+        max_failures=config.max_restarts,
+        ping_every=min(Limits.ping_every, silent / 6),
+        suspect_after=min(Limits.suspect_after, silent / 3),
         lost_after=silent,
-        lost_after_starting=max(limits.lost_after_starting, 4.0 * silent),
+        lost_after_starting=max(Limits.lost_after_starting, 4.0 * silent),
     )
 
 
