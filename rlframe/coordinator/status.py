@@ -11,7 +11,7 @@ from rlframe.coordinator.messages import ROLES
 from rlframe.coordinator.states import JobState, WorkerState, is_over
 
 _NOTHING = {"id": "", "agent": "", "env": "", "run_dir": "", "until": None}  # of a job that is not described
-_ACCOUNTS = ("granted", "learned", "dropped", "lost", "updates", "learns", "discarded", "stale")
+_ACCOUNTS = ("granted", "learned", "dropped", "lost", "learns", "discarded", "stale")
 
 
 def status(

@@ -129,7 +129,7 @@ def make_app(
 
     @app.get("/", response_model=dict[str, str], tags=["service"], responses=REFUSED)
     async def root() -> Response:
-        """That the service is there. A browser, which asks for text/html, gets the live page."""
+        """The title of the service. A browser, which asks for text/html, gets the live page."""
         return answer({"message": kind.title})
 
     app.include_router(reading_router(calls, log, metrics, kind.prefix), responses=REFUSED)
@@ -138,7 +138,7 @@ def make_app(
 
 
 def _invalid(error: RequestValidationError) -> Response:
-    """Without what was sent: it may be long, or hold what JSON does not have."""
+    """Refuse a request without repeating its content, which may be long or no valid JSON."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return refusal("The body is no valid JSON.", 422)

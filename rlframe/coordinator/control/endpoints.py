@@ -35,7 +35,7 @@ class ControlRefusal(BaseModel):
 
 
 class Done(BaseModel):
-    """What was asked for is done, or on its way: /status shows it."""
+    """The request is done, or under way: /status shows it."""
 
     status: Literal["ok"]
     result: Any = Field(None, description="What the coordinator returned.")
@@ -88,7 +88,7 @@ def reading_router(calls: CoordinatorCalls, log: EventLog, metrics: RequestMetri
 
     @router.get("/healthz", response_model=Health, tags=["service"])
     async def healthz() -> Response:
-        """That this service is there, be the coordinator or not. Needs no token."""
+        """Whether this service runs, even if the coordinator does not answer. Needs no token."""
         return answer({"status": "ok"})
 
     @router.get("/metrics", response_class=Response, responses={200: text}, tags=["service"])
@@ -107,7 +107,7 @@ def reading_router(calls: CoordinatorCalls, log: EventLog, metrics: RequestMetri
 
     @router.get("/events", response_model=Events, responses=READS | _described(422), tags=["job"])
     async def events(since: Annotated[Number, Query(description="Those after this number.")] = 0) -> Response:
-        """What happened, oldest first, at most 1,000: the number of the last one is where the next request begins."""
+        """Events, oldest first, at most 1,000: the next request begins at the number of the last one."""
         return answer({"events": (await calls("events", since, 0.0))[:MOST_EVENTS]})
 
     @router.get(
@@ -120,7 +120,7 @@ def reading_router(calls: CoordinatorCalls, log: EventLog, metrics: RequestMetri
         since: Annotated[Number | None, Query(description="Those after this number; else the last 300.")] = None,
         last_event_id: Annotated[Number | None, Header(description="As `since`, of a client that comes back.")] = None,
     ) -> Response:
-        """What happens, as server-sent events whose ids are the numbers. Between them comes a comment every 5 s."""
+        """Server-sent events as they happen, whose ids are the numbers of the events. A comment comes every 5 s."""
         known = last_event_id if last_event_id is not None else since
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return StreamingResponse(await log.stream(known), headers=headers, media_type="text/event-stream")
@@ -130,11 +130,11 @@ def reading_router(calls: CoordinatorCalls, log: EventLog, metrics: RequestMetri
 
 # Path -> method of the coordinator, without arguments, and its description.
 _PLAIN_COMMANDS = {
-    "/pause": ("pause", "Has learner and collectors hold; what they have stays."),
-    "/resume": ("resume", "Ends a pause."),
-    "/evaluate": ("evaluate_now", "Has the newest version evaluated, beside the training."),
-    "/checkpoint": ("checkpoint", "Has the learner save."),
-    "/restore": ("restore", "Has the learner go back to its latest checkpoint; versions go on rising."),
+    "/pause": ("pause", "Pause the learner and the collectors."),
+    "/resume": ("resume", "End a pause."),
+    "/evaluate": ("evaluate_now", "Evaluate the newest version, beside the training."),
+    "/checkpoint": ("checkpoint", "Save the learner."),
+    "/restore": ("restore", "Send the learner back to its latest checkpoint; versions keep rising."),
 }
 
 
@@ -179,8 +179,8 @@ def command_router(calls: CoordinatorCalls, commands: Collection[str]) -> APIRou
     async def stop(body: Stop) -> Response:
         return await call("cancel", body.reason)
 
-    offer("/scale", "scale", scale, "So many workers of this role from now on, within the limits of the job.")
-    offer("/stop", "cancel", stop, "Ends the job: it saves and lets its workers go; nothing is evaluated any more.")
+    offer("/scale", "scale", scale, "Set the number of workers of this role, within the limits of the job.")
+    offer("/stop", "cancel", stop, "End the job: it saves and ends its workers; nothing is evaluated any more.")
     return router
 
 
@@ -206,16 +206,16 @@ _GAUGES = (
     ("env_steps_until", "Environment steps at which the job ends.", "until"),
     ("env_steps_per_second", "Of all collectors, lately.", "env_steps_per_second"),
     ("updates_per_second", "Of the learner, lately.", "updates_per_second"),
-    ("params_version", "That the learner published last.", "params_version"),
-    ("staleness_versions", "Versions by which what is learned from is older.", "staleness"),
+    ("params_version", "Version that the learner published last.", "params_version"),
+    ("staleness_versions", "Mean age in versions of the data that is learned from.", "staleness"),
     ("return_mean", "Newest mean return in training.", "return_mean"),
     ("eval_return", "Newest evaluation.", "eval_return"),
-    ("evaluated_version", "That the newest evaluation is of.", "evaluated_version"),
+    ("evaluated_version", "Version of the newest evaluation.", "evaluated_version"),
 )
 
 
 def families(prefix: str, status: dict[str, Any] | None) -> Iterator[Metric]:
-    """The metrics of a status; of None, where the coordinator does not answer, that it does not."""
+    """Yield the metrics of a status; None: the coordinator does not answer."""
     yield GaugeMetricFamily(prefix + "up", "1 where the coordinator answers.", status is not None)
     if status is None:
         return

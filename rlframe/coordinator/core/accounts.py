@@ -22,7 +22,6 @@ class Accounts(ActorCounts):
         learned: granted batches that they learned from.
         dropped: granted batches that they reported as dropped.
         lost: granted batches of a learner, or a coordinator, that died.
-        updates: sets of priorities (or of keys alone) that came back: one for each batch that was learned from.
         learns: answers of learners about at least one batch.
         discarded: open fragments of lost collectors: one of each of their environments.
     """
@@ -33,7 +32,6 @@ class Accounts(ActorCounts):
     learned: int = 0
     dropped: int = 0
     lost: int = 0
-    updates: int = 0
     learns: int = 0
     discarded: int = 0
     stale: int = 0  # answers to calls that were not waited for
@@ -48,7 +46,6 @@ class Accounts(ActorCounts):
         """Take the answer of a learner to a grant."""
         self.reach(reply.learner_steps, reply.params_version)
         self.learned += len(reply.updates)
-        self.updates += len(reply.updates)
         self.dropped += reply.dropped
         self.learns += 1
         self.logs = dict(reply.logs) or self.logs

@@ -24,7 +24,6 @@ class KnownWorker(Stateful):
     failed_starts: int = 0  # incarnations up to this one that never came, in a row
     has_come: bool = False  # it has answered a ping, of this coordinator or of an earlier one
     state: WorkerState = WorkerState.REQUESTED
-    address: Any = None
     host: str = ""
     pid: int | None = None
     heard_at: float = 0.0

@@ -41,7 +41,7 @@ def _see(job: TrainingJob, seen: WorkerInfo) -> None:
             remove(job, worker)
             return
     if worker.state is WorkerState.REQUESTED and seen.address is not None:
-        worker.address, worker.heard_at = seen.address, job.now
+        worker.heard_at = job.now
         worker.become(WorkerState.CONNECTING)
         job.emit(ev.Open(worker.worker_id, worker.incarnation, seen.address))
         _ping(job, worker)

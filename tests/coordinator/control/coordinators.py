@@ -126,7 +126,7 @@ class ScriptedCoordinator:
             "tasks": tasks,
             "replay": {"items": 10_000, "steps": 10_000, "added": 24_000, "sampled": 96_000, "evicted": 14_000},
             "operator": dict(self.operator),
-            "accounts": {"granted": 1_503, "learned": 1_500, "dropped": 3, "updates": 1_500},
+            "accounts": {"granted": 1_503, "learned": 1_500, "dropped": 3},
             "returns": self.returns,
             "evaluations": self.evaluations,
         }

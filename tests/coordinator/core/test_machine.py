@@ -40,7 +40,7 @@ def test_a_job_ends_at_its_limit_with_its_last_version_evaluated(by_key: bool) -
     assert world.run(200.0, lambda: world.is_over)
     accounts = world.m.accounts
     assert not world.over[0].failed and world.over[0].reason == "1,000 of 1,000 environment steps were taken"
-    assert accounts.env_steps >= 1000 and accounts.learned == accounts.updates > 0 and accounts.lost == 0
+    assert accounts.env_steps >= 1000 and accounts.learned > 0 and accounts.lost == 0
     assert accounts.evaluations[-1][1:] == [world.store.newest, world.store.newest]  # the mean is the version here
     assert world.m.ending is not None and world.m.ending.evaluation["params_version"] == world.store.newest
     assert world.checkpoint == (accounts.learner_steps, world.store.newest)  # the final policy was saved

@@ -138,7 +138,7 @@ def check_that_it_recovers(world: World, *, endless: bool, cancelled: bool) -> N
         assert not world.store.pins and world.pinned == world.unpinned
         if world.by_key:
             assert not world.buffer.out and world.buffer.settled == world.buffer.drawn
-            assert world.updates == world.m.accounts.updates
+            assert world.updates == world.m.accounts.learned
 
 
 def check_that_it_works(world: World) -> None:

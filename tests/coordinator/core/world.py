@@ -704,7 +704,6 @@ class World:
         assert accounts.granted == accounts.learned + accounts.dropped + accounts.lost + out, dataclasses.asdict(
             accounts
         )
-        assert accounts.updates == accounts.learned
         assert min(accounts.granted, accounts.learned, accounts.dropped, accounts.lost, out) >= 0
         at: dict[str, list[str]] = {}
         for worker in job.roster:
