@@ -1,4 +1,18 @@
-"""Agents: the base class, one file per algorithm, networks, losses and transforms."""
+"""Agents: pure functions and a config. The base class, one file per algorithm, and the math that they share.
+
+An agent holds no parameters. An `Inferencer` calls how it acts, a `Learner` how it learns. For PPO on CartPole:
+
+1. `PPO(PPOConfig(), observation_spec, action_spec)` builds a network (networks.py, net_factory.py) and a policy
+   (policies.py). `initial_params(rng)` and `initial_learner_state(params)` are the beginning.
+2. `actor_step(rng, params, timestep, state)` returns actions and `extras`: what the learner needs of the step, here the
+   log-probability and the value. `params` are what `actor_params` published.
+3. `replay_spec` says what a batch is: here an unroll of each environment.
+4. `learner_step(params, learner_state, batch)` returns new parameters, the next state, and logs. It differentiates
+   `loss`, whose terms are in losses.py and returns.py (GAE).
+
+Base classes: `ActorCritic` (PPO, IMPALA), `MinibatchAgent` (PPO, PQN), `TargetNetworkAgent` (DQN, R2D2) and
+`TwinCriticAgent` (SAC, TD3). `Normalized` is an agent around an agent.
+"""
 
 from __future__ import annotations
 

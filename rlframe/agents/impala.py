@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from rlframe.agents.base import LearnerState
 from rlframe.agents.networks import NatureCNNConfig
 from rlframe.agents.optimizers import clipped, learning_rate
 from rlframe.agents.returns import vtrace
+from rlframe.agents.trees import time_first
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import LAST, Batch, Logs, Params, ReplaySpec, Sequence
 
@@ -84,15 +85,15 @@ class IMPALA(ActorCritic):
     def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
         cfg, data = self.cfg, batch.data
         (logits, values), _ = self._core.unroll(params, data.observation, data.step_type, data.agent_state)
-        logits, values = _time_first(logits), _time_first(values.reshape(data.step_type.shape))
-        sample = _time_first(self.samples(data))
-        mask = _time_first(data.step_type[:, :-1] != LAST).astype(jnp.float32)
+        logits, values = time_first(logits), time_first(values.reshape(data.step_type.shape))
+        sample = time_first(self.samples(data))
+        mask = time_first(data.step_type[:, :-1] != LAST).astype(jnp.float32)
         log_probs = jax.vmap(self.policy.log_prob)(logits[:-1], sample)
-        rhos = jnp.exp(log_probs - _time_first(data.extras["log_prob"]))
+        rhos = jnp.exp(log_probs - time_first(data.extras["log_prob"]))
         returns = vtrace(
             values,
-            _time_first(data.reward),
-            cfg.discount * _time_first(data.discount),
+            time_first(data.reward),
+            cfg.discount * time_first(data.discount),
             rhos,
             mask,
             rho_bar=cfg.rho_bar,
@@ -114,8 +115,3 @@ class IMPALA(ActorCritic):
             "learning_rate": learning_rate(cfg, learner_state.steps),
         }
         return loss * jnp.sum(mask), logs
-
-
-def _time_first(x: Any) -> jax.Array:
-    """[T, B, ...] of [B, T, ...]."""
-    return jnp.swapaxes(x, 0, 1)

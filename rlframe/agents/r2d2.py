@@ -26,6 +26,7 @@ from rlframe.agents.optimizers import clipped, learning_rate_schedule
 from rlframe.agents.policies import epsilon_greedy, num_discrete
 from rlframe.agents.recurrent import Core, GRUConfig, LSTMConfig
 from rlframe.agents.returns import n_step_returns, rescale, unscale
+from rlframe.agents.trees import time_first
 from rlframe.errors import check_above, check_at_least, check_share
 from rlframe.types import (
     LAST,
@@ -176,7 +177,7 @@ class R2D2(TargetNetworkAgent):
             state = jax.lax.stop_gradient(state)
         late = jax.tree.map(lambda leaf: leaf[:, burn_in:], data.observation)
         outputs, _ = self._core.unroll(params, late, data.step_type[:, burn_in:], state)
-        return jnp.swapaxes(only_output(outputs), 0, 1)
+        return time_first(only_output(outputs))
 
     def _targets(self, values: jax.Array, target_values: jax.Array, data: SequenceBatch) -> jax.Array:
         """[T, B]: what values [T + 1, B, A] should become, by the target network's of the online one's choices."""

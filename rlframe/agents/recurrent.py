@@ -7,7 +7,6 @@ A network of a user's own is recurrent where it has `initial_state` as well (see
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,7 +29,7 @@ from rlframe.agents.networks import (
     initial_weights,
     vectors,
 )
-from rlframe.agents.trees import as_rows
+from rlframe.agents.trees import as_rows, time_first
 from rlframe.errors import check_at_least
 from rlframe.types import FIRST, AgentState, Params, Tree
 
@@ -100,9 +99,9 @@ class Core:
             outputs, state = self._network.apply(params, observation, where_first(first, initial, state))
             return state, outputs
 
-        inputs = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), (observation, is_first))
+        inputs = time_first((observation, is_first))
         state, outputs = jax.lax.scan(step, jax.tree.map(jnp.asarray, state), inputs)
-        return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), outputs), state
+        return time_first(outputs), state
 
 
 def where_first(first: jax.Array, initial: AgentState, state: AgentState) -> AgentState:
@@ -190,7 +189,6 @@ class _RecurrentConfig:
             state = self._cell(weights, now[0], where_first(now[1], initial, state))
             return state, self._output(state)
 
-        time_first = functools.partial(jnp.swapaxes, axis1=0, axis2=1)
         state, outputs = jax.lax.scan(
             step, jax.tree.map(jnp.asarray, state), (time_first(inputs), time_first(is_first))
         )

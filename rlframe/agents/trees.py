@@ -34,6 +34,11 @@ def as_rows(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[2:])), tree)
 
 
+def time_first(tree: Tree) -> Tree:
+    """Leaves `[T, B, ...]` of leaves `[B, T, ...]`, and the other way round."""
+    return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), tree)
+
+
 def check_tree(what: str, spec: Tree, tree: Tree, *, owner: str) -> None:
     """Raises UsageError that names the first leaf of `tree` that is not `[B, ...]` of its spec."""
     expected, came = _named_leaves(spec), _named_leaves(tree)

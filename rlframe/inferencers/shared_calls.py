@@ -58,27 +58,28 @@ class _InferencerClient:
         """See `rlframe.transport.Client`; `inference` as that of `Inferencer`."""
         if method != "inference":
             return self._client.call(method, *args, **kwargs)
-        self._wait_for_params()
-        slot = self._write(args)
-        if slot is None:
-            return self._note(self._client.call(self._method, *args))
-        return self._read(slot, lambda: self._client.call("shared_inference", *slot.name))
+        method, args, answer = self._request(args)
+        return answer(lambda: self._client.call(method, *args))
 
     def submit(self, method: str, /, *args: Any) -> Future:
         """See `rlframe.transport.Client`."""
         if method != "inference":
             return self._client.submit(method, *args)
         try:
-            self._wait_for_params()
-            slot = self._write(args)
+            method, args, answer = self._request(args)
         except Exception as error:  # nobody answers: who waits for it hears that
             failed: concurrent.futures.Future[Any] = concurrent.futures.Future()
             failed.set_exception(error)
             return failed
+        return Derived(self._client.submit(method, *args), lambda future: answer(future.result))
+
+    def _request(self, args: Any) -> tuple[str, Any, Callable[[Callable[[], Any]], Answer]]:
+        """Return the method to call for `inference`, its arguments, and what makes the answer from its result."""
+        self._wait_for_params()
+        slot = self._write(args)
         if slot is None:
-            return Derived(self._client.submit(self._method, *args), lambda future: self._note(future.result()))
-        shared = self._client.submit("shared_inference", *slot.name)
-        return Derived(shared, lambda future: self._read(slot, future.result))
+            return self._method, args, lambda result: self._note(result())
+        return "shared_inference", slot.name, lambda result: self._read(slot, result)
 
     def _wait_for_params(self) -> None:
         """Raises UnavailableError where there are none within a second."""

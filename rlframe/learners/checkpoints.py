@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlframe.errors import CheckpointError, UsageError
+from rlframe.errors import CheckpointError, RlframeError, UsageError
 from rlframe.interprocess.files import NativePath
 from rlframe.replay.checkpoint import ReplayFiles
 from rlframe.streams import root_handler
@@ -130,10 +130,7 @@ class Checkpointer:
         steps = self.steps()
         if not steps and step is None:
             return
-        if step is not None and step not in steps:
-            there = ", ".join(map(str, steps)) or "none"
-            raise UsageError(f"There is no checkpoint {step} in {self.directory} to go on from; there are {there}.")
-        chosen = steps[-1] if step is None else step
+        chosen = self._existing(step, UsageError)
         try:
             self._read(chosen)
         except CheckpointError as error:
@@ -151,13 +148,14 @@ class Checkpointer:
                 return f"The newest good one is {step}: --resume --resume-from {step} goes on there."
         return "No other one is good: start a new run, with --config RUN_DIR/config.json."
 
-    def _existing(self, step: int | None) -> int:
+    def _existing(self, step: int | None, error: type[RlframeError] = CheckpointError) -> int:
+        """Return a step of which there is a checkpoint: this one, or the latest. Raise `error` if there is none."""
         steps = self.steps()
-        if not steps:
-            raise CheckpointError(f"There is no checkpoint in {self.directory}. Start the run without resuming.")
         if step is not None and step not in steps:
-            there = ", ".join(map(str, steps))
-            raise CheckpointError(f"There is no checkpoint {step} in {self.directory}; there are {there}.")
+            there = ", ".join(map(str, steps)) or "none"
+            raise error(f"There is no checkpoint {step} in {self.directory}; there are {there}.")
+        if not steps:
+            raise error(f"There is no checkpoint in {self.directory}. Start the run without resuming.")
         return steps[-1] if step is None else step
 
     def _read(self, step: int) -> tuple[list[np.ndarray], Any]:

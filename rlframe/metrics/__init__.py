@@ -2,6 +2,11 @@
 
 Rows of training carry `episode_return`, `episode_length`, `steps_per_second`, `staleness` and the agent's logs;
 rows of evaluation carry `return_mean`, `return_std` and `eval_episodes`. The step is always in environment steps.
+
+One row: `ActorCounts` (rows.py) adds up what all actors counted, and `Rows.next` returns the changes since the row
+before. A `MultiLogger` fetches it from the device, and calls `write(step, row)` of each logger: `JSONLLogger` appends
+it to `metrics.jsonl`. Later, `plot_learning_curve` reads that file of several runs (curves.py), averages those that
+differ by their seed alone, and draws them (plots.py).
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
-"""The time that a pool has to answer."""
+"""Returns, lengths and counts of episodes; the time that a pool has to answer."""
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 import pytest
 
-from rlframe import AsyncEnv, SyncEnv
-from rlframe.actors.stepper import stepping
+from rlframe import Actor, AsyncEnv, Inferencer, InferencerConfig, SyncEnv
+from rlframe.actors.stepper import EpisodeStatistics, stepping
 from rlframe.interprocess.progress import ThreadProgress
-from tests.fakes import CountingEnv
+from rlframe.types import FIRST, LAST, MID, TimeStep
+from tests.fakes import CountingEnv, FixedParams, RecordingBuffer, counting_agent
 
 POOLS = {
     "loop": lambda env: SyncEnv(env, 3, "loop", answer_timeout=100.0),
@@ -56,3 +59,60 @@ def test_so_has_each_that_another_process_steps_out_of_turn():
         pool.send(np.arange(3), np.zeros(3, np.int32))
         pool.recv()
         assert pool.progress() == [6]
+
+
+def timestep(step_types, rewards) -> TimeStep:
+    rewards = np.asarray(rewards, np.float32)
+    return TimeStep(np.asarray(step_types, np.uint8), rewards, np.ones_like(rewards), rewards)
+
+
+def test_returns_and_lengths_of_ended_episodes_are_averaged():
+    statistics = EpisodeStatistics(2)
+    assert statistics.update(timestep([MID, MID], [1.0, 2.0])) is None
+    logs = statistics.update(timestep([LAST, LAST], [1.0, 4.0]))
+    assert logs == {"episode_return": 4.0, "episode_length": 2.0, "episodes": 2}
+
+
+def test_the_step_after_last_counts_neither_as_a_step_nor_for_the_next_episode():
+    statistics = EpisodeStatistics(1)
+    for step_type, reward in [(LAST, 5.0), (FIRST, 0.0), (MID, 1.0), (LAST, 1.0)]:
+        logs = statistics.update(timestep([step_type], [reward]))
+    assert logs == {"episode_return": 2.0, "episode_length": 2.0, "episodes": 1}
+    assert statistics.env_steps == 3 and statistics.episodes == 2
+
+
+def test_a_first_that_no_last_preceded_drops_the_sum():
+    statistics = EpisodeStatistics(1)
+    statistics.update(timestep([MID], [100.0]))
+    statistics.update(timestep([FIRST], [0.0]))
+    assert statistics.update(timestep([LAST], [1.0]))["episode_return"] == 1.0
+
+
+def test_only_the_named_environments_are_counted():
+    statistics = EpisodeStatistics(3)
+    statistics.update(timestep([MID, MID], [1.0, 10.0]), np.array([2, 0]))
+    logs = statistics.update(timestep([LAST], [1.0]), np.array([2]))
+    assert logs == {"episode_return": 2.0, "episode_length": 2.0, "episodes": 1}
+
+
+def test_state_goes_on_where_it_was_saved_and_forgets_open_episodes_on_a_reset():
+    statistics = EpisodeStatistics(1)
+    statistics.update(timestep([MID], [3.0]))
+    resumed, reset = EpisodeStatistics(1), EpisodeStatistics(1)
+    resumed.set_state(statistics.get_state(), resets=False)
+    reset.set_state(statistics.get_state(), resets=True)
+    assert resumed.update(timestep([LAST], [1.0]))["episode_return"] == 4.0
+    assert reset.update(timestep([LAST], [1.0]))["episode_return"] == 1.0
+    assert reset.env_steps == 2
+
+
+@pytest.mark.parametrize("pool", [SyncEnv, functools.partial(AsyncEnv, wait_num=1)])
+def test_returns_are_of_true_rewards_where_the_agent_learns_from_clipped_ones(pool):
+    inferencer = Inferencer(InferencerConfig(), counting_agent(), FixedParams({"w": np.float32(0.5)}))
+    buffer = RecordingBuffer()
+    actor = Actor(pool(CountingEnv, size=2, clip_rewards=0.25), inferencer, buffer)
+    logs = [each for each in (actor.step() for _ in range(12)) if each]
+    actor.close()
+    assert logs and {each["episode_return"] for each in logs} == {3.0}
+    rewards = {float(reward) for _, step in buffer.steps for reward in step.next_timestep.reward}
+    assert rewards == {0.0, 0.25}
