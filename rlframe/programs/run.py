@@ -1,4 +1,4 @@
-"""One session of a run: what its nodes need to know, and why it ends before its last step."""
+"""One session of a run: what its nodes need to know, when something is due, and why it ends before its last step."""
 
 from __future__ import annotations
 
@@ -84,6 +84,32 @@ class Run:
     def peer_deadline(self) -> float:
         """Seconds that a node waits for another one: without limit if the launcher restarts nodes that hang."""
         return math.inf if getattr(self.topology, "is_watched", False) else handles.DEADLINE
+
+
+class Schedule:
+    """Due at each multiple of a number of steps.
+
+    Args:
+        every: the number; 0: it is never due.
+        after: the step after which it is due first.
+
+    Attributes:
+        due: the next step at which it is due.
+    """
+
+    def __init__(self, every: int, after: int) -> None:
+        self._every = every
+        self._set(after)
+
+    def _set(self, after: int) -> None:
+        self.due = (after // self._every + 1) * self._every if self._every else math.inf
+
+    def is_due(self, step: int) -> bool:
+        """Return True once for each multiple that is reached; of several that were passed, for the last one."""
+        if step < self.due:
+            return False
+        self._set(step)
+        return True
 
 
 class Ending:

@@ -13,7 +13,7 @@ from rlframe.actors import Evaluator
 from rlframe.actors.actor import env_seed
 from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.agents import Agent
-from rlframe.errors import EnvError, RlframeError, UsageError
+from rlframe.errors import EnvError, RlframeError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.progress import STARTING
 from rlframe.programs.experiment import MAX_SEED, Experiment
@@ -169,9 +169,26 @@ def explain(error: BaseException | str) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-def warn_of_failure(step: int, problem: str) -> None:
-    """Warn that an evaluation failed during a run. The run continues."""
-    _log.warning("The evaluation at step %s failed; training continues. %s", f"{step:,}", problem)
+def try_evaluation(do: Callable[[], Logs | None], step: int, *, final: bool) -> tuple[Logs | None, str | None]:
+    """Evaluate, or do a part of it. A failure does not end the run.
+
+    Args:
+        do: what may fail.
+        step: at which the evaluation began.
+        final: after training. A failure during training is warned of.
+
+    Returns:
+        (the result of `do`, None), or (None, why it failed).
+    """
+    try:
+        return do(), None
+    except StoppedError:
+        raise
+    except (Exception, SystemExit) as error:
+        problem = explain(error)
+    if not final:
+        _log.warning("The evaluation at step %s failed; training continues. %s", f"{step:,}", problem)
+    return None, problem
 
 
 def evaluate(

@@ -8,6 +8,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 from rlframe import handles
@@ -41,7 +42,7 @@ class GameMonitor(Monitor):
         self._to_end = [handles.resolve(actor, "actor", deadline=_ENDS_WITHIN, stop=self._stop) for actor in actors]
         self._saved = SavedPolicy(run.agent, run.directory, self._learner)
         self._evaluations = Evaluations(self._experiment, run.agent, self._saved)
-        self._evaluation: _Evaluation | None = None  # under way
+        self._evaluation: futures.Future[Logs] | None = None  # under way
 
     @property
     def step(self) -> int:
@@ -84,7 +85,7 @@ class GameMonitor(Monitor):
                 self._progress.counts.add(said)
 
     def _begin_evaluation(self, *, final: bool) -> None:
-        self._evaluation = _Evaluation(functools.partial(self._evaluate_saved, self._end_actors if final else None))
+        self._evaluation = _in_thread(functools.partial(self._evaluate_saved, self._end_actors if final else None))
 
     def _evaluate_saved(self, free_envs: Callable[[], Any] | None) -> Logs:
         self._saved.update(self._stop)
@@ -92,7 +93,7 @@ class GameMonitor(Monitor):
 
     def _poll_evaluation(self, *, final: bool) -> Logs | None:
         assert self._evaluation is not None
-        return self._evaluation.result() if self._evaluation.is_over else None
+        return self._evaluation.result() if self._evaluation.done() else None
 
     def _end_actors(self) -> None:
         """Make the actors close their environments."""
@@ -123,32 +124,15 @@ class _Led:
         return stats
 
 
-class _Evaluation:
-    """An evaluation in a thread.
+def _in_thread(evaluate: Callable[[], Logs]) -> futures.Future[Logs]:
+    """Evaluate in a thread, which does not keep the process from ending."""
+    values: futures.Future[Logs] = futures.Future()
 
-    Args:
-        evaluate: returns its values.
-    """
+    def run() -> None:
+        try:
+            values.set_result(evaluate())
+        except BaseException as error:
+            values.set_exception(error)
 
-    def __init__(self, evaluate: Callable[[], Logs]) -> None:
-        self._values: Logs | BaseException | None = None
-
-        def run() -> None:
-            try:
-                self._values = evaluate()
-            except BaseException as error:
-                self._values = error
-
-        self._thread = threading.Thread(target=run, name="rlframe evaluation", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_over(self) -> bool:
-        return not self._thread.is_alive()
-
-    def result(self) -> Logs:
-        """Return the result of `evaluate`, or raise its error, once it is over."""
-        if isinstance(self._values, BaseException):
-            raise self._values
-        assert self._values is not None
-        return self._values
+    threading.Thread(target=run, name="rlframe evaluation", daemon=True).start()
+    return values

@@ -10,7 +10,7 @@ from typing import Any
 from rlframe import handles
 from rlframe.errors import EnvError, PeerError, StoppedError
 from rlframe.programs.policies.saved import SavePoint
-from rlframe.programs.run import Run
+from rlframe.programs.run import Run, Schedule
 from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.training.monitor import Monitor
 from rlframe.programs.training.rows import RowWriter
@@ -53,8 +53,11 @@ class LanguageMonitor(Monitor):
     def _begin(self) -> None:
         self._learned = self._learner.stats()
 
-    def _first_evaluation(self) -> float:
-        return self.step if self._progress.evaluated is None else super()._first_evaluation()
+    def _evaluations_due(self) -> Schedule:
+        schedule = super()._evaluations_due()
+        if self._progress.evaluated is None:
+            schedule.due = self.step  # before the first update, too
+        return schedule
 
     def _took_all(self) -> bool:
         return self._learned["learner_steps"] >= self._run.until

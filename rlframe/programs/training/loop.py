@@ -15,9 +15,9 @@ from rlframe.errors import CheckpointError, CutShortError, EnvError
 from rlframe.inferencers import Inferencer
 from rlframe.learners import Learner
 from rlframe.metrics.rows import ActorCounts, evaluation_row
-from rlframe.programs.policies.evaluation import Evaluations, explain, warn_of_failure
-from rlframe.programs.run import Ending, Run
-from rlframe.programs.training.rows import RowWriter, next_multiple
+from rlframe.programs.policies.evaluation import Evaluations, try_evaluation
+from rlframe.programs.run import Ending, Run, Schedule
+from rlframe.programs.training.rows import RowWriter
 from rlframe.programs.training.updates import first_update
 from rlframe.replay.checkpoint import ReplayFiles
 from rlframe.types import Logs
@@ -71,11 +71,10 @@ class TrainingLoop:
                 self.actor.close()
             raise
         self._first_step = self._saved_at = self.actor.env_steps
-        self._due = {
-            "row": self._next(experiment.row_every),
-            "evaluation": self._next(experiment.eval_every),
-            "checkpoint": self._next(experiment.checkpoint_every),
-        }
+        steps_between = experiment.row_every, experiment.eval_every, experiment.checkpoint_every
+        self._rows_due, self._evaluations_due, self._checkpoints_due = self._schedules = [
+            Schedule(every, self._first_step) for every in steps_between
+        ]
 
     def _make_actor(self) -> None:
         """Make the Actor: a new one, or the one of the checkpoint that the learner was restored from."""
@@ -176,7 +175,7 @@ class TrainingLoop:
     def _loop(self, until: int) -> None:
         actor, stop, progress = self.actor, self._stop, self._run.progress
         shown = time.monotonic()
-        due = min(self._due.values())
+        due = min(each.due for each in self._schedules)
         now = actor.env_steps
         while now < until and stop.number is None and not self._ending.is_due(self.learner.learner_steps):
             actor.step()
@@ -186,7 +185,7 @@ class TrainingLoop:
             now = actor.env_steps
             if now >= due:
                 self._periodic(now, until)
-                due = min(self._due.values())
+                due = min(each.due for each in self._schedules)
             if progress is not None and time.monotonic() - shown > _PROGRESS_SECONDS:
                 shown = time.monotonic()
                 progress.write(now, {})
@@ -209,23 +208,16 @@ class TrainingLoop:
         )
 
     def _periodic(self, now: int, until: int) -> None:
-        if now >= self._due["row"]:
+        if self._rows_due.is_due(now):
             self._write_row()
-            self._due["row"] = self._next(self._experiment.row_every)
         if now >= until:  # what follows is done at the end in any case
             return
         began = time.monotonic()
-        if now >= self._due["evaluation"]:
+        if self._evaluations_due.is_due(now):
             self._evaluate(final=False)
-            self._due["evaluation"] = self._next(self._experiment.eval_every)
-        if now >= self._due["checkpoint"]:
+        if self._checkpoints_due.is_due(now):
             self._save(final=False)
-            self._due["checkpoint"] = self._next(self._experiment.checkpoint_every)
         self._rows.leave_out(time.monotonic() - began)
-
-    def _next(self, every: int) -> float:
-        """The next multiple of `every` environment steps; never, where that is 0."""
-        return next_multiple(every, self.actor.env_steps)
 
     def _write_row(self) -> None:
         self._counts.add(self.actor.stats())
@@ -248,21 +240,19 @@ class TrainingLoop:
         """
         if self._evaluated is not None and self._evaluated[0] == self.actor.env_steps:
             return self._evaluated[1]
+        evaluate = functools.partial(self._evaluations.evaluate, self.actor.close if final else None)
         self._stop.interruptible(True)
         try:
-            values = self._evaluations.evaluate(self.actor.close if final else None)
+            values, problem = try_evaluation(evaluate, self.actor.env_steps, final=final)
         except KeyboardInterrupt:
             if self._stop.number is None:  # it came from elsewhere
                 raise
             return None
-        except (Exception, SystemExit) as error:
-            if final:
-                self._evaluation_error = explain(error)
-            else:
-                warn_of_failure(self.actor.env_steps, explain(error))
-            return None
         finally:
             self._stop.interruptible(False)
+        if values is None:
+            self._evaluation_error = problem if final else None
+            return None
         self._evaluated = self.actor.env_steps, values
         if not final:
             self._ending.note_evaluation(values["return_mean"])

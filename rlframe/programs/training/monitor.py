@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import logging
 import threading
 import time
@@ -13,11 +14,11 @@ from rlframe import handles
 from rlframe.errors import PeerError, StoppedError
 from rlframe.interprocess.progress import Phase
 from rlframe.metrics.rows import evaluation_row
-from rlframe.programs.policies.evaluation import explain, warn_of_failure
-from rlframe.programs.run import Ending, Run
+from rlframe.programs.policies.evaluation import try_evaluation
+from rlframe.programs.run import Ending, Run, Schedule
 from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.training.progress import Progress
-from rlframe.programs.training.rows import RowWriter, next_multiple
+from rlframe.programs.training.rows import RowWriter
 from rlframe.types import Logs
 
 _log = logging.getLogger(__name__)
@@ -118,9 +119,9 @@ class Monitor(abc.ABC):
         """Return the values of a row beside the counts."""
         return {name: value for name, value in self._learned.items() if name != "finished"}
 
-    def _first_evaluation(self) -> float:
-        """Return the step of the first evaluation. One that was due when the monitor was killed is due still."""
-        return next_multiple(self._experiment.eval_every, self._progress.evaluated or 0)
+    def _evaluations_due(self) -> Schedule:
+        """Return when to evaluate. An evaluation that was due when the monitor was killed is due still."""
+        return Schedule(self._experiment.eval_every, self._progress.evaluated or 0)
 
     def _evaluation_row(self, values: Logs) -> dict[str, Any]:
         return evaluation_row(values)
@@ -131,9 +132,8 @@ class Monitor(abc.ABC):
 
     def _watch(self, rows: RowWriter) -> str | None:
         """Return why the session ends, as `Result.stopped_by`; None if it was stopped first."""
-        row_every, eval_every = self._experiment.row_every, self._experiment.eval_every
         at_start = self.step
-        row_due, evaluation_due = next_multiple(row_every, at_start), self._first_evaluation()
+        rows_due, evaluations_due = Schedule(self._experiment.row_every, at_start), self._evaluations_due()
         while not self._stop.wait(LOOK_EVERY):
             with _LOOKING:
                 self._look()
@@ -146,17 +146,15 @@ class Monitor(abc.ABC):
                 self._progress.ended = self._ending.by  # before the learner is told: this node may be restarted
                 self._progress.try_to_save()
                 return self._ending.by
-            if now >= row_due:
+            if rows_due.is_due(now):
                 self._write_row(rows)
-                row_due = next_multiple(row_every, now)
             if self._evaluates_at is not None:
                 if (values := self._try(self._poll_evaluation, final=False)) is not None:
                     self._write_evaluation(rows, values)
-            elif now >= evaluation_due:
+            elif evaluations_due.is_due(now):
                 self._evaluates_at = now
                 if self._try(self._begin_evaluation, final=False) is not None:
                     self._evaluates_at = None
-                evaluation_due = next_multiple(eval_every, now)
         self._look()
         self._write_row(rows)
         return None
@@ -193,16 +191,11 @@ class Monitor(abc.ABC):
 
     def _try(self, do: Callable[..., Logs | None], *, final: bool) -> Logs | None:
         """Do something for an evaluation. If it fails, keep the reason or warn, and return {}."""
-        try:
-            return do(final=final)
-        except StoppedError:
-            raise
-        except (Exception, SystemExit) as error:
-            problem = explain(error)
-        if final:
-            self._evaluation_error = problem
-        else:
-            warn_of_failure(self._evaluates_at or self.step, problem)
+        step = self.step if self._evaluates_at is None else self._evaluates_at
+        values, problem = try_evaluation(functools.partial(do, final=final), step, final=final)
+        if problem is None:
+            return values
+        self._evaluation_error = problem if final else None
         return {}
 
     def _wait_for_evaluation(self, *, final: bool) -> Logs:

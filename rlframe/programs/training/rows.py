@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import pathlib
 import threading
 import time
@@ -160,8 +159,3 @@ def following(path: pathlib.Path, loggers: list[Logger], callbacks: Callbacks) -
         if loggers:
             thread.join()
             read()
-
-
-def next_multiple(every: int, after: int) -> float:
-    """Return the next multiple of `every` steps; infinity if that is 0."""
-    return (after // every + 1) * every if every else math.inf
