@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import logging
+import os
 import pathlib
 import queue
 import threading
@@ -26,7 +27,7 @@ from rlframe.coordinator.messages import ROLES, Role
 from rlframe.coordinator.operator_thread import OperatorThread
 from rlframe.coordinator.operators.base import Operator
 from rlframe.coordinator.replay_thread import ReplayThread
-from rlframe.coordinator.scaling import Scaling, cores_here
+from rlframe.coordinator.scaling import Scaling
 from rlframe.coordinator.states import JobState, is_over
 from rlframe.coordinator.worker_calls import WorkerCalls
 from rlframe.errors import JobFailedError, UsageError, suggest
@@ -112,7 +113,7 @@ class Coordinator:
             ev.Row: self._write_row,
             ev.Over: self._finish,
         }
-        cores = cores_here() if cfg.cores is None else cfg.cores
+        cores = len(os.sched_getaffinity(0)) if cfg.cores is None else cfg.cores
         self._scaling = Scaling(cfg.min_collectors, cfg.max_collectors, cores, cfg.max_staleness)
         self._rates = Rates(2)
         self._published = self._job.accounts.to_json()

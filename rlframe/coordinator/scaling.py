@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.states import JobState
@@ -120,8 +119,3 @@ def _is_better(load: Load, before: Load) -> bool:
     seconds, seconds_before = max(load.seconds, 1e-9), max(before.seconds, 1e-9)
     waits_less = load.learner_waited / seconds <= 0.9 * before.learner_waited / seconds_before
     return waits_less or load.env_steps / seconds >= 1.1 * before.env_steps / seconds_before
-
-
-def cores_here() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -59,5 +59,4 @@ def _variables(group: str, groups: Mapping[str, int], accelerators: Iterable[str
 def _cores_left(groups: Mapping[str, int]) -> int:
     idle = (*_WIDE_GROUPS, deciding_group(groups))
     busy = sum(count for name, count in groups.items() if name not in idle)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores - busy)
+    return max(1, len(os.sched_getaffinity(0)) - busy)
