@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,6 @@ class LearnerWorker(TaskWorker):
         self._buffer = as_replay_buffer(self._given, lambda: self._agent)
         self._max_staleness = self._buffer.spec.max_staleness
         self._noted = NotedReplay(self._buffer)
-        resumed = self._cfg.resume and bool(self._checkpoints())
         may_write = functools.partial(self._store.check, task.policy_id, fence)
         known = max(self._store.newest(task.policy_id), task.options.get("min_version", -1))
         self._learner = learner = Learner(self._cfg, agent, self._noted, may_write=may_write, above_version=known)
@@ -86,7 +86,7 @@ class LearnerWorker(TaskWorker):
         self._published, self._published_at = -1, 0.0
         self._publish(learner)
         steps, version = learner.learner_steps, learner.params_version
-        return Started({"learner_steps": steps, "params_version": version, "resumed": resumed})
+        return Started({"learner_steps": steps, "params_version": version, "resumed": learner.restored is not None})
 
     def _data_demand(self) -> Demand:
         learner = self._learner
@@ -99,10 +99,10 @@ class LearnerWorker(TaskWorker):
     def _learn(self, request: Learn) -> Learned | NotReady:
         learner = self._learner
         assert learner is not None
-        if request.batches is None:
-            dropped, logs = self._learn_from_grant(learner, request.count, request.seconds)
-        else:
-            dropped, logs = self._learn_from_keys(learner, request.batches)
+        dropped = 0
+        for batch in self._batches_of(request):
+            dropped += 1 if batch is None else self._update(learner, batch)
+        logs = learner.settle()
         if request.save and learner.saver is not None:
             learner.saver.save_if_due(now=True)
         updates = self._noted.take_updates()
@@ -113,23 +113,18 @@ class LearnerWorker(TaskWorker):
             return NotReady("data")
         return Learned(learner.params_version, learner.learner_steps, updates, dropped, logs)
 
-    def _learn_from_grant(self, learner: Learner, count: int, seconds: float) -> tuple[int, dict[str, float]]:
-        """Draws up to `count` batches and learns from them; (batches that were too old, the last logs)."""
-        until, dropped = time.monotonic() + seconds, 0
-        for _ in range(count):
-            batch = self._draw(until)
-            if batch is None:
-                break
-            dropped += self._update(learner, batch)
-        return dropped, learner.settle()
-
-    def _learn_from_keys(self, learner: Learner, batches: Any) -> tuple[int, dict[str, float]]:
-        """Learn from each of `batches`, however long it takes: batches that were drawn are not drawn again."""
-        dropped = 0
-        for meta in batches:
-            batch = None if self._stop.is_set() else self._buffer.fetch(meta.keys, meta.probabilities)
-            dropped += 1 if batch is None else self._update(learner, batch)
-        return dropped, learner.settle()
+    def _batches_of(self, request: Learn) -> Iterator[Batch | None]:
+        """Yield the batches of a grant until its time is up, or those of the keys; None for a batch that is gone."""
+        if request.batches is None:
+            until = time.monotonic() + request.seconds
+            for _ in range(request.count):
+                batch = self._draw(until)
+                if batch is None:
+                    break
+                yield batch
+        else:  # however long it takes: they are not drawn again
+            for meta in request.batches:
+                yield None if self._stop.is_set() else self._buffer.fetch(meta.keys, meta.probabilities)
 
     def _update(self, learner: Learner, batch: Batch) -> bool:
         """Learns from one batch; returns True where it was too old."""
