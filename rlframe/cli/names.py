@@ -13,7 +13,7 @@ import tyro
 
 from rlframe.cli.parsing import parse
 from rlframe.errors import UsageError, suggest
-from rlframe.metrics.terminal import console
+from rlframe.metrics.terminal import console, table
 from rlframe.programs.experiment import option_value
 from rlframe.programs.options import naming
 from rlframe.programs.options.fields import option_names, to_jsonable
@@ -117,11 +117,7 @@ def print_preset(preset: Preset, experiment: Any, file: TextIO) -> None:
         experiment: what runs; None where nothing does.
         file: where to.
     """
-    from rich.table import Table
-
-    table = Table(title=f"preset {preset.name}", title_justify="left", box=None, pad_edge=False)
-    for column in ("field", "value", "source"):
-        table.add_column(column, overflow="fold")
+    rows = []
     network = preset.fields.get("network")
     has_its_network = experiment is None or network is None or option_value(experiment, "network") == network.value
     for key, setting in preset.fields.items():
@@ -130,5 +126,5 @@ def print_preset(preset: Preset, experiment: Any, file: TextIO) -> None:
         used = setting.value if experiment is None else option_value(experiment, key.removeprefix("agent."))
         same = used == setting.value
         value = str(setting.value) if same else f"{used} (preset: {setting.value})"
-        table.add_row(key.removeprefix("agent."), value, setting.source if same else "command line")
-    console(file).print(table)
+        rows.append((key.removeprefix("agent."), value, setting.source if same else "command line"))
+    console(file).print(table(("field", "value", "source"), rows, title=f"preset {preset.name}"))

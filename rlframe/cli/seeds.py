@@ -178,22 +178,15 @@ def _summary(directory: pathlib.Path, done: list[tuple[int, Result]]) -> dict[st
 
 
 def _print_table(done: list[tuple[int, Result]], summary: dict[str, Any], picture: pathlib.Path) -> None:
-    from rich.table import Table
+    from rlframe.metrics.terminal import console, table
 
-    from rlframe.metrics.terminal import console
-
-    table = Table(box=None, pad_edge=False)
-    for column in ("seed", "return", "± of its episodes", "steps", "updates", "steps/s", "seconds"):
-        table.add_column(column, justify="right")
+    rows = []
     for seed, result in done:
         numbers = (result.env_steps, result.learner_steps, result.steps_per_second, result.wall_seconds)
-        table.add_row(
-            str(seed),
-            f"{result.return_mean:.1f}",
-            plus_minus(result.return_std, result.episodes).removeprefix(" ± "),
-            *(f"{number:,.0f}" for number in numbers),
-        )
-    console(sys.stderr).print(table)
+        spread = plus_minus(result.return_std, result.episodes).removeprefix(" ± ")
+        rows.append((str(seed), f"{result.return_mean:.1f}", spread, *(f"{number:,.0f}" for number in numbers)))
+    columns = ("seed", "return", "± of its episodes", "steps", "updates", "steps/s", "seconds")
+    console(sys.stderr).print(table(columns, rows, right=True))
     text = f"mean {summary['return_mean']:.1f}{plus_minus(summary['return_std'], len(done))} over seeds"
     if len(done) == 1:
         text = f"return {summary['return_mean']:.1f}"

@@ -14,7 +14,7 @@ from typing import Any
 from rlframe.cli.control import RunOptions, check_names_one_run, connected, is_steered, status_by_files
 from rlframe.cli.parsing import parse
 from rlframe.errors import PeerError, UnavailableError, UsageError
-from rlframe.metrics.terminal import console
+from rlframe.metrics.terminal import console, table
 
 PROG = "rlframe status"
 DESCRIPTION = "Show how a run is: its state, its progress, and every process."
@@ -169,17 +169,9 @@ def _lines(status: dict[str, Any], job: dict[str, Any]) -> list[Any]:
 
 def _workers(workers: list[dict[str, Any]]) -> Any:
     """Make a table with a column for each field that any worker has."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
     shown = {name: [read(one) for one in workers] for name, read in _COLUMNS.items()}
     shown = {name: cells for name, cells in shown.items() if name == "worker" or any(cell != "-" for cell in cells)}
-    for name in shown:
-        table.add_column(name, overflow="fold")
-    for row in zip(*shown.values()):
-        table.add_row(*map(Text, row))
-    return table
+    return table(shown, zip(*shown.values()))
 
 
 _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import pathlib
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Union
@@ -104,34 +105,34 @@ def _where_is(agent: str, option: str) -> str:
 
 
 def _start(defaults: Experiment, arguments: list[str], session_cls: type[TrainOptions]) -> Any:
-    """Make the dataclass for tyro: experiment, session, agent config, and network config with a prefix."""
-    flat_options: Any = tyro.conf.OmitArgPrefixes
-    config_cls: Any = type(defaults.agent_config)
-    experiment_cls = _flat_class(defaults, arguments)
-    fields: list[tuple[str, Any]] = [
-        ("experiment", Annotated[experiment_cls, tyro.conf.arg(name=""), flat_options]),
-        ("session", Annotated[session_cls, tyro.conf.arg(name=""), flat_options]),
-        # Its own parts keep their prefixes.
-        ("agent_config", Annotated[config_cls, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]),
-    ]
-    own = {**flat(defaults), "agent_config": None}
+    """Make the dataclass for tyro: experiment, session, agent config, its choices, and network config with a prefix."""
+    annotated: Any = Annotated
+    flat_options = tyro.conf.OmitArgPrefixes
+    config, config_cls = defaults.agent_config, type(defaults.agent_config)
+    values = {**flat(defaults), "agent_config": None}
+    network = values.get("network_config")
+    if network is not None:
+        values["network_config"] = None
+    experiment = _flat_class(defaults, arguments)(**values)
+    _check_no_clash(config_cls, defaults.agent, {*field_names(experiment), *field_names(session_cls)} - {"name"})
     choices: list[Any] = [
         (name, Annotated[Literal.__getitem__(tuple(known)), tyro.conf.arg(help=f"Its options are --{name}.*")])
         for name, hint in hints_of(config_cls).items()
         if (known := choices_of(hint))
     ]
     chosen_cls: Any = dataclasses.make_dataclass("Choices", choices)
-    fields.append(("choices", Annotated[chosen_cls, tyro.conf.arg(name=""), flat_options]))
-    values = {"session": session_cls(), "agent_config": defaults.agent_config}
-    values["choices"] = chosen_cls(**{name: getattr(defaults.agent_config, name).name for name, _ in choices})
-    if own.get("network_config") is not None:
-        values["network_config"] = own["network_config"]
-        own["network_config"] = None
-        network_cls: Any = type(values["network_config"])
-        fields.append(("network_config", Annotated[network_cls, tyro.conf.arg(name="network")]))
-    _check_no_clash(config_cls, defaults.agent, {*field_names(experiment_cls), *field_names(session_cls)} - {"name"})
-    values["experiment"] = experiment_cls(**own)
-    return dataclasses.make_dataclass("Train", fields, frozen=True)(**values)
+    chosen_now = chosen_cls(**{name: getattr(config, name).name for name, _ in choices})
+    parts: dict[str, Any] = {
+        "experiment": (experiment, (tyro.conf.arg(name=""), flat_options)),
+        "session": (session_cls(), (tyro.conf.arg(name=""), flat_options)),
+        "agent_config": (config, (tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands)),  # its own parts keep prefixes
+        "choices": (chosen_now, (tyro.conf.arg(name=""), flat_options)),
+    }
+    if network is not None:
+        parts["network_config"] = (network, (tyro.conf.arg(name="network"),))
+    fields = [(name, operator.getitem(annotated, (type(part), *marks))) for name, (part, marks) in parts.items()]
+    made = dataclasses.make_dataclass("Train", fields, frozen=True)
+    return made(**{name: part for name, (part, _) in parts.items()})
 
 
 def _flat_class(defaults: Experiment, arguments: list[str]) -> Any:
@@ -140,7 +141,8 @@ def _flat_class(defaults: Experiment, arguments: list[str]) -> Any:
     The choices of an option include the user's `file.py:Name` if the command line has it.
     """
     classes = config_classes(defaults.agent, peek(arguments, "topology") or defaults.topology.name)
-    widest = [cls for cls in dict.fromkeys(classes.values()) if not _is_base(cls, classes.values())]
+    every = dict.fromkeys(classes.values())
+    widest = [cls for cls in every if not any(other is not cls and issubclass(other, cls) for other in every)]
     choices: dict[str, Iterable[str]] = {
         "topology": classes,
         "engine": ("auto", *naming.ENGINES),
@@ -168,10 +170,6 @@ def _flat_class(defaults: Experiment, arguments: list[str]) -> Any:
     # The parser finds the source by the class name, then that of the bases: their comments are the help.
     made = type(ExperimentOptions.__name__, (ExperimentOptions, *widest, Experiment), namespace)
     return dataclasses.dataclass(frozen=True)(made)
-
-
-def _is_base(cls: type, classes: Iterable[type]) -> bool:
-    return any(other is not cls and issubclass(other, cls) for other in classes)
 
 
 def _check_no_clash(config_cls: type, agent: str, taken: set[str]) -> None:

@@ -283,20 +283,16 @@ class Trials:
         }
 
     def _print(self, rows: list[dict[str, Any]]) -> None:
-        from rich.table import Table
+        from rlframe.metrics.terminal import console, table
 
-        from rlframe.metrics.terminal import console
-
-        table = Table(box=None, pad_edge=False)
-        for column in ("trial", "return", "± over seeds", *(each.name for each in self._varied)):
-            table.add_column(column, justify="right")
+        names, lines = [each.name for each in self._varied], []
         for row in rows:
             value = ["failed", ""]
             if row["returns"]:
                 several = len(row["returns"]) > 1
                 value = [f"{row['value']:.1f}", f"{np.std(row['returns']):.1f}" if several else ""]
-            table.add_row(str(row["trial"]), *value, *(_short(row["options"].get(each.name)) for each in self._varied))
-        console(sys.stderr).print(table)
+            lines.append((str(row["trial"]), *value, *(_short(row["options"].get(name)) for name in names)))
+        console(sys.stderr).print(table(("trial", "return", "± over seeds", *names), lines, right=True))
 
 
 def _short(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any, TextIO
 
 from rlframe.metrics.base import Values, on_host, scalars
@@ -33,6 +34,28 @@ def console(file: TextIO) -> Any:
     from rich.console import Console
 
     return Console(file=file, highlight=False, width=None if file.isatty() else 120)
+
+
+def table(
+    columns: Iterable[str], rows: Iterable[Iterable[str]], *, title: str | None = None, right: bool = False
+) -> Any:
+    """Make a rich table without lines. Cells are texts: markup in them is shown as it is.
+
+    Args:
+        columns: their names.
+        rows: the cells of each row.
+        title: a line above it.
+        right: align the cells to the right.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in columns:
+        made.add_column(name, justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*map(Text, row))
+    return made
 
 
 class TerminalLogger:

@@ -24,6 +24,7 @@ from rlframe.programs.training.callbacks import Callback
 from rlframe.programs.training.profile import Profile
 from rlframe.user_files import forget_changed
 
+TRACKERS: dict[str, Any] = {"wandb": WandbLogger, "trackio": TrackioLogger}
 _PATHS = ("config", "run_dir", "token_file")
 
 # Options of `rlframe train` that are of the command line alone, and what a script does.
@@ -172,7 +173,7 @@ def progress_of(experiment: Experiment, stop_at: int | None) -> TerminalLogger:
 
 def check_trackers(options: SessionOptions) -> None:
     """Raise UsageError for a tracker that is not installed."""
-    for tracker in ("wandb", "trackio"):
+    for tracker in TRACKERS:
         if getattr(options, tracker):
             extras.require(f"--{tracker}", tracker)
 
@@ -180,12 +181,8 @@ def check_trackers(options: SessionOptions) -> None:
 def open_trackers(experiment: Experiment, options: SessionOptions, path: pathlib.Path) -> list[Logger]:
     """The trackers that are asked for, of the run in the directory `path`."""
     config: dict[str, Any] = to_jsonable(experiment)
-    loggers: list[Logger] = []
-    if options.wandb:
-        loggers.append(WandbLogger(path, project=options.project, config=config))
-    if options.trackio:
-        loggers.append(TrackioLogger(path, project=options.project, config=config))
-    return loggers
+    made = [make for tracker, make in TRACKERS.items() if getattr(options, tracker)]
+    return [make(path, project=options.project, config=config) for make in made]
 
 
 def control_of(experiment: Experiment, options: SessionOptions) -> Control | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from rlframe.interprocess.files import NativePath
-from rlframe.metrics.terminal import console
+from rlframe.metrics.terminal import console, table
 
 if TYPE_CHECKING:
     from rlframe.programs.training.loop import TrainingLoop
@@ -82,16 +82,18 @@ class Profile:
 
     def print(self) -> None:
         """Print the table for a person, on stderr."""
-        from rich.table import Table
-
-        table = Table(title="where the time went", title_justify="left", box=None, pad_edge=False)
-        table.add_column("part")
-        for column in ("calls", "seconds", "us per call", "share"):
-            table.add_column(column, justify="right")
-        for line in self.lines():
-            numbers = f"{line.seconds:.2f}", f"{line.microseconds_per_call:.0f}", f"{line.share:.1%}"
-            table.add_row(line.name, f"{line.calls:,}", *numbers)
-        console(sys.stderr).print(table)
+        rows = [
+            (
+                line.name,
+                f"{line.calls:,}",
+                f"{line.seconds:.2f}",
+                f"{line.microseconds_per_call:.0f}",
+                f"{line.share:.1%}",
+            )
+            for line in self.lines()
+        ]
+        columns = ("part", "calls", "seconds", "us per call", "share")
+        console(sys.stderr).print(table(columns, rows, title="where the time went", right=True))
 
     def _clock(self, owner: Any, method: str, name: str, wait: bool = False) -> None:
         function: Callable[..., Any] = getattr(owner, method)
