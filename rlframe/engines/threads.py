@@ -74,9 +74,6 @@ class ThreadsEngine(Engine):
 
     def run(self, watch: Watch | None = None) -> int | None:
         """See `Engine`; `watch` gets this one process."""
-        decides = deciding_group(self.groups)
-        failure: ProgramError | None = None
-        is_complete, patience = False, _JOIN_WITHIN
         if watch is not None:
             watch(False, [node_status("launcher", 0, os.getpid())])
         # They do not hold up the end of the process: after a second Ctrl-C some may still be at work.
@@ -84,53 +81,54 @@ class ThreadsEngine(Engine):
             threading.Thread(target=self._run, args=node, name=f"rlframe {node[0]}", daemon=True)
             for node in self._nodes
         ]
+        end: tuple[str, BaseException | None] | None = None
+        patience = _JOIN_WITHIN
         with StopSignal(self._quiet) as stop:
             try:
                 for thread in threads:
                     thread.start()
-                while stop.number is None:
-                    try:
-                        group, error = self._ended.get(0.1)
-                    except queue.Empty:
-                        continue
-                    if error is not None:
-                        failure = _failed(group, "failed", error)
-                    is_complete = error is None and group == decides
-                    if failure is not None or is_complete:
-                        break
+                end = self._wait_for_end(stop)
             except KeyboardInterrupt:  # a second Ctrl-C already
                 patience = 0.0
             finally:
-                with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C
-                    for _, node in self._nodes:
-                        node.stop()
-                    for thread in filter(threading.Thread.is_alive, threads):
-                        thread.join(patience)
-                unsaved = self._how_others_ended(threads)
-                with contextlib.suppress(KeyboardInterrupt):
-                    self._close()
-        failure = failure or (None if is_complete else unsaved)
-        if failure is not None:
-            raise failure
+                unsaved = self._end(threads, patience)
+        if end is not None and end[1] is not None:
+            raise _failed(end[0], "failed", end[1])
+        if end is None and unsaved is not None:
+            raise unsaved
         return stop.number
 
-    def _how_others_ended(self, threads: list[threading.Thread]) -> ProgramError | None:
-        """Warn of nodes that failed while the program ended; return the error of a node that had to save."""
-        unsaved: ProgramError | None = None
+    def _wait_for_end(self, stop: StopSignal) -> tuple[str, BaseException | None] | None:
+        """Return the end that ends the program, of the deciding node or with an error; None: a signal came first."""
+        decides = deciding_group(self.groups)
+        while stop.number is None:
+            with contextlib.suppress(queue.Empty):
+                group, error = self._ended.get(0.1)
+                if error is not None or group == decides:
+                    return group, error
+        return None
+
+    def _end(self, threads: list[threading.Thread], patience: float) -> ProgramError | None:
+        """End the nodes within `patience` seconds each, and close them. Return the error of a node that had to save."""
+        with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C
+            for _, node in self._nodes:
+                node.stop()
+            for thread in filter(threading.Thread.is_alive, threads):
+                thread.join(patience)
         for (group, _), thread in zip(self._nodes, threads):
             if thread.is_alive():
                 self._ended.put((group, TimeoutError("it had not ended when it was no longer waited for")))
-        while True:
-            try:
+        unsaved: ProgramError | None = None
+        with contextlib.suppress(queue.Empty):
+            while True:
                 group, error = self._ended.get(0.0)
-            except queue.Empty:
-                return unsaved
-            if error is None:
-                continue
-            failed = _failed(group, "failed while the program ended", error)
-            _log.warning("%s", failed)
-            if group in SAVING_GROUPS:
-                unsaved = failed
+                if error is not None:
+                    failed = _failed(group, "failed while the program ended", error)
+                    _log.warning("%s", failed)
+                    unsaved = failed if group in SAVING_GROUPS else unsaved
+        with contextlib.suppress(KeyboardInterrupt):
+            self._close()
+        return unsaved
 
     def _run(self, group: str, node: Any) -> None:
         error: BaseException | None = None
