@@ -10,7 +10,7 @@ An agent holds no parameters. An `Inferencer` calls how it acts, a `Learner` how
 4. `learner_step(params, learner_state, batch)` returns new parameters, the next state, and logs. It differentiates
    `loss`, whose terms are in losses.py and returns.py (GAE).
 
-Base classes: `ActorCritic` (PPO, IMPALA), `MinibatchAgent` (PPO, PQN), `TargetNetworkAgent` (DQN, R2D2) and
+Base classes: `ActorCritic` (PPO, IMPALA), `MinibatchAgent` (PPO, PQN), `QLearning` (DQN, PQN, R2D2) and
 `TwinCriticAgent` (SAC, TD3). `Normalized` is an agent around an agent.
 """
 

@@ -11,19 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rlframe.agents.base import NetFactory, PolicyFactory
 from rlframe.agents.dqn_heads import Expectation, ReturnHead
-from rlframe.agents.net_factory import build_network, default_config, only_output
-from rlframe.agents.networks import MLPConfig, NatureCNNConfig, action_values
-from rlframe.agents.off_policy import (
-    TargetNetworkAgent,
-    TargetState,
-    check_replay_size,
-    importance_weights,
-    replay_spec,
-)
+from rlframe.agents.net_factory import only_output
+from rlframe.agents.networks import MLPConfig, NatureCNNConfig
+from rlframe.agents.off_policy import check_replay_size, importance_weights, replay_spec
 from rlframe.agents.optimizers import clipped, interpolated, learning_rate_schedule
-from rlframe.agents.policies import epsilon_greedy, num_discrete
+from rlframe.agents.q_learning import ActorParams, TargetNetworkAgent, TargetState, epsilon_greedy
 from rlframe.agents.trees import check_shapes
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import (
@@ -97,13 +90,6 @@ class DQNConfig:
         check_replay_size(self)
 
 
-class ActorParams(NamedTuple):
-    """What a DQN actor acts by."""
-
-    params: Params  # of the network
-    epsilon: Any  # [] float32
-
-
 class Repetition(NamedTuple):
     """The state of an actor that repeats its random actions."""
 
@@ -117,26 +103,18 @@ _MAX_DURATION = 1_000  # longer ones would have a chance of 0.0006, at the expon
 class DQN(TargetNetworkAgent):
     """Q-learning with a target network and replay, for discrete actions.
 
-    A network's `apply` gives `[B, A N]`: for each action the N numbers that the head needs (1 of `Expectation`), those
-    of the first action first. A noisy network has `sample(rng, params)`, which draws parameters.
+    A network's `apply` gives `[B, A N]`: for each action the N numbers that the head needs (1 of `Expectation`). A
+    noisy network has `sample(rng, params)`, which draws parameters.
     """
 
     config_cls = DQNConfig
     networks = (MLPConfig(activation="relu", orthogonal=False), NatureCNNConfig(orthogonal=False))
+    may_be_noisy = True
 
-    def __init__(
-        self,
-        cfg: DQNConfig,
-        observation_spec: Tree,
-        action_spec: Tree,
-        net_factory: NetFactory | None = None,
-        policy_factory: PolicyFactory | None = None,
-    ) -> None:
-        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
-        self._num_actions = num_discrete(self.type_name, action_spec)
-        factory = net_factory or default_config(self.networks, observation_spec)
-        heads = (action_values(self._num_actions, cfg.head.size),)
-        self.network = build_network(factory, observation_spec, action_spec, heads, may_be_noisy=True)
+    @property
+    def outputs_per_action(self) -> int:
+        """The numbers that the head needs."""
+        return self.cfg.head.size
 
     # Acting
 
@@ -144,7 +122,7 @@ class DQN(TargetNetworkAgent):
         self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
         noisy_params = self._sample(jax.random.fold_in(rng, 2), params.params)
-        greedy = self._greedy(noisy_params, timestep.observation)
+        greedy = self.greedy(self._values(noisy_params, timestep.observation))
         chosen, explores = epsilon_greedy(rng, greedy, params.epsilon, self._num_actions)
         if self.cfg.exploration_duration_exponent is None:
             return AgentOutput(chosen, {}), state
@@ -169,7 +147,7 @@ class DQN(TargetNetworkAgent):
     def eval_step(
         self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        return AgentOutput(self._greedy(params.params, timestep.observation), {}), state
+        return AgentOutput(self.greedy(self._values(params.params, timestep.observation)), {}), state
 
     def actor_params(self, params: Params, learner_state: TargetState) -> ActorParams:
         cfg = self.cfg
@@ -232,10 +210,9 @@ class DQN(TargetNetworkAgent):
         sample = getattr(self.network, "sample", None)
         return params if sample is None else sample(rng, params)
 
-    def _greedy(self, params: Params, observation: Tree) -> jax.Array:
-        """[B]: the actions of the highest values."""
-        values = self.cfg.head.values(self._outputs(params, observation))
-        return jnp.argmax(values, axis=-1).astype(self.action_spec.dtype)
+    def _values(self, params: Params, observation: Tree) -> jax.Array:
+        """[B, A]"""
+        return self.cfg.head.values(self._outputs(params, observation))
 
 
 def munchausen_bonus(target_values: jax.Array, action: jax.Array, cfg: DQNConfig) -> jax.Array:

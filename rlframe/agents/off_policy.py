@@ -1,17 +1,15 @@
-"""What agents share that learn from a replay: its size, priorities and weights, and a target network."""
+"""What agents share that learn from a replay: its size, its priorities, and the weights that correct for them."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from rlframe.agents.base import Agent
 from rlframe.agents.trees import check_shapes
 from rlframe.errors import UsageError
-from rlframe.types import Params, ReplaySpec, Sequence, Transition
+from rlframe.types import ReplaySpec, Sequence, Transition
 
 
 def check_replay_size(cfg: Any) -> None:
@@ -66,29 +64,3 @@ def sequence_priorities(errors: jax.Array, mask: jax.Array, max_share: float) ->
     sizes = jnp.abs(errors) * mask
     means = jnp.sum(sizes, axis=0) / jnp.maximum(jnp.sum(mask, axis=0), 1.0)
     return max_share * jnp.max(sizes, axis=0) + (1.0 - max_share) * means
-
-
-class TargetState(NamedTuple):
-    """A `LearnerState`, with the target network's parameters."""
-
-    opt_state: Any
-    steps: Any
-    rng: Any
-    target_params: Params
-
-
-class TargetNetworkAgent(Agent):
-    """Base of agents that learn action values with a target network: a copy, every `target_update_period` updates."""
-
-    takes_policy = False
-
-    def initial_learner_state(self, params: Params) -> TargetState:
-        opt_state, steps, rng = super().initial_learner_state(params)
-        return TargetState(opt_state, steps, rng, target_params=params)
-
-    def update_learner_state(self, params: Params, opt_state: Any, learner_state: TargetState) -> TargetState:
-        learner_state = super().update_learner_state(params, opt_state, learner_state)
-        target = optax.periodic_update(
-            params, learner_state.target_params, learner_state.steps, self.cfg.target_update_period
-        )
-        return learner_state._replace(target_params=target)

@@ -209,17 +209,6 @@ class SquashedGaussian(ClippedGaussian):
         return mean, jnp.clip(log_std, *self._bounds)
 
 
-def epsilon_greedy(
-    rng: jax.Array, greedy: jax.Array, epsilon: jax.Array, num_actions: int
-) -> tuple[jax.Array, jax.Array]:
-    """Actions `[B]`: those of `greedy`, or with the chance `epsilon` ([] or [B]) any of `num_actions`; which are so."""
-    # One number decides both: given that it is below epsilon, it is uniform there.
-    draw = jax.random.uniform(rng, greedy.shape)
-    random = jnp.minimum(draw / epsilon * num_actions, num_actions - 1).astype(greedy.dtype)
-    explores = draw < epsilon
-    return jnp.where(explores, random, greedy), explores
-
-
 def default_policy(action_spec: Tree) -> Policy:
     """The distribution for an action spec: Discrete, a MultiDiscrete of one axis, or a box of floats.
 
@@ -244,15 +233,6 @@ def default_policy(action_spec: Tree) -> Policy:
         f"No policy for the action spec {action_spec!r}: expected Discrete, a MultiDiscrete of one axis (with "
         "`start=` for numbers that do not begin at 0), or a Box of floats. For others give a policy_factory."
     )
-
-
-def num_discrete(owner: str, action_spec: Tree) -> int:
-    """Return the number of actions. Raise UsageError unless they are Discrete."""
-    if not isinstance(action_spec, specs.DiscreteArray):
-        raise UsageError(
-            f"{owner} needs Discrete actions, got the action spec {action_spec!r}. Use SAC, PPO or IMPALA."
-        )
-    return action_spec.num_values
 
 
 def check_bounds(owner: str, action_spec: Tree) -> None:

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import optax
 
 from rlframe.agents import losses
-from rlframe.agents.base import LearnerState, NetFactory, PolicyFactory
-from rlframe.agents.dqn import ActorParams
+from rlframe.agents.base import LearnerState
 from rlframe.agents.minibatches import MinibatchAgent
-from rlframe.agents.net_factory import build_network, default_config, only_output
-from rlframe.agents.networks import MLPConfig, NatureCNNConfig, action_values
+from rlframe.agents.net_factory import only_output
+from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.optimizers import clipped, interpolated
-from rlframe.agents.policies import epsilon_greedy, num_discrete
+from rlframe.agents.q_learning import ActorParams, QLearning, epsilon_greedy
 from rlframe.agents.returns import q_lambda_returns
 from rlframe.agents.trees import as_rows
 from rlframe.errors import check_above, check_at_least, check_share
@@ -69,7 +68,7 @@ class QRollout(NamedTuple):
     mask: jax.Array  # 0 where the environment ignored the action
 
 
-class PQN(MinibatchAgent):
+class PQN(QLearning, MinibatchAgent):
     """Q-learning by lambda-returns of fresh unrolls, for discrete actions.
 
     A network's `apply` gives action values `[B, A]`. It should normalise its layers (`layer_norm`): that is what keeps
@@ -77,40 +76,24 @@ class PQN(MinibatchAgent):
     """
 
     config_cls = PQNConfig
-    takes_policy = False
     networks = (
         MLPConfig((128, 128), "relu", orthogonal=False, layer_norm=True),
         NatureCNNConfig(orthogonal=False, layer_norm=True),
     )
-
-    def __init__(
-        self,
-        cfg: PQNConfig,
-        observation_spec: Tree,
-        action_spec: Tree,
-        net_factory: NetFactory | None = None,
-        policy_factory: PolicyFactory | None = None,
-    ) -> None:
-        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
-        self._num_actions = num_discrete(self.type_name, action_spec)
-        factory = net_factory or default_config(self.networks, observation_spec)
-        self.network = build_network(factory, observation_spec, action_spec, (action_values(self._num_actions),))
 
     # Acting
 
     def actor_step(
         self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        values = self._acting_values(params, timestep)
-        greedy = jnp.argmax(values, axis=-1).astype(self.action_spec.dtype)
-        action, _ = epsilon_greedy(rng, greedy, params.epsilon, self._num_actions)
+        values = self._values(params.params, timestep.observation)
+        action, _ = epsilon_greedy(rng, self.greedy(values), params.epsilon, self._num_actions)
         return AgentOutput(action, {"value": jnp.max(values, axis=-1)}), state
 
     def eval_step(
         self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        values = self._acting_values(params, timestep)
-        return AgentOutput(jnp.argmax(values, axis=-1).astype(self.action_spec.dtype), {}), state
+        return AgentOutput(self.greedy(self._values(params.params, timestep.observation)), {}), state
 
     def actor_params(self, params: Params, learner_state: LearnerState) -> ActorParams:
         cfg = self.cfg
@@ -148,9 +131,6 @@ class PQN(MinibatchAgent):
         errors = rows.target - chosen
         mean = functools.partial(losses.masked_mean, mask=rows.mask)
         return mean(losses.huber(errors, None)), {"value": mean(chosen), "td_error": mean(jnp.abs(errors))}
-
-    def _acting_values(self, params: ActorParams, timestep: TimeStep) -> jax.Array:
-        return self._values(params.params, timestep.observation)
 
     def _values(self, params: Params, observation: Tree) -> jax.Array:
         """[B, A]"""

@@ -11,20 +11,12 @@ import numpy as np
 import optax
 
 from rlframe.agents import losses
-from rlframe.agents.base import NetFactory, PolicyFactory
-from rlframe.agents.net_factory import build_network, only_output
-from rlframe.agents.networks import MLPConfig, NatureCNNConfig, action_values, has_images
-from rlframe.agents.off_policy import (
-    TargetNetworkAgent,
-    TargetState,
-    check_replay_size,
-    importance_weights,
-    replay_spec,
-    sequence_priorities,
-)
+from rlframe.agents.net_factory import only_output
+from rlframe.agents.networks import MLPConfig, NatureCNNConfig, has_images
+from rlframe.agents.off_policy import check_replay_size, importance_weights, replay_spec, sequence_priorities
 from rlframe.agents.optimizers import clipped, learning_rate_schedule
-from rlframe.agents.policies import epsilon_greedy, num_discrete
-from rlframe.agents.recurrent import Core, GRUConfig, LSTMConfig
+from rlframe.agents.q_learning import TargetNetworkAgent, TargetState, epsilon_greedy
+from rlframe.agents.recurrent import GRUConfig, LSTMConfig
 from rlframe.agents.returns import n_step_returns, rescale, unscale
 from rlframe.agents.trees import time_first
 from rlframe.errors import check_above, check_at_least, check_share
@@ -104,21 +96,13 @@ class R2D2(TargetNetworkAgent):
         NatureCNNConfig(orthogonal=False, dueling=True),
     )
 
-    def __init__(
-        self,
-        cfg: R2D2Config,
-        observation_spec: Tree,
-        action_spec: Tree,
-        net_factory: NetFactory | None = None,
-        policy_factory: PolicyFactory | None = None,
-    ) -> None:
-        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
-        self._num_actions = num_discrete(self.type_name, action_spec)
+    may_recur = True
+
+    @property
+    def default_network(self) -> Any:
+        """The paper's for images, a small one for vectors."""
         paper = LSTMConfig((), 512, "relu", orthogonal=False, dueling=True)
-        factory = net_factory or (paper if has_images(observation_spec) else self.networks[0])
-        heads = (action_values(self._num_actions),)
-        self.network = build_network(factory, observation_spec, action_spec, heads, may_recur=True)
-        self._core = Core(self.network)
+        return paper if has_images(self.observation_spec) else self.networks[0]
 
     # Acting
 
@@ -137,8 +121,7 @@ class R2D2(TargetNetworkAgent):
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: Explorer
     ) -> tuple[AgentOutput, AgentState]:
         outputs, core = self._core.step(params, timestep.observation, state.core)
-        action = jnp.argmax(only_output(outputs), axis=-1).astype(self.action_spec.dtype)
-        return AgentOutput(action, {}), Explorer(core, state.epsilon)
+        return AgentOutput(self.greedy(only_output(outputs)), {}), Explorer(core, state.epsilon)
 
     # Learning
 

@@ -1,7 +1,7 @@
 """Inferencers hold a copy of the parameters and answer timesteps with actions.
 
-Alone, in an actor's process: `Inferencer.inference(env_ids, timestep, state)` fetches newer parameters (`Refresher`, in
-refreshing.py), and makes one jitted call of `Agent.actor_step`.
+Alone, in an actor's process: `Inferencer.inference(env_ids, timestep, state)` fetches newer parameters (`Refresher` of
+`rlframe.params`), and makes one jitted call of `Agent.actor_step`.
 
 As a service (`run()`), for actors in other processes of the machine:
 

@@ -16,12 +16,11 @@ from rlframe import compilation, handles
 from rlframe.agents.base import Agent
 from rlframe.errors import UnavailableError, UsageError, check_above, check_at_least
 from rlframe.inferencers.batching import TIMEOUT, Batcher
-from rlframe.inferencers.refreshing import Refresher
 from rlframe.inferencers.shared_calls import CallReader
 from rlframe.interprocess.memory import Name
 from rlframe.interprocess.progress import COMPUTING
 from rlframe.params.packing import PackedParams, Packing
-from rlframe.params.source import ParamSource
+from rlframe.params.source import ParamSource, Refresher
 from rlframe.types import ENVS_PER_RANK, AgentOutput, AgentSpecs, AgentState, TimeStep, Tree
 
 _log = logging.getLogger(__name__)

@@ -9,10 +9,11 @@ import optax
 import pytest
 
 from rlframe.agents import DQN, DQNConfig
-from rlframe.agents.dqn import ActorParams, Repetition, munchausen_bonus, soft_value
+from rlframe.agents.dqn import Repetition, munchausen_bonus, soft_value
 from rlframe.agents.dqn_heads import Categories, Expectation, Quantiles
 from rlframe.agents.networks import MLPConfig
 from rlframe.agents.off_policy import importance_weights
+from rlframe.agents.q_learning import ActorParams
 from rlframe.agents.trees import zero_timestep
 from rlframe.errors import UsageError
 from rlframe.types import Transition

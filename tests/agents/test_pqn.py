@@ -10,8 +10,8 @@ import pytest
 from dm_env import specs
 
 from rlframe.agents import PQN, PQNConfig
-from rlframe.agents.dqn import ActorParams
 from rlframe.agents.networks import MLPConfig
+from rlframe.agents.q_learning import ActorParams
 from rlframe.errors import UsageError
 from rlframe.types import LAST, MID, Sequence
 from tests.agents import batches

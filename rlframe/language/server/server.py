@@ -15,10 +15,10 @@ from rlframe import handles
 from rlframe.errors import PeerError, UnavailableError, UsageError, check_above, check_at_least
 from rlframe.http.access import check_guarded, warn_of_no_token
 from rlframe.http.serving import ServerThread
-from rlframe.inferencers.refreshing import Refresher
 from rlframe.language.decoding import DecodeEngine, EngineConfig
 from rlframe.language.model import ModelConfig, transformer
 from rlframe.language.model.tokenizers import Tokenizer, load_tokenizer
+from rlframe.params.source import Refresher
 from rlframe.types import Params
 
 _log = logging.getLogger(__name__)

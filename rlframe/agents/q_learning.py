@@ -1,0 +1,105 @@
+"""What DQN, PQN and R2D2 share: values of discrete actions, of which the highest is chosen or a random one."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from rlframe.agents.base import Agent, NetFactory, PolicyFactory
+from rlframe.agents.net_factory import build_network, default_config
+from rlframe.agents.networks import action_values
+from rlframe.agents.recurrent import Core
+from rlframe.errors import UsageError
+from rlframe.types import Params, Tree, specs
+
+
+class ActorParams(NamedTuple):
+    """What an actor acts by, if all environments explore alike."""
+
+    params: Params  # of the network
+    epsilon: Any  # [] float32: chance of a random action
+
+
+def epsilon_greedy(
+    rng: jax.Array, greedy: jax.Array, epsilon: jax.Array, num_actions: int
+) -> tuple[jax.Array, jax.Array]:
+    """Actions `[B]`: those of `greedy`, or with the chance `epsilon` ([] or [B]) any of `num_actions`; which are so."""
+    # One number decides both: given that it is below epsilon, it is uniform there.
+    draw = jax.random.uniform(rng, greedy.shape)
+    random = jnp.minimum(draw / epsilon * num_actions, num_actions - 1).astype(greedy.dtype)
+    explores = draw < epsilon
+    return jnp.where(explores, random, greedy), explores
+
+
+class QLearning(Agent):
+    """Base of agents that learn the values of discrete actions.
+
+    A network's `apply` gives `[B, A N]`: for each action N numbers (`outputs_per_action`), those of the first action
+    first.
+    """
+
+    takes_policy = False
+    may_recur: ClassVar[bool] = False  # whether the network may have a state
+    may_be_noisy: ClassVar[bool] = False  # whether it may have noise
+
+    def __init__(
+        self,
+        cfg: Any,
+        observation_spec: Tree,
+        action_spec: Tree,
+        net_factory: NetFactory | None = None,
+        policy_factory: PolicyFactory | None = None,
+    ) -> None:
+        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
+        if not isinstance(action_spec, specs.DiscreteArray):
+            raise UsageError(
+                f"{self.type_name} needs Discrete actions, got the action spec {action_spec!r}. Use SAC, PPO or IMPALA."
+            )
+        self._num_actions = action_spec.num_values
+        factory = net_factory or self.default_network
+        heads = (action_values(self._num_actions, self.outputs_per_action),)
+        self.network = build_network(
+            factory, observation_spec, action_spec, heads, may_recur=self.may_recur, may_be_noisy=self.may_be_noisy
+        )
+        self._core = Core(self.network)
+
+    @property
+    def default_network(self) -> Any:
+        """The config of the network without a `net_factory`."""
+        return default_config(self.networks, self.observation_spec)
+
+    @property
+    def outputs_per_action(self) -> int:
+        """Numbers that the network gives for each action."""
+        return 1
+
+    def greedy(self, values: jax.Array) -> jax.Array:
+        """[B]: the actions of the highest values [B, A]."""
+        return jnp.argmax(values, axis=-1).astype(self.action_spec.dtype)
+
+
+class TargetState(NamedTuple):
+    """A `LearnerState`, with the target network's parameters."""
+
+    opt_state: Any
+    steps: Any
+    rng: Any
+    target_params: Params
+
+
+class TargetNetworkAgent(QLearning):
+    """Base of agents that learn action values with a target network: a copy, every `target_update_period` updates."""
+
+    def initial_learner_state(self, params: Params) -> TargetState:
+        opt_state, steps, rng = super().initial_learner_state(params)
+        return TargetState(opt_state, steps, rng, target_params=params)
+
+    def update_learner_state(self, params: Params, opt_state: Any, learner_state: TargetState) -> TargetState:
+        learner_state = super().update_learner_state(params, opt_state, learner_state)
+        target = optax.periodic_update(
+            params, learner_state.target_params, learner_state.steps, self.cfg.target_update_period
+        )
+        return learner_state._replace(target_params=target)
