@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, Union
+from typing import Any, Union
 
 from rlframe.actors import Evaluator
 from rlframe.actors.actor import env_seed
@@ -26,15 +26,6 @@ from rlframe.programs.topologies.parts import make_agent, make_pool
 from rlframe.types import Logs
 
 _log = logging.getLogger(__name__)
-
-
-class Closable(Protocol):
-    """Something with a `close()`."""
-
-    def close(self) -> None: ...
-
-
-_Closable = TypeVar("_Closable", bound=Closable)
 
 
 class Evaluations:
@@ -120,8 +111,10 @@ class Evaluations:
         return evaluator
 
 
-def most_of(make: Callable[[int], _Closable], count: int) -> tuple[_Closable, Exception | None]:
+def most_of(make: Callable[[int], Any], count: int) -> tuple[Any, Exception | None]:
     """`make(count)`, or that of the largest smaller count that does not fail, and why the first try failed.
+
+    What `make` returns has a `close()`.
 
     Raises:
         EnvError, UsageError: what `make(count)` raised; `make(1)` fails too.

@@ -50,12 +50,10 @@ class RunTarget:
 
     def events(self, since: int, timeout: float = 0.0) -> list[dict[str, Any]]:
         """Return none: nothing keeps events."""
-        del since, timeout
         return []
 
     def cancel(self, reason: str = "") -> None:
         """End the run as Ctrl-C does. Send SIGTERM once: a second one would end the run unsaved."""
-        del reason
         if not self._is_told and self.status()["job"]["state"] not in OVER:
             self._is_told = True
             os.kill(os.getpid(), signal.SIGTERM)

@@ -104,17 +104,14 @@ class TopologyConfig:
 
     def steps_before(self, experiment: Experiment) -> int:
         """Steps that rows count, and come before those that `experiment.steps` are about."""
-        del experiment
         return 0
 
     def requires(self, experiment: Experiment) -> list[str]:
         """The extras that a run needs beside those of its engine."""
-        del experiment
         return []
 
     def asked_by(self, experiment: Experiment) -> str:
         """The option by which a user asked for these extras."""
-        del experiment
         return f"--topology {self.name}"
 
 
@@ -244,7 +241,6 @@ class GameConfig(TopologyConfig):
 
     def requires(self, experiment: Experiment) -> list[str]:
         """See `TopologyConfig`."""
-        del experiment
         return ["reverb"] if self.replay_kind == "reverb" else []
 
     def asked_by(self, experiment: Experiment) -> str:

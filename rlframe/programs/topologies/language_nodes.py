@@ -228,7 +228,6 @@ class WarmUp:
 
     def end(self, by: str, evaluate: bool = True) -> None:
         """Go on to the last update, unless `evaluate` is False: what follows ends then, with weights to evaluate."""
-        del by
         if not evaluate:
             self.stop()
 

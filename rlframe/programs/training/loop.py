@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -147,17 +148,13 @@ class TrainingLoop:
     def _to_end(self) -> Logs | None:
         """Returns the evaluation; None where it was told to stop, or that none is wanted."""
         profile = self._run.profile
-        if profile is not None:
-            profile.attach(self)
         self._rows.note(self._first_step)
         try:
-            self._loop(self._run.until)
+            with contextlib.nullcontext() if profile is None else profile.measures(self):
+                self._loop(self._run.until)
         except EnvError:
             self._save_all(with_envs=False, final=True)
             raise
-        finally:
-            if profile is not None:
-                profile.stop()
         if self._stop.number is None:
             is_over = self.actor.env_steps >= self._run.until
             self._stopped_by = self._run.last_step_is if is_over else self._ending.by or "interrupt"

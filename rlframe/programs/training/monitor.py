@@ -59,7 +59,8 @@ class Monitor(abc.ABC):
         try:
             with handles.stopped_by_program(self.stop):
                 self._begin()
-                rows = self._rows = self._open_rows()
+                self._progress.try_to_save()
+                rows = self._rows = RowWriter(self._run, self.step, self._progress.counts)
                 try:
                     if (by := self._watch(rows)) is not None:
                         evaluation = self._finish(rows)
@@ -125,10 +126,6 @@ class Monitor(abc.ABC):
 
     def _evaluation_row(self, values: Logs) -> dict[str, Any]:
         return evaluation_row(values)
-
-    def _open_rows(self) -> RowWriter:
-        self._progress.try_to_save()
-        return RowWriter(self._run, self.step, self._progress.counts)
 
     def _watch(self, rows: RowWriter) -> str | None:
         """Return why the session ends, as `Result.stopped_by`; None if it was stopped first."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -41,12 +42,11 @@ class Profile:
         self._seconds: dict[str, float] = {}
         self._calls: dict[str, int] = {}
         self._compiling = 0.0
-        self._began = 0.0
         self._total = 0.0
-        self._native: NativePath | None = None  # the directory of the trace that is being written
 
-    def attach(self, loop: TrainingLoop) -> None:
-        """Time the calls between the parts of the run."""
+    @contextlib.contextmanager
+    def measures(self, loop: TrainingLoop) -> Iterator[None]:
+        """Time the calls between the parts of the run, until the context ends."""
         env = loop.pool
         self._clock(env, "step" if env.is_sync else "recv", "environment")
         if not env.is_sync:
@@ -55,19 +55,18 @@ class Profile:
         self._clock(loop.replay_buffer, "add", "replay add")
         self._clock(loop.replay_buffer, "sample", "replay sample")
         self._clock(loop.learner, "step", "learner", wait=True)
-        self._began = time.perf_counter()
+        began, native = time.perf_counter(), None
         if self._trace_dir is not None:
             os.makedirs(self._trace_dir, exist_ok=True)
-            self._native = NativePath(self._trace_dir)
-            jax.profiler.start_trace(self._native.path)
-
-    def stop(self) -> None:
-        """End the trace and the measurement."""
-        if self._native is not None:
-            jax.profiler.stop_trace()
-            self._native.close()
-            self._native = None
-        self._total = time.perf_counter() - self._began
+            native = NativePath(self._trace_dir)
+            jax.profiler.start_trace(native.path)
+        try:
+            yield
+        finally:
+            if native is not None:
+                jax.profiler.stop_trace()
+                native.close()
+            self._total = time.perf_counter() - began
 
     def lines(self) -> list[Line]:
         """Return the table, the largest part first; `rlframe` is the rest: the loop, the Actor, the logs."""
