@@ -26,6 +26,7 @@ from rlframe.interprocess.futex import Futex, fence
 from rlframe.interprocess.memory import SUPPORTED, Fields, Name, Seqlock, SharedArrays
 from rlframe.interprocess.processes import ProcessId
 from rlframe.replay import steps
+from rlframe.replay.layout import no_memory
 from rlframe.replay.steps import StepStore
 from rlframe.replay.tables import ItemTable, UniformTable
 from rlframe.replay.timeline import Index, Timeline
@@ -171,19 +172,18 @@ class Cursors(NamedTuple):
 
 
 def _fields(num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec) -> Fields:
-    word = np.dtype(np.int64)
+    word, slots = np.dtype(np.int64), num_writers * rows
     shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {
         "control": ((1 + num_writers, _WORDS), word),
         "logs": ((num_writers, 2 * rows), word),
-        "present": ((num_writers * rows,), np.dtype(bool)),
+        "present": ((slots,), np.dtype(bool)),
     }
 
     def note(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        shapes[name] = ((num_writers * rows, *shape[1:]), dtype)
-        return np.zeros(shape, dtype)
+        shapes[name] = shape, dtype
+        return no_memory(name, shape, dtype)
 
-    timeline = Timeline(1, 1)
-    StepStore(spec, step_spec, timeline, UniformTable(timeline), allocate=note)
+    StepStore(spec, step_spec, Timeline(slots, 1), UniformTable(Timeline(1, 1)), allocate=note)
     return shapes
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.replay.layout import Leaf, OutputArrays, storage
+from rlframe.replay.layout import Allocate, Leaf, OutputArrays
 from rlframe.replay.timeline import Index, Numbers, Timeline
 
 _TOGETHER = 16  # rows that are read at once: few enough for their frames to stay in the second-level cache
@@ -30,20 +30,20 @@ class FrameStore:
     Frames stay a little longer (`slack` numbers) than timesteps; a stack that needs an older one keeps it aside.
     """
 
-    def __init__(self, leaf: Leaf, timeline: Timeline, slack: int):
+    def __init__(self, leaf: Leaf, timeline: Timeline, slack: int, allocate: Allocate):
         self.leaf, self._timeline, self._slack = leaf, timeline, slack
         self._k = leaf.shape[0]
         self._rows = timeline.slots + slack
-        self._frames = storage((self._rows, *leaf.shape[1:]), leaf.dtype)
-        self._references = np.zeros((timeline.slots, self._k), np.int64)
+        self._frames = allocate(f"{leaf.name} frames", (self._rows, *leaf.shape[1:]), leaf.dtype)
+        self._references = allocate(f"{leaf.name} references", (timeline.slots, self._k), np.dtype(np.int64))
         self._aside = {0: np.zeros(leaf.shape[1:], leaf.dtype)}  # frame 0: black, which most first stacks hold
         self._next_aside, self._sweep_at = 1, 1024
         self.rows_seen = self.rows_aside = 0
 
-    @staticmethod
-    def bytes_needed(leaf: Leaf, slots: int) -> int:
-        """Bytes for `slots` rows, most of whose stacks continue."""
-        return (leaf.nbytes // leaf.shape[0] + 8 * leaf.shape[0]) * slots
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes when it is full, if most stacks continue."""
+        return self._frames.nbytes + self._references.nbytes
 
     @property
     def failing(self) -> bool:
@@ -112,7 +112,8 @@ class FrameStore:
 
     def _sweep(self) -> None:
         """Drops the frames kept aside that no slot refers to any more."""
-        used = set((-1 - self._references[self._references < 0]).tolist())
+        references = self._timeline.used(self._references)
+        used = set((-1 - references[references < 0]).tolist())
         self._aside = {i: frame for i, frame in self._aside.items() if i in used or i == 0}
         self._sweep_at = max(1024, 2 * len(self._aside))
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.replay.layout import OutputArrays, TreeLayout
-from rlframe.replay.stores import Allocate, TreeStore
+from rlframe.replay.layout import Allocate, OutputArrays, TreeLayout
+from rlframe.replay.stores import TreeStore
 from rlframe.replay.tables import ItemTable
 from rlframe.replay.timeline import Fragments, Index, Timeline
 from rlframe.types import LAST, Sequence, SequenceBatch, Step, StepSpec, Transition, TransitionBatch
@@ -38,11 +38,11 @@ class _Items:
         self._span = self._columns["span"]  # how many numbers further the item's (or the step's) end lies
         self.params_version = self._columns["params_version"]
 
-    @classmethod
-    def row_bytes(cls, spec: StepSpec) -> int:
-        """Bytes that a slot takes here."""
-        leaves = [leaf for name in cls.fields for leaf in TreeLayout(name, getattr(spec, name)).leaves]
-        return sum(leaf.nbytes for leaf in leaves) + sum(np.dtype(dtype).itemsize for dtype in cls.columns.values())
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes when it is full."""
+        columns = sum(column.nbytes for column in self._columns.values())
+        return columns + sum(tree.nbytes for tree in self._trees.values())
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What a checkpoint must hold."""

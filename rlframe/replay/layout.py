@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
@@ -110,13 +111,23 @@ def _describe(tree: Tree) -> str:
     return str(jtu.tree_map(lambda x: f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}", tree))
 
 
-def storage(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array that takes memory only as it fills, with arbitrary contents.
+# (name, shape, dtype) -> an array with a row per slot
+Allocate = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]
 
-    Not `np.zeros`: for arrays like these NumPy asks the kernel for huge pages only in `np.empty`, and gathering rows of
-    pixels at random takes a tenth less time with them.
+
+def own_memory(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Memory of this process, which it takes as the array fills.
+
+    Columns of scalars begin at 0, as shared memory does. Larger rows hold anything: for arrays like these NumPy asks
+    the kernel for huge pages only in `np.empty`, and gathering rows of pixels at random takes a tenth less time with
+    them.
     """
-    return np.empty(shape, dtype)
+    return np.empty(shape, dtype) if len(shape) > 1 else np.zeros(shape, dtype)
+
+
+def no_memory(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array to measure and not to write to: it has its shape and its `nbytes`, and one value."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 class OutputArrays:

@@ -56,7 +56,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         self._held: dict[bytes, Batch] = {}  # by their keys: of a queue, what was drawn and is not finished
         self._oldest = -1  # version: older items are dropped
         self._limiter = RateLimiter(self.spec)
-        steps.check_capacity(self.spec, self._step_spec, single_frame)
+        steps.check_fits(self.spec, self._step_spec, self.spec.capacity, 1, single_frame)
 
     # --- writing
 
@@ -236,9 +236,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         with self._lock:
             if self._store is None:
                 return dict.fromkeys(STATS, 0)
-            table, spec, slots = self._store.table, self.spec, self._store.timeline.slots
-            nbytes = steps.row_bytes(spec, self._step_spec) * slots + self._store.observations.nbytes
-            return table.stats(self._steps, self._sampled, nbytes)
+            return self._store.table.stats(self._steps, self._sampled, self._store.nbytes)
 
     def close(self) -> None:
         with self._lock:

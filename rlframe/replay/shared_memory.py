@@ -75,7 +75,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             if value < 1:
                 raise UsageError(f"SharedMemReplayBuffer's {option} must be at least 1, got {value}.")
         spec = override(agent.replay_spec, overrides)
-        steps.check_capacity(spec, agent.step_spec, False)
+        steps.check_fits(spec, agent.step_spec, spec.capacity)
         rows = block.segment_rows(spec, num_writers, max_envs)
         self._created = block.create(num_writers, rows, spec, agent.step_spec)
         name, waits = self._created.name, (timeout, in_threads, rounds_ahead, come_and_go)
@@ -232,7 +232,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         here = self._here()
         with here.lock:
             slots = sum(header[block.SLOTS] for header in here.memory.headers)
-            return here.sampler.stats(steps.bytes_needed(self.spec, self._plan.step_spec, slots, 1, False))
+            return here.sampler.stats(steps.bytes_needed(self.spec, self._plan.step_spec, slots))
 
     @property
     def closed(self) -> bool:

@@ -114,7 +114,7 @@ class SharedWriters:
         # Pages are taken as they fill: all that the segments have yet to take must be there.
         heads = [cursors.read()[0] for cursors in memory.cursors]
         left = sum(max(0, header[block.SLOTS] - head) for header, head in zip(memory.headers, heads))
-        needed = steps.bytes_needed(plan.spec, plan.step_spec, left, 1, False)
+        needed = steps.bytes_needed(plan.spec, plan.step_spec, left)
         check_memory(needed, left, "what all writers' segments have yet to take")
         self._begin(rank, num_envs)
 

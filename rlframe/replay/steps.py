@@ -15,14 +15,14 @@ import numpy as np
 
 from rlframe.errors import UsageError
 from rlframe.replay.items import Sequences, Transitions
-from rlframe.replay.layout import OutputArrays, TreeLayout, check_step, step_layouts
-from rlframe.replay.stores import Allocate, TreeStore, check_memory, observation_bytes, own_memory
+from rlframe.replay.layout import Allocate, OutputArrays, check_step, no_memory, own_memory, step_layouts
+from rlframe.replay.stores import TreeStore, check_memory
 from rlframe.replay.tables import ItemTable, PrioritisedTable, QueueTable, UniformTable
 from rlframe.replay.timeline import Fragments, Index, Timeline
 from rlframe.types import AgentSpecs, Batch, ReplaySpec, Sequence, Step, StepSpec, Transition, split_env_ids
 
 _CHUNK = 1024  # timesteps that are given up at once
-_BOOKKEEPING = 1 + 2 * 8 + 4  # bytes per slot: whether an item starts there, the table's entries, and the writer
+_IN_TABLE = 1 + 2 * 8  # bytes per slot: whether an item starts there, and the table's entries
 
 
 class StepStore:
@@ -68,9 +68,7 @@ class StepStore:
         cls, spec: ReplaySpec, step_spec: StepSpec, slots: int, chunk: int, num_envs: int, single_frame: bool | None
     ) -> StepStore:
         """Room for `slots` timesteps in this process's memory. Raises `UsageError` where it is not there."""
-        names = ", ".join(leaf.name for leaf in TreeLayout("observation", step_spec.observation).leaves)
-        size = bytes_needed(spec, step_spec, slots, num_envs, single_frame)
-        check_memory(size, slots, f"{names} and what the agent stores of each step")
+        check_fits(spec, step_spec, slots, num_envs, single_frame)
         timeline = Timeline(slots, chunk)
         table = make_table(spec.kind, timeline, spec.priority_exponent)
         return cls(spec, step_spec, timeline, table, num_envs, single_frame)
@@ -143,6 +141,11 @@ class StepStore:
     def read(self, slots: np.ndarray) -> tuple[Any, np.ndarray]:
         """Copies out the items that start in `slots` [B]: (their data, [B] the oldest version that acted in each)."""
         return self.items.assemble(slots, self.observations, self._outputs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes when it is full, with the table."""
+        return self.items.nbytes + self.observations.nbytes + self.origin.nbytes + _IN_TABLE * self.timeline.slots
 
     def forget_before(self, version: int) -> int:
         """Drops the items of a queue that a version below `version` acted in, and returns how many."""
@@ -231,22 +234,20 @@ def needed(spec: ReplaySpec, all_envs: int) -> int:
     return all_envs * ((item.n_step if isinstance(item, Transition) else item.length) + 4)
 
 
-def bytes_needed(spec: ReplaySpec, step_spec: StepSpec, slots: int, num_envs: int, single_frame: bool | None) -> int:
+def bytes_needed(
+    spec: ReplaySpec, step_spec: StepSpec, slots: int, num_envs: int = 1, single_frame: bool | None = False
+) -> int:
     """Bytes that a full buffer takes."""
-    layout = TreeLayout("observation", step_spec.observation)
-    return row_bytes(spec, step_spec) * slots + observation_bytes(layout, single_frame, slots, num_envs)
+    table = UniformTable(Timeline(1, 1))
+    return StepStore(spec, step_spec, Timeline(slots, 1), table, num_envs, single_frame, no_memory).nbytes
 
 
-def row_bytes(spec: ReplaySpec, step_spec: StepSpec) -> int:
-    """Bytes of one slot, its observation aside."""
-    kind = Transitions if isinstance(spec.item, Transition) else Sequences
-    return kind.row_bytes(step_spec) + _BOOKKEEPING
-
-
-def check_capacity(spec: ReplaySpec, step_spec: StepSpec, single_frame: bool | None) -> None:
-    """Raises `UsageError` where a buffer of `spec.capacity` timesteps does not fit into the memory that is left."""
-    size = bytes_needed(spec, step_spec, spec.capacity, 1, single_frame)
-    check_memory(size, spec.capacity, "observations and what the agent stores of each step")
+def check_fits(
+    spec: ReplaySpec, step_spec: StepSpec, slots: int, num_envs: int = 1, single_frame: bool | None = False
+) -> None:
+    """Raises `UsageError` where a buffer of `slots` timesteps does not fit into the memory that is left."""
+    size = bytes_needed(spec, step_spec, slots, num_envs, single_frame)
+    check_memory(size, slots, "observations and what the agent stores of each step")
 
 
 def check_room(spec: ReplaySpec, slots: int, chunk: int, all_envs: int) -> None:

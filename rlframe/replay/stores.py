@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import psutil
 
 from rlframe.errors import UsageError
 from rlframe.replay.frames import FrameStore, looks_stacked
-from rlframe.replay.layout import Leaf, OutputArrays, TreeLayout, storage
+from rlframe.replay.layout import Allocate, Leaf, OutputArrays, TreeLayout, own_memory
 from rlframe.replay.timeline import Index, Numbers, Timeline
 
 _CGROUPS = pathlib.Path("/sys/fs/cgroup")
@@ -22,14 +22,6 @@ _FILES = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
-# (name, shape, dtype) -> an array with a row per slot
-Allocate = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]
-
-
-def own_memory(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Memory of this process. Columns of scalars begin at 0, as shared memory does; larger rows hold anything."""
-    return storage(shape, dtype) if len(shape) > 1 else np.zeros(shape, dtype)
-
 
 class TreeStore:
     """Trees of arrays, a row per slot; frame-stacked pixels as single frames.
@@ -37,7 +29,7 @@ class TreeStore:
     Args:
         single_frame: True or False for every leaf; None: where one looks stacked, until its data shows that it is not.
         num_envs: environments of the first writer, which decides how far back a frame may lie.
-        allocate: gives the arrays of whole rows.
+        allocate: gives the arrays.
 
     Attributes:
         single: the only array, where the tree is one leaf whose rows are kept as they come.
@@ -51,13 +43,14 @@ class TreeStore:
         single_frame: bool | None = False,
         num_envs: int = 1,
     ):
-        self._layout, self._timeline, self._forced, self._num_envs = layout, timeline, single_frame, num_envs
+        self._layout, self._timeline, self._forced = layout, timeline, single_frame
         self._rows: list[np.ndarray] = []
         self._frames: dict[int, FrameStore] = {}
         for i, leaf in enumerate(layout.leaves):
-            if stores_frames(leaf, single_frame):
+            if _stores_frames(leaf, single_frame):
                 self._rows.append(np.zeros(0, leaf.dtype))
-                self._frames[i] = FrameStore(leaf, timeline, slack(leaf, num_envs))
+                slack = 4 * leaf.shape[0] * num_envs  # enough for a batch a few steps behind the others
+                self._frames[i] = FrameStore(leaf, timeline, slack, allocate)
             else:
                 self._rows.append(allocate(leaf.name, (timeline.slots, *leaf.shape), leaf.dtype))
         self.single = self._rows[0] if layout.is_leaf and not self._frames else None
@@ -112,7 +105,7 @@ class TreeStore:
             )
         slots = self._timeline.slots
         check_memory(leaf.nbytes * slots, slots, f"{leaf.name} looks like stacked frames but is none: kept whole")
-        data = storage((slots, *leaf.shape), leaf.dtype)
+        data = own_memory(leaf.name, (slots, *leaf.shape), leaf.dtype)
         for low in range(0, min(slots, self._timeline.head), 256):
             part = np.arange(low, min(low + 256, slots, self._timeline.head))
             data[part] = store.read(part, OutputArrays())
@@ -123,10 +116,7 @@ class TreeStore:
     @property
     def nbytes(self) -> int:
         """Bytes that it takes when it is full."""
-        return sum(
-            _leaf_bytes(leaf, i in self._frames, self._timeline.slots, self._num_envs)
-            for i, leaf in enumerate(self._layout.leaves)
-        )
+        return sum(data.nbytes for data in self._rows) + sum(store.nbytes for store in self._frames.values())
 
     def framed(self) -> list[str]:
         """The names of the leaves of which single frames are kept."""
@@ -160,27 +150,11 @@ class TreeStore:
             store.set_extra({key[len(prefix) :]: value for key, value in extra.items() if key.startswith(prefix)})
 
 
-def stores_frames(leaf: Leaf, single_frame: bool | None) -> bool:
+def _stores_frames(leaf: Leaf, single_frame: bool | None) -> bool:
     """Whether single frames of a leaf are kept."""
     if single_frame is None:
         return looks_stacked(leaf)
     return single_frame and len(leaf.shape) == 3 and leaf.shape[0] > 1
-
-
-def slack(leaf: Leaf, num_envs: int) -> int:
-    """How many numbers longer than timesteps frames are kept: enough for a batch a few steps behind the others."""
-    return 4 * leaf.shape[0] * num_envs
-
-
-def observation_bytes(layout: TreeLayout, single_frame: bool | None, slots: int, num_envs: int) -> int:
-    """Bytes that a `TreeStore` of observations takes when it is full."""
-    return sum(_leaf_bytes(leaf, stores_frames(leaf, single_frame), slots, num_envs) for leaf in layout.leaves)
-
-
-def _leaf_bytes(leaf: Leaf, framed: bool, slots: int, num_envs: int) -> int:
-    if not framed:
-        return leaf.nbytes * slots
-    return FrameStore.bytes_needed(leaf, slots) + slack(leaf, num_envs) * (leaf.nbytes // leaf.shape[0])
 
 
 def check_memory(needed: int, capacity: int, what: str) -> None:
