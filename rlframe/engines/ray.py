@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlframe import extras
 from rlframe.engines.base import EngineOptions, Watch
@@ -19,9 +19,6 @@ from rlframe.engines.supervision.running import GroupPolicy, SupervisedNode
 from rlframe.engines.supervision.served_node import MakeWorker, ServedEngine, ServedNode, pickle_worker
 from rlframe.errors import UsageError
 from rlframe.transport.ray import RayTransport
-
-if TYPE_CHECKING:
-    from rlframe.engines.ray_nodes.host import HostedNode
 
 # The groups whose nodes are at work all the time: each node has a CPU, if there are enough.
 _BUSY = ("actor", "inferencer", "collector")
@@ -54,13 +51,12 @@ class RayEngine(ServedEngine):
         """See `Engine`."""
         policy_of = policies(most, self._asked)
         are_bound = {role: refers_to(make, self._owned) for role, make in makers.items()}
-        cpus, gpus = self._shares(most, any(are_bound.values()))
+        shares = self._shares(most, any(are_bound.values()))
 
         def node(role: str, make: bytes, index: int, incarnation: int) -> SupervisedNode:
             name, address = f"{role}/{index}", f"{role}/{index}/{incarnation}"
             pickled = pickle_worker(self.transport, address, make, name, index, incarnation)
-            hosted = self._hosted(name, address, pickled, policy_of[role])
-            return self._cluster.place(hosted, cpus.get(role, 0.0), gpus.get(role, 0.0), are_bound[role], lambda: None)
+            return self._placed(name, address, pickled, policy_of[role], shares[role], are_bound[role], lambda: None)
 
         return {role: functools.partial(node, role, pickle_node(role, make)) for role, make in makers.items()}
 
@@ -73,34 +69,44 @@ class RayEngine(ServedEngine):
         """See `Engine`; as `rlframe.launch`."""
         with self._resources:
             supervisor = self._supervisor([], watch)
-            supervisor.add(*self._placed(supervisor.stop))
+            supervisor.add(*self._program_nodes(supervisor.stop))
             return supervisor.run()
 
-    def _placed(self, end_program: Callable[[], None]) -> Iterator[SupervisedNode]:
+    def _program_nodes(self, end_program: Callable[[], None]) -> Iterator[SupervisedNode]:
         """The nodes, and what each is to have of the cluster."""
         groups = self.groups
         policy_of = policies(groups, self._asked)
         pickled = {node.address: self._pickled(node) for nodes in self._nodes.values() for node in nodes}
-        cpus, gpus = self._shares(groups, any(bound for _, bound in pickled.values()))
+        shares = self._shares(groups, any(bound for _, bound in pickled.values()))
         for group, nodes in self._nodes.items():
             for node in nodes:
                 content, is_bound = pickled[node.address]
                 name = node.address if len(nodes) > 1 else group
-                hosted = self._hosted(name, node.address, content, policy_of[group])
-                yield self._cluster.place(hosted, cpus.get(group, 0.0), gpus.get(group, 0.0), is_bound, end_program)
+                yield self._placed(name, node.address, content, policy_of[group], shares[group], is_bound, end_program)
 
-    def _hosted(self, name: str, address: str, pickled: bytes, policy: GroupPolicy) -> HostedNode:
+    def _placed(
+        self,
+        name: str,
+        address: str,
+        pickled: bytes,
+        policy: GroupPolicy,
+        share: tuple[float, float],
+        is_bound: bool,
+        end_program: Callable[[], None],
+    ) -> SupervisedNode:
+        """Return a node with its share of the cluster: (CPUs, accelerators)."""
         from rlframe.engines.ray_nodes.host import HostedNode
 
-        return HostedNode(name, address, pickled, policy, self._cluster.token, self._asked.hang_timeout)
+        hosted = HostedNode(name, address, pickled, policy, self._cluster.token, self._asked.hang_timeout)
+        return self._cluster.place(hosted, *share, is_bound, end_program)
 
-    def _shares(self, groups: Mapping[str, int], is_bound: bool) -> tuple[dict[str, float], dict[str, float]]:
-        """(CPUs, accelerators) that each node has to itself, by group; of other groups none."""
+    def _shares(self, groups: Mapping[str, int], is_bound: bool) -> dict[str, tuple[float, float]]:
+        """Return the (CPUs, accelerators) that each node has to itself, by group."""
         busy = [group for group in groups if group in _BUSY]
         served = [group for group in groups if group in self._asked.accelerators]
         cpus = self._cluster.cpus(sum(groups[group] for group in busy), is_bound)
         gpus = self._cluster.gpus(sum(groups[group] for group in served))
-        return dict.fromkeys(busy, cpus), dict.fromkeys(served, gpus)
+        return {group: (cpus * (group in busy), gpus * (group in served)) for group in groups}
 
     def _pickled(self, node: ServedNode) -> tuple[bytes, bool]:
         """(the node, whether it shares memory with this process)."""
