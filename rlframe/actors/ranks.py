@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import inspect
 import threading
 import weakref
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 
 from rlframe import handles
 from rlframe.errors import NoMethodError, RemoteError, UsageError
+from rlframe.inferencers.base import count_positional
 from rlframe.types import Step
 
 _ONE_ARGUMENT = "add() takes 2 positional arguments but 3 were given"  # Python's words, `self` counted
@@ -74,12 +74,8 @@ class AddOnlyWriter:
 
     def __init__(self, target: Any, rank: int | None) -> None:
         self._target, self._rank, self._is_open = target, rank, True
-        self._takes_pair = False
-        if not isinstance(target, handles.Remote):
-            parameters = inspect.signature(target.add).parameters.values()
-            kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-            many = any(one.kind is one.VAR_POSITIONAL for one in parameters)
-            self._takes_pair = not many and sum(one.kind in kinds for one in parameters) == 1
+        # Of a node it is known after the first call.
+        self._takes_pair = not isinstance(target, handles.Remote) and count_positional(target.add) == 1
         with _CLAIMING:
             if id(target) not in _claims:
                 _claims[id(target)] = _Claims(target)

@@ -73,7 +73,8 @@ class MinibatchUpdates:
         if self._split is None:
             self._split = ravel_pytree(params)[1]
         state = learner_state._replace(opt_state=())
-        begin, step, end = self._pieces if self._agent.jit_learner_step else self._jitted_pieces
+        pieces = self._begin, self._step_unless_stopped, self._end
+        begin, step, end = pieces if self._agent.jit_learner_step else self._jitted_pieces
         carry, rows, indices, rng, logs = begin(params, learner_state, batch.data)
         if self._agent.jit_learner_step:
             length = self._num_epochs if indices is None else len(indices)
@@ -113,10 +114,6 @@ class MinibatchUpdates:
                 "(num_envs x unroll_length; of a recurrent network num_envs, as a row is a whole unroll). Lower "
                 "--num-minibatches, or raise --num-envs."
             )
-
-    @property
-    def _pieces(self) -> tuple[Callable[..., Any], ...]:
-        return self._begin, self._step_unless_stopped, self._end
 
     @functools.cached_property
     def _jitted_pieces(self) -> tuple[Callable[..., Any], ...]:

@@ -7,6 +7,7 @@ A network of a user's own is recurrent where it has `initial_state` as well (see
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -87,21 +88,39 @@ class Core:
         unroll = getattr(self._network, "unroll", None)
         if unroll is not None:
             return unroll(params, observation, is_first, state)
-        return self._one_by_one(params, observation, is_first, state)
-
-    def _one_by_one(
-        self, params: Params, observation: Tree, is_first: jax.Array, state: AgentState
-    ) -> tuple[Any, AgentState]:
         initial = self._network.initial_state(is_first.shape[0])
+        return scan_with_resets(
+            lambda observation, state: self._network.apply(params, observation, state),
+            observation,
+            is_first,
+            initial,
+            state,
+        )
 
-        def step(state: AgentState, inputs: tuple[Tree, jax.Array]) -> tuple[AgentState, Any]:
-            observation, first = inputs
-            outputs, state = self._network.apply(params, observation, where_first(first, initial, state))
-            return state, outputs
 
-        inputs = time_first((observation, is_first))
-        state, outputs = jax.lax.scan(step, jax.tree.map(jnp.asarray, state), inputs)
-        return time_first(outputs), state
+def scan_with_resets(
+    step: Callable[[Any, AgentState], tuple[Any, AgentState]],
+    inputs: Tree,
+    is_first: jax.Array,
+    initial: AgentState,
+    state: AgentState,
+) -> tuple[Any, AgentState]:
+    """Apply `step(inputs [B, ...], state) -> (outputs, state)` step after step. Return (outputs `[B, T, ...]`, state).
+
+    Args:
+        step: of a network.
+        inputs: `[B, T, ...]`.
+        is_first: `[B, T]` bool; where it is, `initial` takes the place of the state.
+        initial, state: `[B, ...]`.
+    """
+
+    def reset_and_step(state: AgentState, now: tuple[Any, jax.Array]) -> tuple[AgentState, Any]:
+        outputs, state = step(now[0], where_first(now[1], initial, state))
+        return state, outputs
+
+    state = jax.tree.map(jnp.asarray, state)
+    state, outputs = jax.lax.scan(reset_and_step, state, time_first((inputs, is_first)))
+    return time_first(outputs), state
 
 
 def where_first(first: jax.Array, initial: AgentState, state: AgentState) -> AgentState:
@@ -150,10 +169,11 @@ class _RecurrentConfig:
             shape = (self.size, self._gates * self.size)
             weights = hk.get_parameter("core_weights", shape, init=initial_weights(self, 1.0))
             if is_first is None:
-                state = self._cell(weights, inputs, state)
-                core = self._output(state)
+                core, state = self._step(weights, inputs, state)
             else:
-                core, state = self._scan(weights, inputs.reshape(*lead, -1), is_first, state)
+                step = functools.partial(self._step, weights)
+                initial = self.initial_state(lead[0])
+                core, state = scan_with_resets(step, inputs.reshape(*lead, -1), is_first, initial, state)
                 core = core.reshape(-1, self.size)
             outputs = []
             for i, head in enumerate(parts):
@@ -179,20 +199,10 @@ class _RecurrentConfig:
         """Zeros `[batch_size, size]`."""
         return np.zeros((batch_size, self.size), np.float32)
 
-    def _scan(
-        self, weights: jax.Array, inputs: jax.Array, is_first: jax.Array, state: AgentState
-    ) -> tuple[jax.Array, AgentState]:
-        """The core's outputs [B, T, size]; `inputs` [B, T, gates * size] are what the features give its gates."""
-        initial = self.initial_state(inputs.shape[0])
-
-        def step(state: AgentState, now: tuple[jax.Array, jax.Array]) -> tuple[AgentState, jax.Array]:
-            state = self._cell(weights, now[0], where_first(now[1], initial, state))
-            return state, self._output(state)
-
-        state, outputs = jax.lax.scan(
-            step, jax.tree.map(jnp.asarray, state), (time_first(inputs), time_first(is_first))
-        )
-        return time_first(outputs), state
+    def _step(self, weights: jax.Array, inputs: jax.Array, state: AgentState) -> tuple[jax.Array, AgentState]:
+        """(output [B, size], state after) of inputs [B, gates * size]."""
+        state = self._cell(weights, inputs, state)
+        return self._output(state), state
 
     def _cell(self, weights: jax.Array, inputs: jax.Array, state: AgentState) -> AgentState:
         """The state after a step: inputs [B, gates * size], weights [size, gates * size]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any, Protocol
 
 import numpy as np
@@ -52,6 +53,14 @@ def as_inference(target: Any) -> Any:
     return StatelessInference(target)
 
 
+def count_positional(function: Any) -> float:
+    """Return how many positional arguments a function takes; infinity if any number."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        return math.inf
+    return sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters)
+
+
 class StatelessInference:
     """An `Inference` without recurrent state, of an object that has `inference` alone.
 
@@ -63,9 +72,7 @@ class StatelessInference:
         self._target = target
         self._takes_state = False
         if not isinstance(target, handles.Remote):
-            parameters = inspect.signature(target.inference).parameters.values()
-            positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-            self._takes_state = len(positional) > 2
+            self._takes_state = 2 < count_positional(target.inference) < math.inf
 
     def inference(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> tuple[AgentOutput, AgentState]:
         """See `Inference`. Its version is -1 where the object says none."""
