@@ -11,10 +11,10 @@ import argparse
 import heapq
 import itertools
 import json
+import queue
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -69,7 +69,7 @@ class Workers:
         """To the worker of this name."""
         return Connection(self, address)
 
-    def call(self, worker_id: str, method: str, args: tuple[Any, ...], answer: Answer) -> None:
+    def call(self, worker_id: str, method: str, args: tuple[Any, ...], answer: queue.SimpleQueue) -> None:
         """Takes a call, which is answered in a while."""
         now = time.perf_counter()
         answered_at = self._answered_at.pop(worker_id, None) if method == "get_data" else None
@@ -92,7 +92,7 @@ class Workers:
             self.answers += 1
             if method == "get_data":
                 self._answered_at[worker_id] = time.perf_counter()
-            answer.give(reply)
+            answer.put(reply)
 
     def _reply(self, worker_id: str, method: str, header: Header | None = None, request: Any = None) -> WorkerReply:
         if header is None:
@@ -123,35 +123,11 @@ class Connection:
     def __init__(self, workers: Workers, worker_id: str) -> None:
         self._workers, self._worker_id = workers, worker_id
 
-    def submit(self, method: str, /, *args: Any) -> Answer:
-        """Calls it, once somebody waits for the answer."""
-        return Answer(self._workers, self._worker_id, method, args)
-
-
-class Answer:
-    """A future that costs next to nothing: what is measured is the coordinator."""
-
-    def __init__(self, workers: Workers, worker_id: str, method: str, args: tuple[Any, ...]) -> None:
-        self._call = workers, worker_id, method, args
-
-    def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
-        """Makes the call."""
-        self._callback = callback
-        workers, *call = self._call
-        workers.call(*call, self)
-
-    def give(self, reply: WorkerReply) -> None:
-        """The worker answers."""
-        self._reply = reply
-        self._callback(self)
-
-    def done(self) -> bool:
-        """It is only given to who waits for it once it is."""
-        return True
-
-    def result(self) -> WorkerReply:
-        """What the worker answered."""
-        return self._reply
+    def call(self, method: str, /, *args: Any) -> WorkerReply:
+        """Calls it, and waits for the answer."""
+        answer: queue.SimpleQueue[WorkerReply] = queue.SimpleQueue()
+        self._workers.call(self._worker_id, method, args, answer)
+        return answer.get()
 
 
 class Operator:

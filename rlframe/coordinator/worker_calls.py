@@ -1,18 +1,20 @@
-"""Call workers by the operator's transport, now or after a while. No call waits."""
+"""Call workers by the operator's transport, now or after a while. Each call waits in a thread of its own."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import heapq
 import itertools
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.messages import Failed, WorkerKey, WorkerReply
 from rlframe.errors import UnavailableError
-from rlframe.transport import Client, Future, Transport
+from rlframe.transport import Client, Transport
+
+_MOST = 1000  # calls under way; each ends within `CALL_TIMEOUT`
 
 
 class WorkerCalls:
@@ -20,7 +22,7 @@ class WorkerCalls:
 
     Args:
         transport: of the workers.
-        happened: is called with `Replied` and `Unanswered`, perhaps by another thread.
+        happened: is called with `Replied` and `Unanswered`, by other threads.
     """
 
     def __init__(self, transport: Transport, happened: Callable[[Any], None]) -> None:
@@ -28,6 +30,7 @@ class WorkerCalls:
         self._clients: dict[WorkerKey, Client] = {}
         self._put_off: list[tuple[float, int, ev.Send]] = []
         self._order = itertools.count()
+        self._threads = ThreadPoolExecutor(_MOST, "rlframe worker call")
 
     def open(self, key: WorkerKey, address: str) -> None:
         """Connect to a worker."""
@@ -38,9 +41,10 @@ class WorkerCalls:
         self._clients.pop(key, None)
 
     def close(self) -> None:
-        """Drop all connections and postponed calls."""
+        """Drop all connections, and the calls that have not begun."""
         self._clients.clear()
         self._put_off.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def send(self, effect: ev.Send) -> None:
         """Call a worker, now or after `effect.delay`."""
@@ -57,34 +61,30 @@ class WorkerCalls:
         return max(self._put_off[0][0] - now, 0.0) if self._put_off else float("inf")
 
     def _call(self, effect: ev.Send) -> None:
+        client = self._clients.get(effect.key)
+        if client is None:
+            self._happened(ev.Unanswered(*effect.key, effect.method, effect.header, "there is no connection"))
+        else:
+            self._threads.submit(self._ask, client, effect)
+
+    def _ask(self, client: Client, effect: ev.Send) -> None:
         who = (*effect.key, effect.method, effect.header)
         args = effect.args if effect.header is None else (effect.header, *effect.args)
-
-        def done(future: Future) -> None:
-            try:
-                self._happened(ev.Replied(*who, reply_of(future, effect.method)))
-            except (UnavailableError, concurrent.futures.CancelledError) as error:
-                self._happened(ev.Unanswered(*who, str(error)))
-
-        client = self._clients.get(effect.key)
         try:
-            if client is None:
-                raise UnavailableError("there is no connection")
-            client.submit(effect.method, *args).add_done_callback(done)
-        except Exception as error:  # the other side is gone
+            self._happened(ev.Replied(*who, reply_of(client, effect.method, *args)))
+        except UnavailableError as error:
             self._happened(ev.Unanswered(*who, str(error)))
 
 
-def reply_of(future: Future, method: str) -> WorkerReply:
-    """Return the reply of a worker. Workers answer errors with `Failed`; an exception here is a bug of the worker.
+def reply_of(client: Client, method: str, *args: Any) -> WorkerReply:
+    """Call a worker, and return its reply. Workers answer errors with `Failed`; an exception is a bug of the worker.
 
     Raises:
         UnavailableError: there is no answer.
-        CancelledError: the same.
     """
     try:
-        reply = future.result()
-    except (UnavailableError, concurrent.futures.CancelledError):
+        reply = client.call(method, *args)
+    except UnavailableError:
         raise
     except Exception as error:
         return Failed(type(error).__name__, f"{method} raised: {error}")

@@ -21,9 +21,6 @@ class Future(Protocol):
     def result(self) -> Any:
         """Waits for the answer; raises as `Client.call`."""
 
-    def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
-        """Has `callback(future)` called when it is done, perhaps by a thread of the transport."""
-
 
 class Client(Protocol):
     """A connection to one node, made before the node serves or after. Any thread may use it.
@@ -104,7 +101,3 @@ class Derived(Generic[_Other]):
     def result(self) -> Any:
         """See `Future`."""
         return self._read(self._future)
-
-    def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
-        """See `Future`."""
-        self._future.add_done_callback(lambda _: callback(self))

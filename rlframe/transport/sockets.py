@@ -29,7 +29,6 @@ from rlframe import errors
 from rlframe.errors import NoMethodError, RemoteError, RlframeError, UnavailableError, UsageError
 from rlframe.transport import messages
 from rlframe.transport.base import CALL_TIMEOUT
-from rlframe.transport.callbacks import call_when_readable
 
 _BACKLOG = 1024  # connections that wait to be taken
 _ANSWER_WITHIN = 60  # seconds that a server gives a client to read an answer
@@ -153,14 +152,6 @@ class SocketFuture:
         if self._error is not None:
             raise self._error
         return self._value
-
-    def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
-        """See `Future`."""
-        connection = self._connection
-        if connection is None:
-            callback(self)
-        else:
-            call_when_readable(connection, self._deadline, lambda: callback(self))
 
     def _take(self, connection: socket.socket) -> None:
         try:

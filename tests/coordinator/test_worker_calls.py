@@ -50,7 +50,7 @@ def server(transport: Transport, worker: Answering) -> Iterator[Server]:
 def ping(transport: Transport, server: Server) -> Callable[[], WorkerReply]:
     """Calls the worker."""
     client = transport.connect(server.address)
-    return lambda: reply_of(client.submit("ping"), "ping")
+    return lambda: reply_of(client, "ping")
 
 
 def boom() -> None:
