@@ -1,29 +1,21 @@
-"""What trainers and environments say to the service, as coroutines (see `exchange`) that either client runs."""
+"""The calls of trainers and of environments, as coroutines (see `exchange`) that either client runs."""
 
 from __future__ import annotations
 
-import os
-import re
-import socket
-import threading
 import time
-import urllib.parse
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from rlframe import retry
-from rlframe.errors import StoppedError, UnavailableError, UsageError
-from rlframe.trajectories.client import exchange
+from rlframe.errors import UnavailableError, UsageError
 from rlframe.trajectories.client.exchange import (
     JSON,
     LONGEST_POLL,
     MSGPACK,
-    POLL,
-    HttpReply,
+    BaseClient,
     HttpRequest,
-    Lost,
     client_method,
     new_key,
     post_request,
@@ -33,78 +25,9 @@ from rlframe.trajectories.messages import EnvStatus, Info, Registered, Registere
 
 _LONGEST_WAIT = 60.0  # seconds that the service holds a request for a batch
 
-_RUN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
-
-class BaseClient:
-    """All of a client but how it sends: see `TrajectoryClient`.
-
-    Attributes:
-        url: of the service and the run.
-        consumer: whose the leased batches are.
-    """
-
-    _transport: Callable[..., Any]
-    _send: Callable[[HttpRequest, float], Awaitable[HttpReply | Lost]]  # makes one attempt, of so many seconds
-    _pause: Callable[[float], Awaitable[None]]  # for so many seconds
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        token: str | None = None,
-        run: str | None = None,
-        timeout: float = 60.0,
-        attempt_timeout: float = 30.0,
-        consumer: str | None = None,
-        compress: bool = False,
-    ) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
-            raise UsageError(f"The URL of a trajectory service is like http://HOST:PORT; got {url!r}.")
-        if run is not None and not _RUN.fullmatch(run):
-            raise UsageError(f"A run's name is 1 to 64 letters, digits, dots, dashes or underscores; got {run!r}.")
-        for name, seconds in (("timeout", timeout), ("attempt_timeout", attempt_timeout)):
-            if seconds <= 0:
-                raise UsageError(f"A client's {name} is more than 0 s; got {seconds}.")
-        self.url = url.rstrip("/") + (f"/runs/{run}" if run is not None else "")
-        self.consumer = consumer or f"{socket.gethostname()}-{os.getpid()}-{new_key()[:8]}"
-        headers = {"Accept": JSON, "Accept-Encoding": "gzip" if compress else "identity"}
-        if token is not None:
-            headers["Authorization"] = f"Bearer {token}"
-        self._compress = compress
-        self._timeout, self._attempt_timeout = timeout, attempt_timeout
-        self._stopped = threading.Event()
-        self._http = self._transport(headers=headers)
-
-    def stop(self) -> None:
-        """Nothing is sent from now on: a call ends with the answer to what was sent, or StoppedError."""
-        self._stopped.set()
-
-    def _check(self) -> None:
-        if self._stopped.is_set():
-            raise StoppedError(f"The client of {self.url} was stopped or closed.")
-
-    def _deadline(self, timeout: float | None) -> float:
-        """Seconds for a call that was given this `timeout`."""
-        return self._timeout if timeout is None else timeout
-
-    async def _exchange(self, request: HttpRequest, timeout: float | None) -> HttpReply:
-        """Send a request until it is answered."""
-        deadline = self._deadline(timeout)
-        return await exchange.exchange(self.url, request, deadline, self._attempt_timeout, self._send, self._pause)
-
-    async def _ask(self, request: HttpRequest, reply_type: type[Any], timeout: float | None) -> Any:
-        """As `_tell`; the answer as a `reply_type`."""
-        content = await self._tell(request, timeout)
-        return exchange.convert(self.url, content, reply_type)
-
-    async def _tell(self, request: HttpRequest, timeout: float | None) -> dict[str, Any]:
-        """Send a request until it is accepted."""
-        reply = await self._exchange(request, timeout)
-        return exchange.accepted(self.url, request, reply)
-
-    # A trainer
+class TrainerCalls(BaseClient):
+    """What trainers say."""
 
     @client_method
     async def register(
@@ -161,6 +84,40 @@ class BaseClient:
         return await self._ask(HttpRequest("GET", "/status"), RunStatus, timeout)
 
     @client_method
+    async def wait_for_step(self, step: int, *, wait: float = 600.0, timeout: float | None = None) -> RunStatus:
+        """Return once `current_step` is `step` or more: the trainer has pulled batch number `step`.
+
+        `current_step` counts batches from `starting_step` on. In a trainer of several ranks, rank 0 pulls; the others
+        wait for the next step, and take part in its broadcast then.
+
+        Args:
+            wait: seconds to wait for it.
+
+        Raises:
+            UsageError: the run started afresh meanwhile, so the step may never come.
+            UnavailableError: the step did not come within `wait` seconds (or as every call).
+        """
+        last = 0
+
+        def reached(status: RunStatus) -> bool:
+            nonlocal last
+            before, last = last, status.current_step
+            if last < min(before, step):
+                raise UsageError(
+                    f"{self.url}: the run started afresh while step {step} was waited for: it was at step {before}, "
+                    f"and is at step {last}. A registration with other settings does that, and so does /reset_data."
+                )
+            return last >= step
+
+        status = await self._poll(lambda: self._ask(HttpRequest("GET", "/status"), RunStatus, timeout), reached, wait)
+        if status.current_step < step:
+            raise UnavailableError(
+                f"{self.url}: step {step} did not come within {wait:g} s; the run is at step {last}, with "
+                f"{status.queue_size} groups in the queue. Does rank 0 pull batches?"
+            )
+        return status
+
+    @client_method
     async def batch(
         self,
         *,
@@ -197,8 +154,7 @@ class BaseClient:
         }
         params = {name: value for name, value in params.items() if value is not None}
         asked = HttpRequest("GET", "/batch", params, {"Accept": MSGPACK}, patience=wait)
-        reply = await self._exchange(asked, self._deadline(timeout) + wait)
-        content = exchange.accepted(self.url, asked, reply)
+        content = await self._tell(asked, timeout)
         if content.get("batch") is None:
             return None
         groups = [Group.from_item(item) for item in content["batch"]]
@@ -243,10 +199,12 @@ class BaseClient:
         content = reply.content
         if reply.status == 404 and isinstance(content, dict) and content.get("status") == "failure":
             return False
-        exchange.accepted(self.url, request, reply)
+        self._accepted(request, reply)
         return True
 
-    # An environment
+
+class EnvironmentCalls(BaseClient):
+    """What environments say."""
 
     @client_method
     async def register_env(
@@ -282,20 +240,18 @@ class BaseClient:
         }
         if resume_token is not None:
             settings["resume_token"] = resume_token
-        looks = retry.pauses(POLL, LONGEST_POLL, wait)
-        while True:
+
+        def ask() -> Any:
             # A key for each look: what is sent again because an answer was lost has the same one.
-            request = post_request("/register-env", settings, {"Idempotency-Key": new_key()})
-            content = exchange.accepted(self.url, request, await self._exchange(request, timeout))
-            if content.get("status") == "success":
-                return exchange.convert(self.url, content, RegisteredEnv)
-            pause = next(looks, None)
-            if pause is None:
-                raise UnavailableError(
-                    f"{self.url}: {desired_name!r} waited {wait:g} s to join, and the service still says "
-                    f"{content.get('status')!r}. Start the trainer, which has to ask for a batch once, or wait longer."
-                )
-            await self._pause(pause)
+            return self._tell(post_request("/register-env", settings, {"Idempotency-Key": new_key()}), timeout)
+
+        content = await self._poll(ask, lambda content: content.get("status") == "success", wait)
+        if content.get("status") != "success":
+            raise UnavailableError(
+                f"{self.url}: {desired_name!r} waited {wait:g} s to join, and the service still says "
+                f"{content.get('status')!r}. Start the trainer, which has to ask for a batch once, or wait longer."
+            )
+        return self._convert(content, RegisteredEnv)
 
     @client_method
     async def disconnect_env(self, env_id: int, *, timeout: float | None = None) -> None:
@@ -311,6 +267,31 @@ class BaseClient:
     async def env_status(self, env_id: int, *, timeout: float | None = None) -> EnvStatus:
         """How much waits, as the environment should see it."""
         return await self._ask(HttpRequest("GET", "/status-env", {"env_id": env_id}), EnvStatus, timeout)
+
+    @client_method
+    async def wait_until_wanted(
+        self, env_id: int, max_queued: int, *, wait: float = 600.0, timeout: float | None = None
+    ) -> EnvStatus:
+        """Return once the environment should start a new group: at most `max_queued` wait, and it is not to hold.
+
+        Asking is a sign of life, too. `max_queued` is in groups of this environment: so many batches as the policy may
+        run ahead of, times batch_size / group_size.
+
+        Raises:
+            UnavailableError: it still has to hold after `wait` seconds (or as every call).
+        """
+
+        def wanted(status: EnvStatus) -> bool:
+            return status.queue_size <= max_queued and not status.hold
+
+        asked = HttpRequest("GET", "/status-env", {"env_id": env_id})
+        status = await self._poll(lambda: self._ask(asked, EnvStatus, timeout), wanted, wait)
+        if not wanted(status):
+            raise UnavailableError(
+                f"{self.url}: environment {env_id} still has to hold after {wait:g} s: {status.queue_size} groups "
+                f"wait, of which it may leave {max_queued}, and hold is {status.hold}. Does the trainer run?"
+            )
+        return status
 
     @client_method
     async def post(
@@ -354,23 +335,22 @@ class BaseClient:
         if self._compress:
             body, headers["Content-Encoding"] = _compressed(body), "zstd"
         request = HttpRequest("POST", "/scored_data" if one else "/scored_data_list", {}, headers, body)
-        began, deadline = time.monotonic(), self._deadline(timeout)
+        deadline, began = self._timeout if timeout is None else timeout, time.monotonic()
+        pauses = retry.pauses(LONGEST_POLL, LONGEST_POLL, deadline, since=began)
         while True:
-            left = began + deadline - time.monotonic()
-            reply = await self._exchange(request, left)
-            content = exchange.accepted(self.url, request, reply)
-            refused, taken = content.get("refused", 0), content.get("groups_processed", 1)
-            if not refused:
+            reply = await self._exchange(request, began + deadline - time.monotonic())
+            content = self._accepted(request, reply)
+            if not (refused := content.get("refused", 0)):
                 break
-            left = began + deadline - time.monotonic()
-            if left <= 0:
+            if (pause := next(pauses, None)) is None:
                 raise UnavailableError(
                     f"{self.url}: {refused} of {len(listed)} groups were not accepted within {deadline:g} s, the "
                     f"others were; at last: {content.get('error')} Send all again with the same key, or these later."
                 )
-            await self._pause(min(LONGEST_POLL, left))  # what was taken is known by its key
+            await self._pause(pause)  # what was taken is known by its key
         size = content.get("buffer_size", content.get("last_buffer_size"))
         status = "buffered" if content.get("buffered") else str(content.get("status"))
+        taken = content.get("groups_processed", 1)
         return Posted(status, taken, size, reply.headers.get("idempotent-replayed") == "true")
 
 

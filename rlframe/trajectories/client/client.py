@@ -10,74 +10,8 @@ from typing import Any, TypeVar
 import anyio
 import httpx
 
-from rlframe import retry
-from rlframe.errors import UnavailableError, UsageError
-from rlframe.trajectories.client.calls import BaseClient
-from rlframe.trajectories.client.exchange import LONGEST_POLL, POLL, HttpReply, HttpRequest, Lost, client_method
-from rlframe.trajectories.messages import EnvStatus, RunStatus
-
-
-class WaitingClient(BaseClient):
-    """All of a client but how it sends: see `TrajectoryClient`."""
-
-    @client_method
-    async def wait_for_step(self, step: int, *, wait: float = 600.0, timeout: float | None = None) -> RunStatus:
-        """Return once `current_step` is `step` or more: the trainer has pulled batch number `step`.
-
-        `current_step` counts batches from `starting_step` on. In a trainer of several ranks, rank 0 pulls; the others
-        wait for the next step, and take part in its broadcast then.
-
-        Args:
-            wait: seconds to wait for it.
-
-        Raises:
-            UsageError: the run started afresh meanwhile, so the step may never come.
-            UnavailableError: the step did not come within `wait` seconds (or as every call).
-        """
-        looks, last = retry.pauses(POLL, LONGEST_POLL, wait), 0
-        while True:
-            status = await self._ask(HttpRequest("GET", "/status"), RunStatus, timeout)
-            at = status.current_step
-            if at >= step:
-                return status
-            if at < last:
-                raise UsageError(
-                    f"{self.url}: the run started afresh while step {step} was waited for: it was at step {last}, and "
-                    f"is at step {at}. A registration with other settings does that, and so does /reset_data."
-                )
-            pause, last = next(looks, None), at
-            if pause is None:
-                raise UnavailableError(
-                    f"{self.url}: step {step} did not come within {wait:g} s; the run is at step {at}, with "
-                    f"{status.queue_size} groups in the queue. Does rank 0 pull batches?"
-                )
-            await self._pause(pause)
-
-    @client_method
-    async def wait_until_wanted(
-        self, env_id: int, max_queued: int, *, wait: float = 600.0, timeout: float | None = None
-    ) -> EnvStatus:
-        """Return once the environment should start a new group: at most `max_queued` wait, and it is not to hold.
-
-        Asking is a sign of life, too. `max_queued` is in groups of this environment: so many batches as the policy may
-        run ahead of, times batch_size / group_size.
-
-        Raises:
-            UnavailableError: it still has to hold after `wait` seconds (or as every call).
-        """
-        looks = retry.pauses(POLL, LONGEST_POLL, wait)
-        while True:
-            status = await self._ask(HttpRequest("GET", "/status-env", {"env_id": env_id}), EnvStatus, timeout)
-            if status.queue_size <= max_queued and not status.hold:
-                return status
-            pause = next(looks, None)
-            if pause is None:
-                raise UnavailableError(
-                    f"{self.url}: environment {env_id} still has to hold after {wait:g} s: {status.queue_size} groups "
-                    f"wait, of which it may leave {max_queued}, and hold is {status.hold}. Does the trainer run?"
-                )
-            await self._pause(pause)
-
+from rlframe.trajectories.client.calls import EnvironmentCalls, TrainerCalls
+from rlframe.trajectories.client.exchange import HttpReply, HttpRequest
 
 T = TypeVar("T")
 
@@ -85,7 +19,7 @@ _CONNECT_TIMEOUT = 5.0  # seconds
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=20)
 
 
-class TrajectoryClient(WaitingClient):
+class TrajectoryClient(TrainerCalls, EnvironmentCalls):
     """A client whose calls block. Any thread may call it. Use it as a context manager, or close it.
 
     While the service cannot be reached, does not answer or says that it cannot now, a call is repeated, with pauses
@@ -132,7 +66,7 @@ class TrajectoryClient(WaitingClient):
     async def _pause(self, seconds: float) -> None:
         self._stopped.wait(seconds)
 
-    async def _send(self, request: HttpRequest, timeout: float) -> HttpReply | Lost:
+    async def _send(self, request: HttpRequest, timeout: float) -> HttpReply | str:
         self._check()
         end = time.monotonic() + timeout
         body = bytearray()
@@ -141,16 +75,16 @@ class TrajectoryClient(WaitingClient):
                 for chunk in response.iter_bytes():
                     body += chunk
                     if time.monotonic() > end:  # the transport's own timeouts are for each read
-                        return Lost(f"the answer was not complete after {timeout:g} s")
+                        return f"the answer was not complete after {timeout:g} s"
                 return HttpReply(response.status_code, response.headers, bytes(body))
         except httpx.HTTPError as error:
-            return Lost(_reason(error))
+            return _reason(error)
         except RuntimeError:  # the transport was closed by another thread
             self._check()
             raise
 
 
-class AsyncTrajectoryClient(WaitingClient):
+class AsyncTrajectoryClient(TrainerCalls, EnvironmentCalls):
     """`TrajectoryClient` for asyncio: the same arguments, calls and errors, and every call is awaited.
 
     Tasks may share it.
@@ -175,15 +109,15 @@ class AsyncTrajectoryClient(WaitingClient):
     async def _pause(self, seconds: float) -> None:
         await anyio.sleep(seconds)
 
-    async def _send(self, request: HttpRequest, timeout: float) -> HttpReply | Lost:
+    async def _send(self, request: HttpRequest, timeout: float) -> HttpReply | str:
         self._check()
         try:
             with anyio.fail_after(timeout):
                 response = await self._http.request(**_arguments(self.url, request, timeout))
         except TimeoutError:
-            return Lost(f"the answer was not complete after {timeout:g} s")
+            return f"the answer was not complete after {timeout:g} s"
         except httpx.HTTPError as error:
-            return Lost(_reason(error))
+            return _reason(error)
         except RuntimeError:  # the transport was closed by another task
             self._check()
             raise

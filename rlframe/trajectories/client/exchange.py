@@ -1,4 +1,4 @@
-"""One request until it is answered: what is sent again, when, and what comes of it. No input or output of its own.
+"""One request until it is answered: what is sent again, when, and what comes of it.
 
 Both clients run the same coroutines. In a client that blocks, what they await is done when it returns: they end at
 their first step, and nothing waits for an event loop.
@@ -7,7 +7,12 @@ their first step, and nothing waits for an event loop.
 from __future__ import annotations
 
 import functools
+import os
+import re
+import socket
+import threading
 import time
+import urllib.parse
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -16,16 +21,18 @@ from typing import Any, TypeVar
 import msgspec
 
 from rlframe import retry
-from rlframe.errors import PeerError, RemoteError, TooOldError, UnavailableError, UsageError
+from rlframe.errors import PeerError, RemoteError, StoppedError, TooOldError, UnavailableError, UsageError
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
-POLL, LONGEST_POLL = 0.1, 1.0  # seconds between two looks at whether to go on, doubled in between
+LONGEST_POLL = 1.0  # seconds between two looks at whether to go on
 
+_POLL = 0.1  # seconds before the second look, doubled up to `LONGEST_POLL`
 _NOT_NOW = (502, 503, 504)
 _PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds before the first repetition and before a late one, doubled in between
 _LEAST = 2.0  # seconds for an attempt, past the deadline where less is left: a busy service takes as long to say no
 _SHOWN = 500  # characters of an answer that nobody expected
+_RUN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 T = TypeVar("T")
 
@@ -58,13 +65,6 @@ class HttpReply:
             return self.body.decode(errors="replace")
 
 
-@dataclass(frozen=True)
-class Lost:
-    """No answer came."""
-
-    reason: str
-
-
 def client_method(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
     """Make a coroutine function a method of both clients. A `TrajectoryClient` returns the coroutine's result; with an
     `AsyncTrajectoryClient`, it is awaited."""
@@ -76,83 +76,137 @@ def client_method(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[.
     return call
 
 
-async def exchange(
-    base: str,
-    request: HttpRequest,
-    deadline: float,
-    attempt_timeout: float,
-    send: Callable[[HttpRequest, float], Awaitable[HttpReply | Lost]],
-    pause: Callable[[float], Awaitable[None]],
-) -> HttpReply:
-    """Send a request until there is an answer other than "not now".
+class BaseClient:
+    """All that calls of a client have in common: see `TrajectoryClient` for the arguments.
 
-    Args:
-        base: URL before the request's path; messages name it.
-        deadline: seconds for all attempts and the pauses between them; one attempt is made in any case, and the last
-            one has at least 2 s.
-        attempt_timeout: seconds for one attempt, beside the request's patience.
-        send: makes an attempt, of so many seconds.
-        pause: for so many seconds.
-
-    Raises:
-        UnavailableError: at the deadline the service answered that it cannot now, or it says that it will not before.
-        PeerError: at the deadline it did not answer.
+    Attributes:
+        url: of the service and the run.
+        consumer: whose the leased batches are.
     """
-    began, attempts = time.monotonic(), 0
-    # Jitter keeps clients that lost the service together from coming back together.
-    pauses = retry.pauses(_PAUSE, _LONGEST_PAUSE, deadline, since=began, jitter=0.5)
-    while True:
-        left = began + deadline - time.monotonic()
-        attempts += 1
-        answer = await send(request, min(max(left, _LEAST), attempt_timeout + request.patience))
-        if isinstance(answer, HttpReply) and answer.status not in _NOT_NOW:
-            return answer
-        left = began + deadline - time.monotonic()
-        least, grown = _retry_after(answer), next(pauses, None)
-        if grown is None or least > left:
-            waited = f"{time.monotonic() - began:.1f} s and {attempts} attempts (the deadline is {deadline:g} s)"
-            raise _failure(f"{request.method} {base}{request.path}", waited, answer)
-        await pause(min(least + grown, left))
+
+    _transport: Callable[..., Any]
+    _send: Callable[
+        [HttpRequest, float], Awaitable[HttpReply | str]
+    ]  # one attempt, of so many seconds; or why it failed
+    _pause: Callable[[float], Awaitable[None]]  # for so many seconds
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        run: str | None = None,
+        timeout: float = 60.0,
+        attempt_timeout: float = 30.0,
+        consumer: str | None = None,
+        compress: bool = False,
+    ) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
+            raise UsageError(f"The URL of a trajectory service is like http://HOST:PORT; got {url!r}.")
+        if run is not None and not _RUN.fullmatch(run):
+            raise UsageError(f"A run's name is 1 to 64 letters, digits, dots, dashes or underscores; got {run!r}.")
+        for name, seconds in (("timeout", timeout), ("attempt_timeout", attempt_timeout)):
+            if seconds <= 0:
+                raise UsageError(f"A client's {name} is more than 0 s; got {seconds}.")
+        self.url = url.rstrip("/") + (f"/runs/{run}" if run is not None else "")
+        self.consumer = consumer or f"{socket.gethostname()}-{os.getpid()}-{new_key()[:8]}"
+        headers = {"Accept": JSON, "Accept-Encoding": "gzip" if compress else "identity"}
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        self._compress = compress
+        self._timeout, self._attempt_timeout = timeout, attempt_timeout
+        self._stopped = threading.Event()
+        self._http = self._transport(headers=headers)
+
+    def stop(self) -> None:
+        """Nothing is sent from now on: a call ends with the answer to what was sent, or StoppedError."""
+        self._stopped.set()
+
+    def _check(self) -> None:
+        if self._stopped.is_set():
+            raise StoppedError(f"The client of {self.url} was stopped or closed.")
+
+    async def _exchange(self, request: HttpRequest, timeout: float | None) -> HttpReply:
+        """Send a request until there is an answer other than "not now".
+
+        Args:
+            timeout: seconds for all attempts and the pauses between them, beside the request's patience; None: the
+                client's. One attempt is made in any case, and the last one has at least 2 s.
+
+        Raises:
+            UnavailableError: at the deadline the service answered that it cannot now, or will not before.
+            PeerError: at the deadline it did not answer.
+        """
+        deadline = (self._timeout if timeout is None else timeout) + request.patience
+        began, attempts = time.monotonic(), 0
+        # Jitter keeps clients that lost the service together from coming back together.
+        pauses = retry.pauses(_PAUSE, _LONGEST_PAUSE, deadline, since=began, jitter=0.5)
+        while True:
+            left = began + deadline - time.monotonic()
+            attempts += 1
+            answer = await self._send(request, min(max(left, _LEAST), self._attempt_timeout + request.patience))
+            if isinstance(answer, HttpReply) and answer.status not in _NOT_NOW:
+                return answer
+            left = began + deadline - time.monotonic()
+            least, grown = _retry_after(answer), next(pauses, None)
+            if grown is None or least > left:
+                waited = f"{time.monotonic() - began:.1f} s and {attempts} attempts (the deadline is {deadline:g} s)"
+                raise _failure(f"{request.method} {self.url}{request.path}", waited, answer)
+            await self._pause(min(least + grown, left))
+
+    def _accepted(self, request: HttpRequest, reply: HttpReply) -> dict[str, Any]:
+        """Return the content of an answer that says yes.
+
+        Raises:
+            UsageError: the service refused the request, and would again (TooOldError: of a group).
+            UnavailableError: something has to happen first.
+            RemoteError: the service failed at it.
+            PeerError: that is no trajectory service's answer.
+        """
+        call, content = f"{request.method} {self.url}{request.path}", reply.content
+        if reply.status >= 500:
+            raise RemoteError(f"{call}: the trajectory service failed with status {reply.status}: {_told(content)}")
+        if reply.status == 409:
+            raise TooOldError(f"{call}: the trajectory service refused it: {_told(content)}")
+        if 400 <= reply.status < 500:
+            hint = " Give the client the service's token." if reply.status == 401 else ""
+            raise UsageError(f"{call}: the trajectory service refused it ({reply.status}): {_told(content)}{hint}")
+        if reply.status != 200 or not isinstance(content, dict):
+            raise PeerError(
+                f"{call}: a JSON object was expected from a trajectory service, and this came with status "
+                f"{reply.status}: {_told(content)} Is the URL right?"
+            )
+        if content.get("status") == "failure":
+            raise UsageError(f"{call}: the trajectory service refused it: {_told(content)}")
+        if content.get("status") == "error":
+            raise UnavailableError(f"{call}: the trajectory service cannot yet: {_told(content)}")
+        return content
+
+    async def _tell(self, request: HttpRequest, timeout: float | None) -> dict[str, Any]:
+        """Send a request until it is accepted."""
+        return self._accepted(request, await self._exchange(request, timeout))
+
+    async def _ask(self, request: HttpRequest, reply_type: type[Any], timeout: float | None) -> Any:
+        """As `_tell`; the answer as a `reply_type`."""
+        return self._convert(await self._tell(request, timeout), reply_type)
+
+    def _convert(self, content: Any, reply_type: type[T]) -> T:
+        """Make a dataclass of an answer; fields that it has not are left out."""
+        try:
+            return msgspec.convert(content, reply_type)
+        except msgspec.ValidationError as error:
+            raise PeerError(f"{self.url} answered something else than {reply_type.__name__}: {error}.") from None
+
+    async def _poll(self, ask: Callable[[], Awaitable[T]], enough: Callable[[T], bool], wait: float) -> T:
+        """Ask until the answer is enough, or for `wait` seconds. Return the last answer."""
+        pauses = retry.pauses(_POLL, LONGEST_POLL, wait)
+        while not enough(answer := await ask()) and (pause := next(pauses, None)) is not None:
+            await self._pause(pause)
+        return answer
 
 
-def accepted(base: str, request: HttpRequest, reply: HttpReply) -> dict[str, Any]:
-    """The content of an answer that says yes.
-
-    Raises:
-        UsageError: the service refused the request: it will not do better when sent again (TooOldError: of a group).
-        UnavailableError: something has to happen first.
-        RemoteError: the service failed at it.
-        PeerError: that is no trajectory service's answer.
-    """
-    call, content = f"{request.method} {base}{request.path}", reply.content
-    if reply.status >= 500:
-        raise RemoteError(f"{call}: the trajectory service failed with status {reply.status}: {_told(content)}")
-    if reply.status == 409:
-        raise TooOldError(f"{call}: the trajectory service refused it: {_told(content)}")
-    if 400 <= reply.status < 500:
-        hint = " Give the client the service's token." if reply.status == 401 else ""
-        raise UsageError(f"{call}: the trajectory service refused it ({reply.status}): {_told(content)}{hint}")
-    if reply.status != 200 or not isinstance(content, dict):
-        raise PeerError(
-            f"{call}: a JSON object was expected from a trajectory service, and this came with status {reply.status}: "
-            f"{_told(content)} Is the URL right?"
-        )
-    if content.get("status") == "failure":
-        raise UsageError(f"{call}: the trajectory service refused it: {_told(content)}")
-    if content.get("status") == "error":
-        raise UnavailableError(f"{call}: the trajectory service cannot yet: {_told(content)}")
-    return content
-
-
-def convert(base: str, content: Any, reply_type: type[T]) -> T:
-    """A dataclass from an answer; fields that it has not are left out. Raises `PeerError` where one is missing."""
-    try:
-        return msgspec.convert(content, reply_type)
-    except msgspec.ValidationError as error:
-        raise PeerError(f"{base} answered something else than {reply_type.__name__}: {error}.") from None
-
-
-def _retry_after(answer: HttpReply | Lost) -> float:
+def _retry_after(answer: HttpReply | str) -> float:
     """Seconds that the service asks to wait for; 0 where it does not say, or names a date."""
     try:
         return max(0.0, float(answer.headers["retry-after"])) if isinstance(answer, HttpReply) else 0.0
@@ -160,10 +214,10 @@ def _retry_after(answer: HttpReply | Lost) -> float:
         return 0.0
 
 
-def _failure(call: str, waited: str, answer: HttpReply | Lost) -> PeerError | UnavailableError:
-    if isinstance(answer, Lost):
+def _failure(call: str, waited: str, answer: HttpReply | str) -> PeerError | UnavailableError:
+    if isinstance(answer, str):
         return PeerError(
-            f"{call}: no answer after {waited}; at last: {answer.reason}. "
+            f"{call}: no answer after {waited}; at last: {answer}. "
             "Does `rlframe serve trajectories` run there, and is the URL right?"
         )
     told = _told(answer.content)
