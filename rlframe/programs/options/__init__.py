@@ -1,1 +1,10 @@
-"""Options of an experiment: fields of dataclasses, names of classes, and their JSON in `config.json`."""
+"""Options of an experiment: from what a user gives to values that `config.json` keeps.
+
+`rlframe.train("dqn", MyEnv, head="categorical", head_num_atoms=21)`, step by step:
+
+- `object_names.name_of` names the class, as `/home/me/my_env.py:MyEnv`: an `Experiment` holds names.
+  `naming.load_object` finds the class again by that name, in this process or in another one.
+- `fields.resolved` finds the option that `head_num_atoms` means: `head.num_atoms`. `fields.with_options` puts the value
+  into the agent's config, once `fields.convert` has checked it against the annotation of the field.
+- `config_file.save_experiment` writes the result by `fields.to_jsonable`, and `load_experiment` reads it.
+"""

@@ -47,7 +47,7 @@ class RunDir:
         self.result = self.path / "result.json"
         self.metrics = self.path / "metrics.jsonl"
         self.progress = self.path / "progress.json"  # of a program of several processes: what its monitor counted
-        self.status = self.path / "status.json"  # see `rlframe.programs.run_dir.status`
+        self.status = self.path / "status.json"  # see `status.py`
         self.logs = self.path / "logs"  # what each process printed: see `rlframe.engines.logs`
         self.warmup = self.path / "warmup"  # the weights that a language model's supervised steps led to
 
