@@ -27,7 +27,7 @@ _LONGEST_WAIT = 60.0  # seconds that the service holds a request for a batch
 
 
 class TrainerCalls(BaseClient):
-    """What trainers say."""
+    """The calls of trainers."""
 
     @client_method
     async def register(
@@ -204,7 +204,7 @@ class TrainerCalls(BaseClient):
 
 
 class EnvironmentCalls(BaseClient):
-    """What environments say."""
+    """The calls of environments."""
 
     @client_method
     async def register_env(

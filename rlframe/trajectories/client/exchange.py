@@ -85,9 +85,8 @@ class BaseClient:
     """
 
     _transport: Callable[..., Any]
-    _send: Callable[
-        [HttpRequest, float], Awaitable[HttpReply | str]
-    ]  # one attempt, of so many seconds; or why it failed
+    # One attempt of at most so many seconds. Returns the reason if it failed.
+    _send: Callable[[HttpRequest, float], Awaitable[HttpReply | str]]
     _pause: Callable[[float], Awaitable[None]]  # for so many seconds
 
     def __init__(
