@@ -1,4 +1,17 @@
-"""Language models: the model, the engine that decodes, the policy server, and environments. See `docs/llm.md`."""
+"""Language models: the model, the engine that decodes, the policy server, and environments. See `docs/llm.md`.
+
+How a group of scored answers comes about:
+
+1. `environments.BaseEnv.get_next_item` gives a prompt; `collect_trajectories` asks `ServerManager` for `group_size`
+   answers, by way of the OpenAI API.
+2. `server.PolicyServer` reads the request (`server/requests.py`), encodes its text (`model/tokenizers.py`) and
+   submits it to `decoding.DecodeEngine`, where it shares a batch with all others (`decoding/slots.py`).
+   `decoding/sampling.py` chooses tokens from the logits of `model/transformer.py`. `server/generation.py` makes text of
+   them, `server/replies.py` the answer, which names the version of the parameters.
+3. The environment scores the answers, makes a `ScoredDataGroup` of them (`environments/groups.py`) and sends it to the
+   trajectory service (`environments/serving.py`). `rlframe.trajectories` says how it reaches the learner.
+4. The learner publishes new parameters, which the policy server takes over between two calls of the engine.
+"""
 
 from __future__ import annotations
 

@@ -151,12 +151,7 @@ def parse(env_cls: type[BaseEnv], command: str, arguments: Sequence[str]) -> Com
 
 def _config_cls(env_cls: type[BaseEnv], command: str) -> type[CommandConfig]:
     """The options of a command, as the environment has them."""
-    classes = {
-        "serve": env_cls.get_cli_serve_config_cls,
-        "process": env_cls.get_cli_process_config_cls,
-        "evaluate": env_cls.get_cli_evaluate_config_cls,
-    }
-    return classes[command]()
+    return getattr(env_cls, f"get_cli_{command}_config_cls")()
 
 
 async def _until_signal(start: Any) -> int:

@@ -142,15 +142,12 @@ class APIServer:
         await self.openai.close()
 
     async def _completions(self, create: Callable[..., Awaitable[Any]], kwargs: dict[str, Any]) -> Any:
-        """One answer with n choices."""
+        """Return one answer with n choices."""
 
         def ask(options: dict[str, Any], timeout: float) -> Awaitable[Any]:
             return create(**options, timeout=timeout)
 
-        first, *others = await self._several(ask, lambda answer: len(answer.choices), kwargs)
-        for other in others:
-            first.choices.extend(other.choices)
-        return first
+        return merged(await self._several(ask, lambda answer: len(answer.choices), kwargs))
 
     async def _several(
         self,
@@ -319,6 +316,16 @@ class Samples:
     logprobs: list[list[float]]
     finish_reasons: list[str]
     policy_version: int | None  # the oldest that sampled a token
+
+
+def merged(answers: list[Any]) -> Any:
+    """Return the answers to parts of one request as one: the first, with the choices of all, numbered anew."""
+    first, *others = answers
+    for other in others:
+        first.choices.extend(other.choices)
+    for index, choice in enumerate(first.choices):
+        choice.index = index
+    return first
 
 
 def check_one_prompt(prompt: Any) -> None:

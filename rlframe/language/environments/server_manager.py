@@ -16,7 +16,7 @@ from typing import Any
 
 from rlframe.errors import UsageError
 from rlframe.language.environments.config import APIServerConfig, ReasoningConfig, ServerBaseline
-from rlframe.language.environments.model_server import APIServer, check_one_prompt, seeded_part
+from rlframe.language.environments.model_server import APIServer, check_one_prompt, merged, seeded_part
 from rlframe.language.model.chat_messages import plain_messages
 from rlframe.language.model.tokenizers import load_tokenizer
 from rlframe.trajectories.messages import IGNORED
@@ -211,11 +211,11 @@ class ServerManager:
 
     async def chat_completion(self, **kwargs: Any) -> Any:
         """See `APIServer.chat_completion`."""
-        return _merged(await self._divided("chat_completion", kwargs))
+        return merged(await self._divided("chat_completion", kwargs))
 
     async def completion(self, **kwargs: Any) -> Any:
         """See `APIServer.completion`."""
-        return _merged(await self._divided("completion", kwargs))
+        return merged(await self._divided("completion", kwargs))
 
     async def tokens_and_logprobs_completion(
         self, **kwargs: Any
@@ -308,12 +308,3 @@ def _slurm_nodes() -> list[str]:
     if listed.returncode:
         raise UsageError(f"`scontrol show hostnames {nodes}` failed: {listed.stderr.strip()}")
     return listed.stdout.split()
-
-
-def _merged(answers: list[Any]) -> Any:
-    first = answers[0]
-    for answer in answers[1:]:
-        first.choices.extend(answer.choices)
-    for index, choice in enumerate(first.choices):
-        choice.index = index
-    return first

@@ -8,13 +8,13 @@ from __future__ import annotations
 import uuid
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from rlframe.language.decoding.ranking import MOST_RANKED
 from rlframe.language.model.tokenizers import Tokenizer
 from rlframe.language.server.errors import RefusedError
 from rlframe.language.server.generation import AnswerPiece
-from rlframe.language.server.requests import Asked, SamplingFields, prompts_of, without_neutral
+from rlframe.language.server.requests import Asked, SamplingFields, StrictRequest, prompts_of
 
 
 class VllmPrompt(BaseModel):
@@ -81,21 +81,15 @@ class SglangSampling(SamplingFields):
     max_new_tokens: int = Field(default=128, description="of each answer")
 
 
-class SglangRequest(BaseModel):
+class SglangRequest(StrictRequest):
     """`/generate` as SGLang has it: one prompt or a list of them, as text or as `input_ids`."""
 
-    model_config = ConfigDict(extra="forbid")
     text: Union[str, list[str], None] = None
     input_ids: Union[list[int], list[list[int]], None] = None
     sampling_params: SglangSampling = Field(default_factory=SglangSampling)
     return_logprob: bool = Field(default=False, description="output_token_logprobs: (log-probability, id, text)")
     stream: Literal[False] = False
     return_text_in_logprobs: bool = Field(default=False, description="else the text is null")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _asks_for_nothing_else(cls, fields: Any) -> Any:
-        return without_neutral(fields)
 
     def asked(self, tokenizer: Tokenizer) -> Asked:
         """Return the request with texts as tokens. Raise `RefusedError` without just one of `text`, `input_ids`."""

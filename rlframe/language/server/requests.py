@@ -106,6 +106,17 @@ class Asked(NamedTuple):
     offsets: bool = False  # whether the places of tokens in the text are asked for
 
 
+class StrictRequest(BaseModel):
+    """Fields of a request. One that asks for what is not offered is refused; one that asks for nothing is left out."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asks_for_nothing_else(cls, fields: Any) -> Any:
+        return without_neutral(fields)
+
+
 class StreamOptions(BaseModel):
     """Options of a streamed answer."""
 
@@ -113,10 +124,8 @@ class StreamOptions(BaseModel):
     include_usage: bool = Field(default=False, description="a last event with the number of tokens")
 
 
-class SamplingFields(BaseModel):
+class SamplingFields(StrictRequest):
     """The fields with which every endpoint is told how to sample."""
-
-    model_config = ConfigDict(extra="forbid")
 
     n: int = Field(default=1, ge=1, description="answers to each prompt")
     temperature: float = 1.0
@@ -127,11 +136,6 @@ class SamplingFields(BaseModel):
     stop_token_ids: list[int] = []
     ignore_eos: bool = Field(default=False, description="go on after the tokenizer's end of text")
     skip_special_tokens: bool = True
-
-    @model_validator(mode="before")
-    @classmethod
-    def _asks_for_nothing_else(cls, fields: Any) -> Any:
-        return without_neutral(fields)
 
     @property
     def stops(self) -> list[str]:
