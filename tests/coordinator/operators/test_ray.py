@@ -117,12 +117,14 @@ def test_workers_are_replaced_adopted_and_ended(operator):
 
 
 def test_one_that_cannot_be_made_says_why_and_one_of_no_role_is_refused(operator):
-    owned, _ = operator
+    owned, output = operator
     operator = Driven(pickle.loads(pickle.dumps(owned)))
     operator.connect()
     operator.request("learner", 1)
     wait_until(
-        lambda: "No environment is called 'learner/0'." in operator.problems().get("learner/0", ""), seconds=200.0
+        lambda: "No environment is called 'learner/0'." in operator.problems().get("learner/0", ""),
+        lambda: f"{operator.problems()}, {output.getvalue()}",
+        seconds=200.0,
     )
     assert "failed with exit code 4. It would fail again." in operator.problems()["learner/0"]
     operator.disconnect()
