@@ -249,9 +249,7 @@ class Service:
         if self.stored_bytes + self.pending_bytes + size > self._max_bytes:
             kept = self.stored_bytes >> 20
             raise UnavailableError(f"The service keeps {kept} MB, its limit. Trainers have to take some first.")
-        left = self.store.room()
-        if left is not None and self.pending_bytes + size > left:
-            raise UnavailableError("The store's disk is full. Trainers have to take some groups, or make room on it.")
+        self.store.check_room(self.pending_bytes + size)
 
     async def changed(self, run: str, timeout: float) -> None:
         """Return when a command was applied in this run, after `timeout` seconds, or when the service ends."""

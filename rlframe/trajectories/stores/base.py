@@ -47,10 +47,11 @@ class Store(Protocol):
         """
 
     def room(self) -> int | None:
-        """Return the bytes of payloads that its disk still takes, or None if it cannot tell.
+        """Bytes of payloads that its disk still takes; None where it cannot tell."""
 
-        Records without a payload may take more: they empty the queue.
-        """
+    def check_room(self, size: int) -> None:
+        """Raise `UnavailableError` where its disk has no room for payloads of so many bytes. To records without one it
+        does not apply: they empty the queue."""
 
     def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
         """The first `limit` records at positions above `after`, whoever appended them, with these positions.
@@ -132,6 +133,9 @@ class MemoryStore:
 
     def room(self) -> None:
         return None
+
+    def check_room(self, size: int) -> None:
+        pass
 
     def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
         with self._lock:

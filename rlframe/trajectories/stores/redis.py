@@ -145,6 +145,9 @@ class RedisStore:
     def room(self) -> None:
         return None  # Redis says it when its memory is full
 
+    def check_room(self, size: int) -> None:
+        pass
+
     def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
         # The record at `after` comes too: if it is not the one that was read, the server lost what it had acknowledged.
         entries = [entry for commit in self._commits_from(after, limit) for entry in commit if entry[0] >= after]

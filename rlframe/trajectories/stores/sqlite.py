@@ -88,6 +88,9 @@ class SQLiteStore:
     def room(self) -> int:
         return self._file.room()
 
+    def check_room(self, size: int) -> None:
+        self._file.check_room(size)
+
     def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
         last = self._last  # before the query: what it finds cannot be less
         with self._reading:
