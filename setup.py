@@ -55,7 +55,7 @@ EXTRAS = {
     # Environments of language models (BaseEnv), beside `trajectories`.
     "envs": ["openai", "pyyaml"],
     "lm": ["jinja2", "safetensors", "tokenizers"],  # published weights, tokenizers and chat templates
-    "tokenizers": ["jinja2", "tokenizers"],  # with which the live page shows tokens as text
+    "tokenizers": ["tokenizers"],  # with which the live page shows tokens as text
     "sweep": ["optuna>=4"],  # the first with the journal of `rlframe sweep` where it is now
     "wandb": ["wandb"],
     "trackio": ["trackio"],

@@ -29,7 +29,7 @@ MODULES = {
     ),
     "envs": ("openai", "yaml"),
     "lm": ("jinja2", "safetensors", "tokenizers"),
-    "tokenizers": ("jinja2", "tokenizers"),
+    "tokenizers": ("tokenizers",),
     "sweep": ("optuna",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -9,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from rlframe import extras
+from rlframe.errors import UsageError
 from rlframe.trajectories.messages import IGNORED
 from rlframe.trajectories.service.wire import as_json
 
@@ -123,19 +127,33 @@ def _message(message: dict[str, Any]) -> ShownMessage:
 
 
 def load_decode(name: str | None) -> Decode | None:
-    """Return the decoder of a tokenizer, by what `load_tokenizer` takes, or None for None.
+    """Return the decoder of `byte`, of a file in the format of `tokenizer.json`, or of its folder; None for None.
 
-    Special tokens are part of the text, and so are, as numbers, ids that the tokenizer does not have.
+    Text has the special tokens, too. If the tokenizer lacks an id, all ids are shown as numbers.
+
+    Raises:
+        UsageError: the package tokenizers is missing, or the file cannot be read.
     """
     if name is None:
         return None
-    from rlframe.language.model.tokenizers import load_tokenizer  # which imports JAX
+    if name == "byte":
+        from rlframe.language.model.tokenizers import ByteTokenizer
 
-    tokenizer = load_tokenizer(name)
+        return _of_known_ids(ByteTokenizer().decode, ByteTokenizer.vocab_size)
+    path = f"{name}/tokenizer.json" if os.path.isdir(name) else name
+    with extras.needed("--tokenizer", "tokenizers"):
+        from tokenizers import Tokenizer
+    try:
+        tokenizer = Tokenizer.from_file(path)
+    except Exception as error:  # the package raises bare Exceptions
+        raise UsageError(f"The tokenizer file {path} cannot be read: {error}.") from error
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
+    return _of_known_ids(decode, tokenizer.get_vocab_size(with_added_tokens=True))
 
+
+def _of_known_ids(text_of: Callable[[list[int]], str], size: int) -> Decode:
     def decode(ids: Sequence[int]) -> str:
-        known = all(0 <= token < tokenizer.vocab_size for token in ids)
-        return tokenizer.decode(ids) if known else ids_as_text(ids)
+        return text_of(list(ids)) if all(0 <= token < size for token in ids) else ids_as_text(ids)
 
     return decode
 

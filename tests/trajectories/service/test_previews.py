@@ -116,8 +116,8 @@ def test_binary_groups_are_read_too() -> None:
 
 def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: pathlib.Path) -> None:
     assert load_decode(None) is None
-    with pytest.raises(UsageError, match="There is no tokenizer"):
+    with pytest.raises(UsageError, match="none.json cannot be read"):
         load_decode(str(tmp_path / "none.json"))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UsageError, match="tokenizer.json cannot be read"):
-        load_decode(str(tmp_path))
+    (tmp_path / "broken.json").write_text("{}")
+    with pytest.raises(UsageError, match="broken.json cannot be read"):
+        load_decode(str(tmp_path / "broken.json"))
