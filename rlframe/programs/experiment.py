@@ -165,7 +165,7 @@ def from_flat(values: dict[str, Any]) -> Experiment:
 
 
 def config_classes(agent: str, own: str | None = None) -> dict[str, type[TopologyConfig]]:
-    """The topologies for an agent, by name, with what each can be told; first the one that it has by default.
+    """Return the class of options of each topology for an agent, by name; first the agent's default topology.
 
     Args:
         agent: the agent's name.

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A session: the experiment, its agent, and the steps from its start to its end."""
+    """A session of a run, as its nodes see it: the experiment, its agent, and the steps from start to end.
+
+    A run has one session, and another one each time it is resumed.
+    """
 
     experiment: Experiment
     agent: Agent
@@ -34,7 +37,7 @@ class Run:
     resumed_at: int = 0  # environment steps of the sessions before
     quiet: bool = False  # prints nothing
     # Of a single process:
-    loggers: tuple[Logger, ...] = ()  # they are told of each row as it is written
+    loggers: tuple[Logger, ...] = ()  # get each row as it is written
     progress: Logger | None = None  # the same, and without values, a few times a second
     profile: Profile | None = None
     codec: Codec | None = None  # of the environments; None where there are none

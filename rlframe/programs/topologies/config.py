@@ -1,4 +1,4 @@
-"""What topologies can be told: a dataclass for each, made of these."""
+"""Options of topologies: a dataclass for each topology, made of the classes here."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _ABOVE_0 = [
 
 
 def configured_by(config_cls: type[TopologyConfig]) -> Callable[[Function], Function]:
-    """Says which dataclass holds what a topology can be told: a decorator of the function that wires it."""
+    """Set the dataclass of a topology's options: a decorator of the function that wires it."""
 
     def mark(function: Function) -> Function:
         function.config_cls = config_cls  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def check_limits(config: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class TopologyConfig:
-    """What every topology can be told: nothing but which one it is.
+    """Options of every topology: none but its name.
 
     Attributes:
         learns_from: the agents that it is for, by their `Agent.learns_from`.

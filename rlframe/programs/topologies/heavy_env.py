@@ -28,7 +28,7 @@ from rlframe.programs.training.game_monitor import GameMonitor
 
 @dataclasses.dataclass(frozen=True)
 class HeavyEnv(GameProgram):
-    """What heavy_env can be told."""
+    """Options of heavy_env."""
 
     name: str = "heavy_env"
 

@@ -25,7 +25,7 @@ ENV_CHECKPOINT_EVERY = 50  # learner steps between two checkpoints of environmen
 
 @dataclasses.dataclass(frozen=True)
 class Language(ProgramConfig):
-    """What it can be told."""
+    """Options of light_env with a language model."""
 
     learns_from = "trajectories"
     unit = "learner steps"

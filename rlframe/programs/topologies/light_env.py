@@ -32,7 +32,7 @@ from rlframe.programs.training.game_monitor import GameMonitor
 
 @dataclasses.dataclass(frozen=True)
 class LightEnv(GameProgram):
-    """What light_env can be told."""
+    """Options of light_env."""
 
     name: str = "light_env"
     num_inferencers: int = 1  # services, of light_env and distributed
@@ -46,7 +46,7 @@ class LightEnv(GameProgram):
 
 @dataclasses.dataclass(frozen=True)
 class Distributed(LightEnv):
-    """What distributed can be told."""
+    """Options of distributed."""
 
     replays = ("reverb", "service")
 

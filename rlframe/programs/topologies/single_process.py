@@ -1,4 +1,4 @@
-"""The topology single_process: the loop of the design document, without any call to another process."""
+"""The topology single_process: one loop that acts and learns, without calls to other processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlframe.programs.training.loop import TrainingLoop
 
 @dataclasses.dataclass(frozen=True)
 class SingleProcess(GameConfig):
-    """What single_process can be told."""
+    """Options of single_process."""
 
     replays = ("local",)
 

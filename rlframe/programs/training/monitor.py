@@ -150,7 +150,7 @@ class Monitor(abc.ABC):
                     self._write_evaluation(rows, values)
             elif evaluations_due.is_due(now):
                 self._evaluates_at = now
-                if self._try(self._begin_evaluation, final=False) is not None:
+                if not self._begins_evaluation(final=False):
                     self._evaluates_at = None
         self._look()
         self._write_row(rows)
@@ -169,9 +169,7 @@ class Monitor(abc.ABC):
             return None
         while True:
             self._evaluates_at, self._evaluation_error = self.step, None
-            values = self._try(self._begin_evaluation, final=True)
-            if values is None:
-                values = self._wait_for_evaluation(final=True)
+            values = self._wait_for_evaluation(final=True) if self._begins_evaluation(final=True) else {}
             evaluated, self._learned = self._learned, finish(self._learner, self._stop, self._hold)
             if self._learned["learner_steps"] == evaluated["learner_steps"]:
                 self._write_evaluation(rows, values)
@@ -186,8 +184,12 @@ class Monitor(abc.ABC):
                 self.step,
             )
 
+    def _begins_evaluation(self, *, final: bool) -> bool:
+        """Start an evaluation. Return False if that fails."""
+        return self._try(self._begin_evaluation, final=final) is None
+
     def _try(self, do: Callable[..., Logs | None], *, final: bool) -> Logs | None:
-        """Do something for an evaluation. If it fails, keep the reason or warn, and return {}."""
+        """Begin or poll an evaluation, and return the result. If that fails, keep the reason or warn, and return {}."""
         step = self.step if self._evaluates_at is None else self._evaluates_at
         values, problem = try_evaluation(functools.partial(do, final=final), step, final=final)
         if problem is None:
