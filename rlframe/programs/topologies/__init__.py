@@ -1,7 +1,7 @@
 """Topologies: which objects a program is made of, each wiring on a screen.
 
 A topology is a function `(engine, run)` that adds nodes to an engine (`rlframe.engines`). Its options are a
-dataclass beside it (`@configured_by(HeavyEnvConfig)`).
+dataclass beside it (`@configured_by(HeavyEnv)`).
 """
 
 from __future__ import annotations
