@@ -14,11 +14,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import NamedTuple
 
-from rlframe.interprocess.processes import ProcessId
+from rlframe.interprocess.processes import ProcessId, status_fields
 
 ENTRY = "launchpad/nodes/python/process_entry.py"  # the script that runs a node
 DATA_FILE = "job.pkl"  # the pickled nodes; Launchpad makes a temporary directory for each such file
@@ -92,14 +92,10 @@ class Guard:
         if self._launcher.pid == 1:  # of a container: it gets no signal, so it does not stop its nodes
             for node in self._others():
                 send(node.process, signal.SIGTERM)
-        end = time.monotonic() + GRACE
-        while self._launcher.is_alive and self._others() and time.monotonic() < end:
-            time.sleep(_LOOK)
+        _wait_while(lambda: self._launcher.is_alive and bool(self._others()), GRACE)
         remove_data(self._nodes)  # now: Launchpad kills this process too
         send(self._launcher, signal.SIGQUIT)  # Launchpad kills all nodes and then itself
-        end = time.monotonic() + _KILL_WITHIN
-        while self._launcher.is_alive and time.monotonic() < end:
-            time.sleep(_LOOK)
+        _wait_while(lambda: self._launcher.is_alive, _KILL_WITHIN)
         for process in (*(node.process for node in self._nodes), self._launcher):
             kill_tree(process)
 
@@ -110,9 +106,7 @@ class Guard:
             self._say("ends: its launcher died")
         for node in nodes:
             send(node.process, signal.SIGTERM)
-        end = time.monotonic() + GRACE
-        while time.monotonic() < end and any(node.process.is_alive for node in nodes):
-            time.sleep(_LOOK)
+        _wait_while(lambda: any(node.process.is_alive for node in nodes), GRACE)
         for node in nodes:
             kill_tree(node.process)
         remove_data(self._nodes)
@@ -131,14 +125,19 @@ class Guard:
         return self._report
 
     def _is_stopping_within(self, seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        while self._stopped_at is None and time.monotonic() < end:
-            time.sleep(_LOOK)
+        _wait_while(lambda: self._stopped_at is None, seconds)
         return self._stopped_at is not None
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # whoever read the output may be dead
             print(f"rlframe: the node {self._title} {text}.", flush=True)
+
+
+def _wait_while(condition: Callable[[], bool], seconds: float) -> None:
+    """Sleep until the condition no longer holds, for `seconds` at most."""
+    end = time.monotonic() + seconds
+    while condition() and time.monotonic() < end:
+        time.sleep(_LOOK)
 
 
 def nodes_of(launcher: int) -> list[Node]:
@@ -211,11 +210,8 @@ def command_of(pid: int) -> list[str]:
 
 def parent_of(pid: int) -> int:
     """The number of a process's parent; 0 if it has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[1])
-    except OSError:
-        return 0
+    fields = status_fields(pid)
+    return int(fields[1]) if fields else 0
 
 
 def ignores(pid: int, number: int) -> bool:

@@ -41,15 +41,22 @@ def this_process() -> ProcessId:
 _of_this = functools.lru_cache(maxsize=1)(ProcessId.of)  # by its number: a fork is another
 
 
-def _started(pid: int) -> int:
-    """When the process started; -1 where there is none, or what is left of one."""
+def status_fields(pid: int) -> list[bytes]:
+    """The fields of `/proc/PID/stat` that follow the program's name: the state, the parent, ... Empty if it has ended.
+
+    The name is in parentheses and may hold anything.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The second field is the program's name, in parentheses; it may hold anything.
-            fields = file.read().rpartition(b")")[2].split()
+            return file.read().rpartition(b")")[2].split()
     except OSError:
-        return -1
-    return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
+        return []
+
+
+def _started(pid: int) -> int:
+    """When the process started; -1 where there is none, or what is left of one."""
+    fields = status_fields(pid)
+    return -1 if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def die_with_parent(parent: int) -> None:

@@ -130,7 +130,14 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
         return batch
 
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
-        raise UsageError(f"This replay buffer is {self.spec.kind}: it has no priorities to update.")
+        """Set the priorities ([B], not negative) of the items `keys` ([B, 3]). Those that are gone are counted."""
+        if self.spec.kind != "prioritised":
+            raise UsageError(f"This replay buffer is {self.spec.kind}: it has no priorities to update.")
+        self._set_priorities(np.asarray(keys), check_priorities(priorities, len(keys)))
+
+    def _set_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
+        """Set priorities ([B] float64, checked). A buffer that can be prioritised defines it."""
+        raise NotImplementedError
 
     @property
     def size(self) -> int:
@@ -191,6 +198,18 @@ def check_keys(keys: np.ndarray, probabilities: np.ndarray) -> tuple[np.ndarray,
             f"{list(probabilities.shape)}."
         )
     return keys, probabilities
+
+
+def check_priorities(priorities: np.ndarray, count: int) -> np.ndarray:
+    """Returns `priorities` as [count] float64. Raises `UsageError` unless they are finite and not negative."""
+    priorities = np.asarray(priorities, np.float64)
+    lowest, highest = priorities.min(initial=np.inf), priorities.max(initial=0.0)
+    if priorities.shape != (count,) or not lowest >= 0 or not highest < np.inf:  # also where one is NaN
+        raise UsageError(
+            f"update_priorities expected {count} finite priorities that are not negative, one for each key; "
+            f"got shape {priorities.shape}, from {lowest} to {highest}."
+        )
+    return priorities
 
 
 def replace_gone(batch: Any, gone: np.ndarray) -> bool:

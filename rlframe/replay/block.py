@@ -313,12 +313,3 @@ class LogTable(ItemTable):
         after = self._log[np.arange(max(position, self.end - len(self._log)), self.end) % len(self._log)]
         starts = after >> COUNT_BITS
         return bool(((starts < floor) & (starts + (after & COUNT_MASK) > self._timeline.floor)).any())
-
-    def numbers(self) -> np.ndarray:
-        """The items that are there."""
-        low, count = self._timeline.floor, self._timeline.head - self._timeline.floor
-        return low + self._present[(low + np.arange(count)) % self._timeline.slots].nonzero()[0]
-
-    def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Readers draw, not writers."""
-        raise UsageError("A writer's log cannot be drawn from.")

@@ -89,15 +89,11 @@ class Transitions(_Items):
 
     def put(self, writer: Fragments, now: int, new: int, step: Step, types: bytes, after_types: bytes) -> None:
         """Stores a step of all the environments of a writer in lockstep."""
-        after, index, count = step.next_timestep, writer.index, writer.num_envs
-        discount = after.discount if self._late_gamma else after.discount * self._gamma
-        self._reward[index] = after.reward
-        self._discount[index] = discount
-        self._span[index] = new - now
-        self._write(index, step)
+        after, count = step.next_timestep, writer.num_envs
+        discount = self._store(writer.index, new - now, step)
         acting = np.frombuffer(types.translate(_IS_NOT_LAST), bool) if _LAST_BYTE in types else None
         if self._n == 1:
-            self._table.append_block(now, index, count, acting)
+            self._table.append_block(now, writer.index, count, acting)
             return
         writer.blocks[writer.position % self._n] = now
         writer.acting.insert(0, acting)
@@ -146,12 +142,8 @@ class Transitions(_Items):
     def put_scattered(self, writer: Fragments, envs: np.ndarray, now: np.ndarray, new: np.ndarray, step: Step) -> None:
         """Stores a step of `envs`, taken at the timesteps `now` [B] and answered by `new` [B]."""
         after, slots = step.next_timestep, self._timeline.slots
-        index, positions, ages = now % slots, writer.positions[envs], writer.ages[envs]
-        discount = after.discount if self._late_gamma else after.discount * self._gamma
-        self._reward[index] = after.reward
-        self._discount[index] = discount
-        self._span[index] = new - now
-        self._write(index, step)
+        positions, ages = writer.positions[envs], writer.ages[envs]
+        discount = self._store(now % slots, new - now, step)
         writer.begin(now, envs)
         acting, ended = step.timestep.step_type != LAST, after.step_type == LAST
         completed = []
@@ -168,6 +160,16 @@ class Transitions(_Items):
             completed.append(starts if k == self._n - 1 else starts[ended[within]])
         writer.ages[envs] = np.where(acting, np.minimum(ages + 1, self._n), 0)
         self._table.append(np.concatenate(completed))
+
+    def _store(self, index: Index, span: Any, step: Step) -> np.ndarray:
+        """Stores what a step holds beside observations; returns the discount that items multiply."""
+        after = step.next_timestep
+        discount = after.discount if self._late_gamma else after.discount * self._gamma
+        self._reward[index] = after.reward
+        self._discount[index] = discount
+        self._span[index] = span
+        self._write(index, step)
+        return discount
 
     def assemble(
         self, slots: np.ndarray, observations: Any, outputs: OutputArrays

@@ -209,13 +209,10 @@ class ReplayBuffer(KeyedReplayBuffer):
             finally:
                 self._waiting -= 1
 
-    def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
-        if self.spec.kind != "prioritised":
-            return super().update_priorities(keys, priorities)
-        keys = np.asarray(keys)
+    def _set_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         with self._lock:
             if self._store is not None:
-                self._store.table.update(self._numbers(keys), np.asarray(priorities))
+                self._store.table.update(self._numbers(keys), priorities)
 
     @property
     def size(self) -> int:

@@ -256,7 +256,7 @@ class Sampler:
             )
         return stats
 
-    def update_priorities(self, keys: np.ndarray, priorities: Any) -> None:
+    def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         """Sets the priorities of the items `keys` [B, 3]."""
         self.reader.sync()
-        self.reader.table.update(self.reader.numbers(keys), np.asarray(priorities))
+        self.reader.table.update(self.reader.numbers(keys), priorities)

@@ -169,13 +169,17 @@ class SegmentReader:
             return []
         begins = np.concatenate([[0], (firsts[1:] != firsts[:-1] + counts[:-1]).nonzero()[0] + 1])
         if len(begins) > _FEW:
-            starts = np.repeat(firsts - (counts.cumsum() - counts), counts) + np.arange(counts.sum())
-            return starts[self._present[self.timeline.slot(starts)]]
+            return self._starts(firsts, counts)
         blocks = []
         for first, total in zip(firsts[begins].tolist(), np.add.reduceat(counts, begins).tolist()):
             mask = self._present[self.timeline.index(first, total)]
             blocks.append((first, total, None if mask.all() else mask.copy()))
         return blocks
+
+    def _starts(self, firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """The items of entries, one by one."""
+        starts = np.repeat(firsts - (counts.cumsum() - counts), counts) + np.arange(counts.sum())
+        return starts[self._present[self.timeline.slot(starts)]]
 
     def _raise_floor(self, rank: int, header: memoryview) -> None:
         """Gives items up: a little early, or a writer would often come round to them while they are copied; not those
@@ -239,27 +243,20 @@ class SegmentReader:
                 continue
             self.timeline.sizes[rank] = header[block.SLOTS]
             firsts, counts = self._entries(rank, header, end)
-            starts = np.repeat(firsts - (counts.cumsum() - counts), counts) + np.arange(counts.sum())
-            starts = starts[self._present[self.timeline.slot((rank << RANK_BITS) + starts)]]
+            starts = self._starts((rank << RANK_BITS) + firsts, counts)
             fence()
             self._floors[rank] = header[block.FLOOR]
             self._raise_floor(rank, header)  # while the table is empty: what is below was in these slots a lap before
-            starts = starts[starts >= self._floors[rank]]
-            self.table.append((rank << RANK_BITS) + starts[max(0, len(starts) - count) :])
+            starts = starts[starts >= (rank << RANK_BITS) + self._floors[rank]]
+            self.table.append(starts[max(0, len(starts) - count) :])
             self.cursors[rank] = self.cursors[rank]._replace(end=end)
         self.sync()
 
     def resume(self, numbers: np.ndarray) -> None:
         """Begins with the items `numbers`, those that are there, as all that the segments hold."""
         for rank, header in enumerate(self._memory.headers):
-            if not header[block.SLOTS]:
-                continue
-            cursors, mark = self._memory.cursors_of(rank), rank << RANK_BITS
-            self._versions[rank], self._floors[rank] = self._memory.cursors[rank].count, header[block.FLOOR]
-            self.cursors[rank] = cursors
-            self.timeline.sizes[rank] = header[block.SLOTS]
-            self.timeline.heads[rank] = mark + cursors.head
-            self._raise_floor(rank, header)
+            self.cursors[rank] = self._memory.cursors_of(rank)  # `numbers` stand for the log so far
+            self._sync(rank, header)
         self.table.append(numbers[~self.timeline.gone(numbers)])
         self.added = self.table.added = sum([cursors.added for cursors in self.cursors])
 

@@ -168,8 +168,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         Raises:
             UsageError: another process samples.
         """
-        draw = self._draw()
-        return self._wait_for(self._draw, timeout) if draw is None and timeout > 0 and not self.closed else draw
+        return self._wait_for(self._draw, timeout)
 
     def _draw(self) -> Draw | None:
         with self._sampling() as sampler:
@@ -197,11 +196,13 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
 
     def wait_for_batch(self, timeout: float) -> Batch | None:
         """Like `sample`, but waits up to `timeout` seconds for enough to be there."""
-        batch = self.sample()
-        return self._wait_for(self.sample, timeout) if batch is None and not self.closed else batch
+        return self._wait_for(self.sample, timeout)
 
     def _wait_for(self, take: Callable[[], _T | None], timeout: float) -> _T | None:
         """What `take` gives, as soon as there may be enough; None after `timeout` seconds, or a little earlier."""
+        taken = take()
+        if taken is not None or timeout <= 0 or self.closed:
+            return taken
         here = self._here()
         memory = here.memory
         value = memory.added.value
@@ -216,9 +217,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             memory.control[block.WANTED] = block.NOBODY
         return take()
 
-    def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
-        if self.spec.kind != "prioritised":
-            return super().update_priorities(keys, priorities)
+    def _set_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         with self._sampling() as sampler:
             sampler.update_priorities(keys, priorities)
 

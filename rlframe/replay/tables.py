@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.errors import UsageError
 from rlframe.replay.base import STATS
 from rlframe.replay.sum_tree import SumTree
 from rlframe.replay.timeline import Index, Timeline
@@ -19,7 +18,7 @@ LOWEST = 1e-8  # priority: so that an item with none can still be drawn
 
 
 class ItemTable(abc.ABC):
-    """Marks the slots at which an item starts, and counts."""
+    """Marks the slots at which an item starts, and counts. Readers draw from it; the table of a writer is not drawn."""
 
     dropped = 0  # updates of priorities of items that were gone
 
@@ -40,11 +39,8 @@ class ItemTable(abc.ABC):
         if mask is None:
             self._present[index] = True
             number = count
-        elif shared:
-            self._present[index] |= mask
-            number = int(np.count_nonzero(mask))
         else:
-            self._present[index] = mask
+            self._present[index] |= mask
             number = int(np.count_nonzero(mask))
         self.size += number
         self.added += number
@@ -73,9 +69,9 @@ class ItemTable(abc.ABC):
     def _push_block(self, first: int, index: Index, count: int, mask: np.ndarray | None, shared: bool) -> None:
         """The living items of `append_block` are new."""
 
-    @abc.abstractmethod
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Returns (starts [count] int64, probabilities [count] float32) of items; there must be some."""
+        raise NotImplementedError
 
     def update(self, starts: np.ndarray, priorities: np.ndarray) -> None:
         """Sets the priorities of the items `starts`, where there are priorities."""
@@ -94,9 +90,9 @@ class ItemTable(abc.ABC):
         """[B] bool: whether the items `starts` are still there."""
         return self._timeline.holds(starts) & self._present[self._timeline.slot(starts)]
 
-    @abc.abstractmethod
     def numbers(self) -> np.ndarray:
         """[size] int64: the items that are there."""
+        raise NotImplementedError
 
     @property
     def weight(self) -> float:
@@ -344,7 +340,6 @@ class PrioritisedTable(ItemTable):
 
     def update(self, starts: np.ndarray, priorities: np.ndarray) -> None:
         """Sets the priorities of the items `starts`; of one that comes twice, the last counts."""
-        priorities = check_priorities(priorities, len(starts))
         there = self.holds(starts)
         if not there.all():
             self.dropped += int(np.count_nonzero(~there))
@@ -372,15 +367,3 @@ class PrioritisedTable(ItemTable):
     def arrays(self) -> dict[str, np.ndarray]:
         self._tree.refresh()
         return {**super().arrays(), **{f"tree{i}": level for i, level in enumerate(self._tree.levels)}}
-
-
-def check_priorities(priorities: np.ndarray, count: int) -> np.ndarray:
-    """Returns `priorities` as [count] float64. Raises `UsageError` unless they are finite and not negative."""
-    priorities = np.asarray(priorities, np.float64)
-    lowest, highest = priorities.min(initial=np.inf), priorities.max(initial=0.0)
-    if priorities.shape != (count,) or not lowest >= 0 or not highest < np.inf:  # also where one is NaN
-        raise UsageError(
-            f"update_priorities expected {count} finite priorities that are not negative, one for each key; "
-            f"got shape {priorities.shape}, from {lowest} to {highest}."
-        )
-    return priorities

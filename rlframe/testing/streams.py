@@ -6,6 +6,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from rlframe.types import (
@@ -68,7 +69,7 @@ class StepStream:
     def step(self, envs: np.ndarray | None = None) -> tuple[np.ndarray, Step]:
         """Steps the environments `envs` (default: all)."""
         envs = np.arange(self.num_envs) if envs is None else envs
-        before = self._rows(envs)
+        before = jax.tree.map(lambda array: array[envs], self._open)  # copies
         count = len(envs)
         ends, cut = self._rng.random(count) < self._end, self._rng.random(count) < 0.5
         step_type = np.where(before.step_type == LAST, FIRST, np.where(ends, LAST, MID)).astype(np.uint8)
@@ -90,17 +91,9 @@ class StepStream:
         StepStream.next_id += count
         return {"id": ids, "image": self._rng.integers(0, 255, (count, 2, 3)).astype(np.uint8)}
 
-    def _rows(self, envs: np.ndarray) -> TimeStep:
-        o = self._open
-        observation = {key: value[envs].copy() for key, value in o.observation.items()}
-        return TimeStep(o.step_type[envs], o.reward[envs], o.discount[envs], observation)
-
     def _assign(self, envs: np.ndarray, new: TimeStep) -> None:
-        o = self._open
-        for old, value in [(o.step_type, new.step_type), (o.reward, new.reward), (o.discount, new.discount)]:
+        for old, value in zip(jax.tree.leaves(self._open), jax.tree.leaves(new)):
             old[envs] = value
-        for key, value in new.observation.items():
-            o.observation[key][envs] = value
 
 
 class ReplayTwin:

@@ -34,7 +34,7 @@ from rlframe.replay.reverb.tables import (
     may_sample,
 )
 from rlframe.replay.reverb.writer import ReverbWriter
-from rlframe.replay.tables import LOWEST, check_priorities
+from rlframe.replay.tables import LOWEST
 from rlframe.types import AgentSpecs, Batch, Step
 
 _DRAW_SECONDS = 10.0  # for what the server said it has: only another reader that was quicker has it wait
@@ -224,15 +224,12 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         self._datasets.append(dataset)
         return dataset
 
-    def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
-        """Sets the priorities ([B], not negative) of the items `keys` ([B, 3]) that this process drew.
+    def _set_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
+        """Set the priorities of items that this process drew.
 
         Priorities of items that are gone are dropped. They are counted exactly where one process writes; where several
         do, an item whose turn to leave had nearly come may be counted wrongly.
         """
-        if self.spec.kind != "prioritised":
-            return super().update_priorities(keys, priorities)
-        keys, priorities = np.asarray(keys), check_priorities(priorities, len(keys))
         info = self._connection.info("update_priorities")
         floor = inserted(info[REPLAY]) - info[REPLAY].current_size  # items leave in the order in which they came
         with self._read_lock:

@@ -24,7 +24,6 @@ from rlframe.replay.layout import check_added, check_step, step_layouts
 from rlframe.replay.rate_limiter import ROUNDS_AHEAD, items_of_rounds
 from rlframe.replay.service.server import Stage, WriterId
 from rlframe.replay.steps import Writers
-from rlframe.replay.tables import check_priorities
 from rlframe.types import AgentSpecs, Batch, Step, global_env_ids
 
 _MOST_STEPS, _MOST_BYTES = 256, 16 * 2**20  # that are gathered, and sent at once
@@ -324,10 +323,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
             self._chances = weights / weights.sum()
         return iter(self._rng.choice(count, count, replace=False, p=self._chances).tolist())
 
-    def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
-        if self.spec.kind != "prioritised":
-            return super().update_priorities(keys, priorities)
-        keys, priorities = np.asarray(keys), check_priorities(priorities, len(keys))
+    def _set_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         shards = keys[:, 0] % len(self._handles)
         for shard, service in enumerate(self._services):
             if (here := shards == shard).any():
