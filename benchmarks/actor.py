@@ -10,7 +10,7 @@ import pathlib
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,12 +18,14 @@ import numpy as np
 from benchmarks.context import Context
 from benchmarks.processor import Stopwatch
 from benchmarks.report import Row, Table
-from rlframe.engines.threads import InlineEngine
+from rlframe.engines import EngineOptions
 from rlframe.programs import make_experiment
 from rlframe.programs.run import Run
 from rlframe.programs.topologies.parts import make_agent
 from rlframe.programs.topologies.single_process import single_process
-from rlframe.programs.training.loop import TrainingLoop
+
+if TYPE_CHECKING:
+    from rlframe.programs.training.loop import TrainingLoop
 
 TAX = 30.0  # microseconds for a batch
 TURN = 32  # steps
@@ -94,7 +96,7 @@ def _measure(workload: Workload, turns: int) -> Table:
 
 def _loop(experiment: Any) -> TrainingLoop:
     """The objects of a run in one process, in a directory that nothing is written to."""
-    engine = InlineEngine()
+    engine = experiment.topology.engine_class(EngineOptions())
     path = pathlib.Path(tempfile.mkdtemp())
     single_process(engine, Run(experiment, make_agent(experiment), path, until=experiment.steps, began=0.0))
     return engine.handle_of("train")
@@ -183,7 +185,7 @@ def _bare_env(described: Any, action: np.ndarray) -> Callable[[], Any]:
     pool = EnvPoolPool(described.env, described.num_envs, None, 1, described.topology.num_workers, described.env_kwargs)
     pool.reset()
     raw, ids = pool.pool, np.arange(described.num_envs, dtype=np.int32)
-    action = np.ascontiguousarray(action, pool._action_dtype)
+    action = np.ascontiguousarray(action, pool.codec.action.dtype)
 
     def step() -> None:
         raw._send([ids, ids, action])

@@ -36,8 +36,8 @@ def measure(agent: str, topology: str, engine: str, steps: int) -> dict[str, flo
     experiment = make_experiment(agent, "CartPole-v1", steps=steps, seed=1, **options)
     with tempfile.TemporaryDirectory(prefix="rlframe-bench-") as directory:
 
-        def note(step: int, values: dict[str, Any]) -> None:
-            rows.append({"step": step, "seen": time.time(), **values})
+        def note(info: Any) -> None:
+            rows.append({"step": info.step, "seen": time.time(), **info.values})
 
         train(experiment, run_dir=f"{directory}/run", callbacks=[note])
     learning = [row for row in rows if row.get("learner_steps", 0) > 0 and "wall_seconds" in row]

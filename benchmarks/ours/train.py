@@ -13,9 +13,12 @@ import json
 import os
 import tempfile
 import time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.processor import processor_seconds
+
+if TYPE_CHECKING:
+    from rlframe.programs.training.callbacks import CallbackInfo
 
 STARTED = float(os.environ.get("RLFRAME_BENCH_STARTED", time.time()))  # with the interpreter's own start
 
@@ -90,7 +93,8 @@ class Watch:
         self.evaluated: dict[str, float] | None = None
         self.last_100: dict[str, float] | None = None
 
-    def __call__(self, env_steps: int, values: dict[str, Any]) -> None:
+    def __call__(self, info: CallbackInfo) -> None:
+        env_steps, values = info.step, info.values
         now = Moment(env_steps, time.time(), processor_seconds())
         if "return_mean" in values:
             # The row of the logs comes right before the evaluation at the same step.
