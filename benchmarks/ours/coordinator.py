@@ -34,6 +34,7 @@ from rlframe.coordinator.messages import (
     Started,
     Update,
     WorkerInfo,
+    WorkerKey,
     WorkerReply,
 )
 
@@ -133,7 +134,7 @@ class Connection:
 class Operator:
     """Has all workers from the start."""
 
-    every, grace, starts = 0.25, 0.0, False
+    every, grace = 0.25, 0.0
 
     def __init__(self, workers: Workers, count: int) -> None:
         self.transport: Any = workers
@@ -144,10 +145,15 @@ class Operator:
         """All."""
         return self._infos
 
-    def start(self, worker: WorkerInfo) -> None:
-        """They are there."""
+    def scale(self, role: str, n: int) -> None:
+        """They are there, until the end."""
+        if n == 0:
+            self._infos = [info for info in self._infos if info.role != role]
 
-    def stop(self, worker: WorkerInfo, kill: bool) -> None:
+    def replace(self, key: WorkerKey) -> None:
+        """They stay."""
+
+    def release(self, key: WorkerKey) -> None:
         """They stay."""
 
     def close(self) -> None:
