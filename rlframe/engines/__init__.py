@@ -14,8 +14,8 @@ What happens then under the engine `local`, whose nodes are processes (folder `s
   (`supervision/served_node.py`) calls the constructor, serves the object's public methods, and calls its `run()`.
 - Watch. The supervisor has one `Slot` for each node. It reads the heartbeat of each process and the lines that it
   prints, and hears of its end.
-- Restart. The actor dies, or is killed because it hangs. `ProgramSupervisor._ended` decides: start it again after the
-  pause of `Backoff`, or, after too many deaths, end the program with an error. Its handle stays valid.
+- Restart. The actor dies, or is killed because it hangs. `ProgramSupervisor._decide_after_exit` starts it again
+  after the pause of `Backoff`, or, after too many deaths, ends the program with an error. Its handle stays valid.
 - End. The learner's `run()` returns: its group is the one that decides (`deciding_group`). The supervisor sends
   SIGTERM to all others, and SIGKILL after `grace_seconds`. `run` returns, or raises `ProgramError`.
 

@@ -7,13 +7,15 @@ import pathlib
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Protocol, TextIO
+from typing import Any, ClassVar, Literal, Protocol, TextIO, Union
 
 from rlframe.engines.logs import Nowhere
 from rlframe.errors import UsageError
 from rlframe.interprocess.heartbeat import TIMEOUT
 
 GRACE = 8.0  # seconds between SIGTERM and SIGKILL, unless another number is asked for
+
+Accelerated = Literal["learner", "inferencer", "policy"]  # groups whose nodes may use accelerators
 
 # Called with (whether the nodes are being ended, `node_status` of each) when these change.
 Watch = Callable[[bool, list[dict[str, Any]]], None]
@@ -26,14 +28,20 @@ _DECIDING_GROUPS = ("coordinator", "monitor", "learner")
 
 
 @dataclasses.dataclass(frozen=True)
-class EngineOptions:
-    """The options of an engine. Each engine reads those in `Engine.options`, `logs` and `output`."""
+class NodeOptions:
+    """How an engine runs nodes. They are also options of each topology of several nodes (`ProgramConfig`)."""
 
+    ray_address: Union[str, None] = None  # the Ray cluster: auto or HOST:PORT; None: a Ray of this machine's own
+    accelerators: tuple[Accelerated, ...] = ("learner",)  # the nodes that may use accelerators; the others get none
     max_restarts: int = 3  # how often each node may die and be started again
     hang_timeout: float = TIMEOUT  # seconds without a heartbeat after which a node is killed; 0: none that hangs is
     grace_seconds: float = GRACE  # that nodes have to save and end, once they are told to, before they are killed
-    accelerators: tuple[str, ...] = ("learner",)  # the groups whose nodes may use accelerators
-    ray_address: str | None = None  # of a Ray cluster: "auto" or "HOST:PORT"; None: one of the program's own
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions(NodeOptions):
+    """The options of an engine. Each engine reads those of `NodeOptions` that `Engine.options` names, and these."""
+
     logs: pathlib.Path | None = None  # the directory in which the nodes' lines are kept; None: nowhere
     quiet: bool = False  # show no line of the nodes
 
@@ -51,7 +59,7 @@ class Engine(Protocol):
     knows.
 
     Attributes:
-        options: names of the `EngineOptions` that it reads; the others stay at their defaults.
+        options: names of the `NodeOptions` that it reads; the others stay at their defaults.
         requires: extras of this package that it needs.
         in_process: whether its nodes are in the process that calls `run`, and share its memory.
         runs_reverb: whether `add_reverb` starts a server.

@@ -18,9 +18,9 @@ from rlframe import extras, handles
 from rlframe.engines.base import GRACE, Engine, EngineOptions, Watch, pick_free_port, warn_of_open_ports
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.node_main import pickle_node, program_processes
-from rlframe.engines.supervision.placement import policies
+from rlframe.engines.supervision.placement import group_rules
 from rlframe.engines.supervision.program import STOP_SIGNAL, ProgramSupervisor
-from rlframe.engines.supervision.running import GroupPolicy
+from rlframe.engines.supervision.running import GroupRules
 from rlframe.errors import UsageError, suggest
 from rlframe.interprocess.heartbeat import TIMEOUT
 from rlframe.interprocess.progress import STARTING
@@ -85,7 +85,7 @@ class LaunchpadEngine(Engine):
         with self._resources:
             return launch(
                 self.program,
-                policies(self.groups, self._asked),
+                group_rules(self.groups, self._asked),
                 ports=self._ports,
                 logs=self._asked.logs,
                 output=self._asked.output,
@@ -102,7 +102,7 @@ def _start(constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def launch(
     program: Any,
-    policies: Mapping[str, GroupPolicy] | None = None,
+    rules: Mapping[str, GroupRules] | None = None,
     output: TextIO | None = None,
     ports: Mapping[str, int] | None = None,
     logs: pathlib.Path | None = None,
@@ -120,7 +120,7 @@ def launch(
 
     Args:
         program: a `launchpad.Program`.
-        policies: by group label; a group without one has no restarts and decides nothing.
+        rules: by group label; a group without one has no restarts and decides nothing.
         output: where the nodes' lines go; stderr.
         ports: by group label, that of the group's first node (the next ones follow); others are picked.
         logs: the directory in which they are kept, too; None: they are not kept.
@@ -135,16 +135,16 @@ def launch(
     Raises:
         ProgramError: a node failed for good, or one that `saves` while the program was stopped; the message names it
             and has its traceback. A second Ctrl-C kills those that have not ended.
-        UsageError: a policy is of a group that the program has not, or a node cannot be pickled.
+        UsageError: the rules are of a group that the program has not, or a node cannot be pickled.
     """
-    policies = policies or {}
-    for label in policies:
+    rules = rules or {}
+    for label in rules:
         if label not in program.groups:
             raise UsageError(
                 f"The program has no group {label!r}; it has {', '.join(program.groups)}."
                 f"{suggest(label, program.groups)}"
             )
-    processes = program_processes(run_node, _pickled(program, ports or {}), policies)
+    processes = program_processes(run_node, _pickled(program, ports or {}), rules)
     if listening := _open_ports(program):
         warn_of_open_ports(listening, output or sys.stderr)
     return ProgramSupervisor(

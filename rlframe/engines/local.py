@@ -11,7 +11,7 @@ from typing import Any
 from rlframe import extras
 from rlframe.engines.base import EngineOptions, Watch, pick_free_port, warn_of_open_ports
 from rlframe.engines.supervision.node_main import program_processes
-from rlframe.engines.supervision.placement import policies
+from rlframe.engines.supervision.placement import group_rules
 from rlframe.engines.supervision.served_node import ServedEngine, run_node
 from rlframe.transport.sockets import SocketDirectory, SocketTransport
 
@@ -46,7 +46,7 @@ class LocalEngine(ServedEngine):
         """See `Engine`; as `rlframe.launch`."""
         with self._resources:
             pickled = {group: [node.pickled() for node in nodes] for group, nodes in self._nodes.items()}
-            processes = program_processes(run_node, pickled, policies(self.groups, self._asked))
+            processes = program_processes(run_node, pickled, group_rules(self.groups, self._asked))
             if self._reverb:
                 listening = ", ".join(f"{group} (Reverb, {at.address})" for group, at in self._reverb.items())
                 warn_of_open_ports(listening, self._asked.output)

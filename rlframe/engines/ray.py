@@ -14,8 +14,8 @@ from typing import Any
 from rlframe import extras
 from rlframe.engines.base import EngineOptions, Watch
 from rlframe.engines.supervision.node_main import pickle_node
-from rlframe.engines.supervision.placement import policies
-from rlframe.engines.supervision.running import GroupPolicy, SupervisedNode
+from rlframe.engines.supervision.placement import group_rules
+from rlframe.engines.supervision.running import GroupRules, SupervisedNode
 from rlframe.engines.supervision.served_node import MakeWorker, ServedEngine, ServedNode, pickle_worker
 from rlframe.errors import UsageError
 from rlframe.transport.ray import RayTransport
@@ -49,14 +49,14 @@ class RayEngine(ServedEngine):
         self, makers: Mapping[str, MakeWorker], most: Mapping[str, int]
     ) -> dict[str, Callable[[int, int], SupervisedNode]]:
         """See `Engine`."""
-        policy_of = policies(most, self._asked)
+        rules_of = group_rules(most, self._asked)
         are_bound = {role: refers_to(make, self._owned) for role, make in makers.items()}
         shares = self._shares(most, any(are_bound.values()))
 
         def node(role: str, make: bytes, index: int, incarnation: int) -> SupervisedNode:
             name, address = f"{role}/{index}", f"{role}/{index}/{incarnation}"
             pickled = pickle_worker(self.transport, address, make, name, index, incarnation)
-            return self._placed(name, address, pickled, policy_of[role], shares[role], are_bound[role], lambda: None)
+            return self._placed(name, address, pickled, rules_of[role], shares[role], are_bound[role], lambda: None)
 
         return {role: functools.partial(node, role, pickle_node(role, make)) for role, make in makers.items()}
 
@@ -75,21 +75,21 @@ class RayEngine(ServedEngine):
     def _program_nodes(self, end_program: Callable[[], None]) -> Iterator[SupervisedNode]:
         """The nodes, and what each is to have of the cluster."""
         groups = self.groups
-        policy_of = policies(groups, self._asked)
+        rules_of = group_rules(groups, self._asked)
         pickled = {node.address: self._pickled(node) for nodes in self._nodes.values() for node in nodes}
         shares = self._shares(groups, any(bound for _, bound in pickled.values()))
         for group, nodes in self._nodes.items():
             for node in nodes:
                 content, is_bound = pickled[node.address]
                 name = node.address if len(nodes) > 1 else group
-                yield self._placed(name, node.address, content, policy_of[group], shares[group], is_bound, end_program)
+                yield self._placed(name, node.address, content, rules_of[group], shares[group], is_bound, end_program)
 
     def _placed(
         self,
         name: str,
         address: str,
         pickled: bytes,
-        policy: GroupPolicy,
+        rules: GroupRules,
         share: tuple[float, float],
         is_bound: bool,
         end_program: Callable[[], None],
@@ -97,7 +97,7 @@ class RayEngine(ServedEngine):
         """Return a node with its share of the cluster: (CPUs, accelerators)."""
         from rlframe.engines.ray_nodes.host import HostedNode
 
-        hosted = HostedNode(name, address, pickled, policy, self._cluster.token, self._asked.hang_timeout)
+        hosted = HostedNode(name, address, pickled, rules, self._cluster.token, self._asked.hang_timeout)
         return self._cluster.place(hosted, *share, is_bound, end_program)
 
     def _shares(self, groups: Mapping[str, int], is_bound: bool) -> dict[str, tuple[float, float]]:

@@ -28,7 +28,7 @@ from rlframe.programs.run_dir.directory import Result, RunDir, default_path
 from rlframe.programs.run_dir.lock import RunLock
 from rlframe.programs.run_dir.status import StatusFile
 from rlframe.programs.topologies import Topology
-from rlframe.programs.topologies.config import ENGINE_OPTIONS, ProgramConfig, find_topology
+from rlframe.programs.topologies.config import ProgramConfig, find_topology
 from rlframe.programs.topologies.parts import make_agent, read_codec
 from rlframe.programs.training.callbacks import Callback, Callbacks
 from rlframe.programs.training.profile import Profile
@@ -273,8 +273,8 @@ def make_engine(experiment: Experiment, logs: pathlib.Path | None, quiet: bool =
         quiet: show no line of the nodes.
     """
     config = experiment.topology
-    told = {name: getattr(config, name) for name in ENGINE_OPTIONS if name in vars(config)}
-    return config.engine_class(EngineOptions(**told, logs=logs, quiet=quiet))
+    options = config.node_options if isinstance(config, ProgramConfig) else {}
+    return config.engine_class(EngineOptions(**options, logs=logs, quiet=quiet))
 
 
 def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:

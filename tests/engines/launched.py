@@ -10,7 +10,7 @@ from typing import Any
 import launchpad as lp
 
 from rlframe.engines.launchpad import launch
-from rlframe.engines.supervision.running import GroupPolicy
+from rlframe.engines.supervision.running import GroupRules
 from rlframe.errors import RlframeError
 
 
@@ -62,12 +62,12 @@ def main(what: str) -> None:
         program.add_node(lp.PyNode(client, server, what))
         if what == "wait":
             program.add_node(lp.PyNode(client, server, what))
-    policies = {
-        "server": GroupPolicy(max_restarts=1, env={"WHERE": "here"}),
-        "client": GroupPolicy(decides=True),
+    rules = {
+        "server": GroupRules(max_restarts=1, env={"WHERE": "here"}),
+        "client": GroupRules(decides=True),
     }
     try:
-        print("launched:", launch(program, policies))
+        print("launched:", launch(program, rules))
     except RlframeError as error:
         print("failed:", error)
         sys.exit(error.exit_code)

@@ -20,7 +20,7 @@ import pytest
 
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.program import ProgramSupervisor
-from rlframe.engines.supervision.running import GroupPolicy, NodeProcess
+from rlframe.engines.supervision.running import GroupRules, NodeProcess
 from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.errors import ProgramError
 from tests.waiting import wait_until
@@ -38,7 +38,7 @@ SERVES = BEATS + "print('up', os.getpid(), flush=True)\nwhile True: time.sleep(0
 
 
 def node(name: str, code: str, **options: Any) -> NodeProcess:
-    return NodeProcess(name, [sys.executable, "-S", "-c", textwrap.dedent(code)], GroupPolicy(**options))
+    return NodeProcess(name, [sys.executable, "-S", "-c", textwrap.dedent(code)], GroupRules(**options))
 
 
 class Program:

@@ -16,7 +16,7 @@ import pytest
 
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.program import STOP_SIGNAL, ProgramSupervisor
-from rlframe.engines.supervision.running import GroupPolicy, NodeProcess
+from rlframe.engines.supervision.running import GroupRules, NodeProcess
 from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.errors import ProgramError
 from tests.waiting import still_runs, wait_until
@@ -25,7 +25,7 @@ PATIENCE = 60.0  # seconds; where nothing is awry it is not waited for
 
 
 def node(name: str, code: str, **options) -> NodeProcess:
-    return NodeProcess(name, [sys.executable, "-S", "-c", textwrap.dedent(code)], GroupPolicy(**options))
+    return NodeProcess(name, [sys.executable, "-S", "-c", textwrap.dedent(code)], GroupRules(**options))
 
 
 FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(60)"

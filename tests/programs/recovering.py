@@ -13,7 +13,7 @@ from rlframe import Actor, Inferencer, InferencerConfig, Learner, LearnerConfig,
 from rlframe.agents import IMPALA, IMPALAConfig
 from rlframe.engines.launchpad import launch
 from rlframe.engines.supervision.placement import ON_CPU
-from rlframe.engines.supervision.running import GroupPolicy
+from rlframe.engines.supervision.running import GroupRules
 from rlframe.errors import RlframeError
 from rlframe.replay.reverb import ReverbReplayBuffer
 
@@ -81,12 +81,12 @@ def make_program(topology: str, directory: pathlib.Path, steps: int) -> tuple[lp
 
 def main(topology: str, directory: str, steps: str) -> None:
     program, memory = make_program(topology, pathlib.Path(directory), int(steps))
-    policies = {
-        label: GroupPolicy(max_restarts=0 if label == "actor" else 2, decides=label == "learner", env=ON_CPU)
+    rules = {
+        label: GroupRules(max_restarts=0 if label == "actor" else 2, decides=label == "learner", env=ON_CPU)
         for label in program.groups
     }
     try:
-        print("launched:", launch(program, policies))
+        print("launched:", launch(program, rules))
     except RlframeError as error:
         print("failed:", error)
         sys.exit(error.exit_code)

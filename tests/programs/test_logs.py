@@ -12,7 +12,7 @@ import pytest
 
 from rlframe.engines import logs
 from rlframe.engines.supervision.program import ProgramSupervisor
-from rlframe.engines.supervision.running import GroupPolicy, NodeProcess
+from rlframe.engines.supervision.running import GroupRules, NodeProcess
 from rlframe.programs import make_experiment, train
 from tests.programs.running import ROOT
 
@@ -29,7 +29,7 @@ sys.exit(int(sys.argv[1]))
 
 
 def node(name, code, *arguments, **options):
-    return NodeProcess(name, [sys.executable, "-c", code, *arguments], GroupPolicy(**options))
+    return NodeProcess(name, [sys.executable, "-c", code, *arguments], GroupRules(**options))
 
 
 def test_each_line_of_a_node_is_kept_in_its_file_with_time_level_and_node_over_restarts(tmp_path):

@@ -12,7 +12,7 @@ from rlframe.coordinator.operators.supervised import BACKOFF, SupervisedOperator
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.node_main import node_process, pickle_node
 from rlframe.engines.supervision.placement import ON_CPU
-from rlframe.engines.supervision.running import GroupPolicy, NodeProcess
+from rlframe.engines.supervision.running import GroupRules, NodeProcess
 from rlframe.engines.supervision.served_node import MakeWorker, pickle_worker, run_node
 from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.interprocess.heartbeat import TIMEOUT
@@ -53,11 +53,11 @@ class LocalOperator(SupervisedOperator):
         hang_timeout: float = TIMEOUT,
         backoff: Backoff = BACKOFF,
     ) -> None:
-        policies = {role: GroupPolicy(env=variables) for role, variables in {**ENV, **(env or {})}.items()}
+        rules = {role: GroupRules(env=variables) for role, variables in {**ENV, **(env or {})}.items()}
         pickled = {role: pickle_node(role, make) for role, make in makers.items()}
         self._sockets = SocketDirectory()
         super().__init__(
-            {role: functools.partial(self._node, role, pickled[role], policies[role]) for role in makers},
+            {role: functools.partial(self._node, role, pickled[role], rules[role]) for role in makers},
             _TRANSPORT,
             f"{self._sockets.path}/operator",
             logs=NodeLogs(logs, output),
@@ -70,10 +70,10 @@ class LocalOperator(SupervisedOperator):
         super().close()
         self._sockets.close()
 
-    def _node(self, role: Role, make: bytes, policy: GroupPolicy, index: int, incarnation: int) -> NodeProcess:
+    def _node(self, role: Role, make: bytes, rules: GroupRules, index: int, incarnation: int) -> NodeProcess:
         name, address = worker_id_of(role, index), f"{self._sockets.path}/{role}-{index}-{incarnation}"
         pickled = pickle_worker(_TRANSPORT, address, make, name, index, incarnation)
-        return node_process(name, _run_worker, pickled, policy, address)
+        return node_process(name, _run_worker, pickled, rules, address)
 
 
 def _run_worker(pickled: bytes) -> None:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from rlframe.coordinator.messages import Role, WorkerInfo, WorkerKey, worker_id_of
 from rlframe.engines.logs import NodeLogs
-from rlframe.engines.supervision.running import FOR_GOOD, RunningNode, SupervisedNode
+from rlframe.engines.supervision.running import EXIT_PERMANENT, RunningNode, SupervisedNode
 from rlframe.engines.supervision.supervisor import Backoff, Slot, Supervisor
 from rlframe.errors import UsageError
 from rlframe.handles import Remote
@@ -93,7 +93,7 @@ class SupervisedOperator(Supervisor):
             slot = self._slots.get(key[0])
             if slot is not None and slot.incarnation == key[1] and slot.running is not None:
                 _give_up(slot)
-                self._end(slot)
+                self._terminate(slot)
                 self._fit(_role_of(slot))
         self._events.put(_wake)
 
@@ -140,12 +140,12 @@ class SupervisedOperator(Supervisor):
             slot.problem = f"{slot.name} could not be started: {type(error).__name__}: {error}."
             self._restart_later(slot)
 
-    def _ended(self, slot: Slot, running: RunningNode) -> None:
+    def _decide_after_exit(self, slot: Slot, running: RunningNode) -> None:
         """Start the next incarnation later, if the worker is still wanted."""
         if not slot.is_ending:
-            how = _how_it_ended(running)
-            slot.problem = f"{slot.name} {how}"
-            self._logs.warn(slot.name, f"(incarnation {slot.incarnation}) {how}")
+            reason = _exit_reason(running)
+            slot.problem = f"{slot.name} {reason}"
+            self._logs.warn(slot.name, f"(incarnation {slot.incarnation}) {reason}")
         running.send(signal.SIGKILL)  # to the processes that it started, and left
         if slot.is_wanted:
             self._count_death(slot, running)
@@ -168,7 +168,7 @@ class SupervisedOperator(Supervisor):
             address=running.serves_at,
             host=running.host if running.pid is not None else "",
             pid=running.pid,
-            is_live=slot.is_wanted and not slot.is_ending and not running.hangs,
+            is_live=slot.is_wanted and not slot.is_ending and not running.hang_reason,
             problem=problem,
         )
 
@@ -216,12 +216,12 @@ def _give_up(slot: Slot) -> None:
     slot.is_wanted, slot.restart_at, slot.deaths, slot.problem = False, math.inf, 0, ""
 
 
-def _how_it_ended(running: RunningNode) -> str:
+def _exit_reason(running: RunningNode) -> str:
     if running.code == 0:
         return "ended by itself."
-    again = " It would fail again." if running.code == FOR_GOOD else ""
+    again = " It would fail again." if running.code == EXIT_PERMANENT else ""
     last = running.last_line
-    return f"{running.how()}.{again}" + (f" Its last line: {last}" if last else "")
+    return f"{running.exit_reason()}.{again}" + (f" Its last line: {last}" if last else "")
 
 
 def _wake() -> None:

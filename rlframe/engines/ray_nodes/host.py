@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from rlframe import extras
 from rlframe.engines.ray_nodes.params import FetchedVersions, Policy, PublishedVersions
 from rlframe.engines.supervision.node_main import node_process
-from rlframe.engines.supervision.running import GroupPolicy, RunningNode
+from rlframe.engines.supervision.running import GroupRules, RunningNode
 from rlframe.engines.supervision.served_node import run_node
 from rlframe.errors import UnavailableError
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
@@ -77,7 +77,7 @@ class HostedNode:
         name: of the node, for messages: `learner`.
         address: at which it is called: `learner/0`.
         pickled: see `ServedNode.pickled`.
-        policy: of its group.
+        rules: of its group.
         token: of the run.
         hang_timeout: see `Supervisor`.
         imports: where the launcher imports from. Ray tells its actors only of two of these directories.
@@ -86,7 +86,7 @@ class HostedNode:
     name: str
     address: str
     pickled: bytes
-    policy: GroupPolicy
+    rules: GroupRules
     token: str
     hang_timeout: float
     imports: Sequence[str] = dataclasses.field(default_factory=import_path)
@@ -106,13 +106,13 @@ class NodeHost:
         self._versions: dict[Policy, PublishedVersions] = {}
         self._changed = threading.Condition()
         self._lines: collections.deque[str] = collections.deque(maxlen=_LINES)
-        self._count, self._ends, self._has_ended = 0, False, False
+        self._count, self._ends, self._has_exited = 0, False, False
         pulse = HeartbeatMonitor(node.hang_timeout, 0.0) if node.hang_timeout else None
-        env = {**node.policy.env, **self._relay.station.variables, MACHINE: ray_node}
-        policy = dataclasses.replace(node.policy, env=env)
+        env = {**node.rules.env, **self._relay.station.variables, MACHINE: ray_node}
+        rules = dataclasses.replace(node.rules, env=env)
         sys.path += [path for path in node.imports if path not in sys.path]  # the node's is the same
-        process = node_process(node.name, run_ray_node, node.pickled, policy)
-        self._node = process.start(pulse, self._end, self._take)
+        process = node_process(node.name, run_ray_node, node.pickled, rules)
+        self._node = process.start(pulse, self._on_exit, self._take)
 
     @ray.method(concurrency_group="watch")
     def watch(self, count: int, others: Handles) -> Seen:
@@ -124,12 +124,12 @@ class NodeHost:
         """
         self._relay.others.update(others)
         with self._changed:
-            self._changed.wait_for(lambda: self._count > count or self._has_ended or self._ends, LONGEST_LOOK)
+            self._changed.wait_for(lambda: self._count > count or self._has_exited or self._ends, LONGEST_LOOK)
             new = self._count - count
             lines = list(self._lines)[-new:] if new > 0 else []
             pulse, running = self._node.pulse, self._node
             page = pulse.page if pulse is not None else None
-            code = running.code if self._has_ended else None
+            code = running.code if self._has_exited else None
             serves = os.path.exists(self._path)
             return Seen(lines, self._count, page, socket.gethostname(), running.pid, code, self._ends, serves)
 
@@ -173,14 +173,14 @@ class NodeHost:
             self._count += 1
             self._changed.notify_all()
 
-    def _end(self, running: RunningNode) -> None:
+    def _on_exit(self, running: RunningNode) -> None:
         running.send(signal.SIGKILL)  # to the processes that it started
         for versions in list(self._versions.values()):
             versions.close()
         with contextlib.suppress(FileNotFoundError):  # it was killed: it will be elsewhere, perhaps
             os.unlink(self._path)
         with self._changed:
-            self._has_ended = True
+            self._has_exited = True
             self._changed.notify_all()
 
     def _end_program(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.engines.ray_nodes.host import CONCURRENCY, HostedNode, NodeHost, Seen
-from rlframe.engines.supervision.running import GroupPolicy, HasEnded, RunningNode, TakeLine
+from rlframe.engines.supervision.running import GroupRules, OnExit, RunningNode, TakeLine
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
 
 with extras.needed("--engine ray", "ray"):
@@ -64,13 +64,13 @@ class RayNode:
         return self.hosted.name
 
     @property
-    def policy(self) -> GroupPolicy:
+    def rules(self) -> GroupRules:
         """See `SupervisedNode`."""
-        return self.hosted.policy
+        return self.hosted.rules
 
-    def start(self, pulse: HeartbeatMonitor | None, has_ended: HasEnded, take_line: TakeLine) -> RunningActor:
+    def start(self, pulse: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine) -> RunningActor:
         """See `SupervisedNode`."""
-        return RunningActor(self, pulse, has_ended, take_line)
+        return RunningActor(self, pulse, on_exit, take_line)
 
 
 class RunningActor(RunningNode):
@@ -82,13 +82,13 @@ class RunningActor(RunningNode):
 
     serves_at: str | None = None
 
-    def __init__(self, node: RayNode, pulse: HeartbeatMonitor | None, has_ended: HasEnded, take_line: TakeLine) -> None:
+    def __init__(self, node: RayNode, pulse: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine) -> None:
         super().__init__(node.name, pulse, take_line)
         self._node, self._lost, self._killed_at = node, "", float("inf")
         make: Any = ray.remote(concurrency_groups=CONCURRENCY)(NodeHost)  # type: ignore[call-overload]
         self._host = make.options(max_restarts=0, **node.options).remote(node.hosted)
         node.hosts.add(node.hosted.address, self._host)
-        self._watcher = threading.Thread(target=self._watch, args=(has_ended,), daemon=True)
+        self._watcher = threading.Thread(target=self._watch, args=(on_exit,), daemon=True)
         self._watcher.start()
 
     def send(self, number: int) -> None:
@@ -101,11 +101,11 @@ class RunningActor(RunningNode):
         """See `RunningNode`."""
         self._watcher.join()
 
-    def how(self) -> str:
+    def exit_reason(self) -> str:
         """See `RunningNode`."""
-        return self._lost if self._lost and not self.hangs else super().how()
+        return self._lost if self._lost and not self.hang_reason else super().exit_reason()
 
-    def _watch(self, has_ended: HasEnded) -> None:
+    def _watch(self, on_exit: OnExit) -> None:
         count = known = 0
         while self.code is None:
             known, others = self._node.hosts.since(known)
@@ -121,7 +121,7 @@ class RunningActor(RunningNode):
                 count = seen.total
                 self._take_in(seen)
         ray.kill(self._host, no_restart=True)
-        has_ended(self)
+        on_exit(self)
 
     def _answer(self, reference: Any) -> Seen | None:
         """None of one that was killed, and says nothing any more."""

@@ -1,7 +1,9 @@
-"""The entry of a node's process: `main`, with the arguments NAME DESCRIPTOR.
+"""From the launcher to the process of a node, and the entry of that process: `main`.
 
-The process dies with the launcher and has its role in its title. It reads from the descriptor what to run: no program
-stays on the disk.
+- In the launcher: `pickle_node` pickles a node, `node_process` describes its process: the command, which calls `main`
+  with the arguments NAME DESCRIPTOR, and the bytes to read from the descriptor. No program stays on the disk.
+- In the process: `main` sets it up (it dies with the launcher, and has its role in its title), reads the node and runs
+  it. `run_to_exit` turns an exception into an exit code for the supervisor.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any, NoReturn
 
 from rlframe import streams
 from rlframe.engines import logs
-from rlframe.engines.supervision.running import FOR_GOOD, GroupPolicy, NodeProcess
+from rlframe.engines.supervision.running import EXIT_PERMANENT, GroupRules, NodeProcess
 from rlframe.errors import CheckpointError, JobFailedError, NonFiniteLossError, UsageError
 from rlframe.interprocess import heartbeat
 from rlframe.interprocess.malloc import use_one_arena
@@ -29,8 +31,11 @@ from rlframe.user_directories import import_path
 LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"
 
 
+# --- in the launcher
+
+
 def node_process(
-    name: str, run: Callable[[bytes], Any], pickled: bytes, policy: GroupPolicy, address: str | None = None
+    name: str, run: Callable[[bytes], Any], pickled: bytes, rules: GroupRules, address: str | None = None
 ) -> NodeProcess:
     """Return the process of a node, to be started by a supervisor of this process.
 
@@ -38,25 +43,25 @@ def node_process(
         name: of the node: `actor/1`.
         run: a function of a module, which runs a node in its process.
         pickled: the node, as `run` takes it.
-        policy: of its group.
+        rules: of its group.
         address: see `NodeProcess`.
     """
-    policy = dataclasses.replace(policy, env={**policy.env, LAUNCHER_PID: str(os.getpid())})
-    return NodeProcess(name, command_of(__name__, name), policy, pickle.dumps((run, pickled)), address)
+    rules = dataclasses.replace(rules, env={**rules.env, LAUNCHER_PID: str(os.getpid())})
+    return NodeProcess(name, command_of(__name__, name), rules, pickle.dumps((run, pickled)), address)
 
 
 def program_processes(
-    run: Callable[[bytes], Any], groups: Mapping[str, Sequence[bytes]], policies: Mapping[str, GroupPolicy]
+    run: Callable[[bytes], Any], groups: Mapping[str, Sequence[bytes]], rules: Mapping[str, GroupRules]
 ) -> list[NodeProcess]:
     """Return the processes of a program, for a `ProgramSupervisor`.
 
     Args:
         run: see `node_process`.
         groups: by label, the pickled nodes of each group.
-        policies: by label; a group without one has no restarts and decides nothing.
+        rules: by label; a group without one has no restarts and decides nothing.
     """
     return [
-        node_process(f"{label}/{index}" if len(group) > 1 else label, run, pickled, policies.get(label, GroupPolicy()))
+        node_process(f"{label}/{index}" if len(group) > 1 else label, run, pickled, rules.get(label, GroupRules()))
         for label, group in groups.items()
         for index, pickled in enumerate(group)
     ]
@@ -78,8 +83,17 @@ def pickle_node(label: str, node: Any) -> bytes:
     return pickled
 
 
+def command_of(module: str, *arguments: str) -> list[str]:
+    """The command line of a process that calls `main` of a module, and imports from where this one does."""
+    code = f"import sys; sys.path[:] = {import_path()!r}; from {module} import main; main()"
+    return [sys.executable, "-c", code, *arguments]
+
+
+# --- in the process of the node
+
+
 def main() -> None:
-    """Runs one node; the process's exit code says how it ended."""
+    """Run one node. The exit code of the process says how it ended."""
     streams.prepare()
     name, descriptor = sys.argv[1], int(sys.argv[2])
     del sys.argv[1:]
@@ -93,12 +107,6 @@ def main() -> None:
     run_to_exit(lambda: run(pickled))
 
 
-def command_of(module: str, *arguments: str) -> list[str]:
-    """The command line of a process that calls `main` of a module, and imports from where this one does."""
-    code = f"import sys; sys.path[:] = {import_path()!r}; from {module} import main; main()"
-    return [sys.executable, "-c", code, *arguments]
-
-
 def run_to_exit(function: Callable[[], Any]) -> NoReturn:
     """Call the function, and end this process with an exit code for the outcome."""
     code = 0
@@ -106,10 +114,10 @@ def run_to_exit(function: Callable[[], Any]) -> NoReturn:
         function()
     except (UsageError, NonFiniteLossError, CheckpointError):  # another try would end in the same way
         traceback.print_exc()
-        code = FOR_GOOD
+        code = EXIT_PERMANENT
     except JobFailedError as error:  # the same; where it came from the worker has said
         print(error, file=sys.stderr)
-        code = FOR_GOOD
+        code = EXIT_PERMANENT
     except Exception:
         traceback.print_exc()
         code = 1

@@ -1,4 +1,4 @@
-"""The accelerators and threads of each process of a program, and how often it may be started again."""
+"""The rules for each group of a program: accelerators, threads, restarts, and what its end means."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 
 from rlframe.engines.base import SAVING_GROUPS, EngineOptions, deciding_group
-from rlframe.engines.supervision.running import GroupPolicy
+from rlframe.engines.supervision.running import GroupRules
 
 NO_ACCELERATOR = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -25,8 +25,8 @@ _PREALLOCATES = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _WIDE_GROUPS = ("learner", "policy")
 
 
-def policies(groups: Mapping[str, int], options: EngineOptions) -> dict[str, GroupPolicy]:
-    """Return the policy of each group.
+def group_rules(groups: Mapping[str, int], options: EngineOptions) -> dict[str, GroupRules]:
+    """Return the rules of each group.
 
     Args:
         groups: how many nodes each has.
@@ -34,7 +34,7 @@ def policies(groups: Mapping[str, int], options: EngineOptions) -> dict[str, Gro
     """
     decides = deciding_group(groups)
     return {
-        group: GroupPolicy(
+        group: GroupRules(
             max_restarts=options.max_restarts,
             decides=group == decides,
             saves=group in SAVING_GROUPS,

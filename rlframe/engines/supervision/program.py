@@ -11,7 +11,7 @@ from typing import Any
 from rlframe.engines.base import GRACE, Watch, node_status
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.stopping import handling, stop_signals
-from rlframe.engines.supervision.running import FOR_GOOD, RunningNode, SupervisedNode
+from rlframe.engines.supervision.running import EXIT_PERMANENT, RunningNode, SupervisedNode
 from rlframe.engines.supervision.supervisor import Backoff, Slot, Supervisor
 from rlframe.errors import ProgramError
 
@@ -41,7 +41,7 @@ class ProgramSupervisor(Supervisor):
         super().__init__(logs, hang_timeout=hang_timeout, grace=grace, backoff=backoff)
         self._watch = watch
         self._told: Any = None  # to `watch`
-        self._ended_well: set[str] = set()
+        self._exited_well: set[str] = set()
         self._signal: int | None = None
         self._is_stopping = False
         self._is_complete = False  # the nodes that decide have ended well
@@ -52,7 +52,7 @@ class ProgramSupervisor(Supervisor):
     def add(self, *nodes: SupervisedNode) -> None:
         """Add nodes that need this object to be made. Call it before `run`."""
         for node in nodes:
-            self._slots[node.name] = Slot(node.name, functools.partial(_same, node), node.policy)
+            self._slots[node.name] = Slot(node.name, functools.partial(_same, node), node.rules)
 
     def stop(self) -> None:
         """End the program, and well. Any thread may call it."""
@@ -88,43 +88,43 @@ class ProgramSupervisor(Supervisor):
     def _is_over(self) -> bool:
         return all(slot.running is None and slot.restart_at == math.inf for slot in self._slots.values())
 
-    def _ended(self, slot: Slot, running: RunningNode) -> None:
+    def _decide_after_exit(self, slot: Slot, running: RunningNode) -> None:
         """Restart a node that died; end the program if that is its end."""
-        policy, code, how = slot.policy, running.code, running.how()
+        rules, code, reason = slot.rules, running.code, running.exit_reason()
         if self._is_stopping:
             if code not in (0, -signal.SIGTERM, -signal.SIGKILL):
-                self._logs.warn(slot.name, f"{how} while the program ended")
-            if policy.saves and code not in (0, -signal.SIGTERM):  # a node that SIGTERM kills had not begun
-                self._lose(slot, f"{how} while the program ended", running.last_words())
+                self._logs.warn(slot.name, f"{reason} while the program ended")
+            if rules.saves and code not in (0, -signal.SIGTERM):  # a node that SIGTERM kills had not begun
+                self._note_unsaved(slot, f"{reason} while the program ended", running.last_words())
             return
         if code == 0:
-            self._ended_well.add(slot.name)
-            deciding = [each.name for each in self._slots.values() if each.policy.decides]
-            if policy.decides and self._ended_well.issuperset(deciding):
+            self._exited_well.add(slot.name)
+            deciding = [each.name for each in self._slots.values() if each.rules.decides]
+            if rules.decides and self._exited_well.issuperset(deciding):
                 self._is_complete = True
                 self._stop()
             return
         self._count_death(slot, running)
-        if code == FOR_GOOD or slot.deaths > policy.max_restarts:
+        if code == EXIT_PERMANENT or slot.deaths > rules.max_restarts:
             times = f" (and {slot.deaths - 1} times before)" if slot.deaths > 1 else ""
-            self._failure = f"The node {slot.name} {how}{times}.{running.last_words()}"
+            self._failure = f"The node {slot.name} {reason}{times}.{running.last_words()}"
             self._stop()
             return
         delay = self._restart_later(slot)
-        self._logs.warn(slot.name, f"{how}: restart {slot.deaths} of {policy.max_restarts} in {delay:g} s")
+        self._logs.warn(slot.name, f"{reason}: restart {slot.deaths} of {rules.max_restarts} in {delay:g} s")
 
     def _stop(self) -> None:
         if self._is_stopping:
             return
         self._is_stopping = True
         for slot in self._slots.values():
-            if slot.policy.saves and slot.restart_at < math.inf:
-                self._lose(slot, "had died, and was not back yet when the program was stopped", "")
+            if slot.rules.saves and slot.restart_at < math.inf:
+                self._note_unsaved(slot, "had died, and was not back yet when the program was stopped", "")
             slot.restart_at = math.inf
-            self._end(slot)
+            self._terminate(slot)
 
-    def _lose(self, slot: Slot, how: str, last_words: str) -> None:
-        self._unsaved = f"The node {slot.name} {how}: what it had not saved is lost.{last_words}"
+    def _note_unsaved(self, slot: Slot, reason: str, last_words: str) -> None:
+        self._unsaved = f"The node {slot.name} {reason}: what it had not saved is lost.{last_words}"
 
     def _on_signal(self, number: int) -> None:
         self._events.put(self._stop if number == STOP_SIGNAL else functools.partial(self._signalled, number))

@@ -20,14 +20,16 @@ from rlframe.interprocess.processes import start_process
 
 _KEPT_LINES = 80  # of each node's output, for its traceback
 
-FOR_GOOD = 4  # the exit code of a process whose restart would not help
+EXIT_PERMANENT = 4  # the exit code of a process that would fail again after a restart
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupPolicy:
+class GroupRules:
     """The rules for the nodes of one group (label) of a program."""
 
-    max_restarts: int = 0  # how often each node may die and be started again, at the same address
+    # How often each node may die and be started again, at the same address. The default is for programs of any kind,
+    # whose nodes may not bear a restart; the nodes of our topologies do (`NodeOptions.max_restarts`).
+    max_restarts: int = 0
     decides: bool = False  # the program is over, and well, when the nodes of all such groups have ended well
     saves: bool = False  # when they end: a program that is stopped has ended well only if these nodes have
     env: Mapping[str, str | None] = dataclasses.field(default_factory=dict)  # environment variables; None: removed
@@ -55,7 +57,7 @@ class RunningNode(abc.ABC):
     serves_at: str | None = None
 
     def __init__(self, name: str, pulse: HeartbeatMonitor | None, take_line: Callable[[str, str], None]) -> None:
-        self.name, self.pulse, self.hangs = name, pulse, ""
+        self.name, self.pulse, self.hang_reason = name, pulse, ""
         self.began = time.monotonic()
         self._take_line = take_line
         self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
@@ -70,13 +72,13 @@ class RunningNode(abc.ABC):
 
     def lived(self) -> float:
         """Return the seconds since its start, without those in which it hung."""
-        hung = self.pulse.stuck if self.pulse is not None and self.hangs else 0.0
+        hung = self.pulse.stuck if self.pulse is not None and self.hang_reason else 0.0
         return time.monotonic() - self.began - hung
 
-    def how(self) -> str:
-        """Return how it ended, if not well."""
-        if self.hangs:
-            return f"hung: {self.hangs}, and was killed"
+    def exit_reason(self) -> str:
+        """Return why it ended, if not well: "failed with exit code 1"."""
+        if self.hang_reason:
+            return f"hung: {self.hang_reason}, and was killed"
         assert self.code is not None
         if self.code < 0:
             return f"was killed by {signal.Signals(-self.code).name}"
@@ -100,7 +102,7 @@ class RunningNode(abc.ABC):
 
 
 # Called when a node has ended, and with each of its lines: (name, line).
-HasEnded = Callable[[RunningNode], None]
+OnExit = Callable[[RunningNode], None]
 TakeLine = Callable[[str, str], None]
 
 
@@ -112,11 +114,11 @@ class SupervisedNode(Protocol):
         """`actor/1`."""
 
     @property
-    def policy(self) -> GroupPolicy:
-        """The policy of its group."""
+    def rules(self) -> GroupRules:
+        """The rules of its group."""
 
-    def start(self, pulse: HeartbeatMonitor | None, has_ended: HasEnded, take_line: TakeLine) -> RunningNode:
-        """Start it. Waits for nothing. Other threads call `has_ended` and `take_line`."""
+    def start(self, pulse: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine) -> RunningNode:
+        """Start it. Waits for nothing. Other threads call `on_exit` and `take_line`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,27 +127,25 @@ class NodeProcess:
 
     name: str  # "actor/1"
     command: Sequence[str]
-    policy: GroupPolicy = GroupPolicy()
+    rules: GroupRules = GroupRules()
     content: bytes | None = None  # that it reads from a descriptor, whose number is appended to the command
     address: str | None = None  # path of the socket at which it takes calls
 
-    def start(self, pulse: HeartbeatMonitor | None, has_ended: HasEnded, take_line: TakeLine) -> RunningProcess:
+    def start(self, pulse: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine) -> RunningProcess:
         """See `SupervisedNode`."""
-        return RunningProcess(self, pulse, has_ended, take_line)
+        return RunningProcess(self, pulse, on_exit, take_line)
 
 
 class RunningProcess(RunningNode):
     """A process of this machine, and the threads that read from it and wait for it."""
 
-    def __init__(
-        self, node: NodeProcess, pulse: HeartbeatMonitor | None, has_ended: HasEnded, take_line: TakeLine
-    ) -> None:
+    def __init__(self, node: NodeProcess, pulse: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine) -> None:
         super().__init__(node.name, pulse, take_line)
         self._address = node.address
         variables = {
             **os.environ,
             "PYTHONUNBUFFERED": "1",
-            **node.policy.env,
+            **node.rules.env,
             **(pulse.variables if pulse is not None else {}),
         }
         with contextlib.ExitStack() as opened:
@@ -162,7 +162,7 @@ class RunningProcess(RunningNode):
         self.pid = self._process.pid
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        threading.Thread(target=self._wait, args=(has_ended,), daemon=True).start()
+        threading.Thread(target=self._wait, args=(on_exit,), daemon=True).start()
 
     @property
     def serves_at(self) -> str | None:  # type: ignore[override]
@@ -187,9 +187,9 @@ class RunningProcess(RunningNode):
         for line in self._process.stdout:
             self._take(line.decode(errors="backslashreplace").rstrip("\n"))
 
-    def _wait(self, has_ended: HasEnded) -> None:
+    def _wait(self, on_exit: OnExit) -> None:
         self.wait()
-        has_ended(self)
+        on_exit(self)
 
 
 @contextlib.contextmanager

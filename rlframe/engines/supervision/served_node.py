@@ -1,4 +1,9 @@
-"""Nodes that are objects whose public methods are called over a transport, and the base of their engines."""
+"""Nodes that are objects whose public methods are called over a transport, and the base of their engines.
+
+- In the launcher: `ServedEngine.add` keeps the constructor and the address of each node as a `ServedNode`, which is
+  pickled for the process of the node.
+- In that process: `run_node` calls the constructor, serves the object's methods at the address, and calls its `run()`.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +29,9 @@ from rlframe.program_end import join_program
 from rlframe.transport import Transport
 
 MakeWorker = Callable[[str, int, int], Any]  # (name, index, incarnation) -> the object of a worker
+
+
+# --- in the launcher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +113,9 @@ def pickle_worker(transport: Transport, address: str, make: bytes, name: str, in
         name, index, incarnation: its arguments.
     """
     return ServedNode(name, transport, address, _make_worker, (make, name, index, incarnation), {}).pickled()
+
+
+# --- in the process of a node
 
 
 def _make_worker(make: bytes, name: str, index: int, incarnation: int) -> Any:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from rlframe.engines.base import GRACE
 from rlframe.engines.logs import NodeLogs
-from rlframe.engines.supervision.running import GroupPolicy, RunningNode, SupervisedNode
+from rlframe.engines.supervision.running import GroupRules, RunningNode, SupervisedNode
 from rlframe.interprocess.heartbeat import Clock, HeartbeatMonitor, interval_of
 from rlframe.interprocess.inbox import Inbox
 
@@ -29,7 +29,7 @@ class Backoff:
     """Seconds from the death of a node to its restart."""
 
     first: float = 0.5  # doubled for each death that follows
-    longest: float = 10.0
+    longest: float = 10.0  # from the sixth death on: the default of 3 restarts never waits so long
     healthy: float = 900.0  # of life, after which a death counts as the first; seconds in which it hung do not count
 
     def delay(self, deaths: int) -> float:
@@ -44,7 +44,7 @@ class Slot:
     Attributes:
         name: of the node: `actor/1`.
         make: returns the node to start, given its incarnation.
-        policy: of the node's group.
+        rules: of the node's group.
         incarnation: number of starts before the newest one.
         running: the process; None while there is none.
         deaths: in a row.
@@ -57,7 +57,7 @@ class Slot:
 
     name: str
     make: Callable[[int], SupervisedNode]
-    policy: GroupPolicy = dataclasses.field(default_factory=GroupPolicy)
+    rules: GroupRules = dataclasses.field(default_factory=GroupRules)
     incarnation: int = -1
     running: RunningNode | None = None
     deaths: int = 0
@@ -69,7 +69,8 @@ class Slot:
 
 
 class Supervisor:
-    """Keeps nodes running. One thread calls `_step` in a loop; subclasses decide in `_ended` what an end means.
+    """Keeps nodes running. One thread calls `_step` in a loop; subclasses decide in `_decide_after_exit`
+    what the exit of a process means.
 
     Args:
         logs: take the lines of the nodes, and warnings about them; None: they are shown on stderr.
@@ -95,8 +96,8 @@ class Supervisor:
         self._lock = threading.RLock()  # of the slots
         self._events: Inbox[Callable[[], None]] = Inbox()  # each is called by the thread of `_step`
 
-    def _ended(self, slot: Slot, running: RunningNode) -> None:
-        """React to the end of a process."""
+    def _decide_after_exit(self, slot: Slot, running: RunningNode) -> None:
+        """Decide what follows the exit of a process: a restart, the end of the program, or nothing."""
         raise NotImplementedError
 
     def _step(self) -> None:
@@ -120,16 +121,16 @@ class Supervisor:
     def _start(self, slot: Slot) -> None:
         slot.incarnation, slot.restart_at, slot.is_ending = slot.incarnation + 1, math.inf, False
         pulse = HeartbeatMonitor(self._hang_timeout, self._clock()) if self._hang_timeout else None
-        slot.running = slot.make(slot.incarnation).start(pulse, self._has_ended, self._logs.write)
+        slot.running = slot.make(slot.incarnation).start(pulse, self._on_exit, self._logs.write)
 
-    def _has_ended(self, running: RunningNode) -> None:
-        self._events.put(functools.partial(self._take_end, running))
+    def _on_exit(self, running: RunningNode) -> None:
+        self._events.put(functools.partial(self._exit_event, running))
 
-    def _take_end(self, running: RunningNode) -> None:
+    def _exit_event(self, running: RunningNode) -> None:
         slot = self._slots.get(running.name)
         if slot is not None and slot.running is running:
             slot.running, slot.kill_at = None, math.inf
-            self._ended(slot, running)
+            self._decide_after_exit(slot, running)
 
     def _count_death(self, slot: Slot, running: RunningNode) -> None:
         slot.deaths = 1 if running.lived() > self._backoff.healthy else slot.deaths + 1
@@ -140,7 +141,7 @@ class Supervisor:
         slot.restart_at = time.monotonic() + delay
         return delay
 
-    def _end(self, slot: Slot) -> None:
+    def _terminate(self, slot: Slot) -> None:
         """Tell the process to end; after `grace` seconds it is killed."""
         if slot.running is not None and not slot.is_ending:
             slot.is_ending, slot.kill_at = True, time.monotonic() + self._grace
@@ -156,9 +157,9 @@ class Supervisor:
         now = self._clock.tick()
         for slot in self._slots.values():
             running = slot.running
-            if running is not None and running.pulse is not None and not running.hangs and not slot.is_ending:
-                running.hangs = running.pulse.problem(now)
-                if running.hangs:
+            if running is not None and running.pulse is not None and not running.hang_reason and not slot.is_ending:
+                running.hang_reason = running.pulse.problem(now)
+                if running.hang_reason:
                     running.send(signal.SIGKILL)
 
     def _kill_all(self) -> None:

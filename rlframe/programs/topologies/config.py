@@ -7,9 +7,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union
 
-from rlframe.engines.base import GRACE
+from rlframe.engines.base import NodeOptions
 from rlframe.errors import UsageError
-from rlframe.interprocess.heartbeat import TIMEOUT
 from rlframe.programs.options import naming
 
 if TYPE_CHECKING:
@@ -19,13 +18,9 @@ if TYPE_CHECKING:
 # Adds the nodes of a program to an engine (engine, run); returns what is to run when that has ended well, if anything.
 Topology = Callable[[Any, Any], Any]
 
-Accelerated = Literal["learner", "inferencer", "policy"]
 INLINE = "rlframe.engines.threads:InlineEngine"
 EnvType = Literal["auto", "loop", "thread", "process", "envpool"]
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-# The fields of `ProgramConfig` that an engine reads as `EngineOptions`.
-ENGINE_OPTIONS = ("accelerators", "max_restarts", "hang_timeout", "grace_seconds", "ray_address")
 
 # The least value of fields, where they are not None, and fields that must be above 0.
 _AT_LEAST = {
@@ -116,22 +111,17 @@ class TopologyConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProgramConfig(TopologyConfig):
+class ProgramConfig(NodeOptions, TopologyConfig):
     """A program of several nodes."""
 
     # What runs the nodes: local, launchpad, ray, threads (all in this process), or file.py:Class.
     engine: str = "auto"
-    ray_address: Union[str, None] = None  # the Ray cluster: auto or HOST:PORT; None: a Ray of this machine's own
-    accelerators: tuple[Accelerated, ...] = ("learner",)  # the nodes that may use accelerators; the others get none
-    max_restarts: int = 3  # how often each node may die and be started again
-    hang_timeout: float = TIMEOUT  # seconds without a heartbeat after which a node is killed; 0: none that hangs is
-    grace_seconds: float = GRACE  # that nodes have to save and end, once they are told to, before they are killed
 
     def __post_init__(self) -> None:
         super().__post_init__()
         read = self.engine_class.options
-        for name in ENGINE_OPTIONS:
-            value, default = getattr(self, name), getattr(ProgramConfig, name)
+        for name, value in self.node_options.items():
+            default = getattr(NodeOptions, name)
             if value != default and name not in read:
                 by = [each for each in naming.ENGINES if name in naming.engine_class(each).options]
                 raise UsageError(
@@ -143,6 +133,11 @@ class ProgramConfig(TopologyConfig):
     def engine_name(self) -> str:
         """See `TopologyConfig`: processes of this machine, unless another engine is asked for."""
         return "local" if self.engine == "auto" else self.engine
+
+    @property
+    def node_options(self) -> dict[str, Any]:
+        """The options that its engine takes."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(NodeOptions)}
 
     @property
     def is_watched(self) -> bool:

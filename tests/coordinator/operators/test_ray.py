@@ -17,7 +17,7 @@ import pytest
 from rlframe import handles
 from rlframe.coordinator.operators.ray import RayOperator
 from rlframe.engines.supervision.node_main import pickle_node
-from rlframe.engines.supervision.running import GroupPolicy
+from rlframe.engines.supervision.running import GroupRules
 from rlframe.engines.supervision.served_node import pickle_worker
 from rlframe.errors import UsageError
 from rlframe.transport.ray import RayTransport
@@ -54,7 +54,7 @@ def operator(cluster):
     def node(role: str, index: int, incarnation: int):
         name, address = f"{role}/{index}", f"{role}/{index}/{incarnation}"
         pickled = pickle_worker(RayTransport(), address, pickle_node(role, makes[role]), name, index, incarnation)
-        hosted = HostedNode(name, address, pickled, GroupPolicy(env={"WHERE": role}), cluster.token, 0.0)
+        hosted = HostedNode(name, address, pickled, GroupRules(env={"WHERE": role}), cluster.token, 0.0)
         return cluster.place(hosted, 0.0, 0.0, True, lambda: None)
 
     output = io.StringIO()

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from rlframe.coordinator.operators import supervised
 from rlframe.coordinator.operators.supervised import SupervisedOperator
 from rlframe.engines.supervision import supervisor
-from rlframe.engines.supervision.running import HasEnded, RunningNode
+from rlframe.engines.supervision.running import OnExit, RunningNode
 from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.errors import UsageError
 from tests.in_process import InProcess
@@ -37,9 +37,9 @@ class Time:
 class Worker(RunningNode):
     """Ends at once when it is killed, and otherwise when the test ends it."""
 
-    def __init__(self, world: World, key: Key, has_ended: HasEnded) -> None:
+    def __init__(self, world: World, key: Key, on_exit: OnExit) -> None:
         super().__init__(key[0], None, lambda *_: None)
-        self.world, self.key, self.has_ended, self.pid = world, key, has_ended, 1
+        self.world, self.key, self.on_exit, self.pid = world, key, on_exit, 1
         self.began = world.time.now
 
     def send(self, number: int) -> None:
@@ -51,7 +51,7 @@ class Worker(RunningNode):
     def end(self, code: int = 1) -> None:
         self.code = code
         del self.world.there[self.key]
-        self.has_ended(self)
+        self.on_exit(self)
 
     def wait(self) -> None:
         assert self.code is not None
@@ -66,11 +66,11 @@ class Node:
     def __init__(self, world: World, index: int, incarnation: int) -> None:
         self.world, self.key = world, (f"collector/{index}", incarnation)
 
-    def start(self, pulse: object, has_ended: HasEnded, take_line: object) -> Worker:
+    def start(self, pulse: object, on_exit: OnExit, take_line: object) -> Worker:
         self.world.begun.append(self.key)
         if self.world.start_error is not None:
             raise self.world.start_error
-        self.world.there[self.key] = worker = Worker(self.world, self.key, has_ended)
+        self.world.there[self.key] = worker = Worker(self.world, self.key, on_exit)
         return worker
 
 
