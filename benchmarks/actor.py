@@ -96,7 +96,7 @@ def _measure(workload: Workload, turns: int) -> Table:
 
 def _loop(experiment: Any) -> TrainingLoop:
     """The objects of a run in one process, in a directory that nothing is written to."""
-    engine = experiment.topology.engine_class(EngineOptions())
+    engine = experiment.topology_config.engine_class(EngineOptions())
     path = pathlib.Path(tempfile.mkdtemp())
     single_process(engine, Run(experiment, make_agent(experiment), path, until=experiment.steps, began=0.0))
     return engine.handle_of("train")
@@ -182,7 +182,9 @@ def _bare_env(described: Any, action: np.ndarray) -> Callable[[], Any]:
     """EnvPool's C++ object, without EnvPool's own Python layer either."""
     from rlframe.envs.envpool import EnvPoolPool
 
-    pool = EnvPoolPool(described.env, described.num_envs, None, 1, described.topology.num_workers, described.env_kwargs)
+    pool = EnvPoolPool(
+        described.env, described.num_envs, None, 1, described.topology_config.num_workers, described.env_kwargs
+    )
     pool.reset()
     raw, ids = pool.pool, np.arange(described.num_envs, dtype=np.int32)
     action = np.ascontiguousarray(action, pool.codec.action.dtype)

@@ -40,7 +40,7 @@ def evaluate(agent, learner):
 
 def make_program():
     env = env_builder(seed=1)
-    agent = DQN(preset.agent_config, env.observation_spec, env.action_spec, preset.topology.network_config)
+    agent = DQN(preset.agent_config, env.observation_spec, env.action_spec, preset.topology_config.network_config)
     env.close()
     replay_buffer = SharedMemReplayBuffer(agent, num_writers=NUM_ACTORS)
     program = lp.Program("light_env")

@@ -52,8 +52,8 @@ def test_no_preset_leaves_the_defaults_of_the_class():
 
 def test_a_network_and_its_options():
     described, _, _ = read_arguments(["--network", "mlp", "--network.hidden", "256", "128"])
-    assert described.topology.network == "mlp"
-    assert described.topology.network_config.hidden == (256, 128)
+    assert described.topology_config.network == "mlp"
+    assert described.topology_config.network_config.hidden == (256, 128)
 
 
 def test_options_of_the_environment_are_json():
@@ -87,9 +87,9 @@ def test_switches():
 
 def test_of_one_environment_there_is_one_actor_unless_more_are_asked_for():
     sac = ["--agent", "sac", "--env", "Pendulum-v1", "--topology", "heavy_env"]  # its preset has one environment
-    assert read_arguments(sac)[0].topology.num_actors == 1
-    assert read_arguments([*sac, "--num-envs", "4"])[0].topology.num_actors == 2
-    assert read_arguments([*sac, "--num-envs", "4", "--num-actors", "4"])[0].topology.num_actors == 4
+    assert read_arguments(sac)[0].topology_config.num_actors == 1
+    assert read_arguments([*sac, "--num-envs", "4"])[0].topology_config.num_actors == 2
+    assert read_arguments([*sac, "--num-envs", "4", "--num-actors", "4"])[0].topology_config.num_actors == 4
     with pytest.raises(UsageError, match="num_envs=1 cannot be shared evenly by num_actors=2"):
         read_arguments([*sac, "--num-actors", "2"])
 
@@ -97,7 +97,7 @@ def test_of_one_environment_there_is_one_actor_unless_more_are_asked_for():
 def test_a_config_is_repeated_and_changed(trained):
     again, _, preset = read_arguments(["--config", f"{trained}/config.json", "--seed", "6", "--discount", "0.5"])
     assert preset is None
-    assert (again.seed, again.num_envs, again.topology.network_config.hidden) == (6, 2, (8,))
+    assert (again.seed, again.num_envs, again.topology_config.network_config.hidden) == (6, 2, (8,))
     assert (again.agent_config.discount, again.agent_config.unroll_length) == (0.5, 16)
 
 

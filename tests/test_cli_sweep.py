@@ -156,7 +156,7 @@ def test_a_grid_makes_every_combination_and_says_which_was_best(sweep, tmp_path,
     assert best["command"] == f"rlframe train --config {folder}/trial-2/config.json --seeds 6-10"
     assert "trial 2: return 8.0; the best is 8.0, of trial 2" in err and best["command"] in err
     experiments = [load_experiment(folder / f"trial-{i}") for i in range(4)]
-    assert [(each.agent_config.learning_rate, each.topology.network_config.hidden) for each in experiments] == [
+    assert [(each.agent_config.learning_rate, each.topology_config.network_config.hidden) for each in experiments] == [
         *((1e-3, (8,)), (1e-3, (4, 4)), (1e-4, (8,)), (1e-4, (4, 4)))
     ]
     result = folder / "trial-2" / "seed-3" / "result.json"
@@ -241,7 +241,7 @@ def test_a_sweep_whose_first_trial_fails_ends_and_says_why(sweep, tmp_path):
     assert err.endswith("rlframe: The loss was not finite.\n") and not (folder / "trial-1").exists()
     code, said, err = sweep("--resume", "--run-dir", str(folder))
     assert code == 0 and [row["trial"] for row in said["trials"]] == [1, 3, 0, 2]
-    made = [load_experiment(folder / f"trial-{i}").topology.normalise_observations for i in range(4)]
+    made = [load_experiment(folder / f"trial-{i}").topology_config.normalise_observations for i in range(4)]
     assert made == [True, True, False, False]
 
 

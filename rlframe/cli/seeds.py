@@ -214,15 +214,15 @@ def check_of_several(experiment: Experiment, session: TrainOptions, by: str) -> 
         )
     if session.at_once < 1:
         raise UsageError(f"--at-once must be at least 1, got {session.at_once}.")
-    if experiment.topology.learns_from != "steps":
+    if experiment.topology_config.learns_from != "steps":
         raise UsageError(f"{by} compares returns, and a run of --agent {experiment.agent} has none.")
-    if not experiment.topology.eval_episodes:
+    if not experiment.topology_config.eval_episodes:
         raise UsageError(f"{by} compares the returns of evaluations, and --eval-episodes 0 turns them off.")
 
 
 def lock(directory: RunDir, experiment: Experiment, session: TrainOptions) -> RunLock:
     """Return the lock of a directory of several runs. Its holder waits until they have saved."""
-    grace = getattr(experiment.topology, "grace_seconds", GRACE)
+    grace = getattr(experiment.topology_config, "grace_seconds", GRACE)
     return RunLock(directory.path, session.take_over, ends_within=grace + 30.0)
 
 

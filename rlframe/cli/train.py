@@ -38,7 +38,7 @@ def _run_session(experiment: Experiment, session: TrainOptions, preset: Preset |
 
     from rlframe.programs import api
 
-    if not experiment.topology.engine_class.in_process:
+    if not experiment.topology_config.engine_class.in_process:
         # Leave the accelerator's memory to the learner: this process only looks at what the agent is made of.
         jax.config.update("jax_platforms", "cpu")
     result = api.run_session(experiment, session, preset)
@@ -53,7 +53,7 @@ def _run_session(experiment: Experiment, session: TrainOptions, preset: Preset |
 
 def _print_result(experiment: Experiment, result: Result) -> None:
     directory = RunDir(result.run_dir)
-    if result.evaluation is not None and experiment.topology.learns_from != "steps":
+    if result.evaluation is not None and experiment.topology_config.learns_from != "steps":
         values = ", ".join(f"{name} {value:.3f}" for name, value in result.evaluation.items()) or "nothing evaluated"
         text = (
             f"{values} after {result.learner_steps:,} learner steps from {result.env_steps:,} sequences, "

@@ -29,6 +29,7 @@ from rlframe.programs.options.fields import choices_of, chosen, hints_of
 from rlframe.programs.presets import Preset
 
 PROG = "rlframe train"
+_HIDDEN = {"name", "topology_config"}  # fields of which `topology` is the option
 DESCRIPTION = (
     "Train an agent on an environment. The defaults below are those of the agent and environment given, with their "
     "preset. Ctrl-C saves everything and exits with 130; --resume goes on."
@@ -45,8 +46,11 @@ class TrainOptions(SessionOptions):
     traceback: bool = False  # show where an error came from
 
 
+@dataclasses.dataclass(frozen=True)
 class ExperimentOptions:
     """Base of the dataclass that `_flat_class` makes."""
+
+    topology: str = ""  # which processes there are: docs/programs.md
 
 
 def read_arguments(
@@ -69,11 +73,11 @@ def read_arguments(
     start = _start(defaults, arguments, session_cls)
     elsewhere = functools.partial(_where_is, defaults.agent)
     parsed: Any = parse(type(start), arguments, prog, description, default=start, elsewhere=elsewhere)
-    values = {name: getattr(parsed.experiment, name) for name in field_names(parsed.experiment) if name != "name"}
+    values = {name: getattr(parsed.experiment, name) for name in field_names(parsed.experiment) if name not in _HIDDEN}
     values["agent_config"] = parsed.agent_config
     if "network_config" in values:
         values["network_config"] = getattr(parsed, "network_config", None)
-    if peek(arguments, "num-actors") is None and not hasattr(defaults.topology, "num_actors"):
+    if peek(arguments, "num-actors") is None and not hasattr(defaults.topology_config, "num_actors"):
         values.pop("num_actors", None)  # nobody gave it: its default depends on the number of environments
     experiment = from_flat(values)
     if parsed.session.resume and parsed.session.run_dir is None:
@@ -91,7 +95,7 @@ def _defaults(arguments: list[str]) -> tuple[Experiment, Preset | None]:
     )
     network = peek(arguments, "network")
     defaults, preset = starting_point(peek(arguments, "agent"), peek(arguments, "env"), session, network)
-    topology = defaults.topology
+    topology = defaults.topology_config
     if network is not None and network != getattr(topology, "network", network):
         defaults = with_fields(defaults, network=None if network == "None" else network, network_config=None)
     defaults = complete(defaults)
@@ -114,7 +118,7 @@ def _start(defaults: Experiment, arguments: list[str], session_cls: type[TrainOp
     if network is not None:
         values["network_config"] = None
     experiment = _flat_class(defaults, arguments)(**values)
-    _check_no_clash(config_cls, defaults.agent, {*field_names(experiment), *field_names(session_cls)} - {"name"})
+    _check_no_clash(config_cls, defaults.agent, {*field_names(experiment), *field_names(session_cls)} - _HIDDEN)
     choices: list[Any] = [
         (name, Annotated[Literal.__getitem__(tuple(known)), tyro.conf.arg(help=f"Its options are --{name}.*")])
         for name, hint in hints_of(config_cls).items()
@@ -140,7 +144,7 @@ def _flat_class(defaults: Experiment, arguments: list[str]) -> Any:
 
     The choices of an option include the user's `file.py:Name` if the command line has it.
     """
-    classes = config_classes(defaults.agent, peek(arguments, "topology") or defaults.topology.name)
+    classes = config_classes(defaults.agent, peek(arguments, "topology") or defaults.topology_config.name)
     every = dict.fromkeys(classes.values())
     widest = [cls for cls in every if not any(other is not cls and issubclass(other, cls) for other in every)]
     choices: dict[str, Iterable[str]] = {
@@ -153,10 +157,10 @@ def _flat_class(defaults: Experiment, arguments: list[str]) -> Any:
     # `async` is a keyword of Python.
     annotations: dict[str, Any] = {
         "async_envs": Annotated[bool, tyro.conf.arg(name="async")],
-        **dict.fromkeys(("name", "agent_config", "network_config"), hidden),
+        **dict.fromkeys((*_HIDDEN, "agent_config", "network_config"), hidden),
     }
     own = {field.name: field.default for cls in widest for field in dataclasses.fields(cls)}
-    own = {**own, "name": "", **flat(defaults)}
+    own = {**own, **dict.fromkeys(_HIDDEN, ""), **flat(defaults)}
     for name, known in choices.items():
         named = [each for each in (peek(arguments, name), own.get(name)) if isinstance(each, str) and ":" in each]
         annotations[name] = Literal.__getitem__((*known, *named))
@@ -168,7 +172,7 @@ def _flat_class(defaults: Experiment, arguments: list[str]) -> Any:
         **{name: own[name] for name in annotations},
     }
     # The parser finds the source by the class name, then that of the bases: their comments are the help.
-    made = type(ExperimentOptions.__name__, (ExperimentOptions, *widest, Experiment), namespace)
+    made = type(ExperimentOptions.__name__, (*widest, Experiment, ExperimentOptions), namespace)
     return dataclasses.dataclass(frozen=True)(made)
 
 

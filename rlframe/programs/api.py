@@ -14,8 +14,8 @@ from rlframe.errors import UsageError
 from rlframe.metrics import Logger, TerminalLogger, TrackioLogger, WandbLogger
 from rlframe.programs import session
 from rlframe.programs.experiment import Experiment, changed, default_env, field_names, with_preset
-from rlframe.programs.options.config_file import import_env, load_experiment
-from rlframe.programs.options.fields import to_jsonable, with_options
+from rlframe.programs.options.config_file import experiment_values, import_env, load_experiment
+from rlframe.programs.options.fields import with_options
 from rlframe.programs.options.object_names import name_of, named
 from rlframe.programs.presets import Preset, find_preset
 from rlframe.programs.run_dir.control import Control
@@ -168,7 +168,7 @@ def progress_of(experiment: Experiment, stop_at: int | None) -> TerminalLogger:
     """What shows a session's progress to a person."""
     until = min(stop_at or experiment.steps, experiment.steps)
     title = f"{experiment.agent.rpartition(':')[2]} on {experiment.env}"
-    return TerminalLogger(until + experiment.topology.steps_before(experiment), title=title)
+    return TerminalLogger(until + experiment.topology_config.steps_before(experiment), title=title)
 
 
 def check_trackers(options: SessionOptions) -> None:
@@ -180,7 +180,7 @@ def check_trackers(options: SessionOptions) -> None:
 
 def open_trackers(experiment: Experiment, options: SessionOptions, path: pathlib.Path) -> list[Logger]:
     """The trackers that are asked for, of the run in the directory `path`."""
-    config: dict[str, Any] = to_jsonable(experiment)
+    config = experiment_values(experiment)
     made = [make for tracker, make in TRACKERS.items() if getattr(options, tracker)]
     return [make(path, project=options.project, config=config) for make in made]
 
@@ -189,7 +189,7 @@ def control_of(experiment: Experiment, options: SessionOptions) -> Control | Non
     """Where the run is shown over HTTP; None: nowhere."""
     port = options.http
     if port == "auto":
-        port = None if experiment.topology.control is None else 0
+        port = None if experiment.topology_config.control is None else 0
     if port is not None:
         return Control(options.http_host, port, options.token_file)
     for name in ("http_host", "token_file"):

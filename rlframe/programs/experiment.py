@@ -30,7 +30,13 @@ from rlframe.programs.topologies.config import TopologyConfig, check_limits, fin
 from rlframe.user_files import forget_changed, look_in, places
 
 MAX_SEED = 2**31 - 1
-_PARTS = ("name", "agent", "agent_config", "network_config")  # fields that are no options, or are given otherwise
+_PARTS = (
+    "name",
+    "agent",
+    "topology_config",
+    "agent_config",
+    "network_config",
+)  # fields that are no options, or are given otherwise
 
 
 def _single_process() -> Any:
@@ -57,20 +63,21 @@ class Experiment:
     # any case: its learner may die, and must not begin anew.)
     checkpoint_every: int = 100_000
     log_every: int = 0  # steps between two rows of the logs; 0: a 100th of the run, 10,000 at most
-    topology: Any = dataclasses.field(default_factory=_single_process)  # which processes there are: docs/programs.md
+    topology_config: Any = dataclasses.field(default_factory=_single_process)  # of the topology: docs/programs.md
     agent_config: Any = None
 
     def __post_init__(self) -> None:
         check_limits(self)
         if not 0 <= self.seed <= MAX_SEED:
             raise UsageError(f"seed must be between 0 and {MAX_SEED}, got {self.seed}.")
-        if not isinstance(self.topology, TopologyConfig):
+        if not isinstance(self.topology_config, TopologyConfig):
             raise UsageError(
-                f"An Experiment's topology is a TopologyConfig, got {self.topology!r}; make_experiment takes its name."
+                f"An Experiment's topology_config is a TopologyConfig, got {self.topology_config!r}; make_experiment "
+                "takes the topology's name."
             )
-        self.topology.check(self)
-        if any(map(is_live, self.names.values())) and not self.topology.engine_class.in_process:
-            check_can_leave(self.names, self.topology.name)
+        self.topology_config.check(self)
+        if any(map(is_live, self.names.values())) and not self.topology_config.engine_class.in_process:
+            check_can_leave(self.names, self.topology_config.name)
 
     @property
     def names(self) -> dict[str, Any]:
@@ -79,7 +86,7 @@ class Experiment:
 
     def __getstate__(self) -> dict[str, Any]:
         # A node in another process lacks what the user registered with Gymnasium in this one.
-        is_game = self.topology.learns_from == "steps" and naming.is_library_env(self.env)
+        is_game = self.topology_config.learns_from == "steps" and naming.is_library_env(self.env)
         of_gymnasium = is_game and backend(self.env) == "gymnasium"
         spec = registration(self.env) if of_gymnasium else None
         return {**vars(self), "registered": spec, "places": places(self.names.values())}
@@ -92,24 +99,25 @@ class Experiment:
     @property
     def synchronous(self) -> Experiment:
         """The same with all environments of a pool in step, as evaluations need them."""
-        return dataclasses.replace(self, topology=dataclasses.replace(self.topology, async_envs=False, wait_num=None))
+        topology_config = dataclasses.replace(self.topology_config, async_envs=False, wait_num=None)
+        return dataclasses.replace(self, topology_config=topology_config)
 
     @property
     def waits_for(self) -> int:
         """Environments of a pool that an actor waits for: all, unless they are asynchronous."""
-        if not self.topology.async_envs:
+        if not self.topology_config.async_envs:
             return self.envs_per_pool
-        return -(-self.envs_per_pool // 3) if self.topology.wait_num is None else self.topology.wait_num
+        return -(-self.envs_per_pool // 3) if self.topology_config.wait_num is None else self.topology_config.wait_num
 
     @property
     def envs_per_actor(self) -> int:
         """Environments of each actor."""
-        return self.num_envs // self.topology.shares[0]
+        return self.num_envs // self.topology_config.shares[0]
 
     @property
     def envs_per_pool(self) -> int:
         """Environments of each of an actor's pools."""
-        return self.envs_per_actor // self.topology.shares[1]
+        return self.envs_per_actor // self.topology_config.shares[1]
 
     @property
     def row_every(self) -> int:
@@ -123,8 +131,7 @@ class Experiment:
 def flat(experiment: Experiment) -> dict[str, Any]:
     """All options of an experiment by name; `topology` is the topology's name."""
     values = {name: getattr(experiment, name) for name in field_names(Experiment)}
-    topology = values.pop("topology")
-    of_topology = {name: getattr(topology, name) for name in field_names(topology)}
+    of_topology = flat_fields(values.pop("topology_config"))
     return {"topology": of_topology.pop("name"), **values, **of_topology}
 
 
@@ -151,7 +158,7 @@ def from_flat(values: dict[str, Any]) -> Experiment:
     own, read = field_names(Experiment), field_names(cls)
     for field, value in values.items():
         others = [each for each, other in known.items() if field in field_names(other)]
-        if field in own or field in read or value == getattr(known[others[0]], field):
+        if field == "topology" or field in own or field in read or value == getattr(known[others[0]], field):
             continue
         raise UsageError(
             f"{field}={value!r} is for the topology {' or '.join(others)}: {name} does not read it. Leave it at "
@@ -160,8 +167,8 @@ def from_flat(values: dict[str, Any]) -> Experiment:
     told = {field: value for field, value in values.items() if field in read}
     if "num_actors" in read:  # by default no more than there are environments for: some presets have one
         told.setdefault("num_actors", min(cls.num_actors, values.get("num_envs", Experiment.num_envs)))  # type: ignore[attr-defined]
-    topology = cls(**{**told, "name": name})
-    return Experiment(**{**{field: value for field, value in values.items() if field in own}, "topology": topology})
+    topology_config = cls(**{**told, "name": name})
+    return Experiment(**{field: values[field] for field in own if field in values}, topology_config=topology_config)
 
 
 def config_classes(agent: str, own: str | None = None) -> dict[str, type[TopologyConfig]]:
@@ -243,10 +250,10 @@ def changed(defaults: Experiment, options: Mapping[str, Any], others: Iterable[s
         UsageError: an option is unknown, or its value is of a wrong type.
     """
     options, agent = named(options), defaults.agent
-    own = _own_hints(agent, convert(str, options.get("topology", defaults.topology.name), "topology"))
+    own = _own_hints(agent, convert(str, options.get("topology", defaults.topology_config.name), "topology"))
     if "network" in own and "network" in options:
         network = convert(own["network"], options["network"], "network")
-        if network != defaults.topology.network:
+        if network != defaults.topology_config.network:
             defaults = with_fields(defaults, network=network, network_config=None)
     defaults = complete(defaults)
     parts = {"agent_config": ""} | ({"network_config": "network."} if "network" in own else {})
@@ -316,7 +323,9 @@ def with_preset(preset: Preset | None, agent: str, env: str) -> Experiment:
     network = preset.values("network")
     if not network:
         return described
-    return with_fields(described, network_config=dataclasses.replace(described.topology.network_config, **network))
+    return with_fields(
+        described, network_config=dataclasses.replace(described.topology_config.network_config, **network)
+    )
 
 
 def complete(experiment: Experiment) -> Experiment:
@@ -326,11 +335,11 @@ def complete(experiment: Experiment) -> Experiment:
     agent_cls = naming.agent_class(experiment.agent)
     if experiment.agent_config is None:
         experiment = dataclasses.replace(experiment, agent_config=agent_cls.config_cls())
-    topology = experiment.topology
-    network_cls = naming.network_config_class(getattr(topology, "network", None))
-    if network_cls is not None and topology.network_config is None:
-        topology = dataclasses.replace(topology, network_config=own_config(network_cls, agent_cls.networks))
-    return dataclasses.replace(experiment, topology=topology)
+    config = experiment.topology_config
+    network_cls = naming.network_config_class(getattr(config, "network", None))
+    if network_cls is not None and config.network_config is None:
+        config = dataclasses.replace(config, network_config=own_config(network_cls, agent_cls.networks))
+    return dataclasses.replace(experiment, topology_config=config)
 
 
 # --- resuming
@@ -365,7 +374,7 @@ def continued(saved: Experiment, wanted: Experiment) -> Experiment:
             )
     if "schedule_steps" not in now_all:
         return wanted
-    schedule_steps = saved.topology.schedule_steps or saved.steps
+    schedule_steps = saved.topology_config.schedule_steps or saved.steps
     return with_fields(wanted, schedule_steps=0 if schedule_steps == wanted.steps else schedule_steps)
 
 

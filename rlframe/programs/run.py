@@ -48,14 +48,14 @@ class Run:
         return RunDir(self.path)
 
     @property
-    def topology(self) -> Any:
+    def topology_config(self) -> Any:
         """The config of the topology."""
-        return self.experiment.topology
+        return self.experiment.topology_config
 
     @property
     def stop_conditions(self) -> StopConditions:
         """The limits that may end the session before its last step; a language model has none."""
-        topology = self.topology
+        topology = self.topology_config
         return StopConditions(
             learner_steps=getattr(topology, "until_learner_steps", None),
             seconds=getattr(topology, "until_seconds", None),
@@ -76,7 +76,7 @@ class Run:
     @property
     def budget(self) -> int:
         """Environment steps that each actor may take before the monitor gives it more."""
-        return math.ceil((self.until - self.resumed_at) / self.topology.num_actors)
+        return math.ceil((self.until - self.resumed_at) / self.topology_config.num_actors)
 
     @property
     def session(self) -> str:
@@ -86,7 +86,7 @@ class Run:
     @property
     def peer_deadline(self) -> float:
         """Seconds that a node waits for another one: without limit if the launcher restarts nodes that hang."""
-        return math.inf if getattr(self.topology, "is_watched", False) else handles.DEADLINE
+        return math.inf if getattr(self.topology_config, "is_watched", False) else handles.DEADLINE
 
 
 class Schedule:

@@ -94,7 +94,7 @@ def train(
         experiment = opened.enter_context(open_session(experiment, directory, resume, stop_at, take_over, resume_from))
         if resume and resume_from is None and (finished := _finished(directory, experiment, progress)) is not None:
             return finished
-        is_program = isinstance(experiment.topology, ProgramConfig)
+        is_program = isinstance(experiment.topology_config, ProgramConfig)
         opened.enter_context(logs.kept(directory.logs, "launcher" if is_program else "train"))
         with contextlib.ExitStack() as undo:
             if not resume:
@@ -111,7 +111,7 @@ def train(
                 directory.write_config(experiment, directory.notes())
             opened.enter_context(_serve_control(engine, run, control))
             undo.pop_all()
-        status = StatusFile(directory, experiment, run.until + experiment.topology.steps_before(experiment))
+        status = StatusFile(directory, experiment, run.until + experiment.topology_config.steps_before(experiment))
         with status.until_the_end():
             directory.result.unlink(missing_ok=True)
             with following(directory.metrics, [] if engine.in_process else loggers, called):
@@ -124,11 +124,11 @@ def train(
 def _check_can_run(experiment: Experiment, profile: Profile | None, *, with_control: bool) -> None:
     """Raise UsageError if this process, the installed packages or the topology do not fit. Nothing is written."""
     check_not_loading()
-    if not experiment.topology.engine_class.in_process:
+    if not experiment.topology_config.engine_class.in_process:
         check_main_is_guarded(filter(None, experiment.names.values()))
     check_extras(experiment, with_control=with_control)
-    if profile is not None and isinstance(experiment.topology, ProgramConfig):
-        raise UsageError(f"A profile is of a single process; the topology is {experiment.topology.name}.")
+    if profile is not None and isinstance(experiment.topology_config, ProgramConfig):
+        raise UsageError(f"A profile is of a single process; the topology is {experiment.topology_config.name}.")
 
 
 def _make_run(
@@ -160,7 +160,7 @@ def _say_what_comes(run: Run, progress: Logger | None) -> None:
     experiment, lines = run.experiment, []
     for backend in backend_note(experiment).values():
         lines.append(f"The environment {experiment.env} is made by {backend}.")
-    if experiment.topology.learns_from == "steps":
+    if experiment.topology_config.learns_from == "steps":
         updates = "" if run.resumes else f"{check_updates(experiment, run.agent)} "
         lines.append(f"{updates}{describe_evaluation(experiment)}")
     if progress is not None and lines:
@@ -178,13 +178,13 @@ def _make_program(run: Run, loggers: list[Logger], progress: Logger | None) -> t
     engine = make_engine(run.experiment, run.directory.logs, run.quiet)
     if engine.in_process:
         run = dataclasses.replace(run, loggers=tuple(loggers), progress=progress)
-    wire = find_topology(run.topology.name, run.topology.learns_from)
+    wire = find_topology(run.topology_config.name, run.topology_config.learns_from)
     return engine, wire(engine, run)
 
 
 def _serve_control(engine: Engine, run: Run, control: Control | None) -> contextlib.AbstractContextManager[None]:
     """Serve the control of a run: by its coordinator if it has one."""
-    coordinator = engine.handle_of(run.topology.control) if run.topology.control is not None else None
+    coordinator = engine.handle_of(run.topology_config.control) if run.topology_config.control is not None else None
     return serve_control_of(run.path, control, coordinator, run.quiet)
 
 
@@ -242,7 +242,7 @@ def _finished(directory: RunDir, experiment: Experiment, progress: Logger | None
         return None
     saved, result = load_experiment(directory.config, experiment.names), Result.read(directory.result)
     is_same = continued(saved, with_fields(saved, steps=experiment.steps)) == experiment
-    has_them = experiment.topology.learns_from == "steps" and result.env_steps >= experiment.steps > saved.steps
+    has_them = experiment.topology_config.learns_from == "steps" and result.env_steps >= experiment.steps > saved.steps
     is_over = saved.steps == experiment.steps or has_them
     is_well = result.stopped_by == "steps" and result.evaluation_error is None
     if not (is_same and is_over and is_well):
@@ -272,7 +272,7 @@ def make_engine(experiment: Experiment, logs: pathlib.Path | None, quiet: bool =
         logs: the directory in which the nodes' lines are kept; None: nowhere.
         quiet: show no line of the nodes.
     """
-    config = experiment.topology
+    config = experiment.topology_config
     options = config.node_options if isinstance(config, ProgramConfig) else {}
     return config.engine_class(EngineOptions(**options, logs=logs, quiet=quiet))
 
@@ -286,7 +286,7 @@ def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:
     """
     if split(experiment.env)[0] == "dm_control":
         extras.require(f"--env {experiment.env}", "dm_control")
-    config = experiment.topology
+    config = experiment.topology_config
     if with_control and config.control is None:  # where it is not by itself
         extras.require("--http", "trajectories")
     needed = [*config.engine_class.requires, *config.requires(experiment)]
@@ -319,7 +319,7 @@ def open_session(
         raise UsageError("take_over and resume_from are of a run to go on with: they need resume.")
     else:
         directory.create()
-    grace = getattr(experiment.topology, "grace_seconds", GRACE)
+    grace = getattr(experiment.topology_config, "grace_seconds", GRACE)
     with RunLock(directory.path, take_over, ends_within=grace + 22.0):  # with all that comes after
         if resume:
             experiment = continued(load_experiment(directory.config, experiment.names), experiment)

@@ -145,4 +145,8 @@ def test_a_queue_has_room_for_the_unrolls_of_an_environment_that_is_four_times_a
 
 def test_the_command_line_takes_the_options():
     described, _, _ = read_arguments(["--agent", "impala", "--async", "--wait-num", "2", "--topology", "heavy_env"])
-    assert (described.topology.async_envs, described.topology.wait_num, described.waits_for) == (True, 2, 2)
+    assert (described.topology_config.async_envs, described.topology_config.wait_num, described.waits_for) == (
+        True,
+        2,
+        2,
+    )

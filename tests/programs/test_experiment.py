@@ -30,8 +30,8 @@ def test_config_json_keeps_paths_absolute(tmp_path, monkeypatch):
     grpo = make_experiment("grpo", weights="model", tokenizer="words/tokenizer.json")
     monkeypatch.chdir("/")  # as an environment may do, or the reader of the config
     assert grpo.agent_config.weights == f"{tmp_path}/model"
-    assert grpo.topology.tokenizer == f"{tmp_path}/words/tokenizer.json"
-    assert make_experiment("grpo", tokenizer="byte").topology.tokenizer == "byte"
+    assert grpo.topology_config.tokenizer == f"{tmp_path}/words/tokenizer.json"
+    assert make_experiment("grpo", tokenizer="byte").topology_config.tokenizer == "byte"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_limits_are_above_0_also_where_nothing_reads_them(field):
 def test_an_option_that_the_topology_does_not_read_is_refused(field, value, topology, others):
     with pytest.raises(UsageError, match=f"^{field}={value!r} is for the topology {others}: {topology} does not read"):
         make_experiment(topology=topology, **{field: value})
-    assert getattr(make_experiment(topology=others.split()[0], **{field: value}).topology, field) == value
+    assert getattr(make_experiment(topology=others.split()[0], **{field: value}).topology_config, field) == value
 
 
 def test_threads_are_not_started_again():
@@ -116,9 +116,9 @@ def test_a_run_that_ends_before_the_buffer_has_filled_has_one_update():
 def test_a_resumed_run_keeps_the_schedules_that_it_began_with():
     saved = make_experiment("ppo", steps=1000)
     longer = continued(saved, make_experiment("ppo", steps=3000))
-    assert (longer.steps, longer.topology.schedule_steps) == (3000, 1000)
+    assert (longer.steps, longer.topology_config.schedule_steps) == (3000, 1000)
     again = continued(longer, make_experiment("ppo", steps=5000))
-    assert (again.steps, again.topology.schedule_steps) == (5000, 1000)
+    assert (again.steps, again.topology_config.schedule_steps) == (5000, 1000)
 
 
 def test_a_run_that_goes_on_to_its_own_end_is_described_as_one_that_was_not_cut_off():

@@ -50,8 +50,8 @@ def twice(engine, run):
     replay_buffer = add_replay(engine, run)
     learner = engine.add("learner", Learner, learner_config(run), run.agent, replay_buffer)
     actors = []
-    for rank in range(run.topology.num_actors):
-        for _ in range(run.topology.inferencers_per_actor):
+    for rank in range(run.topology_config.num_actors):
+        for _ in range(run.topology_config.inferencers_per_actor):
             inferencer = engine.add("inferencer", Inferencer, inferencer_config(run), run.agent, learner)
         builder = env_builder(run.experiment)
         actors.append(engine.add("actor", Actor, builder, inferencer, replay_buffer, rank, **actor_options(run)))
@@ -76,7 +76,7 @@ def test_a_run_of_a_topology_an_engine_and_a_replay_that_a_file_names(own, tmp_p
     nodes = (tmp_path / "nodes").read_text().split()
     assert nodes == ["learner", *["inferencer", "inferencer", "actor"] * 2, "monitor"]
     assert (tmp_path / "store").exists()
-    topology = load_experiment(run_dir).topology
+    topology = load_experiment(run_dir).topology_config
     assert (topology.name, topology.inferencers_per_actor) == (f"{own}:twice", 2)
     repeated, _, _ = read_arguments(["--config", str(run_dir / "config.json")])
     assert repeated == load_experiment(run_dir)

@@ -100,7 +100,7 @@ def test_options_of_envpools_task_are_not_given_to_an_environment_that_a_user_re
     assert make_experiment("dqn", "Breakout-v5").env_kwargs["episodic_life"]
     monkeypatch.setitem(gymnasium.envs.registration.registry, "Breakout-v5", EnvSpec("Breakout-v5", "my_envs:Breakout"))
     users = make_experiment("dqn", "Breakout-v5")
-    assert users.env_kwargs == {} and users.topology.eval_env_kwargs == {}
+    assert users.env_kwargs == {} and users.topology_config.eval_env_kwargs == {}
     assert make_experiment("dqn", "envpool:Breakout-v5").env_kwargs["episodic_life"]
     assert users.agent_config == make_experiment("dqn", "Pong-v5").agent_config
 
@@ -108,7 +108,7 @@ def test_options_of_envpools_task_are_not_given_to_an_environment_that_a_user_re
 def test_rainbow_is_dqn_with_all_of_its_parts_and_asked_for_by_name():
     assert find_preset("auto", "dqn", "Pong-v5").name == "dqn/atari"
     experiment = make_experiment("dqn", "Pong-v5", preset="dqn/rainbow_atari")
-    cfg, network = experiment.agent_config, experiment.topology.network_config
+    cfg, network = experiment.agent_config, experiment.topology_config.network_config
     assert (cfg.double, cfg.prioritised, cfg.n_step, cfg.head) == (True, True, 3, Categories(51, -10.0, 10.0))
     assert (network.dueling, network.noisy) == (True, 0.5)
     assert cfg.epsilon_begin == cfg.epsilon_end == 0.0
@@ -145,7 +145,7 @@ def test_a_misspelt_field_is_refused():
     ],
 )
 def test_a_named_network_begins_with_the_agents_own_values(agent, network, observation, action):
-    config = make_experiment(agent, preset="none", network=network).topology.network_config
+    config = make_experiment(agent, preset="none", network=network).topology_config.network_config
     cls = naming.agent_class(agent)
     by_name, by_default = (cls(cls.config_cls(), observation, action, each) for each in (config, None))
     drawn = [each.initial_params(jax.random.PRNGKey(0)) for each in (by_name, by_default)]
@@ -155,7 +155,7 @@ def test_a_named_network_begins_with_the_agents_own_values(agent, network, obser
 
 def test_another_network_leaves_the_presets_one():
     described = make_experiment("dqn", "CartPole-v1", network=None)
-    assert described.topology.network is None and described.topology.network_config is None
+    assert described.topology_config.network is None and described.topology_config.network_config is None
     assert described.env == Experiment().env
 
 

@@ -107,14 +107,14 @@ def test_a_replay_that_does_not_suit_the_topology_is_refused():
         make_experiment("impala", replay="reverb")
     with pytest.raises(UsageError, match=r"elastic keeps .*, got replay='.*store.py:Mine'. It takes no other one"):
         experiment("impala", "elastic", replay="store.py:Mine")
-    assert experiment("impala", "heavy_env", replay="store.py:Mine").topology.replay_kind == os.path.abspath(
+    assert experiment("impala", "heavy_env", replay="store.py:Mine").topology_config.replay_kind == os.path.abspath(
         "store.py:Mine"
     )
 
 
 def test_where_the_workers_of_elastic_come_from_is_what_the_engine_says_or_refused():
     def elastic(**options):
-        return make_experiment("impala", **{"topology": "elastic", **options}).topology
+        return make_experiment("impala", **{"topology": "elastic", **options}).topology_config
 
     assert elastic().operator_name == "local" and elastic(engine="ray").operator_name == "ray"
     assert elastic(engine="ray", operator="local").operator_name == "local"
@@ -138,8 +138,10 @@ def test_environments_are_shared_out_evenly_among_actors_and_their_pools():
 
 
 def test_of_one_environment_there_is_one_actor_unless_more_are_asked_for():
-    assert make_experiment("sac", "Pendulum-v1", topology="heavy_env").topology.num_actors == 1  # its preset has one
-    assert make_experiment("sac", "Pendulum-v1", topology="heavy_env", num_envs=4).topology.num_actors == 2
+    assert (
+        make_experiment("sac", "Pendulum-v1", topology="heavy_env").topology_config.num_actors == 1
+    )  # its preset has one
+    assert make_experiment("sac", "Pendulum-v1", topology="heavy_env", num_envs=4).topology_config.num_actors == 2
     with pytest.raises(UsageError, match="num_envs=1 cannot be shared evenly by num_actors=2 .* or change num_actors"):
         make_experiment("sac", "Pendulum-v1", topology="heavy_env", num_actors=2)
 

@@ -222,7 +222,7 @@ def test_more_steps_on_resume_do_not_move_the_schedules(tmp_path):
     described = ppo(anneal_learning_rate=True)
     train(described, run_dir=tmp_path / "run")
     train(dataclasses.replace(described, steps=700), run_dir=tmp_path / "run", resume=True)
-    assert load_experiment(tmp_path / "run").topology.schedule_steps == 600
+    assert load_experiment(tmp_path / "run").topology_config.schedule_steps == 600
     rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "learning_rate" in row]
     assert rows[-1]["step"] > 650 and rows[-1]["learning_rate"] == 0.0
 
@@ -337,7 +337,7 @@ def test_a_run_that_is_killed_while_its_parts_are_made_can_be_resumed(tmp_path, 
     command = [sys.executable, "-m", "rlframe", "train", *options, *several, "--run-dir", str(tmp_path / "run")]
     assert subprocess.run(command, timeout=240).returncode == -signal.SIGKILL
     experiment = load_experiment(tmp_path / "run")
-    assert (experiment.topology.name, experiment.steps) == (topology, 200)
+    assert (experiment.topology_config.name, experiment.steps) == (topology, 200)
     assert train(experiment, run_dir=tmp_path / "run", resume=True).env_steps >= 200
 
 

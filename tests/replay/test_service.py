@@ -244,7 +244,7 @@ def test_a_shard_without_writers_does_not_hold_up_the_others():
 def test_of_a_queue_each_shard_holds_a_whole_batch(tmp_path):
     agent = fake_agent("queue", Transition(1), 32, 1000)
     run = types.SimpleNamespace(
-        topology=types.SimpleNamespace(replay_shards=4, grace_seconds=8.0),
+        topology_config=types.SimpleNamespace(replay_shards=4, grace_seconds=8.0),
         experiment=types.SimpleNamespace(seed=0),
         agent=agent,
         directory=RunDir(tmp_path),

@@ -22,13 +22,19 @@ from rlframe.user_files import look_in, places
 
 def save_experiment(experiment: Experiment, path: pathlib.Path, notes: dict[str, Any]) -> None:
     """Write `config.json` atomically: the experiment, and `notes` for a reader (versions, preset)."""
-    values = to_jsonable(experiment)
+    values = experiment_values(experiment)
     topology = {("topology" if name == "name" else name): value for name, value in values.pop("topology").items()}
     values, topology = named(values), named(topology)
     values["topology"] = {"name": topology.pop("topology"), **topology}
     content = {"experiment": values, "modules": places(experiment.names.values()), "notes": to_jsonable(notes)}
     write_atomically(path, json.dumps(content, indent=2), "\n")
     remember(path, experiment.names)
+
+
+def experiment_values(experiment: Experiment) -> dict[str, Any]:
+    """Return an experiment as what `json.dumps` takes. The config of its topology is `topology`."""
+    values = to_jsonable(experiment)
+    return {"topology": values.pop("topology_config"), **values}
 
 
 def load_experiment(
@@ -71,7 +77,7 @@ def load_experiment(
     if network_cls is not None and isinstance(topology.network_config, dict):
         network = from_jsonable(network_cls, topology.network_config, f"{path}: network_config")
         topology = dataclasses.replace(topology, network_config=network)
-    return complete(from_jsonable(Experiment, {**values, "topology": topology}, f"{path}: experiment"))
+    return complete(from_jsonable(Experiment, {**values, "topology_config": topology}, f"{path}: experiment"))
 
 
 # --- the library that makes the environment: noted in the config, and checked by later sessions
@@ -79,14 +85,14 @@ def load_experiment(
 
 def import_env(experiment: Experiment) -> None:
     """Import the module of an environment `module:Id` before the run, which would keep an older module of this name."""
-    is_game = experiment.topology.learns_from == "steps"
+    is_game = experiment.topology_config.learns_from == "steps"
     if is_game and naming.is_library_env(experiment.env) and ":" in split(experiment.env)[1]:
         registration(experiment.env)
 
 
 def backend_note(experiment: Experiment) -> dict[str, str]:
     """Return the note for the config that names the library which makes the environment; {} for a file's."""
-    if experiment.topology.learns_from != "steps" or not naming.is_library_env(experiment.env):
+    if experiment.topology_config.learns_from != "steps" or not naming.is_library_env(experiment.env):
         return {}
     return {"env_backend": describe_backend(experiment.env)}
 

@@ -92,7 +92,7 @@ class Evaluations:
 
     def _ready(self, num_envs: int) -> Evaluator:
         """An evaluator whose environments have begun their first episodes."""
-        config = self._experiment.topology
+        config = self._experiment.topology_config
         pool = _make_pool(self._experiment, num_envs, self._seed)
         try:
             evaluator = self._evaluator = Evaluator(
@@ -139,13 +139,13 @@ def most_of(make: Callable[[int], Any], count: int) -> tuple[Any, Exception | No
 
 def num_eval_envs(experiment: Experiment) -> int:
     """Return the number of environments that an evaluation builds: at most one for each episode."""
-    config = experiment.topology
+    config = experiment.topology_config
     return min(config.eval_num_envs or config.eval_episodes, config.eval_episodes)
 
 
 def describe_evaluation(experiment: Experiment) -> str:
     """A sentence about the evaluation after training, for a reader of the progress."""
-    config = experiment.topology
+    config = experiment.topology_config
     if not config.eval_episodes:
         return "No evaluation (eval_episodes is 0)."
     episodes, num_envs = config.eval_episodes, num_eval_envs(experiment)
@@ -220,8 +220,9 @@ def evaluate(
     directory, experiment = open_run(run_dir, {"env": env, "agent": agent, "network": network})
     check_backend(directory.notes(), experiment)
     seed = given.pop("seed", experiment.seed)
-    topology = dataclasses.replace(experiment.topology, **{f"eval_{name}": value for name, value in given.items()})
-    experiment = dataclasses.replace(experiment, topology=topology)
+    changes = {f"eval_{name}": value for name, value in given.items()}
+    topology_config = dataclasses.replace(experiment.topology_config, **changes)
+    experiment = dataclasses.replace(experiment, topology_config=topology_config)
     made = make_agent(experiment)
     return Evaluations(experiment, made, read_policy(made, directory), seed).evaluate()
 
@@ -255,7 +256,7 @@ def record(
     directory, experiment = open_run(run_dir, {})
     check_backend(directory.notes(), experiment)
     seed = given.get("seed", experiment.seed)
-    limit = given.get("max_episode_length", experiment.topology.eval_max_episode_length)
+    limit = given.get("max_episode_length", experiment.topology_config.eval_max_episode_length)
     with Film(experiment, path) as film:
         pool = film.make_pool(seed=env_seed(seed, EVALUATOR_RANK))
         agent = make_agent(experiment, pool.codec)
@@ -278,8 +279,9 @@ def _given(**options: Any) -> dict[str, int]:
 
 def _make_pool(experiment: Experiment, num_envs: int, seed: int) -> Any:
     """Environments for evaluation, with seeds that training never uses."""
-    env_kwargs = {**experiment.env_kwargs, **experiment.topology.eval_env_kwargs}
+    env_kwargs = {**experiment.env_kwargs, **experiment.topology_config.eval_env_kwargs}
     # True rewards, whatever training saw.
-    experiment = dataclasses.replace(experiment, topology=dataclasses.replace(experiment.topology, clip_rewards=None))
+    topology_config = dataclasses.replace(experiment.topology_config, clip_rewards=None)
+    experiment = dataclasses.replace(experiment, topology_config=topology_config)
     with STARTING:
         return make_pool(experiment, num_envs, env_kwargs, env_seed(seed, EVALUATOR_RANK))

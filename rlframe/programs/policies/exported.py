@@ -58,7 +58,7 @@ def export(
     path = pathlib.Path(convert(str, file, "file")).absolute()  # before an environment may change the working directory
     made, codec, source, experiment = trained(run_dir, checkpoint, agent, network)
     _, params = source.get_params()
-    count, check_finite = experiment.topology.frame_stack, experiment.topology.check_finite is not False
+    count, check_finite = experiment.topology_config.frame_stack, experiment.topology_config.check_finite is not False
     check_codec(codec)
     initial, structure = jax.tree.flatten(jax.tree.map(np.asarray, made.initial_state(1)))
     shapes = [(count, *leaf.spec.shape) for leaf in codec.leaves] if count > 1 else []

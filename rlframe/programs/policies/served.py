@@ -53,12 +53,15 @@ def policy_of_run(path: str | os.PathLike[str], tokenizer: str | None, learner: 
     directory = RunDir(path)
     directory.check_holds_run()
     experiment = load_experiment(directory.config)
-    if experiment.topology.learns_from != "trajectories":
+    if experiment.topology_config.learns_from != "trajectories":
         raise UsageError(f"The run in {path} learns no language model: its agent is {experiment.agent}.")
     agent: Any = make_agent(experiment)
     source = source or NewestCheckpoint(agent, directory)
     return ServedPolicy(
-        agent.model_config, tokenizer or experiment.topology.tokenizer_name(experiment.agent_config), source, None
+        agent.model_config,
+        tokenizer or experiment.topology_config.tokenizer_name(experiment.agent_config),
+        source,
+        None,
     )
 
 

@@ -169,7 +169,7 @@ def load(
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
     made, codec, params, experiment = trained(run_dir, checkpoint, agent, network)
-    config = experiment.topology
+    config = experiment.topology_config
     return TrainedPolicy(
         made, codec, params, experiment.seed, config.frame_stack, check_finite=config.check_finite is not False
     )

@@ -65,7 +65,7 @@ class Film:
         Raises:
             UsageError: the environment does not render.
         """
-        topology = self._experiment.topology
+        topology = self._experiment.topology_config
         options = {"frame_stack": topology.frame_stack, "action_repeat": topology.action_repeat}
         filmed = lambda: _Filmed(_rendering_env(self._experiment, seed), self)  # noqa: E731
         self._pool = SyncEnv(filmed, 1, "loop", seed=seed, **options)
@@ -135,7 +135,7 @@ def _rendering_env(experiment: Experiment, seed: int) -> Any:
         raise UsageError(f"{target}: a video needs an environment of Gymnasium; dm_control's are not filmed.")
     name = split(target)[1]
     # The twin of an EnvPool task takes none of EnvPool's options.
-    if where == "envpool" and experiment.topology.env_type in ("auto", "envpool"):
+    if where == "envpool" and experiment.topology_config.env_type in ("auto", "envpool"):
         return _twin(plain_name(name))
     return registered.make(name, {"render_mode": "rgb_array", **_options(experiment)})
 
@@ -155,7 +155,7 @@ def _from_builder(builder: Any, experiment: Experiment, seed: int) -> Any:
 
 
 def _options(experiment: Experiment) -> dict[str, Any]:
-    return {**experiment.env_kwargs, **experiment.topology.eval_env_kwargs}
+    return {**experiment.env_kwargs, **experiment.topology_config.eval_env_kwargs}
 
 
 def _twin(task: str) -> Any:

@@ -179,7 +179,7 @@ def open_run(run_dir: str | os.PathLike[str], given: Mapping[str, Any]) -> tuple
     directory.check_holds_run()
     forget_changed()
     experiment = load_experiment(directory.config, given, replace=True)
-    if experiment.topology.learns_from != "steps":
+    if experiment.topology_config.learns_from != "steps":
         raise UsageError(
             f"The run in {run_dir} is of a language model. Serve it (rlframe serve policy --run-dir {run_dir}), and "
             "have its environment ask it: python ENV_FILE.py evaluate --openai.base_url http://localhost:8001/v1"

@@ -48,9 +48,9 @@ class StatusFile:
             "began": time.time(),
             "agent": experiment.agent,
             "env": experiment.env,
-            "topology": experiment.topology.name,
+            "topology": experiment.topology_config.name,
             "until": until,
-            "unit": experiment.topology.unit,
+            "unit": experiment.topology_config.unit,
             "nodes": [],
         }
         self.write()

@@ -95,8 +95,8 @@ class Elastic(GameProgram):
 def elastic(engine: Engine, run: Run) -> None:
     """Add a coordinator, which starts and ends collectors as the learner needs them."""
     replay_buffer = add_replay(engine, run)
-    if run.topology.crosses_machines:
-        param_store = engine.add("params", ParamStore, at_end=max(1.0, run.topology.grace_seconds - 1.0))
+    if run.topology_config.crosses_machines:
+        param_store = engine.add("params", ParamStore, at_end=max(1.0, run.topology_config.grace_seconds - 1.0))
     else:
         param_store = engine.own(ParamStore())
     makers = make_workers(run, replay_buffer, param_store)
@@ -123,20 +123,20 @@ def make_workers(run: Run, replay_buffer: Any, param_store: Any) -> dict[str, Ma
 
 def add_replay(engine: Engine, run: Run) -> Any:
     """The replay that the experiment asks for: an object that finds it from any process of the run."""
-    most = run.topology.max_actors
+    most = run.topology_config.max_actors
     # Each collector keeps its share of the steps as if there were num_actors of them: few keep as many as they do in
     # another topology, and many keep more.
-    capacity = replay_capacity(run.agent.replay_spec, run.experiment) * most // run.topology.num_actors
+    capacity = replay_capacity(run.agent.replay_spec, run.experiment) * most // run.topology_config.num_actors
     ahead = (
         most * run.experiment.envs_per_actor,
         Limits.grant,
     )  # so that a learner finds as many batches as it is granted
-    if run.topology.replay_kind == "reverb":
+    if run.topology_config.replay_kind == "reverb":
         from rlframe.replay.reverb import ReverbReplayBuffer
 
         add_reverb(engine, run, capacity, *ahead)
         return ReverbReplayBuffer(run.agent, engine.address_of("replay"))
-    if run.topology.replay_kind == "service":
+    if run.topology_config.replay_kind == "service":
         return add_service(engine, run, capacity, *ahead)
     # A pause takes as long as it takes: a learner that hangs is the coordinator's to see.
     options: dict[str, Any] = {"timeout": math.inf, "rounds_ahead": Limits.grant, "come_and_go": True}
@@ -145,7 +145,7 @@ def add_replay(engine: Engine, run: Run) -> Any:
 
 def add_operator(engine: Engine, run: Run, makers: Mapping[Any, MakeWorker]) -> Operator:
     """Return the operator, which belongs to this process: a coordinator that is started again finds its workers."""
-    config = run.topology
+    config = run.topology_config
     options: dict[str, Any] = {
         "output": Nowhere() if run.quiet else None,
         "logs": run.directory.logs,
@@ -174,7 +174,7 @@ def make_coordinator(run: Run, replay_buffer: Any, param_store: Any, operator: O
         param_store: the same of the `ParamStore`.
         operator: the launcher's, or a handle to it.
     """
-    experiment, path, config = run.experiment, coordinator_dir(run.path), run.topology
+    experiment, path, config = run.experiment, coordinator_dir(run.path), run.topology_config
     progress = Progress(run.directory.progress, run.session)
     cfg = CoordinatorConfig(
         path=str(path),
@@ -210,7 +210,7 @@ def make_coordinator(run: Run, replay_buffer: Any, param_store: Any, operator: O
 
 def limits_of(experiment: Experiment) -> Limits:
     """Return the coordinator's deadlines, for the launcher's `hang_timeout`."""
-    config = experiment.topology
+    config = experiment.topology_config
     silent = config.hang_timeout or math.inf
     return Limits(
         row_every=experiment.row_every,

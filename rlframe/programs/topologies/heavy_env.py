@@ -40,7 +40,7 @@ def heavy_env(engine: Engine, run: Run) -> None:
     replay_buffer = add_replay(engine, run)
     learner = engine.add("learner", Learner, learner_config(run), run.agent, replay_buffer)
     actors = []
-    for rank in range(run.experiment.topology.num_actors):
+    for rank in range(run.experiment.topology_config.num_actors):
         inferencer = Inferencer(inferencer_config(run), run.agent, learner)
         builder = env_builder(run.experiment)
         actors.append(engine.add("actor", Actor, builder, inferencer, replay_buffer, rank, **actor_options(run)))

@@ -94,7 +94,7 @@ def language(engine: Engine, run: Run) -> Topology | None:
 
     run = _with_ports(run)
     check_environment(run)
-    experiment, config = run.experiment, run.topology
+    experiment, config = run.experiment, run.topology_config
     tokenizer = config.tokenizer_name(experiment.agent_config)
     if config.steps_before(experiment):
         if not run.directory.warmup.exists():
@@ -127,8 +127,8 @@ def make_learner(run: Run) -> Any:
     from rlframe.programs.topologies.language_nodes import FOR_EVER
     from rlframe.trajectories import TrajectoryBuffer, TrajectoryClient
 
-    experiment, max_staleness = run.experiment, run.topology.max_staleness
-    with TrajectoryClient(run.topology.service_url) as client:
+    experiment, max_staleness = run.experiment, run.topology_config.max_staleness
+    with TrajectoryClient(run.topology_config.service_url) as client:
         client.register(
             batch_size=experiment.agent_config.batch_size,
             max_token_len=experiment.agent_config.max_tokens,
@@ -149,12 +149,12 @@ def make_learner(run: Run) -> Any:
         resume=True,
     )
     vocab_size = run.agent.model_config.vocab_size  # type: ignore[attr-defined]
-    return Learner(cfg, run.agent, TrajectoryBuffer(run.topology.service_url, vocab_size=vocab_size))
+    return Learner(cfg, run.agent, TrajectoryBuffer(run.topology_config.service_url, vocab_size=vocab_size))
 
 
 def _with_ports(run: Run) -> Run:
     """The run with the ports that were asked for, or free ones in place of 0. Raises UsageError if one is in use."""
-    config, found = run.topology, {}
+    config, found = run.topology_config, {}
     with contextlib.ExitStack() as opened:
         for name in ("service_port", "policy_port"):
             listener = opened.enter_context(socket.socket())
@@ -167,4 +167,4 @@ def _with_ports(run: Run) -> Run:
                 ) from error
             found[name] = listener.getsockname()[1]
     topology = dataclasses.replace(config, **found)
-    return dataclasses.replace(run, experiment=dataclasses.replace(run.experiment, topology=topology))
+    return dataclasses.replace(run, experiment=dataclasses.replace(run.experiment, topology_config=topology))

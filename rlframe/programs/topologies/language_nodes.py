@@ -69,9 +69,9 @@ def env_config(env_cls: type[BaseEnv], run: Run, rank: int = 0, incarnation: int
             raise UsageError(f"env_kwargs: {name} is not for the environment to say here; {_NOT_OPTIONS[name]} does.")
     default, _ = env_cls.config_init()
     told: dict[str, Any] = {
-        "tokenizer_name": run.topology.tokenizer_name(config),
+        "tokenizer_name": run.topology_config.tokenizer_name(config),
         "max_token_length": config.max_tokens,
-        "rollout_server_url": run.topology.service_url,
+        "rollout_server_url": run.topology_config.service_url,
         "batch_size": config.batch_size,
         "total_steps": FOR_EVER,
         "steps_per_eval": 0,  # the monitor asks for evaluations
@@ -86,7 +86,7 @@ def env_config(env_cls: type[BaseEnv], run: Run, rank: int = 0, incarnation: int
 def check_environment(run: Run) -> None:
     """Raises UsageError where the environment of a run, or its tokenizer, cannot be: before a process is started."""
     env_config(env_class(run.experiment.env), run)
-    tokenizer = run.topology.tokenizer_name(run.experiment.agent_config)
+    tokenizer = run.topology_config.tokenizer_name(run.experiment.agent_config)
     tokens, known = load_tokenizer(tokenizer).vocab_size, run.agent.model_config.vocab_size  # type: ignore[attr-defined]
     if tokens > known:
         raise UsageError(f"The tokenizer {tokenizer} has {tokens} tokens, the model only {known}.")
@@ -200,7 +200,7 @@ class WarmUp:
         run, directory = self._run, self._run.directory
         env_cls = env_class(run.experiment.env)
         env = env_cls(env_config(env_cls, run), [model_server(run)])
-        tokenizer = load_tokenizer(run.topology.tokenizer_name(run.experiment.agent_config))
+        tokenizer = load_tokenizer(run.topology_config.tokenizer_name(run.experiment.agent_config))
 
         def demonstrations(source: random.Random, count: int) -> Sequence[tuple[str, str]]:  # before each update
             if self._stop.is_set():
@@ -290,10 +290,10 @@ async def _advance() -> None:
 def model_server(run: Run) -> APIServerConfig:
     """How to ask the policy server of a run."""
     return APIServerConfig(
-        base_url=f"{run.topology.policy_url}/v1",
+        base_url=f"{run.topology_config.policy_url}/v1",
         model_name=MODEL,
         api_key="none",
-        tokenizer_name=run.topology.tokenizer_name(run.experiment.agent_config),
+        tokenizer_name=run.topology_config.tokenizer_name(run.experiment.agent_config),
     )
 
 

@@ -70,7 +70,7 @@ class Distributed(LightEnv):
 @configured_by(LightEnv)
 def light_env(engine: Engine, run: Run) -> None:
     """Add the nodes: a learner, inference services, actors that call them, and the monitor."""
-    config = run.experiment.topology
+    config = run.experiment.topology_config
     check_answer_timeout(engine, run.experiment)
     replay_buffer = add_replay(engine, run)
     learner = engine.add("learner", Learner, learner_config(run), run.agent, replay_buffer)

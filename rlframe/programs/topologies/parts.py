@@ -31,7 +31,7 @@ from rlframe.types import AgentSpecs, ReplaySpec, Sequence
 
 def make_pool(experiment: Experiment, num_envs: int, env_kwargs: dict[str, Any], seed: int) -> Any:
     """Make a pool of `num_envs` of an experiment's environments."""
-    config = experiment.topology
+    config = experiment.topology_config
     what = naming.env_name_or_builder(experiment.env)
     options: dict[str, Any] = {"type": pool_type(experiment, num_envs, what), "env_kwargs": env_kwargs}
     shared = ("num_workers", "answer_timeout", "check_finite", "frame_stack", "action_repeat", "clip_rewards")
@@ -43,7 +43,7 @@ def make_pool(experiment: Experiment, num_envs: int, env_kwargs: dict[str, Any],
 
 def pool_type(experiment: Experiment, num_envs: int, what: Any) -> str:
     """How a pool of so many environments runs: loop, thread, process or envpool."""
-    config = experiment.topology
+    config = experiment.topology_config
     return default_type(what, num_envs, is_sync=not config.async_envs) if config.env_type == "auto" else config.env_type
 
 
@@ -54,7 +54,7 @@ def env_builder(experiment: Experiment) -> functools.partial[Any]:
 
 def check_answer_timeout(engine: Engine, experiment: Experiment) -> None:
     """Raises UsageError for an answer_timeout where neither the pool nor the engine sees environments hang."""
-    default, value = GameConfig.answer_timeout, experiment.topology.answer_timeout
+    default, value = GameConfig.answer_timeout, experiment.topology_config.answer_timeout
     if value == default or "hang_timeout" in engine.options:
         return
     kind = pool_type(experiment, experiment.envs_per_pool, naming.env_name_or_builder(experiment.env))
@@ -91,7 +91,7 @@ def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
         codec: of its environments; None: read from one that is opened and closed.
     """
     agent_cls: Any = naming.agent_class(experiment.agent)
-    config, topology = experiment.agent_config, experiment.topology
+    config, topology = experiment.agent_config, experiment.topology_config
     if agent_cls.learns_from != "steps":
         return agent_cls(config)
     codec = codec or read_codec(experiment)
@@ -166,14 +166,16 @@ def learner_config(run: Run) -> LearnerConfig:
 
 def add_replay(engine: Engine, run: Run) -> Any:
     """The replay that the experiment asks for: an object, or the handle to a server."""
-    experiment, kind = run.experiment, run.topology.replay_kind
+    experiment, kind = run.experiment, run.topology_config.replay_kind
     capacity = replay_capacity(run.agent.replay_spec, experiment)
     if kind == "reverb":
         return add_reverb(engine, run, capacity, experiment.num_envs)
     if kind == "service":
         return add_service(engine, run, capacity, experiment.num_envs)
     if kind == "shared_memory":
-        return add_shared_memory(engine, run, run.topology.num_actors, capacity, timeout=max(600.0, run.peer_deadline))
+        return add_shared_memory(
+            engine, run, run.topology_config.num_actors, capacity, timeout=max(600.0, run.peer_deadline)
+        )
     replay_cls = ReplayBuffer if kind == "local" else naming.load_object(kind, "replay")
     if not (isinstance(replay_cls, type) and issubclass(replay_cls, BaseReplayBuffer)):
         raise UsageError(
@@ -211,7 +213,7 @@ def add_service(engine: Engine, run: Run, capacity: int, num_envs: int, rounds: 
     """
     from rlframe.replay.service import ReplayService, ServiceReplayBuffer
 
-    shards, experiment, spec = run.topology.replay_shards, run.experiment, run.agent.replay_spec
+    shards, experiment, spec = run.topology_config.replay_shards, run.experiment, run.agent.replay_spec
     # A batch is of one shard: each of a queue's must hold a whole one, whatever the others have.
     capacity = capacity if spec.kind == "queue" else -(-capacity // shards)
     shares = {"capacity": capacity, "min_size": -(-spec.min_size // shards)}
@@ -224,7 +226,7 @@ def add_service(engine: Engine, run: Run, capacity: int, num_envs: int, rounds: 
             specs,
             str(run.directory.replay_service.absolute() / f"{shard}-of-{shards}"),
             seed=experiment.seed + shard,
-            at_end=run.topology.grace_seconds / 2.0,
+            at_end=run.topology_config.grace_seconds / 2.0,
             run_ahead=None if ahead is None else -(-ahead // shards),
             **shares,
         )
@@ -239,7 +241,7 @@ def add_reverb(engine: Engine, run: Run, capacity: int, num_envs: int, rounds: i
 
     experiment, spec = run.experiment, run.agent.replay_spec
     # Environments in step complete their unrolls with the same step: they are sent as one item.
-    in_step = spec.kind == "queue" and not run.topology.async_envs
+    in_step = spec.kind == "queue" and not run.topology_config.async_envs
     block = experiment.envs_per_pool if in_step else 1
     ahead = items_of_rounds(spec, num_envs, rounds)
     tables = ReverbReplayBuffer.tables(run.agent, block=block, capacity=capacity, run_ahead=ahead)
@@ -251,6 +253,6 @@ def replay_capacity(spec: ReplaySpec, experiment: Experiment) -> int:
     if spec.kind == "queue" and isinstance(spec.item, Sequence):
         # What the environments are acting, what they have just completed, and what was too little for a batch. Where
         # they do not wait for each other, one that takes four times as long as the others completes its unroll too.
-        unrolls = 4 if experiment.topology.async_envs else 2
+        unrolls = 4 if experiment.topology_config.async_envs else 2
         return (unrolls * experiment.num_envs + (spec.batch_size or 0)) * spec.item.length
     return spec.capacity

@@ -43,7 +43,7 @@ class LanguageMonitor(Monitor):
         self._row_tokens = 0.0
         self._number, self._asked_at = 0, 0.0  # of the newest evaluation: how environments know it, and since when
         self._save_point: SavePoint | None = None  # of the evaluation under way, once it has its values
-        self._warmup_steps = run.topology.steps_before(run.experiment)
+        self._warmup_steps = run.topology_config.steps_before(run.experiment)
 
     @property
     def step(self) -> int:

@@ -167,7 +167,7 @@ class TrainingLoop:
             return None
         if self.learner.learner_steps == 0:
             self._say_nothing_was_learned()
-        return self._evaluate(final=True) if self._experiment.topology.eval_episodes else None
+        return self._evaluate(final=True) if self._experiment.topology_config.eval_episodes else None
 
     def _loop(self, until: int) -> None:
         actor, stop, progress = self.actor, self._stop, self._run.progress
@@ -277,7 +277,7 @@ class TrainingLoop:
             with_envs: False if the environments have failed: a resumed run resets them.
             final: nothing follows in this session. Then a large replay is saved too.
         """
-        now, every = self.actor.env_steps, self._run.topology.replay_checkpoint_every
+        now, every = self.actor.env_steps, self._run.topology_config.replay_checkpoint_every
         is_due = final or (every > 0 and now - self._replay_saved_at >= every)
         can_save = self.replay_buffer.is_saved_by_learner  # else a resumed run fills it again
         with_replay = can_save and (is_due or ReplayFiles.is_small(self.replay_buffer))

@@ -165,7 +165,7 @@ class Monitor(abc.ABC):
         self._say_what_is_missing()
         if self._evaluates_at is not None:
             self._write_evaluation(rows, self._wait_for_evaluation(final=False))
-        if not getattr(self._run.topology, "eval_episodes", True):
+        if not getattr(self._run.topology_config, "eval_episodes", True):
             return None
         while True:
             self._evaluates_at, self._evaluation_error = self.step, None

@@ -141,7 +141,7 @@ def test_a_choice_has_options_of_its_own_and_keeps_those_of_the_preset(asked, tm
 def test_a_word_of_python_is_written_with_an_underscore_or_in_a_dict(asked):
     for spelled in ("async_envs", "async_", "async"):
         rlframe.train("dqn", **{spelled: True})
-    assert [experiment.topology.async_envs for experiment, _ in asked] == [True] * 3
+    assert [experiment.topology_config.async_envs for experiment, _ in asked] == [True] * 3
 
 
 def test_a_saved_config_is_run_again_with_other_options(asked, tmp_path):
@@ -187,8 +187,8 @@ def test_the_next_run_uses_the_new_version_of_an_agents_a_networks_and_a_topolog
                       topology=f"{files['topology']}:wire")  # fmt: skip
         experiment, _ = asked[-1]
         assert experiment.agent_config.learning_rate == value
-        assert naming.network_factory(experiment.topology.network, None)(None, None) == value
-        assert find_topology(experiment.topology.name)(None, None) == value
+        assert naming.network_factory(experiment.topology_config.network, None)(None, None) == value
+        assert find_topology(experiment.topology_config.name)(None, None) == value
 
 
 def test_a_resumed_run_takes_the_options_that_it_began_with(tmp_path):
@@ -263,7 +263,7 @@ def test_values_of_numpy_and_paths_are_taken(asked, tmp_path):
         discount=np.array(0.5), env_type=np.str_("loop"),
     )  # fmt: skip
     ((experiment, told),) = asked
-    config, topology = experiment.agent_config, experiment.topology
+    config, topology = experiment.agent_config, experiment.topology_config
     assert (experiment.num_envs, experiment.steps, config.learning_rate, config.discount) == (4, 500, 0.5, 0.5)
     assert (topology.normalise_rewards, topology.network_config.hidden, topology.env_type) == (True, (8, 8), "loop")
     assert {type(each) for each in (experiment.num_envs, experiment.steps)} == {int}
