@@ -20,7 +20,7 @@ from benchmarks.processor import Stopwatch
 from benchmarks.report import Row, Table
 from rlframe.engines import EngineOptions
 from rlframe.programs import make_experiment
-from rlframe.programs.run import Run
+from rlframe.programs.session import Session
 from rlframe.programs.topologies.parts import make_agent
 from rlframe.programs.topologies.single_process import single_process
 
@@ -98,7 +98,7 @@ def _loop(experiment: Any) -> TrainingLoop:
     """The objects of a run in one process, in a directory that nothing is written to."""
     engine = experiment.topology_config.engine_class(EngineOptions())
     path = pathlib.Path(tempfile.mkdtemp())
-    single_process(engine, Run(experiment, make_agent(experiment), path, until=experiment.steps, began=0.0))
+    single_process(engine, Session(experiment, make_agent(experiment), path, until=experiment.steps, began=0.0))
     return engine.handle_of("train")
 
 

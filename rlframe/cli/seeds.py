@@ -100,7 +100,7 @@ def _check_begins(experiment: Experiment, session: TrainOptions) -> None:
     import jax
 
     from rlframe.programs.api import check_trackers, control_of
-    from rlframe.programs.session import check_extras
+    from rlframe.programs.runner import check_extras
     from rlframe.programs.topologies.parts import make_agent
     from rlframe.programs.training.updates import check_updates
 

@@ -1,17 +1,25 @@
 """Programs: from the options of a run to its result.
 
+- An experiment (`Experiment`) is what decides the numbers: the agent, the environment, the steps, the topology.
+- A run is an experiment in a run directory (`RunDir`), from its first step to its last one.
+- A session (`Session`) is a stretch of a run: it ends at a stop, and `--resume` begins the next one.
+- A topology (`Topology`) is a function that wires a program; its options are a `TopologyConfig`.
+- A program is the nodes of a session, which an engine runs; each node is an object in a thread or a process.
+- Options of a session (`SessionOptions`) are those that do not change the numbers: `run_dir`, `quiet`, `wandb`.
+
 `rlframe train --agent dqn --env CartPole-v1 --steps 4000`, step by step:
 
 1. `rlframe/cli/train_options.py` reads the options; in a script `api.py: train` does. An `Experiment` (`experiment.py`)
    holds those that decide the numbers, `SessionOptions` (`api.py`) the others. `presets/` has tuned values, and
    `options/` turns names into classes and values into JSON.
-2. `session.py: train` locks the run directory and writes `config.json` (`run_dir/`). It makes the agent and a `Run`
-   (`run.py`), which describes the session to every node.
+2. `runner.py: train` locks the run directory and writes `config.json` (`run_dir/`). It makes the agent and a
+   `Session` (`session.py`), which every node gets.
 3. The topology adds nodes to an engine: `topologies/single_process.py` adds one, the `TrainingLoop`
    (`training/loop.py`). A topology of several processes adds a learner, actors and a `GameMonitor`
    (`training/game_monitor.py`).
 4. The loop or the monitor counts steps. It writes rows (`training/rows.py`), evaluates (`policies/evaluation.py`), and
-   ends at the last step, or before it by `Ending` (`run.py`). Its `Result` goes into `result.json`, and to the caller.
+   ends at the last step, or before it by `Ending` (`session.py`). Its `Result` goes into `result.json`, and to the
+   caller.
 5. Later, `policies/` reads the checkpoints for `rlframe.evaluate`, `load` and `export`.
 """
 
@@ -26,7 +34,7 @@ _PUBLIC = {
     "evaluate": "rlframe.programs.policies.evaluation",
     "make_experiment": "rlframe.programs.experiment",
     "load_experiment": "rlframe.programs.options.config_file",
-    "train": "rlframe.programs.session",
+    "train": "rlframe.programs.runner",
 }
 
 __all__ = ["Experiment", "Result", "evaluate", "load_experiment", "make_experiment", "train"]

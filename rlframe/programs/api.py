@@ -12,7 +12,7 @@ from rlframe import extras, streams
 from rlframe.engines import logs
 from rlframe.errors import UsageError
 from rlframe.metrics import Logger, TerminalLogger, TrackioLogger, WandbLogger
-from rlframe.programs import session
+from rlframe.programs import runner
 from rlframe.programs.experiment import Experiment, changed, default_env, field_names, with_preset
 from rlframe.programs.options.config_file import experiment_values, import_env, load_experiment
 from rlframe.programs.options.fields import with_options
@@ -105,16 +105,18 @@ def train(
         if name in options:
             raise UsageError(f"{name} is an option of the command line, and not of rlframe.train: {instead}.")
     own = field_names(SessionOptions)
-    of_session = {name: options.pop(name) for name in own if name in options}
-    asked = read_session({**of_session, "run_dir": run_dir, "resume": resume, "stop_at": stop_at, "quiet": quiet})
-    if asked.profile and asked.quiet:
+    given = {"run_dir": run_dir, "resume": resume, "stop_at": stop_at, "quiet": quiet}
+    given |= {name: options.pop(name) for name in own if name in options}
+    of_session = read_session_options(given)
+    if of_session.profile and of_session.quiet:
         raise UsageError("profile prints a table, and quiet prints nothing: leave one of them out.")
-    with logs.silent(asked.quiet):
+    with logs.silent(of_session.quiet):
         if env is not None:
             options["env"] = env
         options = named(options)  # before the files are loaded: a file may change the directory
-        defaults, preset = starting_point(agent, env, asked, options.get("network"))
-        return run_session(changed(defaults, options, [*own, "callbacks"]), asked, preset, callbacks, silent=quiet)
+        defaults, preset = starting_point(agent, env, of_session, options.get("network"))
+        experiment = changed(defaults, options, [*own, "callbacks"])
+        return run_session(experiment, of_session, preset, callbacks, silent=quiet)
 
 
 def run_session(
@@ -141,7 +143,7 @@ def run_session(
         profile = Profile(os.fspath(directory.path / "trace") if options.profile_trace else None)
     progress = None if options.quiet else progress_of(experiment, options.stop_at)
     try:
-        result = session.train(
+        result = runner.train(
             experiment,
             run_dir=directory.path,
             resume=options.resume,
@@ -198,15 +200,15 @@ def control_of(experiment: Experiment, options: SessionOptions) -> Control | Non
     return None
 
 
-def read_session(options: Mapping[str, Any]) -> SessionOptions:
+def read_session_options(options: Mapping[str, Any]) -> SessionOptions:
     """Session options that a script gives, with absolute paths. Raises UsageError where a type is wrong."""
-    session = with_options(SessionOptions(), options)
-    paths = {name: getattr(session, name) for name in _PATHS}
-    return dataclasses.replace(session, **{name: os.path.abspath(path) for name, path in paths.items() if path})
+    read = with_options(SessionOptions(), options)
+    paths = {name: getattr(read, name) for name in _PATHS}
+    return dataclasses.replace(read, **{name: os.path.abspath(path) for name, path in paths.items() if path})
 
 
 def starting_point(
-    agent: Any, env: Any, session: SessionOptions, network: Any = None
+    agent: Any, env: Any, options: SessionOptions, network: Any = None
 ) -> tuple[Experiment, Preset | None]:
     """What other options change: the experiment that `config` or `resume` names, or the defaults, and their preset.
 
@@ -214,11 +216,11 @@ def starting_point(
         agent: a name or class; None: that of the saved experiment, or ppo.
         env: a name, class or function; None: the agent's default. The one of a saved experiment is left as it is,
             unless no file defines it.
-        session: of which `preset`, `config`, `run_dir` and `resume` are read.
+        options: of which `preset`, `config`, `run_dir` and `resume` are read.
         network: a name or function, for a saved experiment whose own one no file defines.
     """
     agent, env, network = name_of("agent", agent), name_of("env", env), name_of("network", network)
-    saved = _saved(session, {"agent": agent, "env": env, "network": network})
+    saved = _saved(options, {"agent": agent, "env": env, "network": network})
     if saved is not None:
         if agent is not None and agent != saved.agent:
             raise UsageError(f"The config is of the agent {saved.agent!r}: agent {agent!r} cannot replace it.")
@@ -226,19 +228,19 @@ def starting_point(
         return saved, None
     agent = agent or Experiment.agent
     env = env or default_env(agent)
-    preset = find_preset(session.preset, agent, env)
+    preset = find_preset(options.preset, agent, env)
     defaults = with_preset(preset, agent, env)
     import_env(defaults)
     return defaults, preset
 
 
-def _saved(session: SessionOptions, given: Mapping[str, Any]) -> Experiment | None:
-    if not session.resume:
-        return load_experiment(session.config, given) if session.config is not None else None
-    if session.run_dir is None:
+def _saved(options: SessionOptions, given: Mapping[str, Any]) -> Experiment | None:
+    if not options.resume:
+        return load_experiment(options.config, given) if options.config is not None else None
+    if options.run_dir is None:
         raise UsageError("resume needs run_dir: the directory of the run to go on with.")
-    if session.config is not None:
+    if options.config is not None:
         raise UsageError("resume goes on with the run's own config.json: leave config out.")
-    if not (pathlib.Path(session.run_dir) / "config.json").is_file():
-        raise UsageError(f"There is no run in {session.run_dir}: it has no config.json. Start it without resume.")
-    return load_experiment(session.run_dir, given)
+    if not (pathlib.Path(options.run_dir) / "config.json").is_file():
+        raise UsageError(f"There is no run in {options.run_dir}: it has no config.json. Start it without resume.")
+    return load_experiment(options.run_dir, given)

@@ -1,331 +1,157 @@
-"""`train`: one session of a run, from its start or its checkpoint to its result, in every topology."""
+"""One session of a run: what its nodes need to know, when something is due, and why it ends before its last step."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import logging
-import os
+import math
 import pathlib
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlframe import extras
-from rlframe.engines import Engine, EngineOptions, logs
-from rlframe.engines.base import GRACE, deciding_group
-from rlframe.envs.names import split
-from rlframe.errors import ProgramError, UsageError
-from rlframe.learners import Checkpointer
-from rlframe.metrics import LenientLogger, Logger, MultiLogger, plot_learning_curve
-from rlframe.programs.experiment import Experiment, complete, continued, with_fields
-from rlframe.programs.options.config_file import backend_note, check_backend, import_env, load_experiment
-from rlframe.programs.policies.evaluation import describe_evaluation
-from rlframe.programs.run import Run
-from rlframe.programs.run_dir.control import Control, serve_control_of
-from rlframe.programs.run_dir.directory import Result, RunDir, default_path
-from rlframe.programs.run_dir.lock import RunLock
-from rlframe.programs.run_dir.status import StatusFile
-from rlframe.programs.topologies import Topology
-from rlframe.programs.topologies.config import ProgramConfig, find_topology
-from rlframe.programs.topologies.parts import make_agent, read_codec
-from rlframe.programs.training.callbacks import Callback, Callbacks
-from rlframe.programs.training.profile import Profile
-from rlframe.programs.training.progress import Progress
-from rlframe.programs.training.rows import following
-from rlframe.programs.training.updates import check_updates
-from rlframe.user_files import check_main_is_guarded, check_not_loading, kept
+from rlframe import handles
+from rlframe.actors.actor import env_seed
+from rlframe.agents import Agent
+from rlframe.coordinator.commander import StopConditions
+from rlframe.envs.codec import Codec
+from rlframe.metrics import Logger
+from rlframe.programs.experiment import Experiment
+from rlframe.programs.run_dir.directory import RunDir
 
-_log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from rlframe.programs.training.profile import Profile
 
 
-def train(
-    experiment: Experiment,
-    *,
-    run_dir: str | os.PathLike | None = None,
-    resume: bool = False,
-    resume_from: int | None = None,
-    take_over: bool = False,
-    stop_at: int | None = None,
-    callbacks: Iterable[Callback] = (),
-    open_loggers: Callable[[pathlib.Path], Iterable[Logger]] | None = None,
-    progress: Logger | None = None,
-    profile: Profile | None = None,
-    notes: dict[str, Any] | None = None,
-    control: Control | None = None,
-    quiet: bool = False,
-) -> Result:
-    """Train an experiment's agent to its last step, and evaluate the final policy.
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """What the nodes of a session share: the experiment, its agent, the run directory, and the last step.
 
-    The first Ctrl-C (or SIGTERM) finishes the current step, saves everything and returns without an evaluation; a
-    second one ends the run at once.
-
-    Args:
-        experiment: on resume the experiment of the run, perhaps with other `steps` (see `continued`).
-        run_dir: of the run's files; None: a new directory under `runs/`.
-        resume: continue from the newest checkpoint in `run_dir`; a run that ended before its first one starts again.
-        resume_from: continue from this checkpoint, and move newer ones aside. None: the newest.
-        take_over: end the process that writes to `run_dir` now, if there is one, and continue in its place.
-        stop_at: the step at which this session stops and saves; schedules still end at `experiment.steps`.
-        callbacks: each is called as `callback(info)` with each row of the logs, in this process; see `CallbackInfo`.
-            `info.stop()` ends the run early, as at its last step. If one raises, the run saves and ends, and the
-            exception is raised from here. If nodes are processes, a thread calls them during training.
-        open_loggers: `open_loggers(run_dir)` returns more loggers for the rows; they are closed at the end.
-        progress: a logger that a single process also writes to, without values, a few times a second.
-        profile: measures the time that the parts of a single process take.
-        notes: for a reader of `config.json`; those of a resumed run stay as they are.
-        control: address of the HTTP service that shows and controls the run; None: no service.
-        quiet: print nothing, also no output of the nodes.
-
-    Returns:
-        See `Result`. If a resumed run has reached its last step already, its earlier result.
-
-    Raises:
-        UsageError: an option or the directory is invalid.
-        ProgramError: a node failed more often than it may, or did not save when the program was stopped.
-        RlframeError: the run failed; all that was saved is kept.
+    A run has one session, and another one each time it is resumed.
     """
-    _check_can_run(experiment, profile, with_control=control is not None)
-    called = Callbacks(callbacks)
-    directory = RunDir(run_dir if run_dir is not None else default_path(experiment))
-    import_env(experiment)
-    with kept(), contextlib.ExitStack() as opened:
-        experiment = opened.enter_context(open_session(experiment, directory, resume, stop_at, take_over, resume_from))
-        if resume and resume_from is None and (finished := _finished(directory, experiment, progress)) is not None:
-            return finished
-        is_program = isinstance(experiment.topology_config, ProgramConfig)
-        opened.enter_context(logs.kept(directory.logs, "launcher" if is_program else "train"))
-        with contextlib.ExitStack() as undo:
-            if not resume:
-                undo.callback(directory.remove)  # until its nodes are made
-                # First: a run that is killed early can be resumed.
-                directory.write_config(experiment, {**(notes or {}), **backend_note(experiment)})
-            run = _make_run(experiment, directory, resume, stop_at, quiet, profile)
-            _say_what_comes(run, progress)
-            trackers = [] if open_loggers is None else list(open_loggers(directory.path))
-            opened.callback(MultiLogger(trackers).close)
-            loggers = _all_loggers(progress, trackers, called)
-            engine, follower = _make_program(run, loggers, progress)
-            if resume:
-                directory.write_config(experiment, directory.notes())
-            opened.enter_context(_serve_control(engine, run, control))
-            undo.pop_all()
-        status = StatusFile(directory, experiment, run.until + experiment.topology_config.steps_before(experiment))
-        with status.until_the_end():
-            directory.result.unlink(missing_ok=True)
-            with following(directory.metrics, [] if engine.in_process else loggers, called):
-                number = _run_programs(engine, follower, run, status, called)
-            result = _write_result(directory, run, number, called)
-        status.end(result)
-        return result
 
+    experiment: Experiment
+    agent: Agent
+    path: pathlib.Path  # of the run directory
+    until: int  # the step at which this session ends
+    began: float  # seconds since the epoch
+    resumes: bool = False  # continues the run in the directory
+    resumed_at: int = 0  # environment steps of the sessions before
+    quiet: bool = False  # prints nothing
+    # Of a single process:
+    loggers: tuple[Logger, ...] = ()  # get each row as it is written
+    progress: Logger | None = None  # the same, and without values, a few times a second
+    profile: Profile | None = None
+    codec: Codec | None = None  # of the environments; None where there are none
 
-def _check_can_run(experiment: Experiment, profile: Profile | None, *, with_control: bool) -> None:
-    """Raise UsageError if this process, the installed packages or the topology do not fit. Nothing is written."""
-    check_not_loading()
-    if not experiment.topology_config.engine_class.in_process:
-        check_main_is_guarded(filter(None, experiment.names.values()))
-    check_extras(experiment, with_control=with_control)
-    if profile is not None and isinstance(experiment.topology_config, ProgramConfig):
-        raise UsageError(f"A profile is of a single process; the topology is {experiment.topology_config.name}.")
+    @property
+    def directory(self) -> RunDir:
+        """The run directory."""
+        return RunDir(self.path)
 
+    @property
+    def topology_config(self) -> Any:
+        """The config of the topology."""
+        return self.experiment.topology_config
 
-def _make_run(
-    experiment: Experiment,
-    directory: RunDir,
-    resume: bool,
-    stop_at: int | None,
-    quiet: bool,
-    profile: Profile | None,
-) -> Run:
-    """Make the agent, and describe the session for its nodes."""
-    codec = read_codec(experiment)
-    return Run(
-        experiment,
-        make_agent(experiment, codec),
-        directory.path.absolute(),
-        until=min(experiment.steps, stop_at or experiment.steps),
-        began=time.time(),
-        resumes=resume,
-        resumed_at=Progress(directory.progress, "").counts.env_steps,
-        quiet=quiet,
-        profile=profile,
-        codec=codec,
-    )
-
-
-def _say_what_comes(run: Run, progress: Logger | None) -> None:
-    """Print the environment's library, and when updates and the evaluation come. Raise UsageError if no update does."""
-    experiment, lines = run.experiment, []
-    for backend in backend_note(experiment).values():
-        lines.append(f"The environment {experiment.env} is made by {backend}.")
-    if experiment.topology_config.learns_from == "steps":
-        updates = "" if run.resumes else f"{check_updates(experiment, run.agent)} "
-        lines.append(f"{updates}{describe_evaluation(experiment)}")
-    if progress is not None and lines:
-        print("\n".join(lines), file=sys.stderr)
-
-
-def _all_loggers(progress: Logger | None, trackers: list[Logger], callbacks: Callbacks) -> list[Logger]:
-    """List what gets each row beside the run's files. Callbacks come last: they may read what the others wrote."""
-    shown = trackers if progress is None else [progress, *trackers]
-    return [*(LenientLogger([each], Exception) for each in shown), *([callbacks] if callbacks else [])]
-
-
-def _make_program(run: Run, loggers: list[Logger], progress: Logger | None) -> tuple[Engine, Topology | None]:
-    """Make the nodes of the first program. Return its engine, and the topology of the program that follows, if any."""
-    engine = make_engine(run.experiment, run.directory.logs, run.quiet)
-    if engine.in_process:
-        run = dataclasses.replace(run, loggers=tuple(loggers), progress=progress)
-    wire = find_topology(run.topology_config.name, run.topology_config.learns_from)
-    return engine, wire(engine, run)
-
-
-def _serve_control(engine: Engine, run: Run, control: Control | None) -> contextlib.AbstractContextManager[None]:
-    """Serve the control of a run: by its coordinator if it has one."""
-    coordinator = engine.handle_of(run.topology_config.control) if run.topology_config.control is not None else None
-    return serve_control_of(run.path, control, coordinator, run.quiet)
-
-
-def _run_programs(
-    engine: Engine, follower: Topology | None, run: Run, status: StatusFile, callbacks: Callbacks
-) -> int | None:
-    """Run a program, and those that follow it. Return the number of the signal that ended one, or None."""
-    if callbacks:  # they end the node whose end is the program's
-        group = deciding_group(engine.groups) or next(iter(engine.groups))
-        callbacks.connect(engine.handle_of(group), group)
-    try:
-        number = engine.run(status.watch)
-    except ProgramError as error:
-        raise ProgramError(f"{error}\n{run.directory.what_is_saved()}") from callbacks.error or error
-    if follower is None or number is not None or callbacks.error is not None:
-        return number
-    engine = make_engine(run.experiment, run.directory.logs, run.quiet)
-    return _run_programs(engine, follower(engine, run), run, status, callbacks)
-
-
-def _write_result(directory: RunDir, run: Run, number: int | None, callbacks: Callbacks) -> Result:
-    """Complete the result that the program wrote, and draw the learning curve. Raise the error of a callback.
-
-    Args:
-        directory: of the run.
-        run: the session.
-        number: that of the signal that stopped it, or None.
-        callbacks: those of the caller.
-    """
-    if directory.result.exists():
-        result = Result.read(directory.result)
-    else:  # The program was told to stop before its monitor had begun.
-        env_steps = Progress(directory.progress, run.session).counts.env_steps
-        result = Result(env_steps, 0, None, None, 0, 0.0, time.time() - run.began, 0, str(directory.path))
-    by = result.stopped_by if number is None else "interrupt"
-    result = dataclasses.replace(result, signal=number, stopped_by=by if callbacks.error is None else "error")
-    if result.evaluation_error is not None:
-        problem = directory.say_not_evaluated(result.evaluation_error)
-        result = dataclasses.replace(result, evaluation_error=problem)
-        _log.warning(problem)
-    directory.write_result(result)
-    if directory.metrics.exists():  # not where it was stopped at once
-        _draw(directory)
-    if callbacks.error is not None:
-        raise callbacks.error
-    return result
-
-
-def _finished(directory: RunDir, experiment: Experiment, progress: Logger | None) -> Result | None:
-    """Return the result of a run that reached its last step with these options; None if there is more to do.
-
-    A run may have gone beyond its last step, and so have made the steps that a later session asks for.
-    """
-    if not directory.result.exists():
-        return None
-    saved, result = load_experiment(directory.config, experiment.names), Result.read(directory.result)
-    is_same = continued(saved, with_fields(saved, steps=experiment.steps)) == experiment
-    has_them = experiment.topology_config.learns_from == "steps" and result.env_steps >= experiment.steps > saved.steps
-    is_over = saved.steps == experiment.steps or has_them
-    is_well = result.stopped_by == "steps" and result.evaluation_error is None
-    if not (is_same and is_over and is_well):
-        return None
-    if progress is not None:
-        print(
-            f"Nothing is left to do: {directory.path} reached its {experiment.steps:,} steps. To train more, resume it "
-            "with more --steps.",
-            file=sys.stderr,
+    @property
+    def stop_conditions(self) -> StopConditions:
+        """The limits that may end the session before its last step; a language model has none."""
+        topology = self.topology_config
+        return StopConditions(
+            learner_steps=getattr(topology, "until_learner_steps", None),
+            seconds=getattr(topology, "until_seconds", None),
+            eval_return=getattr(topology, "until_return", None),
         )
-    return result
+
+    @property
+    def last_step_is(self) -> str:
+        """The reason to stop at the session's last step, as in `Result.stopped_by`."""
+        return "steps" if self.until >= self.experiment.steps else "stop_at"
+
+    @property
+    def actor_seed(self) -> int:
+        """Seed of the actors; another one in each session, because incarnations start again at 0."""
+        seed = self.experiment.seed
+        return env_seed(seed, self.resumed_at) if self.resumed_at else seed
+
+    @property
+    def budget(self) -> int:
+        """Environment steps that each actor may take before the monitor gives it more."""
+        return math.ceil((self.until - self.resumed_at) / self.topology_config.num_actors)
+
+    @property
+    def session_id(self) -> str:
+        """Identifies the session among those of its run."""
+        return f"{self.began!r}"
+
+    @property
+    def peer_deadline(self) -> float:
+        """Seconds that a node waits for another one: without limit if the launcher restarts nodes that hang."""
+        return math.inf if getattr(self.topology_config, "is_watched", False) else handles.DEADLINE
 
 
-def _draw(directory: RunDir) -> None:
-    """Draw the learning curve. The run is over and saved: a picture that cannot be drawn is only warned of."""
-    try:
-        plot_learning_curve(directory.path, directory.learning_curve)
-    except Exception as error:
-        _log.warning("The learning curve was not drawn: %s Draw it later: rlframe plot %s", error, directory.path)
-
-
-def make_engine(experiment: Experiment, logs: pathlib.Path | None, quiet: bool = False) -> Engine:
-    """Make the engine that the experiment asks for.
+class Schedule:
+    """Due at each multiple of a number of steps.
 
     Args:
-        experiment: the experiment.
-        logs: the directory in which the nodes' lines are kept; None: nowhere.
-        quiet: show no line of the nodes.
+        every: the number; 0: it is never due.
+        after: the step after which it is due first.
+
+    Attributes:
+        due: the next step at which it is due.
     """
-    config = experiment.topology_config
-    options = config.node_options if isinstance(config, ProgramConfig) else {}
-    return config.engine_class(EngineOptions(**options, logs=logs, quiet=quiet))
+
+    def __init__(self, every: int, after: int) -> None:
+        self._every = every
+        self._set(after)
+
+    def _set(self, after: int) -> None:
+        self.due = (after // self._every + 1) * self._every if self._every else math.inf
+
+    def is_due(self, step: int) -> bool:
+        """Return True once for each multiple that is reached; of several that were passed, for the last one."""
+        if step < self.due:
+            return False
+        self._set(step)
+        return True
 
 
-def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:
-    """Raise UsageError if the run needs an extra that is not installed: before its directory is made.
+class Ending:
+    """The decision to end a session before its last step, by a callback or a limit such as `until_return`.
 
     Args:
-        experiment: of the run.
-        with_control: whether the run has an HTTP service.
+        session: the session.
+        by: why, if a process that was restarted had decided it before.
+
+    Attributes:
+        by: why, as `Result.stopped_by`; None while the session goes on.
+        evaluates: whether the final policy is evaluated.
     """
-    if split(experiment.env)[0] == "dm_control":
-        extras.require(f"--env {experiment.env}", "dm_control")
-    config = experiment.topology_config
-    if with_control and config.control is None:  # where it is not by itself
-        extras.require("--http", "trajectories")
-    needed = [*config.engine_class.requires, *config.requires(experiment)]
-    needed += ["trajectories"] if with_control else []
-    without = "or leave its control out by --http None" if with_control else ""
-    extras.require(config.asked_by(experiment), *needed, otherwise=without)
 
+    def __init__(self, session: Session, by: str | None = None) -> None:
+        self._limits, self._began = session.stop_conditions, session.began
+        self._has_limits = self._limits.are_set
+        self._eval_return: float | None = None
+        self.by, self.evaluates = by, True
 
-@contextlib.contextmanager
-def open_session(
-    experiment: Experiment,
-    directory: RunDir,
-    resume: bool,
-    stop_at: int | None,
-    take_over: bool = False,
-    resume_from: int | None = None,
-) -> Iterator[Experiment]:
-    """Lock a new directory, or that of the run to resume, and yield the experiment of the session.
+    def ask(self, by: str, evaluate: bool = True) -> None:
+        """End the session after the step under way. The first reason counts, unless a later one excludes evaluating.
 
-    Raises:
-        UsageError: the directory holds something else, or another process writes there; a resumed run would change a
-            fixed option; or its checkpoint is damaged.
-    """
-    experiment = complete(experiment)
-    if stop_at is not None and stop_at < 1:
-        raise UsageError(f"stop_at must be at least 1 environment step, got {stop_at}.")
-    if resume:
-        directory.check_holds_run()
-    elif take_over or resume_from is not None:
-        raise UsageError("take_over and resume_from are of a run to go on with: they need resume.")
-    else:
-        directory.create()
-    grace = getattr(experiment.topology_config, "grace_seconds", GRACE)
-    with RunLock(directory.path, take_over, ends_within=grace + 22.0):  # with all that comes after
-        if resume:
-            experiment = continued(load_experiment(directory.config, experiment.names), experiment)
-            check_backend(directory.notes(), experiment)
-            with contextlib.closing(Checkpointer(directory.checkpoints)) as checkpointer:
-                checkpointer.go_back_to(resume_from, directory.path / "aside")
-        else:
-            directory.create()  # again: another process may have used it before we got the lock
-        yield experiment
+        Args:
+            by: the reason's name.
+            evaluate: evaluate the final policy.
+        """
+        if not evaluate:
+            self.by, self.evaluates = by, False
+        self.by = self.by or by
+
+    def note_evaluation(self, return_mean: float) -> None:
+        """Take the mean return of an evaluation during the run."""
+        self._eval_return = return_mean
+
+    def is_due(self, learner_steps: int) -> bool:
+        """Return True if the session must end now."""
+        if self.by is None and self._has_limits:
+            seconds = time.time() - self._began
+            reason = self._limits.reached(learner_steps=learner_steps, seconds=seconds, eval_return=self._eval_return)
+            self.by = None if reason is None else reason.by
+        return self.by is not None

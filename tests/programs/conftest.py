@@ -3,7 +3,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from rlframe.programs import session
+from rlframe.programs import runner
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -26,4 +26,4 @@ def learning_curves():
 @pytest.fixture(autouse=True)
 def without_learning_curves(request, monkeypatch):
     if "learning_curves" not in request.fixturenames:
-        monkeypatch.setattr(session, "_draw", lambda directory: None)
+        monkeypatch.setattr(runner, "_draw", lambda directory: None)

@@ -7,7 +7,7 @@ import pytest
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import continued, make_experiment
 from rlframe.programs.options.config_file import load_experiment, save_experiment
-from rlframe.programs.run import Run
+from rlframe.programs.session import Session
 from rlframe.programs.topologies.parts import learner_config, make_agent
 from rlframe.programs.training.updates import total_learner_steps
 from rlframe.types import ReplaySpec, Sequence, Transition
@@ -94,8 +94,8 @@ def test_threads_are_not_started_again():
 
 def test_a_learner_that_may_die_saves_whatever_checkpoint_every_is(tmp_path):
     described = make_experiment("impala", topology="heavy_env", checkpoint_every=0)
-    run = Run(described, make_agent(described), tmp_path, until=described.steps, began=0.0)
-    assert learner_config(run).checkpoint_seconds == 30.0
+    session = Session(described, make_agent(described), tmp_path, until=described.steps, began=0.0)
+    assert learner_config(session).checkpoint_seconds == 30.0
 
 
 def test_a_run_of_unrolls_makes_one_update_for_each():

@@ -19,9 +19,9 @@ from rlframe.language.server import PolicyServerConfig
 from rlframe.programs.experiment import Experiment, make_experiment
 from rlframe.programs.options.config_file import load_experiment
 from rlframe.programs.policies.evaluation import evaluate
-from rlframe.programs.run import Run
 from rlframe.programs.run_dir.directory import RunDir
-from rlframe.programs.session import train
+from rlframe.programs.runner import train
+from rlframe.programs.session import Session
 from rlframe.programs.topologies import language as topology
 from rlframe.programs.topologies.language_nodes import Environment, WarmUp, model_server, next_incarnation
 from rlframe.programs.training.language_monitor import LanguageMonitor
@@ -129,7 +129,7 @@ class NotingEngine:
 
 def test_the_page_of_a_run_has_the_run_s_tokenizer(tmp_path):
     engine, experiment = NotingEngine(), described()
-    topology.language(engine, Run(experiment, GRPO(experiment.agent_config), tmp_path, 1, 0.0))
+    topology.language(engine, Session(experiment, GRPO(experiment.agent_config), tmp_path, 1, 0.0))
     node, (settings, *_) = engine.nodes["trajectories"]
     assert node is TrajectoryServer and load_decode(settings.tokenizer)([72, 105]) == "Hi"
 
@@ -147,7 +147,7 @@ class Examined(Reverse):
 def test_what_evaluate_log_is_given_is_the_run_s_evaluation(tmp_path):
     (tmp_path / "examined.py").write_text(EXAMINED)
     experiment = dataclasses.replace(described(), env=f"{tmp_path / 'examined.py'}:Examined")
-    environment = Environment(Run(experiment, GRPO(experiment.agent_config), tmp_path, 1, 0.0), 0)
+    environment = Environment(Session(experiment, GRPO(experiment.agent_config), tmp_path, 1, 0.0), 0)
     asyncio.run(environment._env.evaluate())
     assert environment._metrics.since(0, "eval") == {"eval/right": 0.25, "eval/other": 1.0}
 
@@ -167,16 +167,16 @@ def test_an_environment_that_is_killed_while_it_counts_itself_begins_again(tmp_p
 
 def test_a_warm_up_that_is_told_to_stop_makes_no_further_update(tmp_path):
     config = described(agent={"supervised_steps": 10, "supervised_batch_size": 2}).agent_config
-    run = Run(described(), GRPO(config), tmp_path, 1, 0.0)
-    node = WarmUp(run)
+    session = Session(described(), GRPO(config), tmp_path, 1, 0.0)
+    node = WarmUp(session)
     node.stop()
     node.run()
     assert not (tmp_path / "warmup").exists() and not rows_of(tmp_path)
 
 
 def test_an_environment_waits_as_long_as_the_policy_server_may_take(tmp_path):
-    run = Run(described(), None, tmp_path, 1, 0.0)
-    assert model_server(run).timeout >= PolicyServerConfig().request_timeout
+    session = Session(described(), None, tmp_path, 1, 0.0)
+    assert model_server(session).timeout >= PolicyServerConfig().request_timeout
 
 
 def test_what_is_wrong_is_said_before_anything_is_started(tmp_path):
@@ -279,7 +279,7 @@ def test_a_monitor_outlives_a_full_disk(small_disk, caplog):
     directory = RunDir(small_disk.path / "run")
     directory.create()
     services = Services(small_disk)
-    run = Run(described(steps=30, eval_every=5), None, directory.path, 30, 0.0)
-    LanguageMonitor(run, services, services, [services]).run()
+    session = Session(described(steps=30, eval_every=5), None, directory.path, 30, 0.0)
+    LanguageMonitor(session, services, services, [services]).run()
     assert services.evaluated > 2 and json.loads(directory.progress.read_text())["evaluated"] == services.steps
     assert f"Cannot write {directory.progress}: No space left on device." in caplog.text

@@ -20,7 +20,7 @@ from rlframe.learners.checkpoints import Checkpointer
 from rlframe.metrics import CallbackLogger, read_jsonl
 from rlframe.programs import evaluate, load_experiment, make_experiment, train
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.run import Run
+from rlframe.programs.session import Session
 from rlframe.programs.topologies.parts import make_agent
 from rlframe.programs.topologies.single_process import single_process
 from rlframe.programs.training.loop import TrainingLoop
@@ -65,7 +65,7 @@ def impala(**fields) -> Experiment:
 def made(experiment: Experiment, path) -> Iterator[TrainingLoop]:
     """The loop of a run that has not begun."""
     engine = InlineEngine()
-    single_process(engine, Run(experiment, make_agent(experiment), path, until=experiment.steps, began=0.0))
+    single_process(engine, Session(experiment, make_agent(experiment), path, until=experiment.steps, began=0.0))
     loop = engine.handle_of("train")
     with contextlib.closing(loop):
         yield loop

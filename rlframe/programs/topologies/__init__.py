@@ -1,6 +1,6 @@
 """Topologies: which objects a program is made of, each wiring on a screen.
 
-A topology is a function `(engine, run)` that adds nodes to an engine (`rlframe.engines`). Its options are a
+A topology is a function `(engine, session)` that adds nodes to an engine (`rlframe.engines`). Its options are a
 dataclass beside it (`@configured_by(HeavyEnv)`).
 """
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from rlframe.engines.base import Engine
     from rlframe.programs.experiment import Experiment
 
-# Adds the nodes of a program to an engine (engine, run); returns what is to run when that has ended well, if anything.
+# A function (engine, session) that adds the nodes of a program to an engine. It returns None, or the topology of a
+# second program, which runs after the first one has ended well: only language does, after its warm-up.
 Topology = Callable[[Any, Any], Any]
 
 INLINE = "rlframe.engines.threads:InlineEngine"
@@ -276,7 +277,7 @@ def find_topology(name: str, learns_from: str = "steps") -> Any:
     """
     found = naming.find(name, naming.TOPOLOGIES[learns_from], "topology", "file.py:function")
     if not callable(found):
-        raise UsageError(f"{name} is {found!r}; a topology is a function of an engine and a run.")
+        raise UsageError(f"{name} is {found!r}; a topology is a function of an engine and a session.")
     if not hasattr(found, "config_cls"):
         found.config_cls = GameProgram
     if found.config_cls.learns_from != learns_from:

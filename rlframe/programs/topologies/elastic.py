@@ -32,7 +32,7 @@ from rlframe.params import ParamStore
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import naming
 from rlframe.programs.policies.evaluation import Evaluations, explain
-from rlframe.programs.run import Run
+from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import GameProgram, configured_by
 from rlframe.programs.topologies.parts import (
     add_reverb,
@@ -92,25 +92,27 @@ class Elastic(GameProgram):
 
 
 @configured_by(Elastic)
-def elastic(engine: Engine, run: Run) -> None:
+def elastic(engine: Engine, session: Session) -> None:
     """Add a coordinator, which starts and ends collectors as the learner needs them."""
-    replay_buffer = add_replay(engine, run)
-    if run.topology_config.crosses_machines:
-        param_store = engine.add("params", ParamStore, at_end=max(1.0, run.topology_config.grace_seconds - 1.0))
+    replay_buffer = add_replay(engine, session)
+    if session.topology_config.crosses_machines:
+        param_store = engine.add("params", ParamStore, at_end=max(1.0, session.topology_config.grace_seconds - 1.0))
     else:
         param_store = engine.own(ParamStore())
-    makers = make_workers(run, replay_buffer, param_store)
-    engine.add("coordinator", make_coordinator, run, replay_buffer, param_store, add_operator(engine, run, makers))
+    makers = make_workers(session, replay_buffer, param_store)
+    engine.add(
+        "coordinator", make_coordinator, session, replay_buffer, param_store, add_operator(engine, session, makers)
+    )
 
 
-def make_workers(run: Run, replay_buffer: Any, param_store: Any) -> dict[str, MakeWorker]:
+def make_workers(session: Session, replay_buffer: Any, param_store: Any) -> dict[str, MakeWorker]:
     """Return the makers of the workers of each role, called in the workers' processes."""
-    experiment, agent = run.experiment, run.agent
+    experiment, agent = session.experiment, session.agent
     return {
-        "learner": functools.partial(LearnerWorker, learner_config(run), agent, replay_buffer, param_store),
+        "learner": functools.partial(LearnerWorker, learner_config(session), agent, replay_buffer, param_store),
         "collector": functools.partial(
             CollectorWorker,
-            functools.partial(make_actor, experiment, replay_buffer, run.actor_seed),
+            functools.partial(make_actor, experiment, replay_buffer, session.actor_seed),
             agent,
             param_store,
             seed=experiment.seed,
@@ -121,34 +123,36 @@ def make_workers(run: Run, replay_buffer: Any, param_store: Any) -> dict[str, Ma
     }
 
 
-def add_replay(engine: Engine, run: Run) -> Any:
+def add_replay(engine: Engine, session: Session) -> Any:
     """The replay that the experiment asks for: an object that finds it from any process of the run."""
-    most = run.topology_config.max_actors
+    most = session.topology_config.max_actors
     # Each collector keeps its share of the steps as if there were num_actors of them: few keep as many as they do in
     # another topology, and many keep more.
-    capacity = replay_capacity(run.agent.replay_spec, run.experiment) * most // run.topology_config.num_actors
+    capacity = (
+        replay_capacity(session.agent.replay_spec, session.experiment) * most // session.topology_config.num_actors
+    )
     ahead = (
-        most * run.experiment.envs_per_actor,
+        most * session.experiment.envs_per_actor,
         Limits.grant,
     )  # so that a learner finds as many batches as it is granted
-    if run.topology_config.replay_kind == "reverb":
+    if session.topology_config.replay_kind == "reverb":
         from rlframe.replay.reverb import ReverbReplayBuffer
 
-        add_reverb(engine, run, capacity, *ahead)
-        return ReverbReplayBuffer(run.agent, engine.address_of("replay"))
-    if run.topology_config.replay_kind == "service":
-        return add_service(engine, run, capacity, *ahead)
+        add_reverb(engine, session, capacity, *ahead)
+        return ReverbReplayBuffer(session.agent, engine.address_of("replay"))
+    if session.topology_config.replay_kind == "service":
+        return add_service(engine, session, capacity, *ahead)
     # A pause takes as long as it takes: a learner that hangs is the coordinator's to see.
     options: dict[str, Any] = {"timeout": math.inf, "rounds_ahead": Limits.grant, "come_and_go": True}
-    return add_shared_memory(engine, run, most, capacity, **options)
+    return add_shared_memory(engine, session, most, capacity, **options)
 
 
-def add_operator(engine: Engine, run: Run, makers: Mapping[Any, MakeWorker]) -> Operator:
+def add_operator(engine: Engine, session: Session, makers: Mapping[Any, MakeWorker]) -> Operator:
     """Return the operator, which belongs to this process: a coordinator that is started again finds its workers."""
-    config = run.topology_config
+    config = session.topology_config
     options: dict[str, Any] = {
-        "output": Nowhere() if run.quiet else None,
-        "logs": run.directory.logs,
+        "output": Nowhere() if session.quiet else None,
+        "logs": session.directory.logs,
         "hang_timeout": config.hang_timeout,
     }
     if config.operator_name == "ray":
@@ -165,20 +169,20 @@ def coordinator_dir(run_dir: pathlib.Path) -> pathlib.Path:
     return run_dir / "coordinator"
 
 
-def make_coordinator(run: Run, replay_buffer: Any, param_store: Any, operator: Operator) -> Coordinator:
+def make_coordinator(session: Session, replay_buffer: Any, param_store: Any, operator: Operator) -> Coordinator:
     """The node of the program: in the launcher's first try, and whenever it is started again.
 
     Args:
-        run: the session.
+        session: the session.
         replay_buffer: the replay, or what calls it.
         param_store: the same of the `ParamStore`.
         operator: the launcher's, or a handle to it.
     """
-    experiment, path, config = run.experiment, coordinator_dir(run.path), run.topology_config
-    progress = Progress(run.directory.progress, run.session)
+    experiment, path, config = session.experiment, coordinator_dir(session.path), session.topology_config
+    progress = Progress(session.directory.progress, session.session_id)
     cfg = CoordinatorConfig(
         path=str(path),
-        job_id=run.session,
+        job_id=session.session_id,
         before=progress.counts,
         collectors=min(max(config.num_actors, config.min_actors), config.max_actors),
         min_collectors=config.min_actors,
@@ -188,23 +192,23 @@ def make_coordinator(run: Run, replay_buffer: Any, param_store: Any, operator: O
         evaluates=config.eval_episodes > 0,
         stop_within=max(1.0, config.grace_seconds - 2.0),  # and then the workers have to end
         describes={
-            "id": run.path.name,
-            "run_dir": str(run.path),
+            "id": session.path.name,
+            "run_dir": str(session.path),
             "agent": experiment.agent,
             "env": experiment.env,
-            "until": run.until,
+            "until": session.until,
         },
         limits=limits_of(experiment),
     )
     commander = TrainOne(
         policy_id=POLICY,
-        env_steps=run.until,
+        env_steps=session.until,
         learner_steps=config.until_learner_steps,
         seconds=config.until_seconds,
         eval_return=config.until_return,
         eval_every=experiment.eval_every,
     )
-    records = _Records(run, progress, param_store)
+    records = _Records(session, progress, param_store)
     return Coordinator(commander, operator, replay_buffer, param_store, cfg, records)
 
 
@@ -238,13 +242,13 @@ def make_actor(
 class _Records:
     """A run's files, as the other topologies write them: the coordinator makes the rows."""
 
-    def __init__(self, run: Run, progress: Progress, param_store: Any) -> None:
-        self._run, self._progress, self._param_store = run, progress, param_store
+    def __init__(self, session: Session, progress: Progress, param_store: Any) -> None:
+        self._session, self._progress, self._param_store = session, progress, param_store
         self._rows: Any = None
 
     def begin(self, counts: ActorCounts) -> None:
         """Open the files. Rows of a killed coordinator that its journal does not have are removed."""
-        self._rows = RowWriter(self._run, counts.env_steps, counts)
+        self._rows = RowWriter(self._session, counts.env_steps, counts)
 
     def write(self, env_steps: int, row: dict[str, Any], counts: ActorCounts) -> None:
         """Write a row, and what the collectors have done."""
@@ -262,9 +266,9 @@ class _Records:
         self._progress.save()
         if not summary["failed"]:
             by = summary["stopped_by"]
-            by = self._run.last_step_is if by == "steps" else by
+            by = self._session.last_step_is if by == "steps" else by
             evaluation, error = summary["evaluation"], summary["evaluation_error"]
             result = self._rows.result(
                 summary["env_steps"], summary, evaluation, by, evaluation_error=error and explain(error)
             )
-            self._run.directory.write_result(result)
+            self._session.directory.write_result(result)

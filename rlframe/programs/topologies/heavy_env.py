@@ -13,7 +13,7 @@ from rlframe.actors import Actor
 from rlframe.engines import Engine
 from rlframe.inferencers import Inferencer
 from rlframe.learners import Learner
-from rlframe.programs.run import Run
+from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import GameProgram, configured_by
 from rlframe.programs.topologies.parts import (
     actor_options,
@@ -34,14 +34,14 @@ class HeavyEnv(GameProgram):
 
 
 @configured_by(HeavyEnv)
-def heavy_env(engine: Engine, run: Run) -> None:
+def heavy_env(engine: Engine, session: Session) -> None:
     """Add the nodes: a learner, actors with an inferencer each, and the monitor."""
-    check_answer_timeout(engine, run.experiment)
-    replay_buffer = add_replay(engine, run)
-    learner = engine.add("learner", Learner, learner_config(run), run.agent, replay_buffer)
+    check_answer_timeout(engine, session.experiment)
+    replay_buffer = add_replay(engine, session)
+    learner = engine.add("learner", Learner, learner_config(session), session.agent, replay_buffer)
     actors = []
-    for rank in range(run.experiment.topology_config.num_actors):
-        inferencer = Inferencer(inferencer_config(run), run.agent, learner)
-        builder = env_builder(run.experiment)
-        actors.append(engine.add("actor", Actor, builder, inferencer, replay_buffer, rank, **actor_options(run)))
-    engine.add("monitor", GameMonitor, run, learner, actors)
+    for rank in range(session.experiment.topology_config.num_actors):
+        inferencer = Inferencer(inferencer_config(session), session.agent, learner)
+        builder = env_builder(session.experiment)
+        actors.append(engine.add("actor", Actor, builder, inferencer, replay_buffer, rank, **actor_options(session)))
+    engine.add("monitor", GameMonitor, session, learner, actors)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Union
 from rlframe.engines import Engine
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.run import Run
+from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import ProgramConfig, Topology, configured_by
 
 HOST = "127.0.0.1"  # all of a program's services are on one machine
@@ -83,7 +83,7 @@ class Language(ProgramConfig):
 
 
 @configured_by(Language)
-def language(engine: Engine, run: Run) -> Topology | None:
+def language(engine: Engine, session: Session) -> Topology | None:
     """Add all four services, and who watches them; before that, as a program of its own, the supervised warm-up."""
     from rlframe.language.decoding import EngineConfig
     from rlframe.language.server import PolicyServer, PolicyServerConfig
@@ -92,69 +92,69 @@ def language(engine: Engine, run: Run) -> Topology | None:
     from rlframe.programs.training.language_monitor import LanguageMonitor
     from rlframe.trajectories.service.app import Settings, TrajectoryServer
 
-    run = _with_ports(run)
-    check_environment(run)
-    experiment, config = run.experiment, run.topology_config
+    session = _with_ports(session)
+    check_environment(session)
+    experiment, config = session.experiment, session.topology_config
     tokenizer = config.tokenizer_name(experiment.agent_config)
     if config.steps_before(experiment):
-        if not run.directory.warmup.exists():
-            engine.add("learner", WarmUp, run)  # with the learner's cores and accelerators
+        if not session.directory.warmup.exists():
+            engine.add("learner", WarmUp, session)  # with the learner's cores and accelerators
             return language
-        weights = dataclasses.replace(experiment.agent_config, weights=str(run.directory.warmup))
-        run = dataclasses.replace(run, agent=make_agent(dataclasses.replace(experiment, agent_config=weights)))
-    settings = Settings(store=f"sqlite:{run.path / 'trajectories.db'}", tokenizer=tokenizer)
+        weights = dataclasses.replace(experiment.agent_config, weights=str(session.directory.warmup))
+        session = dataclasses.replace(session, agent=make_agent(dataclasses.replace(experiment, agent_config=weights)))
+    settings = Settings(store=f"sqlite:{session.path / 'trajectories.db'}", tokenizer=tokenizer)
     engine.add("trajectories", TrajectoryServer, settings, HOST, config.service_port)
-    learner = engine.add("learner", make_learner, run)
+    learner = engine.add("learner", make_learner, session)
     policy_config = PolicyServerConfig(
         HOST,
         config.policy_port,
         model_name=MODEL,
         engine=EngineConfig(slots=config.slots, length=experiment.agent_config.max_tokens),
         seed=experiment.seed,
-        learner_deadline=run.peer_deadline,
+        learner_deadline=session.peer_deadline,
     )
-    model_config = run.agent.model_config  # type: ignore[attr-defined]
+    model_config = session.agent.model_config  # type: ignore[attr-defined]
     policy = engine.add("policy", PolicyServer, policy_config, model_config, tokenizer, learner)
-    environments = [engine.add("environment", Environment, run, rank) for rank in range(experiment.num_envs)]
-    engine.add("monitor", LanguageMonitor, run, learner, policy, environments)
+    environments = [engine.add("environment", Environment, session, rank) for rank in range(experiment.num_envs)]
+    engine.add("monitor", LanguageMonitor, session, learner, policy, environments)
     return None
 
 
-def make_learner(run: Run) -> Any:
+def make_learner(session: Session) -> Any:
     """The ordinary Learner, from batches of the trajectory service, where it registers as the trainer."""
     from rlframe.learners import Learner, LearnerConfig
     from rlframe.programs.run_dir.directory import CHECKPOINTS_KEPT
     from rlframe.programs.topologies.language_nodes import FOR_EVER
     from rlframe.trajectories import TrajectoryBuffer, TrajectoryClient
 
-    experiment, max_staleness = run.experiment, run.topology_config.max_staleness
-    with TrajectoryClient(run.topology_config.service_url) as client:
+    experiment, max_staleness = session.experiment, session.topology_config.max_staleness
+    with TrajectoryClient(session.topology_config.service_url) as client:
         client.register(
             batch_size=experiment.agent_config.batch_size,
             max_token_len=experiment.agent_config.max_tokens,
-            checkpoint_dir=str(run.path),
+            checkpoint_dir=str(session.path),
             save_checkpoint_interval=ENV_CHECKPOINT_EVERY,
             num_steps=FOR_EVER,  # the monitor ends the run; other steps would be another registration
             max_staleness=max_staleness,
             stale="discard" if max_staleness is not None else None,
-            run_key=run.directory.key(),
+            run_key=session.directory.key(),
         )
     cfg = LearnerConfig(
         seed=experiment.seed,
-        max_learner_steps=run.until,  # whatever becomes of the monitor, which ends the program
+        max_learner_steps=session.until,  # whatever becomes of the monitor, which ends the program
         ends_program=False,
-        checkpoint_dir=str(run.directory.checkpoints),
+        checkpoint_dir=str(session.directory.checkpoints),
         checkpoint_every=experiment.checkpoint_every or experiment.steps,
         checkpoints_kept=CHECKPOINTS_KEPT,
         resume=True,
     )
-    vocab_size = run.agent.model_config.vocab_size  # type: ignore[attr-defined]
-    return Learner(cfg, run.agent, TrajectoryBuffer(run.topology_config.service_url, vocab_size=vocab_size))
+    vocab_size = session.agent.model_config.vocab_size  # type: ignore[attr-defined]
+    return Learner(cfg, session.agent, TrajectoryBuffer(session.topology_config.service_url, vocab_size=vocab_size))
 
 
-def _with_ports(run: Run) -> Run:
+def _with_ports(session: Session) -> Session:
     """The run with the ports that were asked for, or free ones in place of 0. Raises UsageError if one is in use."""
-    config, found = run.topology_config, {}
+    config, found = session.topology_config, {}
     with contextlib.ExitStack() as opened:
         for name in ("service_port", "policy_port"):
             listener = opened.enter_context(socket.socket())
@@ -167,4 +167,4 @@ def _with_ports(run: Run) -> Run:
                 ) from error
             found[name] = listener.getsockname()[1]
     topology = dataclasses.replace(config, **found)
-    return dataclasses.replace(run, experiment=dataclasses.replace(run.experiment, topology_config=topology))
+    return dataclasses.replace(session, experiment=dataclasses.replace(session.experiment, topology_config=topology))

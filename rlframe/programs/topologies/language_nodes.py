@@ -28,7 +28,7 @@ from rlframe.metrics import MultiLogger
 from rlframe.programs.options import naming
 
 if TYPE_CHECKING:
-    from rlframe.programs.run import Run
+    from rlframe.programs.session import Session
 
 _COLLECTING = Phase("stepping", ANSWER_TIMEOUT)  # in the event loop, which an environment may hold up for so long
 
@@ -57,37 +57,37 @@ def env_class(name: str) -> type[BaseEnv]:
     return found
 
 
-def env_config(env_cls: type[BaseEnv], run: Run, rank: int = 0, incarnation: int = 0) -> Any:
+def env_config(env_cls: type[BaseEnv], session: Session, rank: int = 0, incarnation: int = 0) -> Any:
     """The config of an environment of a run.
 
     Raises:
         UsageError: an option of `env_kwargs` is unknown, does not fit, or is not the environment's to say.
     """
-    experiment, config = run.experiment, run.experiment.agent_config
+    experiment, config = session.experiment, session.experiment.agent_config
     for name in experiment.env_kwargs:
         if name in _NOT_OPTIONS:
             raise UsageError(f"env_kwargs: {name} is not for the environment to say here; {_NOT_OPTIONS[name]} does.")
     default, _ = env_cls.config_init()
     told: dict[str, Any] = {
-        "tokenizer_name": run.topology_config.tokenizer_name(config),
+        "tokenizer_name": session.topology_config.tokenizer_name(config),
         "max_token_length": config.max_tokens,
-        "rollout_server_url": run.topology_config.service_url,
+        "rollout_server_url": session.topology_config.service_url,
         "batch_size": config.batch_size,
         "total_steps": FOR_EVER,
         "steps_per_eval": 0,  # the monitor asks for evaluations
         "use_wandb": False,
-        "resume_file": str(run.path / "environments" / f"{rank}.json"),
+        "resume_file": str(session.path / "environments" / f"{rank}.json"),
     }
     if "seed" in type(default).model_fields and "seed" not in experiment.env_kwargs:
         told["seed"] = env_seed(experiment.seed, rank, incarnation)
     return made(default, {}, {**told, **experiment.env_kwargs}, "env-kwargs.")
 
 
-def check_environment(run: Run) -> None:
+def check_environment(session: Session) -> None:
     """Raises UsageError where the environment of a run, or its tokenizer, cannot be: before a process is started."""
-    env_config(env_class(run.experiment.env), run)
-    tokenizer = run.topology_config.tokenizer_name(run.experiment.agent_config)
-    tokens, known = load_tokenizer(tokenizer).vocab_size, run.agent.model_config.vocab_size  # type: ignore[attr-defined]
+    env_config(env_class(session.experiment.env), session)
+    tokenizer = session.topology_config.tokenizer_name(session.experiment.agent_config)
+    tokens, known = load_tokenizer(tokenizer).vocab_size, session.agent.model_config.vocab_size  # type: ignore[attr-defined]
     if tokens > known:
         raise UsageError(f"The tokenizer {tokenizer} has {tokens} tokens, the model only {known}.")
 
@@ -98,16 +98,16 @@ class Environment:
     Its identity at the service outlives its process; started again it asks other items, by seeds of its own.
 
     Args:
-        run: the session.
+        session: the session.
         rank: of the run's environments.
     """
 
-    def __init__(self, run: Run, rank: int) -> None:
-        self._run, self._rank = run, rank
-        self._incarnation = next_incarnation(run.path / "environments" / f"{rank}.incarnation")
-        env_cls = env_class(run.experiment.env)
+    def __init__(self, session: Session, rank: int) -> None:
+        self._session, self._rank = session, rank
+        self._incarnation = next_incarnation(session.path / "environments" / f"{rank}.incarnation")
+        env_cls = env_class(session.experiment.env)
         self._metrics = RecentMetrics()
-        self._env = env_cls(env_config(env_cls, run, rank, self._incarnation), [model_server(run)])
+        self._env = env_cls(env_config(env_cls, session, rank, self._incarnation), [model_server(session)])
         self._env.tracker = self._metrics  # receives the rows of `wandb_log`
         self._serving = ServeLoop(self._env)
         self._lock = threading.Lock()
@@ -188,33 +188,33 @@ class WarmUp:
     """Train on the environment's demonstrations, then write the weights to the run directory in the published format.
 
     Args:
-        run: the session.
+        session: the session.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._stop = threading.Event()
 
     def run(self) -> None:
         """Return once the weights are written, or after `stop()`, which writes nothing."""
-        run, directory = self._run, self._run.directory
-        env_cls = env_class(run.experiment.env)
-        env = env_cls(env_config(env_cls, run), [model_server(run)])
-        tokenizer = load_tokenizer(run.topology_config.tokenizer_name(run.experiment.agent_config))
+        session, directory = self._session, self._session.directory
+        env_cls = env_class(session.experiment.env)
+        env = env_cls(env_config(env_cls, session), [model_server(session)])
+        tokenizer = load_tokenizer(session.topology_config.tokenizer_name(session.experiment.agent_config))
 
         def demonstrations(source: random.Random, count: int) -> Sequence[tuple[str, str]]:  # before each update
             if self._stop.is_set():
                 raise StoppedError("Told to stop in the supervised warm-up.")
             return env.demonstrations(source, count)
 
-        logger = MultiLogger([directory.open_logs(0), *run.loggers])
+        logger = MultiLogger([directory.open_logs(0), *session.loggers])
         try:
             with handles.stopped_by_program(self.stop):
                 params = warm_up(
-                    run.agent,  # type: ignore[arg-type]
+                    session.agent,  # type: ignore[arg-type]
                     demonstrations,
                     tokenizer,
-                    seed=run.experiment.seed,
+                    seed=session.experiment.seed,
                     logger=logger,
                 )
         except StoppedError:
@@ -223,7 +223,7 @@ class WarmUp:
             logger.close()
         temporary = directory.warmup.with_suffix(".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        weights.save(temporary, run.agent.model_config, params)  # type: ignore[attr-defined]
+        weights.save(temporary, session.agent.model_config, params)  # type: ignore[attr-defined]
         temporary.rename(directory.warmup)
 
     def end(self, by: str, evaluate: bool = True) -> None:
@@ -287,13 +287,13 @@ async def _advance() -> None:
         await asyncio.sleep(1.0)
 
 
-def model_server(run: Run) -> APIServerConfig:
+def model_server(session: Session) -> APIServerConfig:
     """How to ask the policy server of a run."""
     return APIServerConfig(
-        base_url=f"{run.topology_config.policy_url}/v1",
+        base_url=f"{session.topology_config.policy_url}/v1",
         model_name=MODEL,
         api_key="none",
-        tokenizer_name=run.topology_config.tokenizer_name(run.experiment.agent_config),
+        tokenizer_name=session.topology_config.tokenizer_name(session.experiment.agent_config),
     )
 
 

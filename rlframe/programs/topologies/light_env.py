@@ -17,7 +17,7 @@ from rlframe.actors import Actor
 from rlframe.engines import Engine
 from rlframe.inferencers import Inferencer
 from rlframe.learners import Learner
-from rlframe.programs.run import Run
+from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import GameProgram, configured_by
 from rlframe.programs.topologies.parts import (
     actor_options,
@@ -68,25 +68,25 @@ class Distributed(LightEnv):
 
 
 @configured_by(LightEnv)
-def light_env(engine: Engine, run: Run) -> None:
+def light_env(engine: Engine, session: Session) -> None:
     """Add the nodes: a learner, inference services, actors that call them, and the monitor."""
-    config = run.experiment.topology_config
-    check_answer_timeout(engine, run.experiment)
-    replay_buffer = add_replay(engine, run)
-    learner = engine.add("learner", Learner, learner_config(run), run.agent, replay_buffer)
+    config = session.experiment.topology_config
+    check_answer_timeout(engine, session.experiment)
+    replay_buffer = add_replay(engine, session)
+    learner = engine.add("learner", Learner, learner_config(session), session.agent, replay_buffer)
     inferencers = [
-        engine.add("inferencer", Inferencer, inferencer_config(run), run.agent, learner)
+        engine.add("inferencer", Inferencer, inferencer_config(session), session.agent, learner)
         for _ in range(config.num_inferencers)
     ]
-    options = {**actor_options(run), "num_pools": config.num_pools}
+    options = {**actor_options(session), "num_pools": config.num_pools}
     actors = [
-        engine.add("actor", Actor, env_builder(run.experiment), inferencers, replay_buffer, rank, **options)
+        engine.add("actor", Actor, env_builder(session.experiment), inferencers, replay_buffer, rank, **options)
         for rank in range(config.num_actors)
     ]
-    engine.add("monitor", GameMonitor, run, learner, actors)
+    engine.add("monitor", GameMonitor, session, learner, actors)
 
 
 @configured_by(Distributed)
-def distributed(engine: Engine, run: Run) -> None:
+def distributed(engine: Engine, session: Session) -> None:
     """As `light_env`, whose replay `Distributed` keeps in Reverb."""
-    light_env(engine, run)
+    light_env(engine, session)

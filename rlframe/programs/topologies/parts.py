@@ -18,8 +18,8 @@ from rlframe.inferencers import InferencerConfig
 from rlframe.learners import LearnerConfig
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import naming
-from rlframe.programs.run import Run
 from rlframe.programs.run_dir.directory import CHECKPOINTS_KEPT
+from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import GameConfig
 from rlframe.programs.training.updates import total_learner_steps
 from rlframe.replay import BaseReplayBuffer, ReplayBuffer, SharedMemReplayBuffer
@@ -65,9 +65,9 @@ def check_answer_timeout(engine: Engine, experiment: Experiment) -> None:
         )
 
 
-def actor_options(run: Run) -> dict[str, Any]:
+def actor_options(session: Session) -> dict[str, Any]:
     """The keyword arguments of each Actor of a program."""
-    return {"seed": run.actor_seed, "deadline": run.peer_deadline, "budget": run.budget}
+    return {"seed": session.actor_seed, "deadline": session.peer_deadline, "budget": session.budget}
 
 
 # --- agent, inferencer, learner
@@ -138,43 +138,43 @@ def check_learns_from_async(name: str, spec: ReplaySpec) -> None:
     )
 
 
-def inferencer_config(run: Run) -> InferencerConfig:
+def inferencer_config(session: Session) -> InferencerConfig:
     """The options of each Inferencer of a program."""
-    return InferencerConfig(seed=run.experiment.seed, learner_deadline=run.peer_deadline)
+    return InferencerConfig(seed=session.experiment.seed, learner_deadline=session.peer_deadline)
 
 
-def learner_config(run: Run) -> LearnerConfig:
+def learner_config(session: Session) -> LearnerConfig:
     """The options of the Learner of a program: what the experiment counts in environment steps, in learner steps."""
-    experiment, spec = run.experiment, run.agent.replay_spec
+    experiment, spec = session.experiment, session.agent.replay_spec
     steps, every = experiment.steps, experiment.checkpoint_every or experiment.steps
     updates = total_learner_steps(spec, steps + every, experiment.num_envs)
     updates -= total_learner_steps(spec, steps, experiment.num_envs)  # without those that the first items wait for
     return LearnerConfig(
         seed=experiment.seed,
-        max_learner_steps=run.stop_conditions.learner_steps,
+        max_learner_steps=session.stop_conditions.learner_steps,
         ends_program=False,  # the monitor does, after the last evaluation
-        checkpoint_dir=str(run.directory.checkpoints),
+        checkpoint_dir=str(session.directory.checkpoints),
         checkpoint_every=max(1, updates),
         checkpoints_kept=CHECKPOINTS_KEPT,
         resume=True,  # after its restart, and in a resumed run
-        codec=run.codec,
+        codec=session.codec,
     )
 
 
 # --- replay
 
 
-def add_replay(engine: Engine, run: Run) -> Any:
+def add_replay(engine: Engine, session: Session) -> Any:
     """The replay that the experiment asks for: an object, or the handle to a server."""
-    experiment, kind = run.experiment, run.topology_config.replay_kind
-    capacity = replay_capacity(run.agent.replay_spec, experiment)
+    experiment, kind = session.experiment, session.topology_config.replay_kind
+    capacity = replay_capacity(session.agent.replay_spec, experiment)
     if kind == "reverb":
-        return add_reverb(engine, run, capacity, experiment.num_envs)
+        return add_reverb(engine, session, capacity, experiment.num_envs)
     if kind == "service":
-        return add_service(engine, run, capacity, experiment.num_envs)
+        return add_service(engine, session, capacity, experiment.num_envs)
     if kind == "shared_memory":
         return add_shared_memory(
-            engine, run, run.topology_config.num_actors, capacity, timeout=max(600.0, run.peer_deadline)
+            engine, session, session.topology_config.num_actors, capacity, timeout=max(600.0, session.peer_deadline)
         )
     replay_cls = ReplayBuffer if kind == "local" else naming.load_object(kind, "replay")
     if not (isinstance(replay_cls, type) and issubclass(replay_cls, BaseReplayBuffer)):
@@ -183,14 +183,14 @@ def add_replay(engine: Engine, run: Run) -> Any:
             "made as Class(agent, seed=..., capacity=...)."
         )
     make: Any = replay_cls  # a subclass's own constructor
-    return engine.own(make(run.agent, seed=experiment.seed, capacity=capacity))
+    return engine.own(make(session.agent, seed=experiment.seed, capacity=capacity))
 
 
-def add_shared_memory(engine: Engine, run: Run, num_writers: int, capacity: int, **options: Any) -> Any:
+def add_shared_memory(engine: Engine, session: Session, num_writers: int, capacity: int, **options: Any) -> Any:
     """A replay in memory that all nodes of this machine share."""
-    experiment = run.experiment
+    experiment = session.experiment
     replay_buffer = SharedMemReplayBuffer(
-        run.agent,
+        session.agent,
         num_writers=num_writers,
         seed=experiment.seed,
         max_envs=experiment.envs_per_actor,
@@ -201,32 +201,32 @@ def add_shared_memory(engine: Engine, run: Run, num_writers: int, capacity: int,
     return engine.own(replay_buffer)
 
 
-def add_service(engine: Engine, run: Run, capacity: int, num_envs: int, rounds: int = ROUNDS_AHEAD) -> Any:
+def add_service(engine: Engine, session: Session, capacity: int, num_envs: int, rounds: int = ROUNDS_AHEAD) -> Any:
     """Nodes that hold a replay of `capacity` steps, in equal shares (of a queue each as much): what calls them.
 
     Args:
         engine: runs them.
-        run: the session.
+        session: the session.
         capacity: steps that are kept.
         num_envs: of all writers.
         rounds: that these may be ahead of `samples_per_insert`: see `items_of_rounds`.
     """
     from rlframe.replay.service import ReplayService, ServiceReplayBuffer
 
-    shards, experiment, spec = run.topology_config.replay_shards, run.experiment, run.agent.replay_spec
+    shards, experiment, spec = session.topology_config.replay_shards, session.experiment, session.agent.replay_spec
     # A batch is of one shard: each of a queue's must hold a whole one, whatever the others have.
     capacity = capacity if spec.kind == "queue" else -(-capacity // shards)
     shares = {"capacity": capacity, "min_size": -(-spec.min_size // shards)}
     ahead = items_of_rounds(spec, num_envs, rounds)
-    specs = AgentSpecs(spec, run.agent.step_spec)
+    specs = AgentSpecs(spec, session.agent.step_spec)
     services = [
         engine.add(
             "replay",
             ReplayService,
             specs,
-            str(run.directory.replay_service.absolute() / f"{shard}-of-{shards}"),
+            str(session.directory.replay_service.absolute() / f"{shard}-of-{shards}"),
             seed=experiment.seed + shard,
-            at_end=run.topology_config.grace_seconds / 2.0,
+            at_end=session.topology_config.grace_seconds / 2.0,
             run_ahead=None if ahead is None else -(-ahead // shards),
             **shares,
         )
@@ -235,17 +235,17 @@ def add_service(engine: Engine, run: Run, capacity: int, num_envs: int, rounds: 
     return ServiceReplayBuffer(specs, services)
 
 
-def add_reverb(engine: Engine, run: Run, capacity: int, num_envs: int, rounds: int = ROUNDS_AHEAD) -> Any:
+def add_reverb(engine: Engine, session: Session, capacity: int, num_envs: int, rounds: int = ROUNDS_AHEAD) -> Any:
     """A Reverb server of `capacity` steps: the handle to it. Arguments as those of `add_service`."""
     from rlframe.replay.reverb import ReverbReplayBuffer
 
-    experiment, spec = run.experiment, run.agent.replay_spec
+    experiment, spec = session.experiment, session.agent.replay_spec
     # Environments in step complete their unrolls with the same step: they are sent as one item.
-    in_step = spec.kind == "queue" and not run.topology_config.async_envs
+    in_step = spec.kind == "queue" and not session.topology_config.async_envs
     block = experiment.envs_per_pool if in_step else 1
     ahead = items_of_rounds(spec, num_envs, rounds)
-    tables = ReverbReplayBuffer.tables(run.agent, block=block, capacity=capacity, run_ahead=ahead)
-    return engine.add_reverb("replay", tables, str(run.directory.reverb))
+    tables = ReverbReplayBuffer.tables(session.agent, block=block, capacity=capacity, run_ahead=ahead)
+    return engine.add_reverb("replay", tables, str(session.directory.reverb))
 
 
 def replay_capacity(spec: ReplaySpec, experiment: Experiment) -> int:

@@ -7,7 +7,7 @@ import dataclasses
 from rlframe.engines import Engine
 from rlframe.inferencers import Inferencer
 from rlframe.learners import Learner
-from rlframe.programs.run import Run
+from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import GameConfig, configured_by
 from rlframe.programs.topologies.parts import (
     add_replay,
@@ -30,10 +30,12 @@ class SingleProcess(GameConfig):
 
 
 @configured_by(SingleProcess)
-def single_process(engine: Engine, run: Run) -> None:
+def single_process(engine: Engine, session: Session) -> None:
     """Add the one node: a loop over an actor and a learner."""
-    check_answer_timeout(engine, run.experiment)
-    replay_buffer = add_replay(engine, run)
-    learner = Learner(learner_config(run), run.agent, replay_buffer)  # restored, with the replay, in a resumed run
-    inferencer = Inferencer(inferencer_config(run), run.agent, learner)
-    engine.add("train", TrainingLoop, run, env_builder(run.experiment), inferencer, replay_buffer, learner)
+    check_answer_timeout(engine, session.experiment)
+    replay_buffer = add_replay(engine, session)
+    learner = Learner(
+        learner_config(session), session.agent, replay_buffer
+    )  # restored, with the replay, in a resumed run
+    inferencer = Inferencer(inferencer_config(session), session.agent, learner)
+    engine.add("train", TrainingLoop, session, env_builder(session.experiment), inferencer, replay_buffer, learner)

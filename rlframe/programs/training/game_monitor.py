@@ -15,8 +15,8 @@ from rlframe import handles
 from rlframe.errors import PeerError
 from rlframe.programs.policies.evaluation import Evaluations
 from rlframe.programs.policies.saved import SavedPolicy
-from rlframe.programs.run import Run
 from rlframe.programs.run_dir.directory import Result
+from rlframe.programs.session import Session
 from rlframe.programs.training.monitor import Monitor
 from rlframe.programs.training.rows import RowWriter
 from rlframe.programs.training.updates import least_updates, total_learner_steps
@@ -31,17 +31,17 @@ class GameMonitor(Monitor):
     """Counts the steps of actors, limits how many they take, and evaluates in separate environments.
 
     Args:
-        run: the session.
+        session: the session.
         learner: a Learner, or a handle to one.
         actors: Actors, or handles to them.
     """
 
-    def __init__(self, run: Run, learner: Any, actors: list[Any]) -> None:
-        super().__init__(run, learner)
+    def __init__(self, session: Session, learner: Any, actors: list[Any]) -> None:
+        super().__init__(session, learner)
         self._actors = [_Led(actor) for actor in actors]
         self._to_end = [handles.resolve(actor, "actor", deadline=_ENDS_WITHIN, stop=self._stop) for actor in actors]
-        self._saved = SavedPolicy(run.agent, run.directory, self._learner)
-        self._evaluations = Evaluations(self._experiment, run.agent, self._saved)
+        self._saved = SavedPolicy(session.agent, session.directory, self._learner)
+        self._evaluations = Evaluations(self._experiment, session.agent, self._saved)
         self._evaluation: futures.Future[Logs] | None = None  # under way
 
     @property
@@ -59,7 +59,11 @@ class GameMonitor(Monitor):
 
     def _say_what_is_missing(self) -> None:
         super()._say_what_is_missing()
-        made, spec, num_envs = self._learned["learner_steps"], self._run.agent.replay_spec, self._experiment.num_envs
+        made, spec, num_envs = (
+            self._learned["learner_steps"],
+            self._session.agent.replay_spec,
+            self._experiment.num_envs,
+        )
         if spec.samples_per_insert is not None and 0 < made < least_updates(spec, self.step, num_envs):
             _log.warning(
                 "%d updates were made, of about %d that %d environment steps ask for: the learner came back from an "
@@ -70,10 +74,10 @@ class GameMonitor(Monitor):
             )
 
     def _took_all(self) -> bool:
-        return self.step >= self._run.until
+        return self.step >= self._session.until
 
     def _look(self) -> None:
-        self._lead_actors(math.ceil(max(0, self._run.until - self.step) / len(self._actors)))
+        self._lead_actors(math.ceil(max(0, self._session.until - self.step) / len(self._actors)))
         self._learned = self._ask_learner() or self._learned
 
     def _hold(self) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from rlframe import handles
 from rlframe.errors import EnvError, PeerError, StoppedError
 from rlframe.programs.policies.saved import SavePoint
-from rlframe.programs.run import Run, Schedule
 from rlframe.programs.run_dir.directory import Result
+from rlframe.programs.session import Schedule, Session
 from rlframe.programs.training.monitor import Monitor
 from rlframe.programs.training.rows import RowWriter
 from rlframe.types import Logs
@@ -24,15 +24,15 @@ class LanguageMonitor(Monitor):
     """Counts the steps of the learner, and asks an environment to evaluate.
 
     Args:
-        run: the session.
+        session: the session.
         learner, policy: nodes, or handles to them.
         environments: the same; the first one evaluates.
     """
 
-    def __init__(self, run: Run, learner: Any, policy: Any, environments: list[Any]) -> None:
-        super().__init__(run, learner)
+    def __init__(self, session: Session, learner: Any, policy: Any, environments: list[Any]) -> None:
+        super().__init__(session, learner)
         found = functools.partial(handles.resolve, stop=self._stop)
-        self._policy = found(policy, "policy server", deadline=run.peer_deadline)
+        self._policy = found(policy, "policy server", deadline=session.peer_deadline)
         self._ask_policy = handles.Poll(self._policy, "stats")
         asked = [found(each, "environment") for each in environments]
         self._ask_environments = [handles.Poll(each, "stats") for each in asked]
@@ -43,7 +43,7 @@ class LanguageMonitor(Monitor):
         self._row_tokens = 0.0
         self._number, self._asked_at = 0, 0.0  # of the newest evaluation: how environments know it, and since when
         self._save_point: SavePoint | None = None  # of the evaluation under way, once it has its values
-        self._warmup_steps = run.topology_config.steps_before(run.experiment)
+        self._warmup_steps = session.topology_config.steps_before(session.experiment)
 
     @property
     def step(self) -> int:
@@ -60,7 +60,7 @@ class LanguageMonitor(Monitor):
         return schedule
 
     def _took_all(self) -> bool:
-        return self._learned["learner_steps"] >= self._run.until
+        return self._learned["learner_steps"] >= self._session.until
 
     def _look(self) -> None:
         self._learned = self._ask_learner() or self._learned
@@ -98,7 +98,7 @@ class LanguageMonitor(Monitor):
     def _is_saved(self) -> bool:
         """Return True once the policy that the learner had at the end of the evaluation is in a checkpoint."""
         if self._save_point is None:
-            self._save_point = SavePoint(self._learner, self._run.directory.checkpoints)
+            self._save_point = SavePoint(self._learner, self._session.directory.checkpoints)
         return self._save_point.is_over(self._learned["learner_steps"])
 
     def _values(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class LanguageMonitor(Monitor):
         return {**values, **{f"policy_{name}": value for name, value in self._served.items()}}
 
     def _evaluation_row(self, values: Logs) -> dict[str, Any]:
-        return {"return_mean": _first_value(values), **values, "wall_seconds": time.time() - self._run.began}
+        return {"return_mean": _first_value(values), **values, "wall_seconds": time.time() - self._session.began}
 
     def _result(self, rows: RowWriter, evaluation: Logs | None, stopped_by: str) -> Result:
         sequences = self._experiment.agent_config.batch_size

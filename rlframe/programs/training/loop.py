@@ -17,7 +17,7 @@ from rlframe.inferencers import Inferencer
 from rlframe.learners import Learner
 from rlframe.metrics.rows import ActorCounts, evaluation_row
 from rlframe.programs.policies.evaluation import Evaluations, try_evaluation
-from rlframe.programs.run import Ending, Run, Schedule
+from rlframe.programs.session import Ending, Schedule, Session
 from rlframe.programs.training.rows import RowWriter
 from rlframe.programs.training.updates import first_update
 from rlframe.replay.checkpoint import ReplayFiles
@@ -35,7 +35,7 @@ class TrainingLoop:
     was restored from one, the loop continues with them.
 
     Args:
-        run: the session.
+        session: the session.
         env_builder: of the actor's pool.
         inferencer, replay_buffer, learner: objects of this process; they are closed with the loop.
 
@@ -48,13 +48,13 @@ class TrainingLoop:
     pool: Any
 
     def __init__(
-        self, run: Run, env_builder: Any, inferencer: Inferencer, replay_buffer: Any, learner: Learner
+        self, session: Session, env_builder: Any, inferencer: Inferencer, replay_buffer: Any, learner: Learner
     ) -> None:
         self.inferencer, self.replay_buffer, self.learner = inferencer, replay_buffer, learner
-        self._run, self._directory, self._env_builder = run, run.directory, env_builder
-        experiment = self._experiment = run.experiment
-        self._evaluations = Evaluations(experiment, run.agent, learner)
-        self._stop, self._ending = StopSignal(run.quiet), Ending(run)
+        self._session, self._directory, self._env_builder = session, session.directory, env_builder
+        experiment = self._experiment = session.experiment
+        self._evaluations = Evaluations(experiment, session.agent, learner)
+        self._stop, self._ending = StopSignal(session.quiet), Ending(session)
         spec = replay_buffer.spec
         self._learns_once = spec.samples_per_insert is None and spec.kind != "queue"
         self._evaluation_error: str | None = None  # why the final evaluation failed
@@ -63,7 +63,7 @@ class TrainingLoop:
         self._evaluated: tuple[int, Logs] | None = None  # (environment steps, values) of the newest evaluation
         self._stopped_by = "interrupt"
         self._resumed = learner.restored is not None
-        if run.resumes and not self._resumed:
+        if session.resumes and not self._resumed:
             _log.warning("The run in %s ended before its first checkpoint: it starts again.", self._directory.path)
         try:
             self._make_actor()
@@ -107,10 +107,10 @@ class TrainingLoop:
         Returns:
             The number of the signal that ended it, or None.
         """
-        run = self._run
+        session = self._session
         self._counts = ActorCounts()
         self._counts.add(self.actor.stats())
-        self._rows = RowWriter(run, self._first_step, self._counts)
+        self._rows = RowWriter(session, self._first_step, self._counts)
         try:
             with self._stop:
                 evaluation = self._to_end()
@@ -147,17 +147,17 @@ class TrainingLoop:
 
     def _to_end(self) -> Logs | None:
         """Returns the evaluation; None where it was told to stop, or that none is wanted."""
-        profile = self._run.profile
+        profile = self._session.profile
         self._rows.note(self._first_step)
         try:
             with contextlib.nullcontext() if profile is None else profile.measures(self):
-                self._loop(self._run.until)
+                self._loop(self._session.until)
         except EnvError:
             self._save_all(with_envs=False, final=True)
             raise
         if self._stop.number is None:
-            is_over = self.actor.env_steps >= self._run.until
-            self._stopped_by = self._run.last_step_is if is_over else self._ending.by or "interrupt"
+            is_over = self.actor.env_steps >= self._session.until
+            self._stopped_by = self._session.last_step_is if is_over else self._ending.by or "interrupt"
         self._rows.note(self.actor.env_steps)
         self._write_row()
         if self._stop.is_repeated:
@@ -170,7 +170,7 @@ class TrainingLoop:
         return self._evaluate(final=True) if self._experiment.topology_config.eval_episodes else None
 
     def _loop(self, until: int) -> None:
-        actor, stop, progress = self.actor, self._stop, self._run.progress
+        actor, stop, progress = self.actor, self._stop, self._session.progress
         shown = time.monotonic()
         due = min(each.due for each in self._schedules)
         now = actor.env_steps
@@ -277,7 +277,7 @@ class TrainingLoop:
             with_envs: False if the environments have failed: a resumed run resets them.
             final: nothing follows in this session. Then a large replay is saved too.
         """
-        now, every = self.actor.env_steps, self._run.topology_config.replay_checkpoint_every
+        now, every = self.actor.env_steps, self._session.topology_config.replay_checkpoint_every
         is_due = final or (every > 0 and now - self._replay_saved_at >= every)
         can_save = self.replay_buffer.is_saved_by_learner  # else a resumed run fills it again
         with_replay = can_save and (is_due or ReplayFiles.is_small(self.replay_buffer))

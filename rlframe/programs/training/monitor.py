@@ -15,8 +15,8 @@ from rlframe.errors import PeerError, StoppedError
 from rlframe.interprocess.progress import Phase
 from rlframe.metrics.rows import evaluation_row
 from rlframe.programs.policies.evaluation import try_evaluation
-from rlframe.programs.run import Ending, Run, Schedule
 from rlframe.programs.run_dir.directory import Result
+from rlframe.programs.session import Ending, Schedule, Session
 from rlframe.programs.training.progress import Progress
 from rlframe.programs.training.rows import RowWriter
 from rlframe.types import Logs
@@ -36,19 +36,19 @@ class Monitor(abc.ABC):
     evaluate.
 
     Args:
-        run: the session.
+        session: the session.
         learner: a Learner, or a handle to one.
     """
 
-    def __init__(self, run: Run, learner: Any) -> None:
-        self._run, self._experiment = run, run.experiment
+    def __init__(self, session: Session, learner: Any) -> None:
+        self._session, self._experiment = session, session.experiment
         self._stop = threading.Event()
-        self._learner = handles.resolve(learner, "learner", deadline=run.peer_deadline, stop=self._stop)
+        self._learner = handles.resolve(learner, "learner", deadline=session.peer_deadline, stop=self._stop)
         self._ask_learner = handles.Poll(self._learner, "stats")
         self._tell_learner = handles.Poll(self._learner, "finish")
         self._learned: dict[str, Any] = {}  # the learner's newest stats; one that has just restarted knows nothing
-        self._progress = Progress(run.directory.progress, run.session)
-        self._ending = Ending(run, self._progress.ended)
+        self._progress = Progress(session.directory.progress, session.session_id)
+        self._ending = Ending(session, self._progress.ended)
         self._rows: RowWriter | None = None
         self._evaluates_at: int | None = None  # the step at which the evaluation under way began
         self._evaluation_error: str | None = None  # why the final evaluation failed
@@ -60,7 +60,7 @@ class Monitor(abc.ABC):
             with handles.stopped_by_program(self.stop):
                 self._begin()
                 self._progress.try_to_save()
-                rows = self._rows = RowWriter(self._run, self.step, self._progress.counts)
+                rows = self._rows = RowWriter(self._session, self.step, self._progress.counts)
                 try:
                     if (by := self._watch(rows)) is not None:
                         evaluation = self._finish(rows)
@@ -72,7 +72,7 @@ class Monitor(abc.ABC):
         except StoppedError:
             pass
         if self._rows is not None:
-            self._run.directory.write_result(self._result(self._rows, evaluation, stopped_by))
+            self._session.directory.write_result(self._result(self._rows, evaluation, stopped_by))
 
     def stop(self) -> None:
         """End `run()`, without an evaluation. Any thread may call it."""
@@ -138,7 +138,7 @@ class Monitor(abc.ABC):
             if now > at_start:
                 rows.note(now)
             if self._took_all():
-                return self._run.last_step_is
+                return self._session.last_step_is
             if self._ending.is_due(self._learned.get("learner_steps", 0)):
                 self._progress.ended = self._ending.by  # before the learner is told: this node may be restarted
                 self._progress.try_to_save()
@@ -165,7 +165,7 @@ class Monitor(abc.ABC):
         self._say_what_is_missing()
         if self._evaluates_at is not None:
             self._write_evaluation(rows, self._wait_for_evaluation(final=False))
-        if not getattr(self._run.topology_config, "eval_episodes", True):
+        if not getattr(self._session.topology_config, "eval_episodes", True):
             return None
         while True:
             self._evaluates_at, self._evaluation_error = self.step, None

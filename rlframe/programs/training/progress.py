@@ -30,15 +30,15 @@ class Progress:
         ended: why the session ends before its last step; None while it goes on.
     """
 
-    def __init__(self, path: pathlib.Path, session: str) -> None:
-        self._path, self._session = path, session
+    def __init__(self, path: pathlib.Path, session_id: str) -> None:
+        self._path, self._session_id = path, session_id
         self._is_behind = False  # the file is older than the counts: the disk is full
         self.counts = ActorCounts()
         self.evaluated: int | None = None
         self.ended: str | None = None
         if path.exists():
             saved_session, self.counts, self.evaluated, self.ended = self._read()
-            if saved_session != session:
+            if saved_session != session_id:
                 self.ended = None
                 total, logged = list(self.counts.total().values()), self.counts.total_logged()
                 self.counts = ActorCounts({"before": total}, {"before": logged})
@@ -46,7 +46,7 @@ class Progress:
     def save(self) -> None:
         """Write the file in one piece. Raise CheckpointError if that fails."""
         content = {
-            "session": self._session,
+            "session": self._session_id,
             "evaluated": self.evaluated,
             "ended": self.ended,
             "counts": self.counts.counters,

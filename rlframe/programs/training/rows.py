@@ -12,8 +12,8 @@ from typing import Any
 from rlframe.metrics import Logger, MultiLogger
 from rlframe.metrics.files import rows_after
 from rlframe.metrics.rows import ActorCounts, Rows
-from rlframe.programs.run import Run
 from rlframe.programs.run_dir.directory import Result
+from rlframe.programs.session import Session
 from rlframe.programs.training.callbacks import Callbacks
 
 _NUMBERS = ("return_mean", "return_std", "length_mean", "episodes")  # of `Evaluator.evaluate`
@@ -23,18 +23,18 @@ _LOOK_EVERY = 0.5  # seconds between two looks at the rows that another process 
 class RowWriter:
     """Writes the rows of a session, and measures its speed.
 
-    Rows go to the files of the run directory, and to `run.loggers` (trackers, the progress, callbacks). If the run's
+    Rows go to the files of the run directory, and to `session.loggers` (trackers, the progress, callbacks). If the
     program has several processes, these loggers are in the launcher's process, and `following` passes rows to them.
 
     Args:
-        run: the session.
+        session: the session.
         step: of the logs, at which the session begins. Rows after it are removed from the files.
         counts: what the actors had done by then.
     """
 
-    def __init__(self, run: Run, step: int, counts: ActorCounts) -> None:
-        self._run, self._files = run, run.directory.open_logs(step)
-        self._logger = MultiLogger([self._files, *run.loggers])
+    def __init__(self, session: Session, step: int, counts: ActorCounts) -> None:
+        self._session, self._files = session, session.directory.open_logs(step)
+        self._logger = MultiLogger([self._files, *session.loggers])
         self._rows = Rows(step, counts.total(), counts.total_logged(), time.monotonic())
         self._first: tuple[float, int] | None = None  # time and step at which training was first seen to advance
         self._last = (0.0, 0)
@@ -65,7 +65,7 @@ class RowWriter:
     def log(self, step: int, row: Mapping[str, Any]) -> None:
         """Write a row that is complete but for the time: the rows of training have it."""
         if "steps_per_second" in row:
-            row = {**row, "wall_seconds": time.time() - self._run.began}
+            row = {**row, "wall_seconds": time.time() - self._session.began}
         self._logger.write(step, row)
 
     def close(self) -> None:
@@ -112,9 +112,9 @@ class RowWriter:
             return_std=evaluation.get("return_std"),
             episodes=int(evaluation.get("episodes", 0)),
             steps_per_second=(last - first) * steps_per_row_step / max(ended - began, 1e-9),
-            wall_seconds=time.time() - self._run.began,
+            wall_seconds=time.time() - self._session.began,
             params_version=learner.get("params_version", 0),
-            run_dir=str(self._run.path),
+            run_dir=str(self._session.path),
             stopped_by=stopped_by,
             signal=signal,
             evaluation=metrics,

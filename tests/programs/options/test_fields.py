@@ -17,7 +17,7 @@ from rlframe.agents.dqn_heads import Categories, Quantiles
 from rlframe.cli.main import main
 from rlframe.cli.train_options import TrainOptions, read_arguments
 from rlframe.errors import UsageError
-from rlframe.programs import api, make_experiment, session
+from rlframe.programs import api, make_experiment, runner
 from rlframe.programs.api import SessionOptions
 from rlframe.programs.experiment import config_classes, field_names, flat, flat_fields
 from rlframe.programs.options import naming
@@ -32,14 +32,14 @@ NETWORKS = {"grpo": []}  # of agents that take no network; all others take mlp
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Calls of `session.train`, which runs nothing here: (the experiment, the options)."""
+    """Calls of `runner.train`, which runs nothing here: (the experiment, the options)."""
     calls = []
 
     def train(experiment, **options):
         calls.append((experiment, options))
         return Result(0, 0, None, None, 0, 0.0, 0.0, 0, str(options["run_dir"]))
 
-    monkeypatch.setattr(session, "train", train)
+    monkeypatch.setattr(runner, "train", train)
     return calls
 
 

@@ -24,8 +24,8 @@ from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Checkpointer, Learner, LearnerConfig
 from rlframe.metrics import read_jsonl
 from rlframe.programs import evaluate, make_experiment
-from rlframe.programs.run import Run
 from rlframe.programs.run_dir.directory import Result, RunDir
+from rlframe.programs.session import Session
 from rlframe.programs.topologies.parts import make_agent, make_pool
 from rlframe.programs.training.game_monitor import GameMonitor
 from rlframe.programs.training.progress import Progress
@@ -49,7 +49,7 @@ def make_env(gate=None):
 """
 
 
-def make_run(tmp_path: pathlib.Path, **fields: Any) -> Run:
+def make_run(tmp_path: pathlib.Path, **fields: Any) -> Session:
     (tmp_path / "env.py").write_text(ENV)
     values = {"network": "mlp", "network_config": MLPConfig((16,)), "env_type": "loop", "num_envs": 2, **fields}
     values |= {"eval_episodes": 2, "eval_env_kwargs": {"gate": str(tmp_path / "gate")}, "topology": "heavy_env"}
@@ -58,18 +58,18 @@ def make_run(tmp_path: pathlib.Path, **fields: Any) -> Run:
     directory = RunDir(tmp_path / "run")
     directory.create()
     directory.write_config(described, {})
-    return Run(described, make_agent(described), directory.path, until=described.steps, began=time.time())
+    return Session(described, make_agent(described), directory.path, until=described.steps, began=time.time())
 
 
 class Node:
     """A learner and the actor that feeds it, in threads until the context is left."""
 
-    def __init__(self, run: Run) -> None:
-        buffer = ReplayBuffer(run.agent)
-        cfg = LearnerConfig(checkpoint_dir=str(RunDir(run.path).checkpoints), resume=True)
-        self.learner = Learner(cfg, run.agent, buffer)
-        inferencer = Inferencer(InferencerConfig(), run.agent, self.learner)
-        self.actor = Actor(lambda seed: make_pool(run.experiment, 2, {}, seed), inferencer, buffer)
+    def __init__(self, session: Session) -> None:
+        buffer = ReplayBuffer(session.agent)
+        cfg = LearnerConfig(checkpoint_dir=str(RunDir(session.path).checkpoints), resume=True)
+        self.learner = Learner(cfg, session.agent, buffer)
+        inferencer = Inferencer(InferencerConfig(), session.agent, self.learner)
+        self.actor = Actor(lambda seed: make_pool(session.experiment, 2, {}, seed), inferencer, buffer)
         self._threads = [threading.Thread(target=node.run, daemon=True) for node in (self.learner, self.actor)]
 
     def __enter__(self) -> Node:
@@ -123,15 +123,15 @@ def running(monitor: GameMonitor) -> Iterator[threading.Thread]:
 @pytest.mark.system
 @pytest.mark.parametrize("learns_on", [False, True])
 def test_what_is_evaluated_is_what_was_saved_though_the_learner_dies_meanwhile(tmp_path, learns_on):
-    run = make_run(tmp_path, steps=200)
+    session = make_run(tmp_path, steps=200)
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(Node(run))
+        first = stack.enter_context(Node(session))
         wait_until(lambda: first.learner.learner_steps > 0)
         address = Address(first.learner)
-        monitor = stack.enter_context(running(GameMonitor(run, address, [StoppedActor(200)])))
+        monitor = stack.enter_context(running(GameMonitor(session, address, [StoppedActor(200)])))
         wait_until((tmp_path / "reached").exists)
         at = first.learner.learner_steps
-        again = Node(run)  # from the checkpoint, as after a death
+        again = Node(session)  # from the checkpoint, as after a death
         assert again.learner.learner_steps == at
         if not learns_on:
             address.learner = again.learner
@@ -143,23 +143,23 @@ def test_what_is_evaluated_is_what_was_saved_though_the_learner_dies_meanwhile(t
         wait_until(lambda: again.learner.stats()["finished"])
         (tmp_path / "gate").touch()
         monitor.join(120.0)
-        result, steps = Result.read(RunDir(run.path).result), again.learner.learner_steps
-    assert result.learner_steps == steps == Checkpointer(RunDir(run.path).checkpoints).steps()[-1]
+        result, steps = Result.read(RunDir(session.path).result), again.learner.learner_steps
+    assert result.learner_steps == steps == Checkpointer(RunDir(session.path).checkpoints).steps()[-1]
     assert (steps > at) == learns_on
-    saved = evaluate(run.path, episodes=2)
+    saved = evaluate(session.path, episodes=2)
     assert (result.return_mean, result.return_std) == (saved["return_mean"], saved["return_std"])
-    rows = [row for row in read_jsonl(RunDir(run.path).metrics) if "return_mean" in row]
+    rows = [row for row in read_jsonl(RunDir(session.path).metrics) if "return_mean" in row]
     assert [row["step"] for row in rows] == [200]
 
 
 def test_a_learner_that_did_not_keep_up_is_named(tmp_path, caplog):
-    run = make_run(tmp_path, steps=100_000)
+    session = make_run(tmp_path, steps=100_000)
     (tmp_path / "gate").touch()
-    with Node(run) as node:
+    with Node(session) as node:
         wait_until(lambda: node.learner.learner_steps > 0)
-        with running(GameMonitor(run, node.learner, [StoppedActor(100_000)])) as monitor:
+        with running(GameMonitor(session, node.learner, [StoppedActor(100_000)])) as monitor:
             monitor.join(120.0)
-    made = Result.read(RunDir(run.path).result).learner_steps
+    made = Result.read(RunDir(session.path).result).learner_steps
     assert 0 < made < 50_000  # of one each step
     assert (
         f"{made} updates were made, of about 99980 that 100000 environment steps ask for: the learner came back"
@@ -168,33 +168,33 @@ def test_a_learner_that_did_not_keep_up_is_named(tmp_path, caplog):
 
 
 def test_an_evaluation_that_was_under_way_when_a_monitor_died_is_made_by_the_next(tmp_path):
-    run = make_run(tmp_path, steps=100_000, eval_every=300)
-    with Node(run) as node:
-        with running(GameMonitor(run, node.learner, [StoppedActor(350)])):
+    session = make_run(tmp_path, steps=100_000, eval_every=300)
+    with Node(session) as node:
+        with running(GameMonitor(session, node.learner, [StoppedActor(350)])):
             wait_until((tmp_path / "reached").exists)
-        assert evaluated_at(run) == []  # it ended with the evaluation under way, as at its death
+        assert evaluated_at(session) == []  # it ended with the evaluation under way, as at its death
         (tmp_path / "gate").touch()
-        with running(GameMonitor(run, node.learner, [StoppedActor(350)])):
-            wait_until(lambda: evaluated_at(run))
-    assert evaluated_at(run) == [350]
-    assert Progress(RunDir(run.path).progress, run.session).evaluated == 350  # the next one is due at 600
+        with running(GameMonitor(session, node.learner, [StoppedActor(350)])):
+            wait_until(lambda: evaluated_at(session))
+    assert evaluated_at(session) == [350]
+    assert Progress(RunDir(session.path).progress, session.session_id).evaluated == 350  # the next one is due at 600
 
 
 def test_a_monitor_that_has_just_restarted_says_nothing_of_a_learner_that_it_has_not_heard(tmp_path):
     """Its version would fall to 0."""
-    run = make_run(tmp_path, steps=100_000, log_every=100)
-    path = RunDir(run.path).metrics
+    session = make_run(tmp_path, steps=100_000, log_every=100)
+    path = RunDir(session.path).metrics
     with socket.socket() as silent:
         silent.bind(("localhost", 0))  # and nothing listens there
         learner = courier.Client(f"localhost:{silent.getsockname()[1]}")
-        with running(GameMonitor(run, learner, [StoppedActor(350)])):
+        with running(GameMonitor(session, learner, [StoppedActor(350)])):
             wait_until(lambda: path.exists() and read_jsonl(path))
     (row, *_) = read_jsonl(path)
     assert row["step"] == 350 and "params_version" not in row and "learner_steps" not in row
 
 
-def evaluated_at(run: Run) -> list[int]:
-    path = RunDir(run.path).metrics
+def evaluated_at(session: Session) -> list[int]:
+    path = RunDir(session.path).metrics
     return [row["step"] for row in read_jsonl(path) if "return_mean" in row] if path.exists() else []
 
 
@@ -215,11 +215,11 @@ class LedActor(StoppedActor):
 
 @pytest.mark.system
 def test_actors_are_let_go_as_far_as_the_run_goes_whoever_of_them_is_silent(tmp_path):
-    run = make_run(tmp_path, steps=200)
+    session = make_run(tmp_path, steps=200)
     (tmp_path / "gate").touch()
     quick, silent = LedActor(), StoppedActor(20)
     silent.allow = lambda *_: {**StoppedActor(20).allow(0, 0), "rank": 1}  # it is heard, and takes nothing
-    with Node(run) as node, running(GameMonitor(run, node.learner, [quick, silent])):
-        wait_until(lambda: RunDir(run.path).result.exists())
-    assert Result.read(RunDir(run.path).result).env_steps == 200  # 180 and 20: not one too many
+    with Node(session) as node, running(GameMonitor(session, node.learner, [quick, silent])):
+        wait_until(lambda: RunDir(session.path).result.exists())
+    assert Result.read(RunDir(session.path).result).env_steps == 200  # 180 and 20: not one too many
     assert quick.limits[0] == 90 and max(quick.limits) == 180
