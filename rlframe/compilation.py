@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlframe.interprocess.progress import COMPILING
+from rlframe.interprocess.phases import COMPILING
 
 # Handing a call of 30 us over to another thread costs as much again. JAX reads this when its CPU
 # client is made, so this module has to be imported before the first array.

@@ -34,7 +34,7 @@ from rlframe.errors import JobFailedError, UsageError, suggest
 from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.heartbeat import Clock
 from rlframe.interprocess.inbox import Inbox
-from rlframe.interprocess.progress import Phase
+from rlframe.interprocess.phases import Phase
 
 _log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from rlframe.engines.supervision.program import STOP_SIGNAL, ProgramSupervisor
 from rlframe.engines.supervision.running import GroupRules
 from rlframe.errors import UsageError, suggest
 from rlframe.interprocess.heartbeat import TIMEOUT
-from rlframe.interprocess.progress import STARTING
+from rlframe.interprocess.phases import STARTING
 
 
 class LaunchpadEngine(Engine):

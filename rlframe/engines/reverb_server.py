@@ -13,7 +13,7 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.interprocess.files import NativePath
-from rlframe.interprocess.progress import SAVING
+from rlframe.interprocess.phases import SAVING
 from rlframe.program_end import stopped_by_program
 from rlframe.replay.checkpoint import save_now_and_then
 

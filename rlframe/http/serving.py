@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rlframe.errors import PeerError, UsageError
-from rlframe.interprocess.progress import Phase, advance
+from rlframe.interprocess.phases import Phase, advance
 
 _SERVING = Phase("serving", 300.0)
 DRAIN = 10  # seconds for the requests that have begun when the service ends

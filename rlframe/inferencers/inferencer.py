@@ -18,7 +18,7 @@ from rlframe.errors import UnavailableError, UsageError, check_above, check_at_l
 from rlframe.inferencers.batching import TIMEOUT, Batcher
 from rlframe.inferencers.shared_calls import CallReader
 from rlframe.interprocess.memory import Name
-from rlframe.interprocess.progress import COMPUTING
+from rlframe.interprocess.phases import COMPUTING
 from rlframe.params.packing import PackedParams, Packing
 from rlframe.params.source import ParamSource, Refresher
 from rlframe.types import ENVS_PER_RANK, AgentOutput, AgentSpecs, AgentState, TimeStep, Tree

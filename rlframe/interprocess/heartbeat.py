@@ -2,7 +2,7 @@
 
 It writes them to a page, memory of the one that watches it and started it. A process that is stopped, or that a call
 into C keeps from running Python, falls silent; one that only works in vain goes on beating, and says in which phase
-(`rlframe.interprocess.progress`) it has been for how long.
+(`rlframe.interprocess.phases`) it has been for how long.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 
-from rlframe.interprocess.progress import STARTING, ThreadProgress, complaint
+from rlframe.interprocess.phases import STARTING, ThreadProgress, complaint
 
 
 class Clock:

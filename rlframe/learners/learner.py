@@ -15,7 +15,7 @@ from rlframe import handles
 from rlframe.agents.base import Agent
 from rlframe.errors import RlframeError, StoppedError, UsageError
 from rlframe.interprocess.malloc import keep_freed_memory, use_one_arena
-from rlframe.interprocess.progress import COMPUTING
+from rlframe.interprocess.phases import COMPUTING
 from rlframe.learners.checkpoints import Checkpointer, last_good
 from rlframe.learners.config import DataConfig, LearnerConfig
 from rlframe.learners.saver import Saver

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from rlframe.errors import CheckpointError
-from rlframe.interprocess.progress import SAVING
+from rlframe.interprocess.phases import SAVING
 from rlframe.learners.config import LearnerConfig
 from rlframe.replay.checkpoint import ReplayFiles
 

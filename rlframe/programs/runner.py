@@ -33,7 +33,7 @@ from rlframe.programs.topologies.parts import make_agent, read_codec
 from rlframe.programs.training.callbacks import Callback, Callbacks
 from rlframe.programs.training.profile import Profile
 from rlframe.programs.training.progress import Progress
-from rlframe.programs.training.rows import following
+from rlframe.programs.training.row_writer import following
 from rlframe.programs.training.updates import check_updates
 from rlframe.user_files import check_main_is_guarded, check_not_loading, kept
 

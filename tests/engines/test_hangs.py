@@ -30,7 +30,7 @@ BEATS = f"""
 import os, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from rlframe.interprocess import heartbeat
-from rlframe.interprocess.progress import Phase
+from rlframe.interprocess.phases import Phase
 heartbeat.begin()
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 """
@@ -130,7 +130,7 @@ def test_long_work_that_is_declared_outlives_the_heartbeat_s_deadline():
 
 
 def test_who_waits_for_another_is_not_blamed():
-    waits = BEATS + "from rlframe.interprocess.progress import waiting_for\nwith Phase('stepping', 2.0):\n"
+    waits = BEATS + "from rlframe.interprocess.phases import waiting_for\nwith Phase('stepping', 2.0):\n"
     waits += "  with waiting_for('the learner'): time.sleep(3.0)\nprint('done')"
     with Program(node("actor", waits), hang_timeout=3.0) as program:
         program.wait_for_end()

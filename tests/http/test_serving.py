@@ -16,7 +16,7 @@ from tests.waiting import wait_until
 pytest.importorskip("uvicorn", reason="the services need uvicorn: pip install rlframe[trajectories]")
 
 from rlframe.http.serving import HttpServer, address_of, listen
-from rlframe.interprocess.progress import Stay, ThreadProgress
+from rlframe.interprocess.phases import Stay, ThreadProgress
 
 release, held = threading.Event(), threading.Event()
 

@@ -12,7 +12,7 @@ import pytest
 
 from rlframe.interprocess import heartbeat
 from rlframe.interprocess.heartbeat import VARIABLE, Clock, HeartbeatMonitor, HeartbeatSender, interval_of
-from rlframe.interprocess.progress import COMPILING, STARTING, Phase, ThreadProgress
+from rlframe.interprocess.phases import COMPILING, STARTING, Phase, ThreadProgress
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ from rlframe.coordinator.messages import (
     WorkerReply,
 )
 from rlframe.errors import CheckpointError, FencedError, NonFiniteLossError, UsageError
-from rlframe.interprocess.progress import STARTING, Phase
+from rlframe.interprocess.phases import STARTING, Phase
 
 _ANSWER_WITHIN = 0.3  # seconds; what takes longer is asked for again
 _FOR_GOOD = (UsageError, NonFiniteLossError, CheckpointError)  # another try would end in the same way

@@ -13,7 +13,7 @@ from rlframe.coordinator.workers.base import TaskWorker
 from rlframe.coordinator.workers.overrides import ActsBy, check_takes_env_kwargs, with_config
 from rlframe.errors import StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
-from rlframe.interprocess.progress import waiting_for
+from rlframe.interprocess.phases import waiting_for
 from rlframe.params.source import NewestParams, ParamReader
 from rlframe.params.store import ParamStore, StoredParams
 from rlframe.types import Logs

@@ -24,8 +24,8 @@ from rlframe.engines.supervision.running import EXIT_PERMANENT, GroupRules, Node
 from rlframe.errors import CheckpointError, JobFailedError, NonFiniteLossError, UsageError
 from rlframe.interprocess import heartbeat
 from rlframe.interprocess.malloc import use_one_arena
+from rlframe.interprocess.phases import ENDING
 from rlframe.interprocess.processes import die_with_parent
-from rlframe.interprocess.progress import ENDING
 from rlframe.user_directories import import_path
 
 LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"

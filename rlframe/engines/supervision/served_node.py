@@ -24,7 +24,7 @@ from rlframe.engines.supervision.node_main import LAUNCHER_PID, pickle_node
 from rlframe.engines.supervision.program import STOP_SIGNAL, ProgramSupervisor
 from rlframe.engines.supervision.running import SupervisedNode
 from rlframe.handles import Remote
-from rlframe.interprocess.progress import STARTING
+from rlframe.interprocess.phases import STARTING
 from rlframe.program_end import join_program
 from rlframe.transport import Transport
 

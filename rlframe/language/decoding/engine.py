@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlframe.errors import PeerError, RlframeError, UnavailableError, UsageError
-from rlframe.interprocess.progress import COMPUTING
+from rlframe.interprocess.phases import COMPUTING
 from rlframe.language.decoding.ranking import Ranked
 from rlframe.language.decoding.requests import DecodeRequest, Handle, OnTokens
 from rlframe.language.decoding.sampling import Sampled, SamplingParams, check_prompt, row_key

@@ -15,7 +15,7 @@ from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.agents import Agent
 from rlframe.errors import EnvError, RlframeError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
-from rlframe.interprocess.progress import STARTING
+from rlframe.interprocess.phases import STARTING
 from rlframe.programs.experiment import MAX_SEED, Experiment
 from rlframe.programs.options.config_file import check_backend
 from rlframe.programs.options.fields import convert

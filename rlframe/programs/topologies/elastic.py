@@ -43,7 +43,7 @@ from rlframe.programs.topologies.parts import (
     replay_capacity,
 )
 from rlframe.programs.training.progress import Progress
-from rlframe.programs.training.rows import RowWriter
+from rlframe.programs.training.row_writer import RowWriter
 
 POLICY = "main"
 

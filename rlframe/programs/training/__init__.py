@@ -2,7 +2,7 @@
 
 In a single process the `TrainingLoop` (`loop.py`) steps an actor and a learner in turn. In a program of several
 processes a `Monitor` (`monitor.py`) asks the nodes ten times a second how far they are: `GameMonitor` asks actors,
-`LanguageMonitor` asks a learner of language. Loop and monitor write rows with a `RowWriter` (`rows.py`) when a
+`LanguageMonitor` asks a learner of language. Loop and monitor write rows with a `RowWriter` (`row_writer.py`) when a
 `Schedule` (`rlframe/programs/session.py`) says that one is due. A monitor keeps its counts in
 `progress.json` (`progress.py`): it may be restarted.
 

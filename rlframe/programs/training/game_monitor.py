@@ -18,7 +18,7 @@ from rlframe.programs.policies.saved import SavedPolicy
 from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.session import Session
 from rlframe.programs.training.monitor import Monitor
-from rlframe.programs.training.rows import RowWriter
+from rlframe.programs.training.row_writer import RowWriter
 from rlframe.programs.training.updates import least_updates, total_learner_steps
 from rlframe.types import Logs
 

@@ -13,7 +13,7 @@ from rlframe.programs.policies.saved import SavePoint
 from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.session import Schedule, Session
 from rlframe.programs.training.monitor import Monitor
-from rlframe.programs.training.rows import RowWriter
+from rlframe.programs.training.row_writer import RowWriter
 from rlframe.types import Logs
 
 _EVALUATE_WITHIN = 600.0  # seconds for an evaluation, with a restart of the environment

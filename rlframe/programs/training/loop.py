@@ -18,7 +18,7 @@ from rlframe.learners import Learner
 from rlframe.metrics.rows import ActorCounts, evaluation_row
 from rlframe.programs.policies.evaluation import Evaluations, try_evaluation
 from rlframe.programs.session import Ending, Schedule, Session
-from rlframe.programs.training.rows import RowWriter
+from rlframe.programs.training.row_writer import RowWriter
 from rlframe.programs.training.updates import first_update
 from rlframe.replay.checkpoint import ReplayFiles
 from rlframe.types import Logs

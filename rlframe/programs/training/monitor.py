@@ -12,13 +12,13 @@ from typing import Any
 
 from rlframe import handles
 from rlframe.errors import PeerError, StoppedError
-from rlframe.interprocess.progress import Phase
+from rlframe.interprocess.phases import Phase
 from rlframe.metrics.rows import evaluation_row
 from rlframe.programs.policies.evaluation import try_evaluation
 from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.session import Ending, Schedule, Session
 from rlframe.programs.training.progress import Progress
-from rlframe.programs.training.rows import RowWriter
+from rlframe.programs.training.row_writer import RowWriter
 from rlframe.types import Logs
 
 _log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from rlframe.errors import CheckpointError, StoppedError
-from rlframe.interprocess.progress import SAVING
+from rlframe.interprocess.phases import SAVING
 from rlframe.program_end import stopped_by_program
 from rlframe.replay import checkpoint
 from rlframe.replay.base import override

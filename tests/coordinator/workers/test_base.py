@@ -26,7 +26,7 @@ from rlframe.coordinator.messages import (
 from rlframe.coordinator.workers import base
 from rlframe.coordinator.workers.base import TaskWorker
 from rlframe.errors import EnvError, UsageError
-from rlframe.interprocess.progress import ThreadProgress
+from rlframe.interprocess.phases import ThreadProgress
 from tests.coordinator.workers.calling import Caller
 from tests.waiting import wait_until
 

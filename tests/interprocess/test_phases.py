@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rlframe.interprocess.progress import STARTING, Phase, Stay, ThreadProgress, advance, waiting_for
+from rlframe.interprocess.phases import STARTING, Phase, Stay, ThreadProgress, advance, waiting_for
 
 Look = Callable[[float], "Stay | None"]
 
