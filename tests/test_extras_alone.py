@@ -15,8 +15,8 @@ from rlframe import extras
 from rlframe.cli.main import COMMANDS
 from rlframe.cli.serve import SERVICES
 from rlframe.errors import UsageError
-from rlframe.programs.experiment import make_experiment
 from rlframe.programs.options import naming
+from rlframe.programs.options.experiments import make_experiment
 from tests import hiding
 from tests.extras import needs
 

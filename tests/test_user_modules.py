@@ -15,7 +15,7 @@ import pytest
 import rlframe
 from rlframe.errors import UsageError
 from rlframe.programs.options import naming
-from rlframe.programs.options.config_file import is_other_backend
+from rlframe.programs.options.resume import is_other_backend
 from rlframe.user_files import forget_changed
 from tests.programs.running import WITH_ELASTIC, options_of
 from tests.test_user_files import ENV

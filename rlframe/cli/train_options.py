@@ -14,18 +14,11 @@ import tyro
 from rlframe.cli.parsing import parse, peek
 from rlframe.errors import UsageError
 from rlframe.programs.api import SessionOptions, starting_point
-from rlframe.programs.experiment import (
-    Experiment,
-    complete,
-    config_classes,
-    field_names,
-    flat,
-    from_flat,
-    where_is,
-    with_fields,
-)
+from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import naming
-from rlframe.programs.options.fields import choices_of, chosen, hints_of
+from rlframe.programs.options.experiments import fill_configs, where_is
+from rlframe.programs.options.fields import choices_of, field_names, hints_of, with_choices
+from rlframe.programs.options.flat import config_classes, from_flat, to_flat, with_fields
 from rlframe.programs.presets import Preset
 
 PROG = "rlframe train"
@@ -98,9 +91,9 @@ def _defaults(arguments: list[str]) -> tuple[Experiment, Preset | None]:
     topology = defaults.topology_config
     if network is not None and network != getattr(topology, "network", network):
         defaults = with_fields(defaults, network=None if network == "None" else network, network_config=None)
-    defaults = complete(defaults)
+    defaults = fill_configs(defaults)
     names = {name: peek(arguments, name.replace("_", "-")) for name in field_names(defaults.agent_config)}
-    return dataclasses.replace(defaults, agent_config=chosen(defaults.agent_config, names)), preset
+    return dataclasses.replace(defaults, agent_config=with_choices(defaults.agent_config, names)), preset
 
 
 def _where_is(agent: str, option: str) -> str:
@@ -113,7 +106,7 @@ def _start(defaults: Experiment, arguments: list[str], session_cls: type[TrainOp
     annotated: Any = Annotated
     flat_options = tyro.conf.OmitArgPrefixes
     config, config_cls = defaults.agent_config, type(defaults.agent_config)
-    values = {**flat(defaults), "agent_config": None}
+    values = {**to_flat(defaults), "agent_config": None}
     network = values.get("network_config")
     if network is not None:
         values["network_config"] = None
@@ -160,7 +153,7 @@ def _flat_class(defaults: Experiment, arguments: list[str]) -> Any:
         **dict.fromkeys((*_HIDDEN, "agent_config", "network_config"), hidden),
     }
     own = {field.name: field.default for cls in widest for field in dataclasses.fields(cls)}
-    own = {**own, **dict.fromkeys(_HIDDEN, ""), **flat(defaults)}
+    own = {**own, **dict.fromkeys(_HIDDEN, ""), **to_flat(defaults)}
     for name, known in choices.items():
         named = [each for each in (peek(arguments, name), own.get(name)) if isinstance(each, str) and ":" in each]
         annotations[name] = Literal.__getitem__((*known, *named))

@@ -32,7 +32,7 @@ _PUBLIC = {
     "Experiment": "rlframe.programs.experiment",
     "Result": "rlframe.programs.run_dir.directory",
     "evaluate": "rlframe.programs.policies.evaluation",
-    "make_experiment": "rlframe.programs.experiment",
+    "make_experiment": "rlframe.programs.options.experiments",
     "load_experiment": "rlframe.programs.options.config_file",
     "train": "rlframe.programs.runner",
 }

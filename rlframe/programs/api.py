@@ -13,10 +13,12 @@ from rlframe.engines import logs
 from rlframe.errors import UsageError
 from rlframe.metrics import Logger, TerminalLogger, TrackioLogger, WandbLogger
 from rlframe.programs import runner
-from rlframe.programs.experiment import Experiment, changed, default_env, field_names, with_preset
-from rlframe.programs.options.config_file import experiment_values, import_env, load_experiment
-from rlframe.programs.options.fields import with_options
-from rlframe.programs.options.object_names import name_of, named
+from rlframe.programs.experiment import Experiment
+from rlframe.programs.options.config_file import experiment_values, load_experiment
+from rlframe.programs.options.experiments import apply_preset, change_options, default_env
+from rlframe.programs.options.fields import field_names, with_options
+from rlframe.programs.options.object_names import name_objects, name_of
+from rlframe.programs.options.resume import import_env
 from rlframe.programs.presets import Preset, find_preset
 from rlframe.programs.run_dir.control import Control
 from rlframe.programs.run_dir.directory import Result, RunDir, default_path
@@ -113,9 +115,9 @@ def train(
     with logs.silent(of_session.quiet):
         if env is not None:
             options["env"] = env
-        options = named(options)  # before the files are loaded: a file may change the directory
+        options = name_objects(options)  # before the files are loaded: a file may change the directory
         defaults, preset = starting_point(agent, env, of_session, options.get("network"))
-        experiment = changed(defaults, options, [*own, "callbacks"])
+        experiment = change_options(defaults, options, [*own, "callbacks"])
         return run_session(experiment, of_session, preset, callbacks, silent=quiet)
 
 
@@ -229,7 +231,7 @@ def starting_point(
     agent = agent or Experiment.agent
     env = env or default_env(agent)
     preset = find_preset(options.preset, agent, env)
-    defaults = with_preset(preset, agent, env)
+    defaults = apply_preset(preset, agent, env)
     import_env(defaults)
     return defaults, preset
 

@@ -19,8 +19,11 @@ from rlframe.envs.names import split
 from rlframe.errors import ProgramError, UsageError
 from rlframe.learners import Checkpointer
 from rlframe.metrics import LenientLogger, Logger, MultiLogger, plot_learning_curve
-from rlframe.programs.experiment import Experiment, complete, continued, with_fields
-from rlframe.programs.options.config_file import backend_note, check_backend, import_env, load_experiment
+from rlframe.programs.experiment import Experiment
+from rlframe.programs.options.config_file import load_experiment
+from rlframe.programs.options.experiments import fill_configs
+from rlframe.programs.options.flat import with_fields
+from rlframe.programs.options.resume import backend_note, check_backend, continue_experiment, import_env
 from rlframe.programs.policies.evaluation import describe_evaluation
 from rlframe.programs.run_dir.control import Control, serve_control_of
 from rlframe.programs.run_dir.directory import Result, RunDir, default_path
@@ -62,7 +65,7 @@ def train(
     second one ends the run at once.
 
     Args:
-        experiment: on resume the experiment of the run, perhaps with other `steps` (see `continued`).
+        experiment: on resume the experiment of the run, perhaps with other `steps` (see `continue_experiment`).
         run_dir: of the run's files; None: a new directory under `runs/`.
         resume: continue from the newest checkpoint in `run_dir`; a run that ended before its first one starts again.
         resume_from: continue from this checkpoint, and move newer ones aside. None: the newest.
@@ -248,7 +251,7 @@ def _finished(directory: RunDir, experiment: Experiment, progress: Logger | None
     if not directory.result.exists():
         return None
     saved, result = load_experiment(directory.config, experiment.names), Result.read(directory.result)
-    is_same = continued(saved, with_fields(saved, steps=experiment.steps)) == experiment
+    is_same = continue_experiment(saved, with_fields(saved, steps=experiment.steps)) == experiment
     has_them = experiment.topology_config.learns_from == "steps" and result.env_steps >= experiment.steps > saved.steps
     is_over = saved.steps == experiment.steps or has_them
     is_well = result.stopped_by == "steps" and result.evaluation_error is None
@@ -317,7 +320,7 @@ def open_session(
         UsageError: the directory holds something else, or another process writes there; a resumed run would change a
             fixed option; or its checkpoint is damaged.
     """
-    experiment = complete(experiment)
+    experiment = fill_configs(experiment)
     if stop_at is not None and stop_at < 1:
         raise UsageError(f"stop_at must be at least 1 environment step, got {stop_at}.")
     if resume:
@@ -329,7 +332,7 @@ def open_session(
     grace = getattr(experiment.topology_config, "grace_seconds", GRACE)
     with RunLock(directory.path, take_over, ends_within=grace + 22.0):  # with all that comes after
         if resume:
-            experiment = continued(load_experiment(directory.config, experiment.names), experiment)
+            experiment = continue_experiment(load_experiment(directory.config, experiment.names), experiment)
             check_backend(directory.notes(), experiment)
             with contextlib.closing(Checkpointer(directory.checkpoints)) as checkpointer:
                 checkpointer.go_back_to(resume_from, directory.path / "aside")

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from rlframe.errors import UsageError
-from rlframe.programs.experiment import continued, make_experiment
 from rlframe.programs.options.config_file import load_experiment, save_experiment
+from rlframe.programs.options.experiments import make_experiment
+from rlframe.programs.options.resume import continue_experiment
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.parts import learner_config, make_agent
 from rlframe.programs.training.updates import total_learner_steps
@@ -115,23 +116,23 @@ def test_a_run_that_ends_before_the_buffer_has_filled_has_one_update():
 
 def test_a_resumed_run_keeps_the_schedules_that_it_began_with():
     saved = make_experiment("ppo", steps=1000)
-    longer = continued(saved, make_experiment("ppo", steps=3000))
+    longer = continue_experiment(saved, make_experiment("ppo", steps=3000))
     assert (longer.steps, longer.topology_config.schedule_steps) == (3000, 1000)
-    again = continued(longer, make_experiment("ppo", steps=5000))
+    again = continue_experiment(longer, make_experiment("ppo", steps=5000))
     assert (again.steps, again.topology_config.schedule_steps) == (5000, 1000)
 
 
 def test_a_run_that_goes_on_to_its_own_end_is_described_as_one_that_was_not_cut_off():
     saved = make_experiment("ppo", steps=1000)
-    assert continued(saved, saved) == saved  # a plot puts them in one group
+    assert continue_experiment(saved, saved) == saved  # a plot puts them in one group
 
 
 def test_a_resumed_run_cannot_change_its_numbers():
     saved = make_experiment("ppo")
     with pytest.raises(UsageError, match="started with seed = 1; a resumed run cannot change it to 2"):
-        continued(saved, make_experiment("ppo", seed=2))
+        continue_experiment(saved, make_experiment("ppo", seed=2))
     with pytest.raises(UsageError, match=r"started with learning_rate = 0\.001"):
-        continued(saved, make_experiment("ppo", learning_rate=0.5))
+        continue_experiment(saved, make_experiment("ppo", learning_rate=0.5))
 
 
 def test_config_json_is_for_people_too(tmp_path):

@@ -16,8 +16,9 @@ from rlframe.errors import UsageError
 from rlframe.language import ModelConfig
 from rlframe.language.model import weights
 from rlframe.language.server import PolicyServerConfig
-from rlframe.programs.experiment import Experiment, make_experiment
+from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.config_file import load_experiment
+from rlframe.programs.options.experiments import make_experiment
 from rlframe.programs.policies.evaluation import evaluate
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.runner import train

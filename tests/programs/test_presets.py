@@ -8,15 +8,17 @@ from gymnasium.envs.registration import EnvSpec
 
 from rlframe.agents.dqn_heads import Categories
 from rlframe.errors import UsageError
-from rlframe.programs.experiment import Experiment, make_experiment, option_value, with_preset
+from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import naming
+from rlframe.programs.options.experiments import apply_preset, make_experiment
+from rlframe.programs.options.flat import option_value
 from rlframe.programs.presets import PRESETS, find_preset
 from tests.agents.batches import BOX, DISCRETE, IMAGE, VECTOR
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
 def test_every_preset_fits_the_configs_and_names_its_sources(preset):
-    described = with_preset(preset, preset.agent, preset.envs[0])
+    described = apply_preset(preset, preset.agent, preset.envs[0])
     for option, setting in preset.fields.items():
         assert option_value(described, option.removeprefix("agent.")) == setting.value
     assert all(len(setting.source) > 5 for setting in preset.fields.values())

@@ -9,13 +9,13 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from rlframe.envs.names import CHANGED, describe_backend, registration, split
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
-from rlframe.programs.experiment import Experiment, complete
+from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import naming
+from rlframe.programs.options.experiments import fill_configs
 from rlframe.programs.options.fields import from_jsonable, to_jsonable
-from rlframe.programs.options.object_names import named, remember, with_given
+from rlframe.programs.options.object_names import name_objects, remember, with_given
 from rlframe.programs.topologies.config import find_topology
 from rlframe.user_files import look_in, places
 
@@ -24,7 +24,7 @@ def save_experiment(experiment: Experiment, path: pathlib.Path, notes: dict[str,
     """Write `config.json` atomically: the experiment, and `notes` for a reader (versions, preset)."""
     values = experiment_values(experiment)
     topology = {("topology" if name == "name" else name): value for name, value in values.pop("topology").items()}
-    values, topology = named(values), named(topology)
+    values, topology = name_objects(values), name_objects(topology)
     values["topology"] = {"name": topology.pop("topology"), **topology}
     content = {"experiment": values, "modules": places(experiment.names.values()), "notes": to_jsonable(notes)}
     write_atomically(path, json.dumps(content, indent=2), "\n")
@@ -77,60 +77,4 @@ def load_experiment(
     if network_cls is not None and isinstance(topology.network_config, dict):
         network = from_jsonable(network_cls, topology.network_config, f"{path}: network_config")
         topology = dataclasses.replace(topology, network_config=network)
-    return complete(from_jsonable(Experiment, {**values, "topology_config": topology}, f"{path}: experiment"))
-
-
-# --- the library that makes the environment: noted in the config, and checked by later sessions
-
-
-def import_env(experiment: Experiment) -> None:
-    """Import the module of an environment `module:Id` before the run, which would keep an older module of this name."""
-    is_game = experiment.topology_config.learns_from == "steps"
-    if is_game and naming.is_library_env(experiment.env) and ":" in split(experiment.env)[1]:
-        registration(experiment.env)
-
-
-def backend_note(experiment: Experiment) -> dict[str, str]:
-    """Return the note for the config that names the library which makes the environment; {} for a file's."""
-    if experiment.topology_config.learns_from != "steps" or not naming.is_library_env(experiment.env):
-        return {}
-    return {"env_backend": describe_backend(experiment.env)}
-
-
-def check_backend(notes: Mapping[str, Any], experiment: Experiment) -> None:
-    """Raise UsageError if the id of a run's environment, which the user registered, means another now, or nothing.
-
-    Args:
-        notes: of the run's config.
-        experiment: of the run.
-    """
-    import_env(experiment)
-    noted = notes.get("env_backend")
-    try:
-        now = backend_note(experiment).get("env_backend")
-    except UsageError as error:
-        now, problem = None, str(error)
-    else:
-        problem = f"Here {experiment.env} is made by {now}."
-    if noted is not None and is_other_backend(noted, now):
-        raise UsageError(
-            f"The run's environment {experiment.env} was made by {noted}. {problem} Before you resume or "
-            "evaluate the run, register the id as it was: import its module, from Python. A run imports the module by "
-            "itself if its environment is named module:Id."
-        )
-
-
-def is_other_backend(noted: str, now: str | None) -> bool:
-    """Return True if the user registered either, and they are not the same. EnvPool's and Gymnasium's own are alike."""
-    if not (_is_users(noted) or _is_users(now)):
-        return False
-    if now is not None and "Gymnasium (__main__" in (noted.partition(":")[0], now.partition(":")[0]):
-        # The module of a script has another name where the script is imported.
-        return noted.partition(":")[2] != now.partition(":")[2]
-    return noted != now
-
-
-def _is_users(backend: str | None) -> bool:
-    if backend is None or not backend.startswith("Gymnasium ("):
-        return False
-    return backend.endswith(f"{CHANGED})") or not backend.startswith(("Gymnasium (gymnasium.", "Gymnasium (rlframe."))
+    return fill_configs(from_jsonable(Experiment, {**values, "topology_config": topology}, f"{path}: experiment"))

@@ -18,6 +18,16 @@ _KEYWORDS = {"async": "async_envs", "async_": "async_envs"}
 _LONGEST = 80  # characters of a received value in a message
 
 
+def field_names(cls: Any) -> list[str]:
+    """Return the names of a dataclass's fields."""
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+def flat_fields(config: Any) -> dict[str, Any]:
+    """Return the values of a dataclass's fields that its constructor takes, by name."""
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
+
+
 def option_names(config: Any, prefix: str = "") -> list[str]:
     """The options that a config has, those of the configs in it with a dot: `model.hidden_size`."""
     names = []
@@ -29,7 +39,7 @@ def option_names(config: Any, prefix: str = "") -> list[str]:
     return names
 
 
-def resolved(
+def resolve_names(
     options: Mapping[str, Any], known: Iterable[str], of: str, elsewhere: Any = None, others: Iterable[str] = ()
 ) -> dict[str, Any]:
     """The options by their own names: `network_hidden` is `network.hidden`, `async_` is `async_envs`.
@@ -85,7 +95,7 @@ def _choice_name(cls: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def chosen(config: Any, names: Mapping[str, Any]) -> Any:
+def with_choices(config: Any, names: Mapping[str, Any]) -> Any:
     """The config with the choices that are given (`head="categorical"`). What it has by this name already, it keeps."""
     changes = {}
     for field, hint in hints_of(type(config)).items():
@@ -106,7 +116,7 @@ def with_options(config: Any, options: Mapping[str, Any], prefix: str = "") -> A
     Raises:
         UsageError: a value does not fit the annotation of its field.
     """
-    config = chosen(config, options)
+    config = with_choices(config, options)
     hints = hints_of(type(config))
     values: dict[str, Any] = {}
     parts: dict[str, dict[str, Any]] = collections.defaultdict(dict)
@@ -195,7 +205,7 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         return _convert_union(hint, value, where)
     if origin is typing.Literal:
         if not any(value == each and isinstance(value, type(each)) for each in arguments):
-            raise UsageError(f"{where}: expected {name_of(hint)}, got {_received(value)}.")
+            raise UsageError(f"{where}: expected {describe_hint(hint)}, got {_received(value)}.")
         return value
     if origin is tuple and isinstance(value, (list, tuple)):
         of = [arguments[0]] * len(value) if len(arguments) == 2 and arguments[1] is ... else list(arguments)
@@ -213,7 +223,7 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         return os.fspath(value)
     wants = type(None) if hint is None else origin or hint
     if isinstance(wants, type) and (not isinstance(value, wants) or (wants is int and isinstance(value, bool))):
-        raise UsageError(f"{where}: expected {name_of(hint)}, got {_received(value)}.")
+        raise UsageError(f"{where}: expected {describe_hint(hint)}, got {_received(value)}.")
     return value
 
 
@@ -234,21 +244,21 @@ def _convert_union(hint: Any, value: Any, where: str) -> Any:
             return convert(option, value, where)
         except UsageError:
             continue
-    raise UsageError(f"{where}: expected {name_of(hint)}, got {_received(value)}.")
+    raise UsageError(f"{where}: expected {describe_hint(hint)}, got {_received(value)}.")
 
 
-def name_of(hint: Any) -> str:
+def describe_hint(hint: Any) -> str:
     """An annotation in words: `int or None`, `tuple of int`, `'a' or 'b'`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in (None, type(None)):
         return "None"
     if origin in (Union, types.UnionType):
-        return " or ".join(map(name_of, arguments))
+        return " or ".join(map(describe_hint, arguments))
     if origin is typing.Literal:
         return " or ".join(map(repr, arguments))
     if origin is tuple:
         of = arguments[:1] if arguments[-1] is ... else arguments
-        return f"tuple of {', '.join(map(name_of, of))}"
+        return f"tuple of {', '.join(map(describe_hint, of))}"
     return getattr(hint, "__name__", str(hint))
 
 

@@ -60,7 +60,7 @@ def name_of(option: str, given: Any) -> Any:
     return ours.get(name, name)
 
 
-def named(values: Mapping[str, Any]) -> dict[str, Any]:
+def name_objects(values: Mapping[str, Any]) -> dict[str, Any]:
     """The options, with names where `name_of` gives any."""
     return {option: name_of(option, value) if option in OPTIONS else value for option, value in values.items()}
 

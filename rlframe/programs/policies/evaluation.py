@@ -17,8 +17,8 @@ from rlframe.errors import EnvError, RlframeError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.phases import STARTING
 from rlframe.programs.experiment import MAX_SEED, Experiment
-from rlframe.programs.options.config_file import check_backend
 from rlframe.programs.options.fields import convert
+from rlframe.programs.options.resume import check_backend
 from rlframe.programs.policies.saved import read_policy
 from rlframe.programs.policies.video import Film
 from rlframe.programs.run_dir.directory import open_run

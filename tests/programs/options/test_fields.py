@@ -19,10 +19,10 @@ from rlframe.cli.train_options import TrainOptions, read_arguments
 from rlframe.errors import UsageError
 from rlframe.programs import api, make_experiment, runner
 from rlframe.programs.api import SessionOptions
-from rlframe.programs.experiment import config_classes, field_names, flat, flat_fields
 from rlframe.programs.options import naming
 from rlframe.programs.options.config_file import load_experiment, save_experiment
-from rlframe.programs.options.fields import chosen, from_jsonable, to_jsonable
+from rlframe.programs.options.fields import field_names, flat_fields, from_jsonable, to_jsonable, with_choices
+from rlframe.programs.options.flat import config_classes, to_flat
 from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.topologies.config import find_topology
 
@@ -58,7 +58,7 @@ def defaults(agent: str) -> dict[str, object]:
     """Every option by its flag's name, and its default."""
     experiment, options, _ = read_arguments(["--agent", agent, *network(agent)])
     values = {name: each for cls in config_classes(agent).values() for name, each in flat_fields(cls()).items()}
-    values.update(flat(experiment))
+    values.update(to_flat(experiment))
     agent_config, network_config = values.pop("agent_config"), values.pop("network_config", None)
     values.update(flat_fields(agent_config), **flat_fields(options))
     values["async"] = values.pop("async_envs", None)
@@ -329,7 +329,7 @@ class Own:
 @pytest.mark.parametrize("own", [Own(), Own(Model("large", 3), Categories(num_atoms=5)), Own(Model())])
 def test_names_of_a_users_config_survive_the_round_trip_through_json(own):
     assert from_jsonable(Own, json.loads(json.dumps(to_jsonable(own))), "own") == own
-    assert chosen(own, {"model": "large", "head": "quantiles"}) == own
+    assert with_choices(own, {"model": "large", "head": "quantiles"}) == own
 
 
 def test_a_choice_may_be_given_whole_beside_its_options():

@@ -12,8 +12,8 @@ from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.errors import CheckpointError, RlframeError, UsageError
 from rlframe.learners.checkpoints import Checkpointer
-from rlframe.programs.experiment import make_experiment
 from rlframe.programs.options import naming
+from rlframe.programs.options.experiments import make_experiment
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.types import FIRST, LAST
 from tests.programs.running import ROOT

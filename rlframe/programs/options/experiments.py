@@ -1,0 +1,196 @@
+"""Experiments from what a user gives: `make_experiment("dqn", MyEnv, steps=20_000, head="categorical")`.
+
+1. `name_objects` replaces classes and functions by their names: `/home/me/my_env.py:MyEnv`.
+2. `find_preset` looks for tuned values of the agent and the environment.
+3. `apply_preset` makes the defaults: those of the agent, its topology and its network, changed by the preset.
+4. `change_options` resolves the name of each option that is given, checks its value against the annotation of its
+   field, and sorts the options: flat ones, those of the agent's config, those of the network's config.
+5. `from_flat` (`flat.py`) makes the `Experiment` of these, with the config of its topology.
+
+`rlframe train` does the same, except that the command line is parsed between steps 3 and 5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from rlframe.envs.names import split
+from rlframe.envs.registered import users_spec
+from rlframe.programs.experiment import Experiment
+from rlframe.programs.options import naming
+from rlframe.programs.options.fields import (
+    choices_of,
+    convert,
+    field_names,
+    flat_fields,
+    hints_of,
+    option_names,
+    resolve_names,
+    with_choices,
+    with_options,
+)
+from rlframe.programs.options.flat import config_classes, from_flat, to_flat, with_fields
+from rlframe.programs.options.object_names import name_objects, name_of
+from rlframe.programs.presets import Preset, find_preset
+from rlframe.user_files import forget_changed
+
+# Fields that are no flat options, or are given otherwise.
+_NOT_FLAT = ("name", "agent", "topology_config", "agent_config", "network_config")
+
+
+def make_experiment(
+    agent: str | type = "ppo",
+    env: str | Callable[..., Any] | None = None,
+    *,
+    preset: str = "auto",
+    agent_config: Any = None,
+    network_config: Any = None,
+    **fields: Any,
+) -> Experiment:
+    """Make an `Experiment` with the preset of its agent and environment.
+
+    Args:
+        agent: a name, `file.py:Class` or the class.
+        env: a name, `file.py:make_env`, or a class or function that makes an environment; None: the default of the
+            agent's topology, as CartPole-v1.
+        preset: "auto" (the one that fits, if any), "none", or a preset's name.
+        agent_config: the agent's whole config; then no preset is applied to it.
+        network_config: the named network's whole config.
+        **fields: what differs from the preset: fields of `Experiment`, of its topology's config and of the agent's
+            config. Those of the network's config, and of configs in the agent's, are `network_hidden`, or
+            `**{"network.hidden": ...}`. `topology` is a name, or `file.py:function`; `network` may be a function.
+
+    Raises:
+        UsageError: a name or field is unknown, or a value is of a wrong type.
+    """
+    forget_changed()
+    fields = name_objects(fields)  # before the files are loaded: a file may change the directory
+    agent_name = name_of("agent", agent) or Experiment.agent
+    env_name = name_of("env", env) or default_env(agent_name)
+    defaults = apply_preset(find_preset(preset, agent_name, env_name), agent_name, env_name)
+    configs = {"agent_config": agent_config, "network_config": network_config}
+    return change_options(defaults, {**fields, **{name: each for name, each in configs.items() if each is not None}})
+
+
+def change_options(defaults: Experiment, options: Mapping[str, Any], others: Iterable[str] = ()) -> Experiment:
+    """Return the experiment with other values of some options: those of `rlframe train`, with underscores.
+
+    Args:
+        defaults: the experiment.
+        options: by name.
+        others: names of options that the caller takes itself, which an unknown one may be meant for.
+
+    Raises:
+        UsageError: an option is unknown, or its value is of a wrong type.
+    """
+    options, agent = name_objects(options), defaults.agent
+    hints = _hints_of_flat(agent, convert(str, options.get("topology", defaults.topology_config.name), "topology"))
+    defaults = fill_configs(_with_network(defaults, options, hints))
+    prefixes = {"agent_config": ""} | ({"network_config": "network."} if "network" in hints else {})
+    options = {name: value for name, value in options.items() if name not in prefixes or value is not None}
+    configs = _configs_to_change(defaults, options, prefixes)
+    in_configs = {part: option_names(config, prefixes[part]) for part, config in configs.items()}
+    known = [*hints, *prefixes, *itertools.chain(*in_configs.values())]
+    found = resolve_names(options, known, f"an experiment with {agent}", functools.partial(where_is, agent), others)
+    values = {name: convert(hints[name], value, name) for name, value in found.items() if name in hints}
+    for part, config in configs.items():
+        prefix = prefixes[part]
+        whole = flat_fields(config) if part in found else {}  # its types are checked, too
+        changes = {name: found[name] for name in in_configs[part] if name in found and name not in hints}
+        changes = {name.removeprefix(prefix): value for name, value in changes.items()}
+        values[part] = with_options(config, {**whole, **changes}, prefix)
+    return with_fields(defaults, **values)
+
+
+def _hints_of_flat(agent: str, topology: str) -> dict[str, Any]:
+    """Return the annotations of the options of an experiment and of all topologies for its agent."""
+    classes = (*config_classes(agent, topology).values(), Experiment)
+    hints = {name: hint for cls in classes for name, hint in hints_of(cls).items()}
+    return {name: hint for name, hint in hints.items() if name not in _NOT_FLAT} | {"topology": str}
+
+
+def _with_network(experiment: Experiment, options: Mapping[str, Any], hints: Mapping[str, Any]) -> Experiment:
+    """Return the experiment with the network that the options name. Another network has another config."""
+    if "network" not in hints or "network" not in options:
+        return experiment
+    network = convert(hints["network"], options["network"], "network")
+    if network == experiment.topology_config.network:
+        return experiment
+    return with_fields(experiment, network=network, network_config=None)
+
+
+def _configs_to_change(experiment: Experiment, options: Mapping[str, Any], parts: Iterable[str]) -> dict[str, Any]:
+    """Return the configs of agent and network: those of the experiment, or given whole, with the choices of options."""
+    values = to_flat(experiment)
+    configs = {part: values[part] for part in parts if values.get(part) is not None}
+    for part in parts:
+        if part in options:
+            configs[part] = convert(type(configs[part]), options[part], part) if part in configs else options[part]
+    configs["agent_config"] = with_choices(configs["agent_config"], options)
+    return configs
+
+
+def where_is(agent: str, option: str, form: str = "{}={!r}") -> str:
+    """A sentence on what has an option that an agent lacks: a choice of its config, as a head, or other agents.
+
+    Args:
+        agent: the agent's name.
+        option: as `num_atoms`, `head.num_atoms` or `head_num_atoms`.
+        form: of a choice, from its option and its name.
+
+    Returns:
+        "" if nothing has it.
+    """
+    choices = [
+        form.format(field, name)
+        for field, hint in hints_of(naming.agent_class(agent).config_cls).items()
+        for name, cls in choices_of(hint).items()
+        if re.sub(rf"^{field}[._]", "", option) in field_names(cls)
+    ]
+    if choices:
+        return f" It is an option of {' or '.join(choices)}."
+    agents = [each for each in naming.AGENTS if option in field_names(naming.agent_class(each).config_cls)]
+    return f" Agents that have it: {', '.join(agents)}." if agents else ""
+
+
+def default_env(agent: str) -> str:
+    """Return the environment of an agent for which none is named."""
+    return next(iter(config_classes(agent).values())).defaults.get("env", Experiment.env)
+
+
+def apply_preset(preset: Preset | None, agent: str, env: str) -> Experiment:
+    """Return the defaults of an agent on an environment, changed as the preset says."""
+    config_cls = naming.agent_class(agent).config_cls
+    values = {**next(iter(config_classes(agent).values())).defaults, "agent": agent, "env": env}
+    if preset is None:
+        return fill_configs(from_flat(values))
+    values.update(preset.values("run"), agent_config=with_options(config_cls(), preset.values("agent")))
+    of_env = {"env_kwargs", "eval_env_kwargs"} & values.keys()
+    if of_env and naming.is_library_env(env) and split(env)[0] != "envpool" and users_spec(split(env)[1]) is not None:
+        values = {name: value for name, value in values.items() if name not in of_env}  # they are EnvPool's
+    described = fill_configs(from_flat(values))
+    network = preset.values("network")
+    if not network:
+        return described
+    return with_fields(
+        described, network_config=dataclasses.replace(described.topology_config.network_config, **network)
+    )
+
+
+def fill_configs(experiment: Experiment) -> Experiment:
+    """Fill in `agent_config` and `network_config` where they are None."""
+    from rlframe.agents.net_factory import own_config  # imports JAX, as any agent does
+
+    agent_cls = naming.agent_class(experiment.agent)
+    if experiment.agent_config is None:
+        experiment = dataclasses.replace(experiment, agent_config=agent_cls.config_cls())
+    config = experiment.topology_config
+    network_cls = naming.network_config_class(getattr(config, "network", None))
+    if network_cls is not None and config.network_config is None:
+        config = dataclasses.replace(config, network_config=own_config(network_cls, agent_cls.networks))
+    return dataclasses.replace(experiment, topology_config=config)

@@ -1,0 +1,113 @@
+"""Resuming: which options a later session may change, and whether its environment is still the one of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlframe.envs.names import CHANGED, describe_backend, registration, split
+from rlframe.errors import UsageError
+from rlframe.programs.experiment import Experiment
+from rlframe.programs.options import naming
+from rlframe.programs.options.fields import to_jsonable
+from rlframe.programs.options.flat import to_flat, with_fields
+from rlframe.programs.options.object_names import OPTIONS, name_of
+
+# Options that a resumed run may change: they do not change the numbers, except `steps`, whose schedules are kept.
+_CHANGEABLE = {
+    *("steps", "schedule_steps", "num_workers", "eval_every", "log_every"),
+    *("eval_episodes", "eval_num_envs", "eval_max_episode_length"),
+    *("engine", "operator", "ray_address", "accelerators", "max_restarts", "hang_timeout", "grace_seconds"),
+    *("checkpoint_every", "replay_checkpoint_every", "answer_timeout", "check_finite"),
+    *("min_actors", "mean_staleness", "until_learner_steps", "until_seconds", "until_return"),
+    *("slots", "service_port", "policy_port"),
+}
+
+
+def continue_experiment(saved: Experiment, wanted: Experiment) -> Experiment:
+    """Return the experiment of a resumed run: `wanted`, with the schedules of `saved`.
+
+    Raises:
+        UsageError: they differ in an option that a resumed run cannot change.
+    """
+    now_all = to_flat(wanted)
+    for name, before in to_flat(saved).items():
+        if name in _CHANGEABLE:
+            continue
+        before, now = to_jsonable(before), to_jsonable(now_all.get(name))
+        if name in OPTIONS:
+            now = name_of(name, now)
+        if now != before:
+            name, before, now = _first_difference(name, before, now)
+            raise UsageError(
+                f"The run was started with {name} = {before!r}; a resumed run cannot change it to {now!r}. "
+                "Start a new run, with --config RUN_DIR/config.json for the rest."
+            )
+    if "schedule_steps" not in now_all:
+        return wanted
+    schedule_steps = saved.topology_config.schedule_steps or saved.steps
+    return with_fields(wanted, schedule_steps=0 if schedule_steps == wanted.steps else schedule_steps)
+
+
+def _first_difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in {**before, **now}:
+            if before.get(key) != now.get(key):
+                return key, before.get(key), now.get(key)
+    return name, before, now
+
+
+# --- the library that makes the environment: noted in the config, and checked by later sessions
+
+
+def import_env(experiment: Experiment) -> None:
+    """Import the module of an environment `module:Id` before the run, which would keep an older module of this name."""
+    is_game = experiment.topology_config.learns_from == "steps"
+    if is_game and naming.is_library_env(experiment.env) and ":" in split(experiment.env)[1]:
+        registration(experiment.env)
+
+
+def backend_note(experiment: Experiment) -> dict[str, str]:
+    """Return the note for the config that names the library which makes the environment; {} for a file's."""
+    if experiment.topology_config.learns_from != "steps" or not naming.is_library_env(experiment.env):
+        return {}
+    return {"env_backend": describe_backend(experiment.env)}
+
+
+def check_backend(notes: Mapping[str, Any], experiment: Experiment) -> None:
+    """Raise UsageError if the id of a run's environment, which the user registered, means another now, or nothing.
+
+    Args:
+        notes: of the run's config.
+        experiment: of the run.
+    """
+    import_env(experiment)
+    noted = notes.get("env_backend")
+    try:
+        now = backend_note(experiment).get("env_backend")
+    except UsageError as error:
+        now, problem = None, str(error)
+    else:
+        problem = f"Here {experiment.env} is made by {now}."
+    if noted is not None and is_other_backend(noted, now):
+        raise UsageError(
+            f"The run's environment {experiment.env} was made by {noted}. {problem} Before you resume or "
+            "evaluate the run, register the id as it was: import its module, from Python. A run imports the module by "
+            "itself if its environment is named module:Id."
+        )
+
+
+def is_other_backend(noted: str, now: str | None) -> bool:
+    """Return True if the user registered either, and they are not the same. EnvPool's and Gymnasium's own are alike."""
+    if not (_is_users(noted) or _is_users(now)):
+        return False
+    if now is not None and "Gymnasium (__main__" in (noted.partition(":")[0], now.partition(":")[0]):
+        # The module of a script has another name where the script is imported.
+        return noted.partition(":")[2] != now.partition(":")[2]
+    return noted != now
+
+
+def _is_users(backend: str | None) -> bool:
+    if backend is None or not backend.startswith("Gymnasium ("):
+        return False
+    return backend.endswith(f"{CHANGED})") or not backend.startswith(("Gymnasium (gymnasium.", "Gymnasium (rlframe."))
