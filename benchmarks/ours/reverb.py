@@ -21,8 +21,8 @@ from benchmarks.processor import Stopwatch
 from benchmarks.replay import steps
 from rlframe.replay.reverb import ReverbReplayBuffer
 from rlframe.replay.reverb.connection import load
-from rlframe.replay.reverb.items import ItemRows
-from rlframe.replay.reverb.tables import REPLAY
+from rlframe.replay.reverb.item_bytes import ItemRows
+from rlframe.replay.reverb.server_tables import REPLAY
 from rlframe.types import AgentSpecs, ReplaySpec, Sequence, StepSpec, Transition, specs
 
 SHAPE, ENVS, LENGTH, GAMMA = (4,), 64, 20, 0.99  # CartPole's observation; of an actor; steps of an unroll

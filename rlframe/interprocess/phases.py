@@ -2,7 +2,7 @@
 
 Work that should be done within a time is declared where it is done:
 
-    with progress.COMPUTING:
+    with phases.COMPUTING:
         ...
 
 Who waits for another process declares no time, so the one that is waited for is judged, never the one that waits.

@@ -1,4 +1,23 @@
-"""Replay buffers: what actors write to and learners sample from."""
+"""Replay buffers: what actors write to and learners sample from.
+
+One transition, in the buffer of one process (`local.py: ReplayBuffer`):
+
+    replay = ReplayBuffer(agent, seed=1)                # agent.replay_spec: n_step 3, prioritised, batch_size 32
+    rank, _ = replay.claim_rank(num_envs=8)             # a writer with 8 environments
+    replay.add(env_ids, step)                           # step: a `Step` of [8, ...]
+      StepStore.add                                     # steps.py: a slot of each environment's ring (timeline.py)
+        Transitions.put                                 # items.py: this step completes the item of 3 steps before
+        PrioritisedTable.append_block                   # tables.py: the item can be drawn, with the highest priority
+    batch = replay.sample()                             # a `Batch` of 32 items, or None
+      RateLimiter.due                                   # rate_limiter.py: may a batch be sampled now?
+      PrioritisedTable.draw                             # tables.py, sum_tree.py: which items, with which probability
+      StepStore.read -> Transitions.assemble            # items.py: gathers observations, returns and discounts
+    replay.update_priorities(batch.keys, priorities)
+
+`base.py` has the protocols and `Dataset`, which draws ahead. `layout.py` and `stores.py` have the arrays, `frames.py`
+those of stacked frames, and `checkpoint.py` the files. The other buffers use the same `StepStore` and `RateLimiter`:
+`shared_memory/` between processes of a machine, `service/` in nodes of their own, `reverb/` on a Reverb server.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlframe.errors import UsageError
-from rlframe.replay import block
+from rlframe.replay.shared_memory import block
 from rlframe.types import Sequence, Transition
 from tests.replay import processes
 from tests.replay.processes import DEADLINE, Process, assert_whole, expected_ids

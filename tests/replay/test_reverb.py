@@ -562,7 +562,7 @@ def test_a_buffer_pickles_as_its_address(serve: Serve) -> None:
 
 
 def _row_bytes(agent: Any) -> int:
-    from rlframe.replay.reverb.items import ItemRows
+    from rlframe.replay.reverb.item_bytes import ItemRows
     from rlframe.types import AgentSpecs
 
     return ItemRows(AgentSpecs(agent.replay_spec, STEP_SPEC)).nbytes

@@ -17,8 +17,8 @@ import pytest
 
 from rlframe.errors import UsageError
 from rlframe.replay import SharedMemReplayBuffer, block, shared_writers, stores
-from rlframe.replay.block import BufferGoneError
-from rlframe.replay.shared_writers import WriterTimeoutError
+from rlframe.replay.shared_memory.block import BufferGoneError
+from rlframe.replay.shared_memory.segment_writers import WriterTimeoutError
 from rlframe.testing.streams import fake_agent
 from rlframe.types import Sequence, Transition, global_env_ids
 from tests.replay import processes

@@ -25,9 +25,9 @@ from rlframe.interprocess.heartbeat import patience as patience_of
 from rlframe.replay.base import BaseReplayBuffer, Dataset, override
 from rlframe.replay.rate_limiter import WriterQuorum, WriterState, default_run_ahead
 from rlframe.replay.reverb.connection import HIGHEST, REPLAY, ReverbConnection
-from rlframe.replay.reverb.items import DrawnItems, ItemRows, ReverbDataset, ServerKeys
-from rlframe.replay.reverb.tables import (
-    RankRegistry,
+from rlframe.replay.reverb.item_bytes import DrawnItems, ItemRows, ReverbDataset, ServerKeys
+from rlframe.replay.reverb.ranks import RankRegistry
+from rlframe.replay.reverb.server_tables import (
     ReverbTables,
     block_size,
     inserted,

@@ -15,11 +15,11 @@ import numpy as np
 from rlframe.errors import UsageError
 from rlframe.interprocess.futex import fence
 from rlframe.interprocess.processes import this_process
-from rlframe.replay import block
 from rlframe.replay.base import Draw
-from rlframe.replay.block import Block
 from rlframe.replay.rate_limiter import RateLimiter, WriterState
-from rlframe.replay.segment_reader import RANK_BITS, SegmentReader
+from rlframe.replay.shared_memory import block
+from rlframe.replay.shared_memory.block import Block
+from rlframe.replay.shared_memory.segment_reader import RANK_BITS, SegmentReader
 from rlframe.replay.tables import QueueTable
 from rlframe.types import Batch, ReplaySpec, StepSpec
 

@@ -12,10 +12,11 @@ import numpy as np
 from rlframe.errors import RlframeError, StoppedError, UsageError
 from rlframe.interprocess.memory import Name
 from rlframe.interprocess.processes import this_process
-from rlframe.replay import block, steps
-from rlframe.replay.block import Block, SegmentWriter
+from rlframe.replay import steps
 from rlframe.replay.layout import check_added
 from rlframe.replay.rate_limiter import RateLimiter, items_of_rounds
+from rlframe.replay.shared_memory import block
+from rlframe.replay.shared_memory.block import Block, SegmentWriter
 from rlframe.replay.steps import Writers
 from rlframe.replay.stores import check_memory
 from rlframe.replay.timeline import Fragments
@@ -45,7 +46,7 @@ class BufferPlan(NamedTuple):
     come_and_go: bool
 
 
-class SharedWriters:
+class SegmentWriters:
     """The writers of this process to the buffer of `plan`.
 
     Args:

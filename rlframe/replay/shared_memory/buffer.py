@@ -18,13 +18,14 @@ import numpy as np
 from rlframe.errors import UsageError
 from rlframe.interprocess.memory import SharedArrays
 from rlframe.interprocess.processes import this_process
-from rlframe.replay import block, shared_checkpoint, steps
+from rlframe.replay import steps
 from rlframe.replay.base import Draw, KeyedReplayBuffer, check_keys, override, replace_gone
-from rlframe.replay.block import Block
 from rlframe.replay.rate_limiter import ROUNDS_AHEAD
-from rlframe.replay.sampler import Sampler
-from rlframe.replay.segment_reader import SegmentReader
-from rlframe.replay.shared_writers import BufferPlan, SharedWriters
+from rlframe.replay.shared_memory import block, saving
+from rlframe.replay.shared_memory.block import Block
+from rlframe.replay.shared_memory.sampler import Sampler
+from rlframe.replay.shared_memory.segment_reader import SegmentReader
+from rlframe.replay.shared_memory.segment_writers import BufferPlan, SegmentWriters
 from rlframe.types import Batch, Step
 
 _T = TypeVar("_T")
@@ -257,7 +258,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             UsageError: another process samples.
         """
         with self._sampling() as sampler:
-            shared_checkpoint.save(path, self._here().memory, sampler, self.spec)
+            saving.save(path, self._here().memory, sampler, self.spec)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Goes on with what was saved, in the sampler's process and before writers add.
@@ -270,7 +271,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         """
         memory = self._here().memory
         with self._sampling() as sampler, memory.claims():
-            shared_checkpoint.restore(path, memory, sampler, self.spec)
+            saving.restore(path, memory, sampler, self.spec)
 
 
 class _Opened:
@@ -285,7 +286,7 @@ class _Opened:
         spec, step_spec = plan.spec, plan.step_spec
         self.memory = Block(plan.name, plan.num_writers, plan.rows, spec, step_spec)
         self.lock, self.fetching = threading.RLock(), threading.Lock()
-        self.writers = SharedWriters(plan, self.memory, self.lock)
+        self.writers = SegmentWriters(plan, self.memory, self.lock)
         self.sampler = Sampler(self.memory, spec, step_spec, plan.seed, come_and_go=plan.come_and_go)
         self.fetcher = SegmentReader(self.memory, spec, step_spec, "uniform")  # it follows no log
 

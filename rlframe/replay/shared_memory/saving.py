@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from rlframe.errors import CheckpointError, UsageError
-from rlframe.replay import block, checkpoint, steps
-from rlframe.replay.block import Block
-from rlframe.replay.sampler import Sampler
-from rlframe.replay.segment_reader import NUMBER_MASK, RANK_BITS
+from rlframe.replay import checkpoint, steps
+from rlframe.replay.shared_memory import block
+from rlframe.replay.shared_memory.block import Block
+from rlframe.replay.shared_memory.sampler import Sampler
+from rlframe.replay.shared_memory.segment_reader import NUMBER_MASK, RANK_BITS
 from rlframe.replay.tables import PrioritisedTable
 from rlframe.types import ReplaySpec
 

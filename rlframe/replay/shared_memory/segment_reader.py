@@ -12,8 +12,8 @@ import numpy as np
 
 from rlframe.interprocess.futex import fence
 from rlframe.interprocess.processes import this_process
-from rlframe.replay import block
-from rlframe.replay.block import COUNT_BITS, COUNT_MASK, MARGIN, Block
+from rlframe.replay.shared_memory import block
+from rlframe.replay.shared_memory.block import COUNT_BITS, COUNT_MASK, MARGIN, Block
 from rlframe.replay.steps import StepStore, make_table
 from rlframe.replay.tables import ItemTable, QueueTable, Ring
 from rlframe.replay.timeline import Index, Numbers, Timeline

@@ -1,0 +1,121 @@
+"""The tables of a Reverb server, made for an agent, and what their counters say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from rlframe.errors import UsageError
+from rlframe.replay.rate_limiter import RateLimiter, items_kept
+from rlframe.replay.reverb.connection import CLAIMS, HIGHEST, REPLAY, load
+from rlframe.replay.reverb.item_bytes import ItemRows
+from rlframe.types import AgentSpecs
+
+CLAIM_FIELDS = 5  # int64 numbers of an entry of CLAIMS, see `ranks.py: RankRegistry`
+_CLAIMS_KEPT = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class ReverbTables:
+    """Makes tables: call it, or iterate over it. Pickles without Reverb, which only the node that serves them needs.
+
+    See `ReverbReplayBuffer.tables`.
+    """
+
+    agent: AgentSpecs
+    block: int
+    when_full: Literal["wait", "drop"]
+    run_ahead: int
+
+    def __post_init__(self) -> None:
+        kind = self.agent.replay_spec.kind
+        if self.block < 1:
+            raise UsageError(f"A table needs blocks of at least one item, got block={self.block}.")
+        if self.block > 1 and kind != "queue":
+            raise UsageError(
+                f"Blocks are for queues: a {kind} replay draws each item by itself. Leave block={self.block} out."
+            )
+        if self.when_full not in ("wait", "drop"):
+            raise UsageError(f"when_full must be 'wait' or 'drop', got {self.when_full!r}.")
+        if kind == "queue" and self.agent.replay_spec.samples_per_insert is not None:
+            raise UsageError(
+                "A queue gives each item once, so samples_per_insert must be None; "
+                f"got {self.agent.replay_spec.samples_per_insert:g}. Writers wait for its reader as when_full says."
+            )
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self())
+
+    def __call__(self) -> list[Any]:
+        """Fresh `reverb.Table`s: one of items, one of ranks, and one for the highest priority."""
+        reverb, tf = load()
+        selectors, limiters = reverb.selectors, reverb.rate_limiters
+        spec, rows = self.agent.replay_spec, ItemRows(self.agent)
+        sampler = {
+            "uniform": selectors.Uniform,
+            "prioritised": lambda: selectors.Prioritized(spec.priority_exponent),
+            "queue": selectors.Fifo,
+        }[spec.kind]()
+        # What the rows hold stands in the signature's name, which each client compares with what it expects.
+        signature = {"rows": tf.TensorSpec((self.block, rows.nbytes), tf.uint8, name=rows.description)}
+        items = reverb.Table(
+            REPLAY,
+            sampler=sampler,
+            remover=selectors.Fifo(),
+            max_size=-(-items_kept(spec) // self.block),
+            rate_limiter=self._limiter(limiters),
+            max_times_sampled=1 if spec.kind == "queue" else 0,
+            signature=signature,
+        )
+        claim = {"claim": tf.TensorSpec((CLAIM_FIELDS,), tf.int64)}
+        one = limiters.MinSize(1)
+        claims = reverb.Table(CLAIMS, selectors.Uniform(), selectors.Fifo(), _CLAIMS_KEPT, one, signature=claim)
+        value = {"priority": tf.TensorSpec((1,), tf.float64)}
+        highest = reverb.Table(HIGHEST, selectors.Fifo(), selectors.Fifo(), 1, limiters.MinSize(1), signature=value)
+        return [items, claims, highest]
+
+    def _limiter(self, limiters: Any) -> Any:
+        spec = self.agent.replay_spec
+        if spec.kind == "queue":
+            size = -(-items_kept(spec) // self.block)
+            return limiters.Queue(size) if self.when_full == "wait" else limiters.MinSize(1)
+        if spec.samples_per_insert is None:
+            return limiters.MinSize(spec.min_size)
+        ratio = spec.samples_per_insert
+        bounds = RateLimiter(spec).reverb_bounds(spec.batch_size or 1, self.run_ahead)
+        return limiters.SampleToInsertRatio(ratio, spec.min_size, bounds)
+
+
+def inserted(table: Any) -> int:
+    """Items (blocks, where a queue has these) that a table was ever given. `table`: a `TableInfo`, as below."""
+    return table.rate_limiter_info.insert_stats.completed
+
+
+def may_sample(table: Any, count: int) -> bool:
+    """Whether a table's rate limiter lets `count` items be sampled now."""
+    limiter = table.rate_limiter_info
+    ahead = limiter.insert_stats.completed * limiter.samples_per_insert - limiter.sample_stats.completed - count
+    return table.current_size >= limiter.min_size_to_sample and ahead >= limiter.min_diff
+
+
+def block_size(signature: Any, rows: ItemRows, address: str) -> int:
+    """How many items a block of the table with this signature (None: there is no such table) holds.
+
+    Raises:
+        UsageError: they are not what `rows` says.
+    """
+    if signature is None or not (signature.name or "").startswith("{"):
+        raise UsageError(
+            f"The Reverb server at {address} has no table of rlframe's. "
+            "Make its tables with ReverbReplayBuffer.tables(agent)."
+        )
+    if signature.name != rows.description:
+        there, here = json.loads(signature.name), json.loads(rows.description)
+        differs = next(name for name in here if here[name] != there.get(name))
+        raise UsageError(
+            f"The Reverb server at {address} holds the items of another agent: {differs} is {there.get(differs)} "
+            f"there, {here[differs]} here. Make its tables from the same agent."
+        )
+    return int(signature.shape[0])
