@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from rlframe.errors import StoppedError
-from rlframe.replay import SharedMemReplayBuffer, block
+from rlframe.replay import SharedMemReplayBuffer
+from rlframe.replay.shared_memory import block
 from rlframe.testing.streams import fake_agent
 from rlframe.types import FIRST, LAST, MID, AgentOutput, Step, StepSpec, TimeStep, Transition, global_env_ids, specs
 

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from rlframe.errors import UsageError
-from rlframe.replay import SharedMemReplayBuffer, block, shared_writers, stores
+from rlframe.replay import SharedMemReplayBuffer, stores
+from rlframe.replay.shared_memory import block, segment_writers
 from rlframe.replay.shared_memory.block import BufferGoneError
 from rlframe.replay.shared_memory.segment_writers import WriterTimeoutError
 from rlframe.testing.streams import fake_agent
@@ -167,11 +168,11 @@ def test_ranks_are_claimed_across_processes(scene: Scene, monkeypatch: pytest.Mo
         buffer.claim_rank(2)
     with pytest.raises(UsageError, match="Rank 3 was claimed"):
         buffer.claim_rank(2, rank=3)
-    monkeypatch.setattr(shared_writers, "_DEATH", 0.05)
+    monkeypatch.setattr(segment_writers, "_DEATH", 0.05)
     with pytest.raises(UsageError, match="which still runs"):
         buffer.claim_rank(2, rank=1)
     os.kill(writers[1].popen.pid, signal.SIGKILL)  # not waited for: a zombie holds no rank
-    monkeypatch.setattr(shared_writers, "_DEATH", DEADLINE)
+    monkeypatch.setattr(segment_writers, "_DEATH", DEADLINE)
     assert buffer.claim_rank(2, rank=claimed[1][0]) == (claimed[1][0], 1)
 
 
