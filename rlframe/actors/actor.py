@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from rlframe import handles
-from rlframe.actors.on_policy import VersionWait
+from rlframe.actors.on_policy import UnrollGate
 from rlframe.actors.ranks import AddOnlyWriter, claim_rank
 from rlframe.actors.stepper import AsyncStepper, Request, SyncStepper
 from rlframe.envs import as_pool
@@ -234,7 +234,7 @@ class Actor:
         elif isinstance(self._replay_buffer, BaseReplayBuffer):
             self._replay_buffer.end_waits(self.rank)
 
-    def end(self, seconds: float = 10.0) -> None:
+    def stop_and_close(self, seconds: float = 10.0) -> None:
         """Stop `run()`, wait for it, and close the environments. Any thread may call it.
 
         Args:
@@ -276,7 +276,7 @@ class Actor:
         if spec is not None and spec.max_staleness is not None:
             self._max_staleness = spec.max_staleness
             for stepper in self._steppers:
-                stepper.version_wait = VersionWait(spec) if isinstance(stepper, SyncStepper) else None
+                stepper.gate = UnrollGate(spec) if isinstance(stepper, SyncStepper) else None
         self._has_begun = True
 
     def _initial_state(self, batch_size: int) -> AgentState:
@@ -310,10 +310,10 @@ class Actor:
             if self._has_used_budget():
                 self._wait_for_budget()
                 continue
-            for wait in self._version_waits():
-                if wait.waits:
-                    wait.wait(self._inferencer, self._stop, until)
-                    if wait.waits:
+            for gate in self._gates():
+                if gate.is_closed:
+                    gate.wait_until_open(self._inferencer, self._stop, until)
+                    if gate.is_closed:
                         return True
             self._write(self.step())
         return False
@@ -326,12 +326,13 @@ class Actor:
             if not steppers and not in_flight:
                 self._wait_for_budget()
                 continue
-            free = next((each for each in steppers if each.can_ask and not each.waits_for_version), None)
-            if free is None and not in_flight and (waits := [wait for wait in self._version_waits() if wait.waits]):
+            free = next((each for each in steppers if each.can_ask and not each.is_at_closed_gate), None)
+            if free is None and not in_flight and (closed := [gate for gate in self._gates() if gate.is_closed]):
                 # One version lets all pools go on together: otherwise the learner would wait for the others.
-                version = min(waits, key=lambda wait: wait.too_old).wait(self._inferencer, self._stop)
-                for wait in waits:
-                    wait.release(version)
+                oldest = min(closed, key=lambda gate: gate.too_old)
+                version = oldest.wait_until_open(self._inferencer, self._stop)
+                for gate in closed:
+                    gate.open_for(version)
                 continue
             if free is None and not (in_flight and in_flight[0][2].done()):
                 free = next((each for each in steppers if each.can_wait), None)
@@ -342,8 +343,8 @@ class Actor:
                 stepper, request, call = in_flight.popleft()
                 self._write(_act(stepper, request, *call.result()))
 
-    def _version_waits(self) -> list[VersionWait]:
-        return [each.version_wait for each in self._steppers if each.version_wait is not None]
+    def _gates(self) -> list[UnrollGate]:
+        return [each.gate for each in self._steppers if each.gate is not None]
 
     def _write(self, logs: Logs | None) -> None:
         if logs is not None and self._logger is not None:
@@ -369,8 +370,8 @@ class Actor:
 
 
 def _act(stepper: SyncStepper | AsyncStepper, request: Request, output: AgentOutput, state: AgentState) -> Logs | None:
-    if stepper.version_wait is not None:
-        stepper.version_wait.acted(output.params_version)
+    if stepper.gate is not None:
+        stepper.gate.count_step(output.params_version)
     return stepper.act(request, output, state)
 
 

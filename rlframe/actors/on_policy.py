@@ -16,12 +16,12 @@ _POLL = 0.2  # seconds of one request for a version: a stop takes no longer than
 _RESTARTED = 1.0  # seconds after which a version older than the last one means that the learner was restarted
 
 
-class VersionWait:
-    """Waits, before each unroll, for a version that is new enough when the learner learns from the unroll.
+class UnrollGate:
+    """Closed after each unroll, until there is a version that is new enough when the learner learns from the next one.
 
     A learner that takes one unroll for each version learns from this one at the version after that of the previous
-    unroll. The version may never come (a replay server lost the unroll, or the learner was restarted). So the wait ends
-    after three times the `lapse_after` of the spec, and the next unroll uses the newest parameters.
+    unroll. The version may never come (a replay server lost the unroll, or the learner was restarted). So the gate
+    opens after three times the `lapse_after` of the spec, and the next unroll uses the newest parameters.
 
     Args:
         spec: the replay's; its `max_staleness` is not None.
@@ -34,35 +34,35 @@ class VersionWait:
         self._steps = 0  # of the unroll
         self._version = -1  # that acted in the unroll's first step
         self._learned_at = -1  # the version at which the learner learns from the unroll
-        self._free = True  # to take the next step
+        self._is_open = True
         self._waited = 0.0  # seconds, for the next unroll
 
-    def acted(self, version: int) -> None:
+    def count_step(self, version: int) -> None:
         """Count a step that `version` acted in."""
         if self._steps == 0:
             # The first step's version counts: if the learner went on without this actor meanwhile, the unroll is old.
             self._version, self._learned_at = version, max(version, self._learned_at + 1)
         self._steps = (self._steps + 1) % self._length
-        self._free = self._steps > 0 or self._version > self.too_old
+        self._is_open = self._steps > 0 or self._version > self.too_old
 
     @property
-    def waits(self) -> bool:
-        """Whether to call `wait` before the next step."""
-        return not self._free
+    def is_closed(self) -> bool:
+        """Whether to call `wait_until_open` before the next step."""
+        return not self._is_open
 
     @property
     def too_old(self) -> int:
         """The newest version that is too old for the next unroll."""
         return self._learned_at - self._max_staleness
 
-    def release(self, version: int) -> None:
-        """Let the next unroll begin if `version` is new enough for it."""
-        self._free = self._free or version > self.too_old
+    def open_for(self, version: int) -> None:
+        """Open if `version` is new enough for the next unroll."""
+        self._is_open = self._is_open or version > self.too_old
 
-    def wait(self, inferencer: Any, stop: threading.Event, until: float = math.inf) -> int:
+    def wait_until_open(self, inferencer: Any, stop: threading.Event, until: float = math.inf) -> int:
         """Wait until the next unroll may begin, or `stop` is set. Return the newest known version.
 
-        It also returns at `until` (of `time.monotonic()`). Then it still `waits`: call it again.
+        It also returns at `until` (of `time.monotonic()`). Then the gate may still be closed: call this again.
         """
         began, version, before = time.monotonic(), -1, self._waited
         while not stop.is_set():
@@ -77,5 +77,5 @@ class VersionWait:
                 break
             if now >= until:
                 return version
-        self._free, self._waited = True, 0.0
+        self._is_open, self._waited = True, 0.0
         return version

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rlframe.actors.on_policy import VersionWait
+from rlframe.actors.on_policy import UnrollGate
 from rlframe.envs.pool import stepping, true_rewards
 from rlframe.types import FIRST, LAST, AgentOutput, AgentState, Logs, Step, TimeStep, Tree
 
@@ -36,13 +36,13 @@ class PoolStepper:
 
     Attributes:
         is_adding: whether a step is being added to the buffer, which may be full.
-        version_wait: the wait before each unroll of an on-policy agent; None if there is none.
+        gate: of an on-policy agent, closed until the next unroll may begin; None: it is always open.
     """
 
     def __init__(self, env: Any, env_ids: np.ndarray, replay_buffer: Any) -> None:
         self.env, self.episodes = env, EpisodeStatistics(len(env_ids))
         self.is_adding = False
-        self.version_wait: VersionWait | None = None
+        self.gate: UnrollGate | None = None
         self._env_ids, self._replay_buffer = env_ids, replay_buffer
         self._stepping = stepping(env)
         self._state: AgentState = None
@@ -53,9 +53,9 @@ class PoolStepper:
         self._is_recurrent = bool(jax.tree.leaves(initial_state))
 
     @property
-    def waits_for_version(self) -> bool:
+    def is_at_closed_gate(self) -> bool:
         """Whether the next step waits for newer parameters."""
-        return self.version_wait is not None and self.version_wait.waits
+        return self.gate is not None and self.gate.is_closed
 
     def _add(self, env_ids: np.ndarray, step: Step) -> None:
         self.is_adding = True

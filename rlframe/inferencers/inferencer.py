@@ -51,6 +51,10 @@ class Inferencer:
     Called by one thread it is synchronous and repeats exactly. While `run()` goes on it is a service: calls that come
     at the same time are answered by one jitted call, and parameters are refreshed beside them.
 
+    Three methods answer the same question. `inference` is called in the same process. A handle calls
+    `answer_inference` from another process, or `shared_inference` from another process of this machine, whose arrays
+    are in shared memory (`shared_calls.py`).
+
     An Inferencer pickles as its constructor's arguments, so it can be given to an Actor that will live elsewhere.
 
     Args:

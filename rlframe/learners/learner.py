@@ -57,7 +57,7 @@ class Learner:
     Attributes:
         learner_steps: updates done since the run began, the resumed ones included.
         saver: decides when `run()` saves, also for callers of `step` in its place; None if nothing is saved.
-        saved_at, replay_saved_at: `learner_steps` of the newest checkpoint, and of the newest one with the replay.
+        saved_step, replay_saved_step: `learner_steps` of the newest checkpoint, and of the newest one with the replay.
         restored: (the extras of the restored checkpoint, whether its replay was restored too); None: nothing was.
     """
 
@@ -91,7 +91,7 @@ class Learner:
         self._may_write = may_write or (lambda: None)
         self._versions = VersionCounter(cfg.checkpoint_dir, may_write)
         self.learner_steps = 0
-        self.saved_at = self.replay_saved_at = -1
+        self.saved_step = self.replay_saved_step = -1
         self.restored: tuple[Any, bool] | None = None
         self._logs: Logs = {}  # of the newest update that is known to be done
         # The update before: its learner step, logs and keys, and if its parameters are finite.
@@ -109,8 +109,8 @@ class Learner:
         self._params, self._learner_state = copied((self._params, self._learner_state))
         packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
         self._update = LearnerUpdate(agent, packing)
-        self._published = self._packed()
-        self._publication = Publication(packing, self._versions.value, self._published)
+        self._acting_arrays = self._packed()
+        self._publication = Publication(packing, self._versions.value, self._acting_arrays)
         self._stats_thread = threading.Thread()  # this one never ran
         self._replay_stats: dict[str, Any] = {}  # the newest answer
         self.saver: Saver | None = None
@@ -157,8 +157,8 @@ class Learner:
         self._check_update()
         keys, staleness = batch.keys, self.params_version - mean_version(batch.params_version)
         batch = batch._replace(keys=(), params_version=())
-        self._params, self._learner_state, logs, self._published, is_finite = self._update(
-            self._params, self._learner_state, batch, self._published
+        self._params, self._learner_state, logs, self._acting_arrays, is_finite = self._update(
+            self._params, self._learner_state, batch, self._acting_arrays
         )
         self.learner_steps += 1
         priorities, logs["staleness"] = logs.pop("priorities", None), float(staleness)
@@ -168,10 +168,10 @@ class Learner:
             self._check_update()
         version = self._versions.next()
         if self._staleness.is_set:
-            jax.block_until_ready(self._published)  # actors wait for it, and a call of theirs must not
+            jax.block_until_ready(self._acting_arrays)  # actors wait for it, and a call of theirs must not
             self._staleness.forget(version)
             self._staleness.resumed_from = None
-        self._publication.publish(version, self._published)
+        self._publication.publish(version, self._acting_arrays)
         if self._is_buffer:
             self._replay_buffer.note_update(keys, version)
         if priorities is not None:
@@ -367,16 +367,16 @@ class Learner:
         return saved["extras"]
 
     def _note_saved(self, with_replay: bool) -> None:
-        self.saved_at = self.learner_steps
-        self.replay_saved_at = self.learner_steps if with_replay else self.replay_saved_at
+        self.saved_step = self.learner_steps
+        self.replay_saved_step = self.learner_steps if with_replay else self.replay_saved_step
 
     def _publish_past(self, version: int) -> None:
         self._versions.resume(version)
         self._publish()
 
     def _publish(self) -> None:
-        self._published = self._packed()
-        self._publication.publish(self._versions.value, self._published)
+        self._acting_arrays = self._packed()
+        self._publication.publish(self._versions.value, self._acting_arrays)
 
     def _packed(self) -> list[jax.Array]:
         check_params(self._params, self.learner_steps, self._last_good)

@@ -1,4 +1,10 @@
-"""When the checkpoints of `Learner.run()` are written, and when the replay goes with them."""
+"""When the checkpoints of `Learner.run()` are written, and when the replay goes with them.
+
+- `Learner.run()` calls `Saver.save_if_due` after each update. `save_soon` saves from another thread, between updates.
+- `Saver` decides: by `checkpoint_every` and `checkpoint_seconds`, and for the replay by `ReplayFiles.is_due`.
+- `Learner.save` collects the arrays, and `Checkpointer.save` (`checkpoints.py`) writes them.
+- In a run of one process, the training loop decides instead (`rlframe/programs/training/loop.py`), in environment steps.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +78,8 @@ class Saver:
 
     def _save(self, final: bool) -> None:
         learner, buffer, steps = self._learner, self._replay_buffer, self._learner.learner_steps
-        is_new, with_replay = learner.saved_at != steps, False
-        if buffer is not None and learner.replay_saved_at != steps:
+        is_new, with_replay = learner.saved_step != steps, False
+        if buffer is not None and learner.replay_saved_step != steps:
             with_replay = self._replays.is_due(buffer, final)
         if final and is_new and with_replay and not self._replays.is_small(buffer):
             learner.save(final=True)  # first: the program may be killed while a large replay is written

@@ -23,16 +23,16 @@ class Updated(NamedTuple):
     params: Tree
     learner_state: Tree
     logs: Logs
-    published: list[jax.Array]  # packed, for actors: the new parameters, or what actors had if these are not finite
+    acting_arrays: list[jax.Array]  # packed, for actors: the new parameters, or what actors had if these are not finite
     is_finite: jax.Array  # [] bool: whether the parameters, and what actors would get of them, are finite
 
 
 class LearnerUpdate:
     """The jitted update of an agent.
 
-    Call it with (params, learner_state, batch, published) to get an `Updated`. It donates `params` and `learner_state`.
-    `published` is what actors have. They never get parameters that are not finite. The jitted call decides this,
-    because waiting for its result would make acting wait for learning.
+    Call it with (params, learner_state, batch, acting_arrays) to get an `Updated`. It donates `params` and
+    `learner_state`. `acting_arrays` is what actors have. They never get parameters that are not finite. The jitted
+    call decides this, because waiting for its result would make acting wait for learning.
 
     Args:
         agent: the `Agent` that learns.
@@ -42,21 +42,21 @@ class LearnerUpdate:
     def __init__(self, agent: Agent, packing: Packing) -> None:
         self._agent, self._packing = agent, packing
         self.pack = jax.jit(self._pack)
-        self._publish = jax.jit(self._finite_or_last)
+        self._keep_finite = jax.jit(self._finite_or_old)
         self._call: Callable[..., Updated] = self._update
         if agent.jit_learner_step:
             self._call = compilation.jit(self._update, donate_argnums=(0, 1), differentiates=True)
 
-    def __call__(self, params: Tree, learner_state: Tree, batch: Batch, published: list[jax.Array]) -> Updated:
-        return self._call(params, learner_state, batch, published)
+    def __call__(self, params: Tree, learner_state: Tree, batch: Batch, acting_arrays: list[jax.Array]) -> Updated:
+        return self._call(params, learner_state, batch, acting_arrays)
 
-    def _update(self, params: Tree, learner_state: Tree, batch: Batch, published: list[jax.Array]) -> Updated:
+    def _update(self, params: Tree, learner_state: Tree, batch: Batch, acting_arrays: list[jax.Array]) -> Updated:
         params, learner_state, logs = self._agent.learner_step(params, learner_state, batch)
-        published, is_finite = self._publish(params, learner_state, published)
-        return Updated(params, learner_state, dict(logs), published, is_finite)
+        acting_arrays, is_finite = self._keep_finite(params, learner_state, acting_arrays)
+        return Updated(params, learner_state, dict(logs), acting_arrays, is_finite)
 
-    def _finite_or_last(
-        self, params: Tree, learner_state: Tree, published: list[jax.Array]
+    def _finite_or_old(
+        self, params: Tree, learner_state: Tree, acting_arrays: list[jax.Array]
     ) -> tuple[list[jax.Array], jax.Array]:
         for_actors = self._agent.actor_params(params, learner_state)
         packed = self._packing.pack(for_actors)
@@ -64,7 +64,7 @@ class LearnerUpdate:
         others = [leaf for leaf in jax.tree.leaves(params) if id(leaf) not in in_packed]
         # The check of one long array compiles sooner than a check of each leaf.
         is_finite = are_finite((self._packing.floats(packed), others))
-        return [jnp.where(is_finite, new, old) for new, old in zip(packed, published)], is_finite
+        return [jnp.where(is_finite, new, old) for new, old in zip(packed, acting_arrays)], is_finite
 
     def _pack(self, params: Tree, learner_state: Tree) -> list[jax.Array]:
         # Copies: what actors read must outlive the update that the learner's own arrays are donated to.

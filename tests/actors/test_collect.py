@@ -11,7 +11,7 @@ import pytest
 
 from rlframe import AsyncEnv, SyncEnv
 from rlframe.actors import Actor
-from rlframe.actors.on_policy import VersionWait
+from rlframe.actors.on_policy import UnrollGate
 from rlframe.errors import StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.types import ReplaySpec, Sequence
@@ -133,19 +133,19 @@ def test_waits_of_several_slices_add_up_to_the_patience(clock):
 
 
 def test_waiting_is_counted_only_while_somebody_waits(clock):
-    wait, learner, stop = (
-        VersionWait(dataclasses.replace(UNROLLS, lapse_after=10.0)),
+    gate, learner, stop = (
+        UnrollGate(dataclasses.replace(UNROLLS, lapse_after=10.0)),
         OneVersion(clock),
         threading.Event(),
     )
     for _ in range(5):
-        wait.acted(1)
-    wait.wait(learner, stop, clock.now + 5.0)
+        gate.count_step(1)
+    gate.wait_until_open(learner, stop, clock.now + 5.0)
     clock.now += 40.0  # a paused job: nobody collects, for longer than the patience
-    wait.wait(learner, stop, clock.now + 20.0)
-    assert wait.waits
-    wait.wait(learner, stop, clock.now + 10.0)
-    assert not wait.waits
+    gate.wait_until_open(learner, stop, clock.now + 20.0)
+    assert gate.is_closed
+    gate.wait_until_open(learner, stop, clock.now + 10.0)
+    assert not gate.is_closed
 
 
 def test_steps_that_end_with_an_unroll_wait_for_nothing():

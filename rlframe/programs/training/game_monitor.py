@@ -103,7 +103,7 @@ class GameMonitor(Monitor):
         """Make the actors close their environments."""
         for actor in self._to_end:
             with contextlib.suppress(PeerError):
-                actor.end()
+                actor.stop_and_close()
 
     def _result(self, rows: RowWriter, evaluation: Logs | None, stopped_by: str) -> Result:
         return rows.result(self.step, self._learned, evaluation, stopped_by, evaluation_error=self._evaluation_error)

@@ -59,7 +59,7 @@ class TrainingLoop:
         self._learns_once = spec.samples_per_insert is None and spec.kind != "queue"
         self._evaluation_error: str | None = None  # why the final evaluation failed
         self._learner_logs: Logs | None = None  # of the newest update since the last row
-        self._replay_saved_at = 0  # environment steps
+        self._replay_saved_env_steps = 0
         self._evaluated: tuple[int, Logs] | None = None  # (environment steps, values) of the newest evaluation
         self._stopped_by = "interrupt"
         self._resumed = learner.restored is not None
@@ -71,7 +71,7 @@ class TrainingLoop:
             if hasattr(self, "actor"):
                 self.actor.close()
             raise
-        self._first_step = self._saved_at = self.actor.env_steps
+        self._first_step = self._saved_env_steps = self.actor.env_steps
         steps_between = experiment.row_every, experiment.eval_every, experiment.checkpoint_every
         self._rows_due, self._evaluations_due, self._checkpoints_due = self._schedules = [
             Schedule(every, self._first_step) for every in steps_between
@@ -99,7 +99,7 @@ class TrainingLoop:
                 pass
             self.actor = make(rank=0)
         self.actor.set_state(saved["actor"])
-        self._replay_saved_at = self.actor.env_steps if has_replay else 0
+        self._replay_saved_env_steps = self.actor.env_steps if has_replay else 0
 
     def run(self) -> int | None:
         """Trains until the session's last step or a signal, saves, evaluates, and writes the result.
@@ -115,7 +115,7 @@ class TrainingLoop:
             with self._stop:
                 evaluation = self._to_end()
         except KeyboardInterrupt:
-            if self._saved_at == self.actor.env_steps:
+            if self._saved_env_steps == self.actor.env_steps:
                 raise
             raise CutShortError(f"Cut short before it had saved. {self._directory.what_is_saved()}") from None
         finally:
@@ -261,7 +261,7 @@ class TrainingLoop:
         now = self.actor.env_steps
         if self._resumed and now == self._first_step:
             return  # nothing has happened since the checkpoint that this session began with
-        if now == self._saved_at and not final:
+        if now == self._saved_env_steps and not final:
             return
         try:
             self._save_all(with_envs=True, final=final)
@@ -278,7 +278,7 @@ class TrainingLoop:
             final: nothing follows in this session. Then a large replay is saved too.
         """
         now, every = self.actor.env_steps, self._session.topology_config.replay_checkpoint_every
-        is_due = final or (every > 0 and now - self._replay_saved_at >= every)
+        is_due = final or (every > 0 and now - self._replay_saved_env_steps >= every)
         can_save = self.replay_buffer.is_saved_by_learner  # else a resumed run fills it again
         with_replay = can_save and (is_due or ReplayFiles.is_small(self.replay_buffer))
         extras = {
@@ -287,4 +287,4 @@ class TrainingLoop:
             "inferencer": self.inferencer.get_state(),
         }
         self.learner.save(extras, final=final, with_replay=with_replay)
-        self._saved_at, self._replay_saved_at = now, now if with_replay else self._replay_saved_at
+        self._saved_env_steps, self._replay_saved_env_steps = now, now if with_replay else self._replay_saved_env_steps
