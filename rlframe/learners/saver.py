@@ -3,7 +3,7 @@
 - `Learner.run()` calls `Saver.save_if_due` after each update. `save_soon` saves from another thread, between updates.
 - `Saver` decides: by `checkpoint_every` and `checkpoint_seconds`, and for the replay by `ReplayFiles.is_due`.
 - `Learner.save` collects the arrays, and `Checkpointer.save` (`checkpoints.py`) writes them.
-- In a run of one process, the training loop decides instead (`rlframe/programs/training/loop.py`), in environment steps.
+- In a run of one process, the training loop (`rlframe/programs/training/loop.py`) decides, in environment steps.
 """
 
 from __future__ import annotations
