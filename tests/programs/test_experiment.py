@@ -64,7 +64,7 @@ def test_counts_are_at_least_one(field):
 
 @pytest.mark.parametrize("field", ["observation_clip", "reward_clip", "clip_rewards", "answer_timeout"])
 def test_limits_are_above_0_also_where_nothing_reads_them(field):
-    with pytest.raises(UsageError, match=f"{field} must be more than 0, got -1.0"):
+    with pytest.raises(UsageError, match=f"{field} must be above 0, got -1.0"):
         make_experiment(**{field: -1.0})
 
 

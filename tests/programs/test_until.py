@@ -65,7 +65,7 @@ def test_a_run_that_reaches_its_last_step_says_so(tmp_path, place):
 @pytest.mark.parametrize("topology", ["single_process", "heavy_env", "elastic"])
 def test_limits_that_cannot_be_are_refused(topology):
     for name, value in (("until_seconds", 0.0), ("until_learner_steps", -1), ("until_seconds", float("nan"))):
-        with pytest.raises(UsageError, match=f"{name} must be more than 0, got {value}"):
+        with pytest.raises(UsageError, match=f"{name} must be above 0, got {value}"):
             rlframe.train("dqn", topology=topology, **{name: value})
     with pytest.raises(UsageError, match="until_return is of evaluations during the run: say by eval_every"):
         rlframe.train("dqn", topology=topology, until_return=100.0, eval_every=0)

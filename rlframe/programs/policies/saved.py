@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import pathlib
 import threading
 import time
@@ -46,37 +47,33 @@ def read_policy(agent: Agent, directory: RunDir, checkpoint: int | None = None) 
     return found
 
 
-class SavePoint:
-    """A checkpoint of the policy that a learner has now: requested, and waited for.
+def wait_until_saved(learner: Any, checkpoints: pathlib.Path, stop: threading.Event) -> None:
+    """Ask a learner to save the policy that it has now, and wait for the checkpoint. Warn if it does not come in time.
 
     Args:
         learner: a Learner, or what `handles.resolve` gave for one.
         checkpoints: the directory of its checkpoints.
+        stop: ends the wait.
+
+    Raises:
+        StoppedError: `stop` was set first.
+        PeerError: the learner does not answer.
     """
-
-    def __init__(self, learner: Any, checkpoints: pathlib.Path) -> None:
-        self._ask_to_save = handles.Poll(learner, "save_soon")
-        self._checkpointer = Checkpointer(checkpoints)
-        self._wanted: int | None = None  # learner steps
-        self._asked_at, self._until = float("-inf"), time.monotonic() + _SAVE_WITHIN
-
-    def is_over(self, learner_steps: int) -> bool:
-        """Return True once there is such a checkpoint, or none came in time. Call it repeatedly; it never waits.
-
-        Args:
-            learner_steps: the learner's updates by now. Fewer than before: it went back to an older checkpoint.
-        """
-        self._wanted = learner_steps if self._wanted is None else min(self._wanted, learner_steps)
-        steps, now = self._checkpointer.steps(), time.monotonic()
-        if steps and steps[-1] >= self._wanted:
-            return True
-        if now > self._until:
+    ask_to_save, checkpointer = handles.Poll(learner, "save_soon"), Checkpointer(checkpoints)
+    wanted, asked_at, until = math.inf, -math.inf, time.monotonic() + _SAVE_WITHIN
+    while True:
+        wanted = min(wanted, learner.stats()["learner_steps"])  # fewer than before: it went back to a checkpoint
+        steps, now = checkpointer.steps(), time.monotonic()
+        if steps and steps[-1] >= wanted:
+            return
+        if now > until:
             _log.warning("An evaluation is logged before its checkpoint: none was written in %g s.", _SAVE_WITHIN)
-            return True
-        if now > self._asked_at + _ASK_EVERY:
-            self._asked_at = now
-            self._ask_to_save()
-        return False
+            return
+        if now > asked_at + _ASK_EVERY:
+            asked_at = now
+            ask_to_save()
+        if stop.wait(_LOOK_EVERY):
+            raise StoppedError("Told to stop before the policy to evaluate was saved.")
 
 
 class SavedPolicy(NewestParams):
@@ -101,10 +98,7 @@ class SavedPolicy(NewestParams):
             StoppedError: `stop` was set first.
             PeerError: the learner does not answer.
         """
-        save_point = SavePoint(self._learner, self._directory.checkpoints)
-        while not save_point.is_over(self._learner.stats()["learner_steps"]):
-            if stop.wait(_LOOK_EVERY):
-                raise StoppedError("Told to stop before the policy to evaluate was saved.")
+        wait_until_saved(self._learner, self._directory.checkpoints, stop)
         newest = self._read() or self._learner
         self.put(*newest.get_packed(-1))  # a learner has one from its start
 

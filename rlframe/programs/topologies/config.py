@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union
 
 from rlframe.engines.base import NodeOptions
-from rlframe.errors import UsageError
+from rlframe.errors import UsageError, check_above, check_at_least
 from rlframe.programs.options import naming
+from rlframe.programs.options.fields import field_names
 
 if TYPE_CHECKING:
     from rlframe.engines.base import Engine
@@ -23,7 +24,7 @@ INLINE = "rlframe.engines.threads:InlineEngine"
 EnvType = Literal["auto", "loop", "thread", "process", "envpool"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# The least value of fields, where they are not None, and fields that must be above 0.
+# Fields by their least value, and fields that must be above 0.
 _AT_LEAST = {
     1: "steps num_envs num_actors num_inferencers num_pools min_actors num_workers slots replay_shards frame_stack "
     "action_repeat eval_num_envs eval_max_episode_length",
@@ -52,16 +53,11 @@ def configured_by(config_cls: type[TopologyConfig]) -> Callable[[Function], Func
 
 
 def check_limits(config: Any) -> None:
-    """Raises UsageError where a number of an experiment, or of a topology's config, is too small."""
+    """Raise UsageError if a number of an experiment, or of a topology's config, is too small."""
+    fields = field_names(config)
     for least, names in _AT_LEAST.items():
-        for name in names.split():
-            value = getattr(config, name, None)
-            if value is not None and value < least:
-                raise UsageError(f"{name} must be at least {least}, got {value}.")
-    for name in _ABOVE_0:
-        value = getattr(config, name, None)
-        if value is not None and not value > 0:
-            raise UsageError(f"{name} must be more than 0, got {value}.")
+        check_at_least(config, least, *(name for name in names.split() if name in fields))
+    check_above(config, 0, *(name for name in _ABOVE_0 if name in fields))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
-import threading
-from collections.abc import Callable
-from concurrent import futures
 from typing import Any
 
 from rlframe import handles
@@ -19,7 +15,7 @@ from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.session import Session
 from rlframe.programs.training.monitor import Monitor
 from rlframe.programs.training.row_writer import RowWriter
-from rlframe.programs.training.updates import least_updates, total_learner_steps
+from rlframe.programs.training.updates import least_updates, total_learner_steps, warn_if_none
 from rlframe.types import Logs
 
 _log = logging.getLogger(__name__)
@@ -42,7 +38,6 @@ class GameMonitor(Monitor):
         self._to_end = [handles.resolve(actor, "actor", deadline=_ENDS_WITHIN, stop=self._stop) for actor in actors]
         self._saved = SavedPolicy(session.agent, session.directory, self._learner)
         self._evaluations = Evaluations(self._experiment, session.agent, self._saved)
-        self._evaluation: futures.Future[Logs] | None = None  # under way
 
     @property
     def step(self) -> int:
@@ -54,16 +49,13 @@ class GameMonitor(Monitor):
         super().stop()
         self._evaluations.stop()
 
-    def _end(self) -> None:
-        self._evaluations.stop()
-
-    def _say_what_is_missing(self) -> None:
-        super()._say_what_is_missing()
+    def _warn_of_missing_updates(self) -> None:
         made, spec, num_envs = (
             self._learned["learner_steps"],
             self._session.agent.replay_spec,
             self._experiment.num_envs,
         )
+        warn_if_none(spec, made, self.step, num_envs)
         if spec.samples_per_insert is not None and 0 < made < least_updates(spec, self.step, num_envs):
             _log.warning(
                 "%d updates were made, of about %d that %d environment steps ask for: the learner came back from an "
@@ -88,16 +80,9 @@ class GameMonitor(Monitor):
             if (said := actor.lead(share)) is not None:
                 self._progress.counts.add(said)
 
-    def _begin_evaluation(self, *, final: bool) -> None:
-        self._evaluation = _in_thread(functools.partial(self._evaluate_saved, self._end_actors if final else None))
-
-    def _evaluate_saved(self, free_envs: Callable[[], Any] | None) -> Logs:
+    def _evaluate(self, *, final: bool) -> Logs:
         self._saved.update(self._stop)
-        return self._evaluations.evaluate(free_envs)
-
-    def _poll_evaluation(self, *, final: bool) -> Logs | None:
-        assert self._evaluation is not None
-        return self._evaluation.result() if self._evaluation.done() else None
+        return self._evaluations.evaluate(self._end_actors if final else None)
 
     def _end_actors(self) -> None:
         """Make the actors close their environments."""
@@ -126,17 +111,3 @@ class _Led:
         if stats is not None:
             self._incarnation, self._env_steps = stats["incarnation"], stats["env_steps"]
         return stats
-
-
-def _in_thread(evaluate: Callable[[], Logs]) -> futures.Future[Logs]:
-    """Evaluate in a thread, which does not keep the process from ending."""
-    values: futures.Future[Logs] = futures.Future()
-
-    def run() -> None:
-        try:
-            values.set_result(evaluate())
-        except BaseException as error:
-            values.set_exception(error)
-
-    threading.Thread(target=run, name="rlframe evaluation", daemon=True).start()
-    return values

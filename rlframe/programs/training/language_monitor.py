@@ -9,7 +9,7 @@ from typing import Any
 
 from rlframe import handles
 from rlframe.errors import EnvError, PeerError, StoppedError
-from rlframe.programs.policies.saved import SavePoint
+from rlframe.programs.policies.saved import wait_until_saved
 from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.session import Schedule, Session
 from rlframe.programs.training.monitor import Monitor
@@ -41,8 +41,6 @@ class LanguageMonitor(Monitor):
         self._served: dict[str, Any] = {}  # the policy server's newest stats
         self._collected: dict[int, dict[str, float]] = {}  # the environments' newest metrics, by rank
         self._row_tokens = 0.0
-        self._number, self._asked_at = 0, 0.0  # of the newest evaluation: how environments know it, and since when
-        self._save_point: SavePoint | None = None  # of the evaluation under way, once it has its values
         self._warmup_steps = session.topology_config.steps_before(session.experiment)
 
     @property
@@ -69,7 +67,15 @@ class LanguageMonitor(Monitor):
             if (stats := ask()) is not None:
                 self._collected[stats["rank"]] = stats["metrics"]
 
-    def _begin_evaluation(self, *, final: bool) -> None:
+    def _evaluate(self, *, final: bool) -> Logs:
+        self._wait_for_policy()
+        values = self._ask_for_evaluation(final=final)
+        if not final:
+            wait_until_saved(self._learner, self._session.directory.checkpoints, self._stop)
+        return values
+
+    def _wait_for_policy(self) -> None:
+        """Wait until the policy server has the last version of a learner that has finished."""
         deadline = time.monotonic() + _REFRESH_WITHIN
         while self._learned.get("finished") and self._policy.stats()["version"] < self._learned["params_version"]:
             if time.monotonic() > deadline:
@@ -77,29 +83,26 @@ class LanguageMonitor(Monitor):
                     f"The policy server had not taken over the learner's last version within {_REFRESH_WITHIN:g} s."
                 )
             self._pause("the policy server had taken over the last version")
+
+    def _ask_for_evaluation(self, *, final: bool) -> Logs:
+        """Have the first environment evaluate, and return the values."""
         # From the clock: a number that an earlier monitor has used would name an earlier evaluation.
-        self._save_point = None
-        self._number, self._asked_at = max(self._number + 1, time.time_ns()), time.monotonic()
-
-    def _poll_evaluation(self, *, final: bool) -> Logs | None:
-        try:
-            answer = self._evaluator.evaluate(self._number)
-        except StoppedError:
-            raise
-        except PeerError:  # after the training there is time for it to be started again
-            answer = None if final else (self._number, "the environment did not answer")
-        if answer is None and time.monotonic() - self._asked_at < _EVALUATE_WITHIN:
-            return None
-        found = answer[1] if answer is not None else f"it took more than {_EVALUATE_WITHIN:g} s"
-        if not isinstance(found, str):
-            return found if final or self._is_saved() else None
-        raise EnvError(found)
-
-    def _is_saved(self) -> bool:
-        """Return True once the policy that the learner had at the end of the evaluation is in a checkpoint."""
-        if self._save_point is None:
-            self._save_point = SavePoint(self._learner, self._session.directory.checkpoints)
-        return self._save_point.is_over(self._learned["learner_steps"])
+        number, deadline = time.time_ns(), time.monotonic() + _EVALUATE_WITHIN
+        while time.monotonic() < deadline:
+            answer = None
+            try:
+                answer = self._evaluator.evaluate(number)
+            except StoppedError:
+                raise
+            except PeerError as error:
+                if not final:  # after the training there is time for it to be started again
+                    raise EnvError("the environment did not answer") from error
+            if answer is not None:
+                if isinstance(answer[1], str):
+                    raise EnvError(answer[1])
+                return answer[1]
+            self._pause("the environment had evaluated")
+        raise EnvError(f"it took more than {_EVALUATE_WITHIN:g} s")
 
     def _values(self) -> dict[str, Any]:
         values = super()._values()

@@ -19,7 +19,7 @@ from rlframe.metrics.rows import ActorCounts, evaluation_row
 from rlframe.programs.policies.evaluation import Evaluations, try_evaluation
 from rlframe.programs.session import Ending, Schedule, Session
 from rlframe.programs.training.row_writer import RowWriter
-from rlframe.programs.training.updates import first_update
+from rlframe.programs.training.updates import warn_if_none
 from rlframe.replay.checkpoint import ReplayFiles
 from rlframe.types import Logs
 
@@ -165,8 +165,8 @@ class TrainingLoop:
         self._save(final=True)
         if self._stop.number is not None or not self._ending.evaluates:
             return None
-        if self.learner.learner_steps == 0:
-            self._say_nothing_was_learned()
+        spec, num_envs = self.replay_buffer.spec, self._experiment.num_envs
+        warn_if_none(spec, self.learner.learner_steps, self.actor.env_steps, num_envs)
         return self._evaluate(final=True) if self._experiment.topology_config.eval_episodes else None
 
     def _loop(self, until: int) -> None:
@@ -195,14 +195,6 @@ class TrainingLoop:
             is_last = self._learns_once or self._ending.is_due(self.learner.learner_steps)
             batch = None if is_last else self.replay_buffer.sample()
         return logs
-
-    def _say_nothing_was_learned(self) -> None:
-        _log.warning(
-            "No update was made in %d environment steps: the first one needs %d. Run for more steps, or let learning "
-            "begin earlier.",
-            self.actor.env_steps,
-            first_update(self.replay_buffer.spec, self._experiment.num_envs),
-        )
 
     def _periodic(self, now: int, until: int) -> None:
         if self._rows_due.is_due(now):

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 from rlframe import handles
@@ -22,6 +23,8 @@ from rlframe.programs.training.row_writer import RowWriter
 from rlframe.types import Logs
 
 _log = logging.getLogger(__name__)
+
+Evaluation = futures.Future[tuple[Logs | None, str | None]]  # of what `try_evaluation` returns
 
 LOOK_EVERY = 0.1  # seconds between two looks at the nodes
 _LOOKING = Phase("looking at the others", 300.0)
@@ -50,7 +53,8 @@ class Monitor(abc.ABC):
         self._progress = Progress(session.directory.progress, session.session_id)
         self._ending = Ending(session, self._progress.ended)
         self._rows: RowWriter | None = None
-        self._evaluates_at: int | None = None  # the step at which the evaluation under way began
+        self._evaluation: Evaluation | None = None  # under way
+        self._evaluates_at = 0  # the step at which it began
         self._evaluation_error: str | None = None  # why the final evaluation failed
 
     def run(self) -> None:
@@ -66,7 +70,7 @@ class Monitor(abc.ABC):
                         evaluation = self._finish(rows)
                         stopped_by = by
                 finally:
-                    self._end()
+                    self.stop()  # an evaluation that is under way
                     self._progress.save()
                     rows.close()
         except StoppedError:
@@ -96,12 +100,11 @@ class Monitor(abc.ABC):
         """Return True once the session's last step was taken."""
 
     @abc.abstractmethod
-    def _begin_evaluation(self, *, final: bool) -> None:
-        """Start an evaluation of the newest policy: `final` after training, else during it. Raise if that fails."""
+    def _evaluate(self, *, final: bool) -> Logs:
+        """Return the values of an evaluation of the newest policy: `final` after training, else during it.
 
-    @abc.abstractmethod
-    def _poll_evaluation(self, *, final: bool) -> Logs | None:
-        """Return the values of the evaluation under way; None before it is done. Raise if it failed."""
+        It is called in a thread. It raises if the evaluation fails, or StoppedError after `stop()`.
+        """
 
     @abc.abstractmethod
     def _result(self, rows: RowWriter, evaluation: Logs | None, stopped_by: str) -> Result:
@@ -113,8 +116,8 @@ class Monitor(abc.ABC):
     def _hold(self) -> None:  # noqa: B027
         """Keep nodes from collecting more, once the session ends. Call it repeatedly: it never waits."""
 
-    def _end(self) -> None:  # noqa: B027
-        """Clean up after the last look."""
+    def _warn_of_missing_updates(self) -> None:  # noqa: B027
+        """Warn if the learner made fewer updates than it should."""
 
     def _values(self) -> dict[str, Any]:
         """Return the values of a row beside the counts."""
@@ -145,13 +148,11 @@ class Monitor(abc.ABC):
                 return self._ending.by
             if rows_due.is_due(now):
                 self._write_row(rows)
-            if self._evaluates_at is not None:
-                if (values := self._try(self._poll_evaluation, final=False)) is not None:
-                    self._write_evaluation(rows, values)
-            elif evaluations_due.is_due(now):
-                self._evaluates_at = now
-                if not self._begins_evaluation(final=False):
-                    self._evaluates_at = None
+            if self._evaluation is None:
+                if evaluations_due.is_due(now):
+                    self._begin_evaluation(final=False)
+            elif self._evaluation.done():
+                self._write_evaluation(rows, self._evaluation)
         self._look()
         self._write_row(rows)
         return None
@@ -162,47 +163,31 @@ class Monitor(abc.ABC):
         self._write_row(rows)
         if not self._ending.evaluates:
             return None
-        self._say_what_is_missing()
-        if self._evaluates_at is not None:
-            self._write_evaluation(rows, self._wait_for_evaluation(final=False))
+        self._warn_of_missing_updates()
+        if self._evaluation is not None:
+            self._write_evaluation(rows, self._wait_for(self._evaluation))
         if not getattr(self._session.topology_config, "eval_episodes", True):
             return None
         while True:
-            self._evaluates_at, self._evaluation_error = self.step, None
-            values = self._wait_for_evaluation(final=True) if self._begins_evaluation(final=True) else {}
+            evaluation = self._wait_for(self._begin_evaluation(final=True))
             evaluated, self._learned = self._learned, finish(self._learner, self._stop, self._hold)
             if self._learned["learner_steps"] == evaluated["learner_steps"]:
-                self._write_evaluation(rows, values)
-                return values if self._evaluation_error is None else None
+                values, self._evaluation_error = self._write_evaluation(rows, evaluation)
+                return values
             _log.warning("The learner came back during the evaluation, and learned on: its end is evaluated again.")
 
-    def _say_what_is_missing(self) -> None:
-        """Warn if the learner made no update."""
-        if self._learned["learner_steps"] == 0:
-            _log.warning(
-                "No update was made in %d environment steps. Run for more steps, or let learning begin earlier.",
-                self.step,
-            )
+    def _begin_evaluation(self, *, final: bool) -> Evaluation:
+        self._evaluates_at = self.step
+        evaluate = functools.partial(self._evaluate, final=final)
+        self._evaluation = _in_thread(functools.partial(try_evaluation, evaluate, self.step, final=final))
+        return self._evaluation
 
-    def _begins_evaluation(self, *, final: bool) -> bool:
-        """Start an evaluation. Return False if that fails."""
-        return self._try(self._begin_evaluation, final=final) is None
-
-    def _try(self, do: Callable[..., Logs | None], *, final: bool) -> Logs | None:
-        """Begin or poll an evaluation, and return the result. If that fails, keep the reason or warn, and return {}."""
-        step = self.step if self._evaluates_at is None else self._evaluates_at
-        values, problem = try_evaluation(functools.partial(do, final=final), step, final=final)
-        if problem is None:
-            return values
-        self._evaluation_error = problem if final else None
-        return {}
-
-    def _wait_for_evaluation(self, *, final: bool) -> Logs:
-        while (values := self._try(self._poll_evaluation, final=final)) is None:
+    def _wait_for(self, evaluation: Evaluation) -> Evaluation:
+        while not evaluation.done():
             self._tell_learner()  # again: a restarted learner would continue to learn
             self._hold()
             self._pause("the final policy was evaluated")
-        return values
+        return evaluation
 
     def _pause(self, until: str) -> None:
         if self._stop.wait(LOOK_EVERY):
@@ -212,14 +197,31 @@ class Monitor(abc.ABC):
         if rows.write(self.step, self._progress.counts, self._values):
             self._progress.try_to_save()
 
-    def _write_evaluation(self, rows: RowWriter, values: Logs) -> None:
-        began, self._evaluates_at = self._evaluates_at, None
+    def _write_evaluation(self, rows: RowWriter, evaluation: Evaluation) -> tuple[Logs | None, str | None]:
+        """Write the row of an evaluation that is done, unless it failed. Return its result."""
+        self._evaluation = None
+        values, problem = evaluation.result()
         if values:
             row = self._evaluation_row(values)
             self._ending.note_evaluation(row["return_mean"])
             rows.log(self.step, row)
-            self._progress.evaluated = began
+            self._progress.evaluated = self._evaluates_at
             self._progress.try_to_save()
+        return values, problem
+
+
+def _in_thread(evaluate: Callable[[], tuple[Logs | None, str | None]]) -> Evaluation:
+    """Evaluate in a thread, which does not keep the process from ending."""
+    result: Evaluation = futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(evaluate())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="rlframe evaluation", daemon=True).start()
+    return result
 
 
 def finish(learner: Any, stop: threading.Event, meanwhile: Callable[[], None]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 
 from rlframe.agents import Agent
@@ -11,6 +12,8 @@ from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import naming
 from rlframe.replay.rate_limiter import ROUNDS_AHEAD, samples_of_rounds
 from rlframe.types import ReplaySpec, Sequence
+
+_log = logging.getLogger(__name__)
 
 
 def total_learner_steps(spec: ReplaySpec, steps: int, num_envs: int) -> int:
@@ -48,6 +51,17 @@ def first_update(spec: ReplaySpec, num_envs: int) -> int:
     item = spec.item
     steps = item.length + (rounds - 1) * item.period if isinstance(item, Sequence) else rounds + item.n_step - 1
     return steps * num_envs
+
+
+def warn_if_none(spec: ReplaySpec, made: int, steps: int, num_envs: int) -> None:
+    """Warn if a run made no update in its environment steps."""
+    if made == 0:
+        _log.warning(
+            "No update was made in %d environment steps: the first one needs %d. Run for more steps, or let learning "
+            "begin earlier.",
+            steps,
+            first_update(spec, num_envs),
+        )
 
 
 def check_updates(experiment: Experiment, agent: Agent) -> str:

@@ -14,7 +14,7 @@ from rlframe.errors import CheckpointError, StoppedError
 from rlframe.learners import Checkpointer, Learner, LearnerConfig
 from rlframe.programs import make_experiment
 from rlframe.programs.policies import saved
-from rlframe.programs.policies.saved import SavedPolicy, SavePoint, read_policy
+from rlframe.programs.policies.saved import SavedPolicy, read_policy, wait_until_saved
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.topologies.parts import make_agent
 from rlframe.replay import ReplayBuffer
@@ -45,8 +45,7 @@ def test_what_is_evaluated_is_the_checkpoint_that_was_written_for_it(agent, lear
 
 def test_a_checkpoint_that_is_there_is_not_written_again(agent, learner, tmp_path):
     learner.save()
-    point = SavePoint(learner, tmp_path / "checkpoints")
-    assert point.is_over(0)
+    wait_until_saved(learner, tmp_path / "checkpoints", threading.Event())
     assert Checkpointer(tmp_path / "checkpoints").steps() == [0]
 
 
@@ -57,11 +56,18 @@ def test_a_policy_that_has_not_been_updated_yet_is_saved_too(agent, learner, tmp
 
 
 def test_a_learner_that_went_back_is_held_to_what_it_has(agent, learner, tmp_path, monkeypatch):
-    point = SavePoint(learner, tmp_path / "checkpoints")
-    monkeypatch.setattr(learner, "save_soon", lambda: None)  # the request that is lost with the learner
-    assert not point.is_over(100)
-    learner.save()
-    assert point.is_over(0)
+    monkeypatch.setattr(learner, "learner_steps", 100)
+    requests = []
+
+    def save_soon():  # the request is lost with the learner, which comes back from its checkpoint
+        requests.append(learner.learner_steps)
+        learner.learner_steps = 0
+        learner.save()
+
+    monkeypatch.setattr(learner, "save_soon", save_soon)
+    wait_until_saved(learner, tmp_path / "checkpoints", threading.Event())
+    assert requests == [100]
+    assert Checkpointer(tmp_path / "checkpoints").steps() == [0]
 
 
 def test_a_learner_that_cannot_save_is_evaluated_by_its_own_parameters(agent, learner, tmp_path, monkeypatch, caplog):
