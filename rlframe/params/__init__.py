@@ -4,6 +4,14 @@ A learner packs each version once and puts it into its `Publication`. An inferen
 directly, through shared memory (`SharedParams`), or by a call; `ParamReader` picks the way. In elastic the publication
 is in a `ParamStore`, a process that outlives the learner, and keeps pinned versions.
 
+    Learner -> Packing                      packing.py: a tree as few arrays (`PackedParams`)
+            -> Publication                  publication.py: the newest version
+                 same process:   read as it is (`NewestParams`, source.py, its base)
+                 same machine:   SharedParams, the reader of its memory
+                 elsewhere:      a call of `get_packed`
+            -> ParamStore                   store.py: in elastic, between the learner and the publication
+    ParamReader -> Refresher -> Inferencer  source.py: finds one of these ways, and follows new versions
+
 One version, from the learner to an inferencer in another process of the machine:
 
 1. `Learner.step` ends with `Publication.publish(7, arrays)`, which announces version 7. Nothing is copied yet.

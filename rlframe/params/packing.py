@@ -48,7 +48,7 @@ class Packing:
         self.packed_shapes += [(tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in others]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _packing, (self.pickled,)
+        return _packing_of, (self.pickled,)
 
     @functools.cached_property
     def pickled(self) -> bytes:
@@ -143,19 +143,19 @@ class PackedParams:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Bytes and arrays: Courier cannot send the objects of a template.
-        return _packed_params, (self.packing.pickled, [np.asarray(array) for array in self.arrays])
+        return _params_of, (self.packing.pickled, [np.asarray(array) for array in self.arrays])
 
 
-def _packed_params(pickled: bytes, arrays: list[np.ndarray]) -> PackedParams:
-    return PackedParams(_packing(pickled), arrays)
+def _params_of(pickled: bytes, arrays: list[np.ndarray]) -> PackedParams:
+    return PackedParams(_packing_of(pickled), arrays)
 
 
-def _packing(pickled: bytes) -> Packing:
-    return _cached_packing(pickled)  # a function of its own: Launchpad changes how caches are pickled
+def _packing_of(pickled: bytes) -> Packing:
+    return _load_packing(pickled)  # a function of its own: Launchpad changes how caches are pickled
 
 
 @functools.lru_cache(maxsize=8)
-def _cached_packing(pickled: bytes) -> Packing:
+def _load_packing(pickled: bytes) -> Packing:
     return Packing(pickle.loads(pickled))
 
 

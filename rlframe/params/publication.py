@@ -78,7 +78,7 @@ class Publication(NewestParams):
                 continue
             answered = wanted
             version, packed = self.get_packed()
-            if packed is not None and version > memory.newest()[0]:
+            if packed is not None and version > memory.newest_written()[0]:
                 memory.write(version, packed.arrays)
             memory.changed.wake()
 
@@ -97,6 +97,17 @@ class Publication(NewestParams):
 
 class SharedParams:
     """The newest version in the memory of a `Publication`: its reader, in any process of the machine. It pickles.
+
+    How version 7 gets from the `Publication` (the writer, with its thread) to a reader that has version 6:
+
+    1. `publish(7, arrays)` writes 7 as the announced version. If nobody has read version 6, that is all.
+    2. The reader sees 7, which is not what it has, and wakes the writer's thread by `wanted`.
+    3. The thread copies the arrays into the slot that does not hold version 6. The slot's number is 0 meanwhile.
+    4. It writes the slot's number, 7, and wakes the readers by `changed`.
+    5. The reader copies the arrays. If the slot's number changed meanwhile, it begins again with the newest slot.
+    6. It notes 7 as the version that was read last: so the next version is written at once, without being asked for.
+
+    Numbers in memory are version + 1, since memory begins as zeros.
 
     Args:
         name: of the memory, which is opened at the first use.
@@ -130,32 +141,32 @@ class SharedParams:
     @property
     def written(self) -> int:
         """The newest version whose arrays are in memory; -1 if there is none."""
-        return self._memory.newest()[0]
+        return self._memory.newest_written()[0]
 
     def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
         """See `PackedSource`. Waits up to a second until an announced version is written."""
-        here = self._memory
-        announced = here.versions[_ANNOUNCED] - 1
+        memory = self._memory
+        announced = memory.versions[_ANNOUNCED] - 1
         if announced == known_version:
             return announced, None
         self._wait_until_written()
         while True:  # again only if the slot was overwritten meanwhile
-            version, slot = here.newest()
+            version, slot = memory.newest_written()
             if version < 0:
                 return announced, None
-            arrays = here.read(slot, version)
+            arrays = memory.read(slot, version)
             if arrays is not None:
-                here.versions[_READ] = version + 1
+                memory.versions[_READ] = version + 1
                 return version, PackedParams(self._packing, arrays)
 
     def _wait_until_written(self) -> None:
-        here, deadline = self._memory, time.monotonic() + _PATIENCE
-        while not here.arrays.closed:
-            seen = here.changed.value
-            if self.written >= here.versions[_ANNOUNCED] - 1 or time.monotonic() > deadline:
+        memory, deadline = self._memory, time.monotonic() + _PATIENCE
+        while not memory.arrays.closed:
+            seen = memory.changed.value
+            if self.written >= memory.versions[_ANNOUNCED] - 1 or time.monotonic() > deadline:
                 return
-            here.wanted.wake()
-            here.changed.wait(seen, _AGAIN)
+            memory.wanted.wake()
+            memory.changed.wait(seen, _AGAIN)
 
 
 class _Memory:
@@ -185,16 +196,16 @@ class _Memory:
         if was_read:
             self.wanted.wake()
 
-    def newest(self) -> tuple[int, int]:
+    def newest_written(self) -> tuple[int, int]:
         """Return (the newest version that is written completely, its slot); the version is -1 if there is none."""
         return max((number.read()[0] - 1, slot) for slot, number in enumerate(self._numbers))
 
     def write(self, version: int, packed: list[Any]) -> None:
         """Write a version, in place of the older one."""
-        slot = 1 - self.newest()[1]
+        slot = 1 - self.newest_written()[1]
         self._numbers[slot].write(0)
-        for here, array in zip(self._packed[slot], packed):
-            here[...] = np.asarray(array)  # a quarter less time than where NumPy is given a device's array
+        for target, array in zip(self._packed[slot], packed):
+            target[...] = np.asarray(array)  # a quarter less time than where NumPy is given a device's array
         self._numbers[slot].write(version + 1)
 
     def read(self, slot: int, version: int) -> list[np.ndarray] | None:

@@ -117,25 +117,27 @@ class ParamReader:
     def __init__(self, peer: Any, *policy: str) -> None:
         self._peer, self._policy = peer, policy
         self._shared: Any = None  # the peer's `SharedParams`
-        self._asks = isinstance(peer, Remote)  # for `_shared`: at the first call, and after the peer was restarted
+        # At the first call, and after the peer was restarted.
+        self._looks_for_memory = isinstance(peer, Remote)
         # A `Remote` has every method until it is called.
-        self._packs, self._waits = hasattr(peer, "get_packed"), hasattr(peer, "wait_for_version")
+        self._has_get_packed, self._has_wait = hasattr(peer, "get_packed"), hasattr(peer, "wait_for_version")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ParamReader, (self._peer, *self._policy)
 
     def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
         """See `PackedSource`. Raises as `Remote` does."""
-        if self._asks:
-            self._shared, self._asks = self._find_shared(), False
+        if self._looks_for_memory:
+            self._shared, self._looks_for_memory = self._find_shared(), False
         if self._shared is not None:
             version, packed = (-1, None) if self._shared.has_gone else self._shared.get_packed(known_version)
-            if version == known_version != -1 or (packed is not None and version > known_version):
+            is_known, is_newer = version == known_version != -1, packed is not None and version > known_version
+            if is_known or is_newer:
                 return version, packed
-            self._shared, self._asks = None, True
+            self._shared, self._looks_for_memory = None, True  # the peer has gone, or begun anew
         version, packed = self._call(known_version)
         if version < 0:  # a store that was restarted shares memory once it has a version
-            self._asks = isinstance(self._peer, Remote)
+            self._looks_for_memory = isinstance(self._peer, Remote)
         return version, packed
 
     def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
@@ -146,10 +148,10 @@ class ParamReader:
     def wait_for_version(self, known_version: int, timeout: float) -> int:
         """See `ParamSource`. Polls an object without this method."""
         try:
-            if self._waits:
+            if self._has_wait:
                 return self._peer.wait_for_version(*self._policy, known_version, timeout)
         except NoMethodError:
-            self._waits = False
+            self._has_wait = False
         deadline = time.monotonic() + min(timeout, LONGEST_WAIT)
         while (version := self._peer.get_params(known_version)[0]) <= known_version and time.monotonic() < deadline:
             time.sleep(_LOOK)
@@ -157,10 +159,10 @@ class ParamReader:
 
     def _call(self, known_version: int) -> tuple[int, PackedParams | None]:
         try:
-            if self._packs:
+            if self._has_get_packed:
                 return self._peer.get_packed(*self._policy, known_version)
         except NoMethodError:
-            self._packs = False
+            self._has_get_packed = False
         version, params = self._peer.get_params(known_version)
         return version, None if params is None else PackedParams.of(params)
 

@@ -26,7 +26,7 @@ from rlframe.types import Tree
 
 _PINS = 2  # versions of a policy that can be pinned at once
 _REMOTE = (
-    *("open", "check", "put", "get", "pin", "unpin", "versions", "newest"),
+    *("open", "check", "put", "get", "pin", "unpin", "versions", "newest_version"),
     *("get_packed", "wait_for_version", "shared_params", "finish"),
 )
 
@@ -57,7 +57,7 @@ class _Policy:
     put_by: Attempt | None = None  # the attempt that put the newest version
     versions: dict[int, StoredParams] = dataclasses.field(default_factory=dict)  # in order
     pinned: list[int] = dataclasses.field(default_factory=list)  # oldest pin first
-    newest: Publication | None = None
+    publication: Publication | None = None  # of the newest version; None before the first
 
 
 class ParamStore:
@@ -150,12 +150,12 @@ class ParamStore:
                     f"Version {version} of policy {policy_id!r} was put, but version {newest} is there already: "
                     f"versions only rise. A learner that is restarted publishes above {newest}."
                 )
-            if policy.newest is None:
-                policy.newest = Publication(packed.packing, version, arrays)
+            if policy.publication is None:
+                policy.publication = Publication(packed.packing, version, arrays)
             elif packed.packing != policy.versions[newest].packed.packing:
                 raise UsageError(_difference(policy.versions[newest].packed.packing.template, packed.packing.template))
             else:
-                policy.newest.publish(version, arrays)
+                policy.publication.publish(version, arrays)
             policy.versions[version] = StoredParams(version, PackedParams(packed.packing, arrays), hparams)
             policy.put_by = attempt
             policy.attempt = attempt or policy.attempt  # a store that was restarted has forgotten it
@@ -173,8 +173,8 @@ class ParamStore:
 
     def get_packed(self, policy_id: str, known_version: int = -1) -> tuple[int, PackedParams | None]:
         """As `PackedSource.get_packed`; (-1, None) before the first version."""
-        newest = self._policies[policy_id].newest
-        return newest.get_packed(known_version) if newest is not None else (-1, None)
+        publication = self._policies[policy_id].publication
+        return publication.get_packed(known_version) if publication is not None else (-1, None)
 
     def wait_for_version(self, policy_id: str, known_version: int, timeout: float) -> int:
         """As `ParamSource.wait_for_version`.
@@ -184,17 +184,18 @@ class ParamStore:
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed.is_set() or self.newest(policy_id) > known_version, min(timeout, LONGEST_WAIT)
+                lambda: self._closed.is_set() or self.newest_version(policy_id) > known_version,
+                min(timeout, LONGEST_WAIT),
             )
-            newest = self.newest(policy_id)
+            newest = self.newest_version(policy_id)
         if self._closed.is_set() and newest <= known_version:
             raise StoppedError(f"The param store was closed while a version of {policy_id!r} was waited for.")
         return newest
 
     def shared_params(self, policy_id: str) -> SharedParams | None:
         """As `Learner.shared_params`; None before the first version."""
-        newest = self._policies[policy_id].newest
-        return newest.shared() if newest is not None else None
+        publication = self._policies[policy_id].publication
+        return publication.shared() if publication is not None else None
 
     # --- for evaluations of exactly one version
 
@@ -219,7 +220,7 @@ class ParamStore:
         """Return the versions that are there, in order."""
         return list(self._policies[policy_id].versions)
 
-    def newest(self, policy_id: str) -> int:
+    def newest_version(self, policy_id: str) -> int:
         """Return the newest version; -1 if there is none."""
         return max(self.versions(policy_id), default=-1)
 
@@ -253,8 +254,8 @@ class ParamStore:
             self._changed.notify_all()
             server, self._server = self._server, None
         for policy in list(self._policies.values()):
-            if policy.newest is not None:
-                policy.newest.close()
+            if policy.publication is not None:
+                policy.publication.close()
         if server is not None:
             server.stop()
 

@@ -47,7 +47,7 @@ def by_a_store(learner, stack):
     store = pickle.loads(pickle.dumps(made))
 
     def publish():  # as a LearnerWorker does
-        version, packed = learner.get_packed(store.newest("main"))
+        version, packed = learner.get_packed(store.newest_version("main"))
         if packed is not None:
             store.put("main", version, packed)
 

@@ -57,7 +57,7 @@ def process() -> Iterator[Callable[..., Process]]:
 def test_what_was_put_is_what_comes_back(make: Make) -> None:
     store = make()
     assert store.get("main") is None
-    assert store.newest("main") == -1
+    assert store.newest_version("main") == -1
     store.put("main", 0, params(5), {"epsilon": 0.5, "name": "five"})
     for found in (store.get("main"), as_elsewhere(store).get("main")):
         assert (found.version, found.hparams) == (0, {"epsilon": 0.5, "name": "five"})
@@ -73,7 +73,7 @@ def test_the_newest_are_kept_and_found_by_their_versions(make: Make) -> None:
     store = make(kept=3)
     for version in (2, 3, 7, 11, 12):
         store.put("main", version, params(version))
-        assert store.newest("main") == version
+        assert store.newest_version("main") == version
     assert store.versions("main") == [7, 11, 12]
     assert [store.get("main", version=v) for v in (2, 3, 8, 13)] == [None] * 4
     for version in (7, 11, 12):
@@ -289,7 +289,7 @@ def test_other_trees_are_refused_by_name(make: Make) -> None:
         store.put("main", 1, wrong)
     with pytest.raises(UsageError, match="another tree than earlier versions"):
         store.put("main", 1, {"bias": np.zeros(7, np.int32)})
-    assert store.newest("main") == 0
+    assert store.newest_version("main") == 0
 
 
 def test_as_a_node_it_outlasts_the_learner_when_the_program_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,7 @@ def test_a_writer_killed_at_any_moment_leaves_whole_versions(make: Make, process
         while (newest := store.wait_for_version("main", wanted, 1.0)) <= wanted:
             assert time.monotonic() < deadline
         writer.kill()
-        newest = store.newest("main")
+        newest = store.newest_version("main")
         for version in store.versions("main"):
             found = store.get("main", version=version)
             assert numbers_in(found.params) == {version} == {found.hparams["version"]}

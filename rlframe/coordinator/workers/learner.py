@@ -79,7 +79,7 @@ class LearnerWorker(TaskWorker):
         self._max_staleness = self._buffer.spec.max_staleness
         self._noted = NotedReplay(self._buffer)
         may_write = functools.partial(self._store.check, task.policy_id, fence)
-        known = max(self._store.newest(task.policy_id), task.options.get("min_version", -1))
+        known = max(self._store.newest_version(task.policy_id), task.options.get("min_version", -1))
         self._learner = learner = Learner(self._cfg, agent, self._noted, may_write=may_write, above_version=known)
         if self._max_staleness is not None:
             self._noted.forget_before(learner.params_version - self._max_staleness)
@@ -106,7 +106,7 @@ class LearnerWorker(TaskWorker):
         if request.save and learner.saver is not None:
             learner.saver.save_if_due(now=True)
         updates = self._noted.take_updates()
-        if not updates and self._store.newest(self._policy_id) < self._published:
+        if not updates and self._store.newest_version(self._policy_id) < self._published:
             self._published = -1  # the store was restarted without it, and collectors may wait for it
         self._publish(learner)
         if request.count and not updates and not dropped:

@@ -133,7 +133,7 @@ def test_a_learner_without_a_checkpoint_publishes_above_all_that_is_known(make, 
         store.put(POLICY, in_store, {"w": np.float32(9.0)})
     call = make(filled())
     assert start(call, min_version=min_version).info["params_version"] == 8
-    assert (store.newest(POLICY), store.get(POLICY).params) == (8, {"w": 0.0})
+    assert (store.newest_version(POLICY), store.get(POLICY).params) == (8, {"w": 0.0})
     assert call.until_done("learn", grant(1)).params_version == 9
 
 
@@ -142,11 +142,11 @@ def test_a_learner_that_follows_one_that_was_lost_goes_on_from_its_checkpoint(ma
     first = make(filled(), **config)
     start(first)
     first.until_done("learn", grant(5))
-    published = store.newest(POLICY)
+    published = store.newest_version(POLICY)
     again = make(filled(), incarnation=1, attempt=1, **config)  # the first is lost: nothing was closed
     started = start(again, min_version=published)
     assert (started.info["learner_steps"], started.info["resumed"]) == (4, True)
-    assert started.info["params_version"] == store.newest(POLICY) > published
+    assert started.info["params_version"] == store.newest_version(POLICY) > published
     assert store.get(POLICY).params["w"] == 1 - 0.5**4  # of the checkpoint
 
 
@@ -163,7 +163,7 @@ def test_a_grant_learns_from_batches_that_the_learner_draws_and_reports_them(mak
     assert all(update.priorities is None for update in learned.updates)
     assert learned.logs == {"loss": 0.0625, "staleness": 2.0}  # version 3 learned from what version 1 did
     assert buffer.stats()["sampled"] == 12
-    assert (store.newest(POLICY), store.get(POLICY).params["w"]) == (4, 0.875)
+    assert (store.newest_version(POLICY), store.get(POLICY).params["w"]) == (4, 0.875)
 
 
 def test_what_was_learned_is_in_the_store_when_the_call_is_done(make, store):
@@ -171,8 +171,8 @@ def test_what_was_learned_is_in_the_store_when_the_call_is_done(make, store):
     start(call)
     for count in (3, 2):
         learned = call.until_done("learn", grant(count))
-        assert store.newest(POLICY) == learned.params_version
-    assert store.versions(POLICY)[0] == 1 and store.newest(POLICY) == 6
+        assert store.newest_version(POLICY) == learned.params_version
+    assert store.versions(POLICY)[0] == 1 and store.newest_version(POLICY) == 6
 
 
 def test_each_batch_gives_one_set_of_priorities_the_last_one_too(make):
@@ -289,7 +289,7 @@ def test_a_request_for_no_batches_saves_what_is_published_though_there_is_no_dat
     if updates:
         call.until_done("learn", by_key([buffer.draw() for _ in range(updates)]))
     learned = call.until_done("learn", Learn(0, save=True))
-    assert dataclasses.replace(learned, logs={}) == Learned(store.newest(POLICY), updates, ())
+    assert dataclasses.replace(learned, logs={}) == Learned(store.newest_version(POLICY), updates, ())
     assert steps_saved(tmp_path / "checkpoints") == [updates]
     again = make(filled(), incarnation=1, attempt=1, checkpoint_dir=str(tmp_path / "checkpoints"), resume=True)
     evaluated = store.get(POLICY).params
@@ -381,7 +381,7 @@ def test_of_a_learner_that_wakes_up_in_a_grant_after_its_successor_began_nothing
     assert isinstance(old.until_done("learn", grant(1)), CallRefused)
 
     learned = new.until_done("learn", grant(2))
-    assert (learned.learner_steps, store.newest(POLICY)) == (7, learned.params_version)
+    assert (learned.learner_steps, store.newest_version(POLICY)) == (7, learned.params_version)
     assert learned.params_version > versions[-1] and steps_saved(tmp_path / "checkpoints")[-1] == 7
 
 
@@ -420,7 +420,7 @@ def test_a_learner_goes_on_above_what_another_put_just_before_it_was_fenced_off(
     store.open = open_late
     new = make(filled(), attempt=1)
     assert start(new, min_version=7).info["params_version"] == 51
-    assert new.until_done("learn", grant(1)).params_version == store.newest(POLICY) == 52
+    assert new.until_done("learn", grant(1)).params_version == store.newest_version(POLICY) == 52
 
 
 def test_what_a_restarted_store_has_lost_is_put_again_while_there_is_no_data(make, store):
@@ -454,7 +454,7 @@ def test_a_process_that_was_stopped_and_goes_on_after_its_successor_began_writes
             tell(old)
             assert hear(old) == ["CallRefused", "learn, attempt 0 has ended at learner/0.", "idle"]
             assert (store.versions(POLICY), everything_in(tmp_path)) == (versions, files)
-            assert new.until_done("learn", grant(1)).params_version == store.newest(POLICY) == versions[-1] + 1
+            assert new.until_done("learn", grant(1)).params_version == store.newest_version(POLICY) == versions[-1] + 1
         finally:
             old.kill()
 
@@ -478,7 +478,7 @@ def test_an_attempt_of_a_later_epoch_is_newer_whatever_its_number_is(make, store
     failed = first.until_done("start_task", StartTask("learn", POLICY, {"epoch": 1_000}))
     assert (failed.error, failed.for_good) == ("FencedError", False)
     assert first.worker.ping().phase == "idle"
-    assert session.until_done("learn", grant(1)).params_version == store.newest(POLICY)
+    assert session.until_done("learn", grant(1)).params_version == store.newest_version(POLICY)
 
 
 def test_closing_ends_a_grant_that_waits_for_data(make):
