@@ -46,7 +46,7 @@ class CoordinatorConfig:
 
     path: str  # a folder for its journal
     job_id: str = ""  # a journal of another job is not gone on with
-    before: ActorCounts = dataclasses.field(default_factory=ActorCounts)  # collected before the job
+    counts_before: ActorCounts = dataclasses.field(default_factory=ActorCounts)  # collected before the job
     min_collectors: int = 1
     max_collectors: int = 8
     collectors: int = 0  # to begin with; 0: the least

@@ -87,7 +87,7 @@ class Coordinator:
             by_key=bool(getattr(replay, "fetches_by_key", False)),
             now=self._clock(),
             evaluates=cfg.evaluates,
-            before=cfg.before,
+            counts_before=cfg.counts_before,
             saved=saved,
         )
         if saved is None and self._journal.state is not None:  # of the job before, in the same folder
@@ -107,7 +107,7 @@ class Coordinator:
             ev.Send: self._calls.send,
             ev.Open: lambda effect: self._calls.open(effect.key, effect.address),
             ev.Shut: lambda effect: self._calls.shut(effect.key),
-            **dict.fromkeys((ev.RequestWorkers, ev.ReportFailed, ev.Release, ev.Disconnect), self._operator.put),
+            **dict.fromkeys((ev.Scale, ev.Replace, ev.Release, ev.Disconnect), self._operator.put),
             **dict.fromkeys((ev.DrawBatches, ev.Settle, ev.SaveReplay, ev.Pin, ev.Unpin), self._replay.put),
             ev.Note: lambda note: None,  # it is in the journal by now
             ev.Row: self._write_row,

@@ -212,9 +212,9 @@ def test_an_idle_and_a_busy_worker_can_be_removed(stage: Stage) -> None:
 def test_a_failure_that_is_reported_twice_gives_one_replacement(stage: Stage) -> None:
     coordinator = stage.running()
     for _ in range(2):
-        coordinator._operator.put(ev.ReportFailed("collector/0", 0))
+        coordinator._operator.put(ev.Replace("collector/0", 0))
     wait_until(lambda: state_of(coordinator, "collector/0") == ("BUSY", 1), "a replacement")
-    coordinator._operator.put(ev.ReportFailed("collector/0", 0))
+    coordinator._operator.put(ev.Replace("collector/0", 0))
     steps = job(coordinator)["env_steps"]
     wait_until(lambda: job(coordinator)["env_steps"] > steps + 5, "training")
     assert stage.scene.operator.made.count(("collector/0", 1)) == 1

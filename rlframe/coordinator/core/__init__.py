@@ -6,7 +6,8 @@
 - `machine.py`: the state of the job, its end, and what people ask for;
 - `workers.py`: workers come, answer pings, are lost, and leave;
 - `protocol.py`: the next call of each worker, and which function takes its answer;
-- `results.py`: the answers; tasks end or are tried again;
+- `results.py`: the answers;
+- `tasks.py`: tasks end or are tried again; its docstring lists how tasks and workers go;
 - `evaluations.py`: which version an evaluation is of.
 
 Example: a collector joins, gets a task, dies, and its successor gets the task. A learner is at work already.
@@ -16,7 +17,7 @@ Example: a collector joins, gets a task, dies, and its successor gets the task. 
     Replied(ping, Alive)                             Send(resources), Send(start_task): collect/2, attempt 0
     Replied(start_task, Started)                     Send(get_data)
     Replied(get_data, Collected: 64 steps)           Send(get_data): 64 steps are counted, and it goes on
-    OperatorAnswered: without collector/0            Shut(collector/0), ReportFailed(collector/0): collect/2 waits
+    OperatorAnswered: without collector/0            Shut(collector/0), Replace(collector/0): collect/2 waits
     OperatorAnswered: collector/0, incarnation 1     Open(collector/0), Send(ping)
     Replied(ping, Alive)                             Send(resources), Send(start_task): collect/2, attempt 1
     Replied(get_data) of incarnation 0, late         none: it is of an older call

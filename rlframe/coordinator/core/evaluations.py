@@ -30,7 +30,7 @@ def choose_version(job: TrainingJob, task: Task) -> None:
     learners = [each for each in job.tasks.open("learn") if each.start.policy_id == task.start.policy_id]
     if job.ending is None and learners:
         task.save_by = job.now + job.limits.progress_deadline
-        job.wake(*job.roster.of("learner"))
+        job.queue_call(*job.roster.of("learner"))
     else:
         _pin(job, task)
 
@@ -76,8 +76,8 @@ def pinned(job: TrainingJob, event: ev.Pinned) -> None:
         task.become(TaskState.CANCELLED)
     else:
         task.start = dataclasses.replace(task.start, options={"params_version": event.params_version})
-        job.wake(*job.roster.of("evaluator"))
-    job.wake(*job.roster.of("learner"))
+        job.queue_call(*job.roster.of("evaluator"))
+    job.queue_call(*job.roster.of("learner"))
 
 
 def unpin(job: TrainingJob, task: Task) -> None:

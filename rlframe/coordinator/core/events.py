@@ -157,7 +157,7 @@ class Shut(_OfWorker):
 
 
 @dataclasses.dataclass(frozen=True)
-class RequestWorkers:
+class Scale:
     """Tell the operator how many workers of a role are wanted in all."""
 
     role: Role
@@ -165,7 +165,7 @@ class RequestWorkers:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReportFailed(_OfWorker):
+class Replace(_OfWorker):
     """Tell the operator to replace this incarnation: it is lost."""
 
 

@@ -15,7 +15,7 @@ from rlframe.coordinator.states import JobState, check, is_over
 from rlframe.metrics.rows import ActorCounts, Rows
 
 _SAVED = ("reason", "manual", "began", "paused", "learner_came", "min_version", "evaluated_at")
-_EPOCH = 2**32  # numbers of calls between two starts of a coordinator
+_CALLS_PER_START = 2**32  # numbers of calls between two starts of a coordinator
 
 
 @dataclasses.dataclass
@@ -91,13 +91,13 @@ class TrainingJob:
         by_key: whether the coordinator draws batches for the learner; else the learner draws them itself.
         now: the time in seconds, which rises across restarts.
         evaluates: whether the last version is evaluated.
-        before: what was collected before the job.
+        counts_before: what was collected before the job.
         saved: the result of `to_json`, in a restarted coordinator.
 
     Attributes:
         now: when the newest event happened.
         out: the effects of the newest event.
-        awake: workers that may need another call: see `machine.handle`.
+        to_call: workers that may need another call: see `machine.handle`.
         manual: whether a person chose the number of collectors.
         min_version: learners publish above it: the newest version of the job before.
         paused: whether collecting and learning pause.
@@ -122,7 +122,7 @@ class TrainingJob:
         by_key: bool,
         now: float,
         evaluates: bool = True,
-        before: ActorCounts | None = None,
+        counts_before: ActorCounts | None = None,
         saved: dict[str, Any] | None = None,
     ) -> None:
         self.commander, self.limits, self.by_key, self.now, self.began = commander, limits, by_key, now, now
@@ -135,15 +135,17 @@ class TrainingJob:
         self.collect_seconds = self.paced_seconds = 0.0
         self.lacks_since: dict[Role, float] = {}
         self.ending: JobEnding | None = None
-        self.accounts = Accounts(dict(before.counters), dict(before.logged)) if before is not None else Accounts()
+        counts = counts_before or ActorCounts()
+        self.accounts = Accounts(dict(counts.counters), dict(counts.logged))
         self.evaluated_at = self.accounts.env_steps
         self.rows = Rows(self.evaluated_at, self.accounts.total(), self.accounts.total_logged(), now)
         self.roster, self.tasks = Roster(), Tasks()
         self.learner_waits = LearnerWaits(now)
         self.out: list[Any] = []
-        self.awake: list[KnownWorker] = []
-        self._epoch = saved["epoch"] + 1 if saved is not None else 0  # how often a coordinator took it up
-        self._seq = self._epoch * _EPOCH  # of the last call: those of a coordinator that was killed are below it
+        self.to_call: list[KnownWorker] = []
+        self._starts = saved["starts"] + 1 if saved is not None else 0  # of a coordinator, before this one
+        # The number of the last call. Calls of a coordinator that was killed have numbers below it.
+        self._seq = self._starts * _CALLS_PER_START
         if saved is not None:
             self._restore(saved)
 
@@ -153,7 +155,7 @@ class TrainingJob:
             **{name: getattr(self, name) for name in _SAVED},
             "state": self.state.value,
             "wanted": dict(self.wanted),
-            "epoch": self._epoch,
+            "starts": self._starts,
             "row": self.rows.to_json(),
             "task_count": self.tasks.count,
             "tasks": [task.to_json() for task in self.tasks],
@@ -210,11 +212,11 @@ class TrainingJob:
         """Ask for so many workers of a role."""
         self.wanted[role] = count
         if self.operator_answered:
-            self.emit(ev.RequestWorkers(role, count))
+            self.emit(ev.Scale(role, count))
 
-    def wake(self, *workers: KnownWorker) -> None:
+    def queue_call(self, *workers: KnownWorker) -> None:
         """Choose the next call of these workers at the end of the event."""
-        self.awake += workers
+        self.to_call += workers
 
     def header(self, worker: KnownWorker, task: Task) -> Header:
         """Make the header of the next call: its number is above all before."""
@@ -275,7 +277,7 @@ class TrainingJob:
             self.ending = JobEnding(failed, evaluates, self.now, self.limits.close_deadline, by)
             self.become(JobState.DRAINING)
             self.note("draining", f"The job ends: {reason}.", failed=failed)
-            self.wake(*self.roster)
+            self.queue_call(*self.roster)
         elif failed and not self.ending.failed:
             self.ending.failed = True
             self.reason = f"{self.reason}; but {reason}"

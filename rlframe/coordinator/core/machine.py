@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlframe.coordinator.core import evaluations, protocol, results, workers
+from rlframe.coordinator.core import evaluations, protocol, results, tasks, workers
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import JobEnding, TrainingJob
 from rlframe.coordinator.core.records import Task
@@ -23,14 +23,14 @@ def handle(job: TrainingJob, event: Any, now: float) -> list[Any]:
     if is_over(job.state):
         return []
     job.now, job.out = max(now, job.now), []
-    _TAKES[type(event)](job, event)
+    _HANDLERS[type(event)](job, event)
     if job.ending is None and job.state is not JobState.INIT:
         _check_stop(job)
     if job.ending is not None and not is_over(job.state):
         _end_further(job, job.ending)
-    awake, job.awake = job.awake, []
-    for worker in awake:
-        protocol.drive(job, worker)
+    to_call, job.to_call = job.to_call, []
+    for worker in to_call:
+        protocol.call_next(job, worker)
     _derive_state(job)
     return job.out
 
@@ -93,29 +93,29 @@ def _begin_step(job: TrainingJob, ending: JobEnding) -> None:
             ending.task_id = evaluations.evaluate(job, job.commander.final_policy()).task_id
     elif ending.step == "disconnect":
         for task in job.tasks:
-            results.give_up(job, task)
+            tasks.cancel(job, task)
         workers.disconnect(job)
         job.emit(ev.Disconnect())
-    job.wake(*job.roster)
+    job.queue_call(*job.roster)
 
 
 def _is_done(job: TrainingJob, ending: JobEnding) -> bool:
     waited = job.now - ending.since
     if ending.step == "evaluation":
         return _is_evaluated(job, ending, waited)
-    tasks = job.tasks.open("collect" if ending.step == "collectors" else "learn")
+    left = job.tasks.open("collect" if ending.step == "collectors" else "learn")
     if ending.step == "collectors" or not ending.wants_learner or not job.learner_came:
-        tasks = [task for task in tasks if task.is_live or _may_be_at_work(job, task)]
-    if not tasks:
+        left = [task for task in left if task.is_live or _may_be_at_work(job, task)]
+    if not left:
         return True
     if waited <= ending.close_within:
         return False
-    overdue = f"{', '.join(task.task_id for task in tasks)} did not close within {ending.close_within:g} s"
+    overdue = f"{', '.join(task.task_id for task in left)} did not close within {ending.close_within:g} s"
     job.note("overdue", f"{overdue}.")
     if ending.step == "learner" and job.learner_came:
         job.end(True, overdue)
-    for task in tasks:
-        results.give_up(job, task)
+    for task in left:
+        tasks.cancel(job, task)
     return True
 
 
@@ -188,7 +188,7 @@ def _operator_failed(job: TrainingJob, event: ev.OperatorFailed) -> None:
 
 
 def _ticked(job: TrainingJob, event: ev.Ticked) -> None:
-    workers.look(job)
+    workers.check_all(job)
     evaluations.end_overdue_waits(job)
     why = workers.why_nobody_comes(job)
     if why and job.ending is None:
@@ -216,7 +216,7 @@ def _pause_asked(job: TrainingJob, event: ev.PauseAsked) -> None:
         job.paused = event.paused
         kind = "paused" if job.paused else "resumed"
         job.note(kind, f"{kind.capitalize()}.")
-        job.wake(*job.roster)
+        job.queue_call(*job.roster)
 
 
 def _end_asked(job: TrainingJob, event: ev.EndAsked) -> None:
@@ -239,10 +239,10 @@ def _checkpoint_asked(job: TrainingJob, event: ev.CheckpointAsked) -> None:
 
 
 def _restore_asked(job: TrainingJob, event: ev.RestoreAsked) -> None:
-    results.go_back(job)
+    tasks.restart_learners(job)
 
 
-_TAKES: dict[type, Callable[[TrainingJob, Any], None]] = {
+_HANDLERS: dict[type, Callable[[TrainingJob, Any], None]] = {
     ev.Submitted: _submitted,
     ev.OperatorAnswered: _operator_answered,
     ev.OperatorFailed: _operator_failed,

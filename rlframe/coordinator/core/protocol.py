@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from rlframe.coordinator.core import evaluations, results, workers
+from rlframe.coordinator.core import evaluations, results, tasks, workers
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.records import KnownWorker, Task
@@ -34,7 +34,7 @@ _WAITS_FOR = ("data", "params", "room", "paused")  # a worker may wait for these
 # --- the next call
 
 
-def drive(job: TrainingJob, worker: KnownWorker) -> None:
+def call_next(job: TrainingJob, worker: KnownWorker) -> None:
     """Make a worker's next call, unless a call is out or there is nothing to do."""
     if worker.call is not None or not worker.answers:
         return
@@ -50,12 +50,12 @@ def drive(job: TrainingJob, worker: KnownWorker) -> None:
             start = dataclasses.replace(start, options={**start.options, "min_version": above})
         job.call(worker, task, "start_task", start)
     elif task.state is TaskState.RUNNING:
-        _next_call(job, worker, task)
+        _call_running(job, worker, task)
     elif task.state is TaskState.CLOSING:
         _close_task(job, worker, task)
 
 
-def _next_call(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
+def _call_running(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
     if job.is_to_close(worker, task):
         if task.drawing is None:
             task.become(TaskState.CLOSING)
@@ -155,13 +155,13 @@ def replied(job: TrainingJob, event: ev.Replied) -> None:
     elif isinstance(event.reply, CallRefused) and event.reply.is_another:
         workers.lose(job, worker, workers.REPLACED)
     else:
-        workers.hear(job, worker)
+        workers.note_alive(job, worker)
         _answered(job, worker, worker.call, job.tasks.get(event.header.task_id), event.reply)
 
 
 def _answered(job: TrainingJob, worker: KnownWorker, call: ev.Send, task: Task | None, reply: WorkerReply) -> None:
     if task is None or task.is_over:
-        results.free(job, worker)
+        tasks.free(job, worker)
         return
     if isinstance(reply, NotReady):
         _not_ready(job, worker, task, call, reply)
@@ -172,11 +172,11 @@ def _answered(job: TrainingJob, worker: KnownWorker, call: ev.Send, task: Task |
     is_healthy = task.state is TaskState.RUNNING and job.now - task.started_at > job.limits.healthy_after
     if is_healthy and not isinstance(reply, Failed):
         task.failures = 0
-    _TAKES[type(reply)](job, worker, task, reply)
-    job.wake(worker)
+    _ANSWER_HANDLERS[type(reply)](job, worker, task, reply)
+    job.queue_call(worker)
 
 
-_TAKES: dict[type, Callable[[TrainingJob, KnownWorker, Task, Any], None]] = {
+_ANSWER_HANDLERS: dict[type, Callable[[TrainingJob, KnownWorker, Task, Any], None]] = {
     Failed: results.failed,
     Started: results.started,
     Demand: results.demanded,
@@ -194,9 +194,9 @@ def _not_ready(job: TrainingJob, worker: KnownWorker, task: Task, call: ev.Send,
             job.learner_waits.note("data", job.now)
         if _is_put_off(job, worker, task, call):
             if call.method == "learn":
-                results.give_back(job, task)
+                tasks.return_grant(job, task)
             worker.call = None
-            job.wake(worker)
+            job.queue_call(worker)
             return
     if call.method == "get_data" and task.kind == "collect":
         results.note_pace(job, worker, waits)

@@ -1,4 +1,4 @@
-"""Handle the answers of workers: batches are learned from, versions evaluated, tasks end or are tried again.
+"""Handle the answers of workers: a task runs or is closed, batches are learned from, versions are evaluated.
 
 Each batch is counted once: drawn for a learner or granted to it, out with it, learned from, dropped or lost. Each
 evaluation is of exactly one version, which is kept for it until it is done.
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from rlframe.coordinator.core import evaluations
+from rlframe.coordinator.core import evaluations, tasks
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.records import KnownWorker, Task
 from rlframe.coordinator.messages import (
-    KINDS,
     Closed,
     Collected,
     Demand,
@@ -23,7 +22,7 @@ from rlframe.coordinator.messages import (
     Learned,
     Started,
 )
-from rlframe.coordinator.states import TaskState, WorkerState
+from rlframe.coordinator.states import TaskState
 from rlframe.metrics.rows import COUNTERS, evaluation_row
 
 _LATER = 0.05  # seconds before a learner that can take no batch is asked again
@@ -46,7 +45,7 @@ def started(job: TrainingJob, worker: KnownWorker, task: Task, reply: Started) -
         accounts.reach(reply.info.get("learner_steps", accounts.learner_steps), reply.info.get("params_version", -1))
         job.learner_waits.note(None, job.now)
         job.learner_came = True
-        job.wake(*job.roster)  # collectors waited for the buffer to be there
+        job.queue_call(*job.roster)  # collectors waited for the buffer to be there
 
 
 def closed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Closed) -> None:
@@ -60,97 +59,18 @@ def closed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Closed) -> 
         )
     # An evaluation without a result was closed early.
     is_done = task.kind != "evaluate" or task.has_result
-    _end(job, task, TaskState.SUCCEEDED if is_done else TaskState.CANCELLED)
+    tasks.end(job, task, TaskState.SUCCEEDED if is_done else TaskState.CANCELLED)
     told = {name: value for name, value in reply.result.items() if name not in ("rank", "incarnation")}  # its Actor's
     job.note("closed", f"{worker.worker_id} has closed {task.task_id}.", worker_id=worker.worker_id, **told)
-    free(job, worker)
+    tasks.free(job, worker)
 
 
 def failed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Failed) -> None:
     """Note an exception. The same worker, or another, tries again."""
     why = f"{reply.error}: {reply.message}"
     job.note("failed", f"{worker.worker_id}: {why}", worker_id=worker.worker_id, traceback=reply.traceback)
-    retry(job, task, why, counts=True, for_good=reply.for_good)
-    free(job, worker)
-
-
-def go_back(job: TrainingJob) -> None:
-    """Send learners back to their latest checkpoint."""
-    for task in job.tasks.open("learn"):
-        worker = job.roster.get(task.worker_id, task.incarnation)
-        if job.ending is None and task.state is TaskState.RUNNING and worker is not None:
-            job.note("restored", "The learner goes back to its latest checkpoint.")
-            retry(job, task, "it was told to go back", counts=False)
-            free(job, worker)
-
-
-def retry(job: TrainingJob, task: Task, why: str, *, counts: bool, for_good: bool = False) -> None:
-    """Try a task again, by this worker or another; a failure too many fails the job.
-
-    Args:
-        job: whose task it is.
-        task: that was not finished.
-        why: what happened.
-        counts: whether it is the task's own failure.
-        for_good: whether another try would end in the same way.
-    """
-    _lose_grant(job, task)
-    if task.kind == "learn":
-        job.learner_waits.note("learner", job.now)
-    if task.has_result:  # it was lost after it had done its work
-        _end(job, task, TaskState.SUCCEEDED)
-        return
-    is_surplus = task.index >= job.wanted["collector"]
-    if task.kind == "collect" and (job.ending is not None or is_surplus):
-        _end(job, task, TaskState.CANCELLED)
-        return
-    task.failures += counts
-    if for_good or task.failures > job.limits.max_failures:
-        _end(job, task, TaskState.FAILED)
-        if task.kind == "evaluate":
-            job.note("evaluation", f"{task.task_id} was given up: {why}.")
-            if job.ending is not None and task.task_id == job.ending.task_id:
-                evaluations.note_failure(job, why)
-        else:
-            times = "" if for_good else f" {task.failures} times"
-            job.end(True, f"{task.task_id} failed{times}: {why}")
-        return
-    job.accounts.retries += 1
-    task.become(TaskState.RETRYING)
-    task.become(TaskState.PENDING)
-    job.wake(*(worker for worker in job.roster if KINDS[worker.role] == task.kind))
-
-
-def give_up(job: TrainingJob, task: Task) -> None:
-    """Cancel a task."""
-    if not task.is_over:
-        _lose_grant(job, task)
-        _end(job, task, TaskState.CANCELLED)
-
-
-def free(job: TrainingJob, worker: KnownWorker) -> None:
-    """Make the worker idle, or release it if it leaves."""
-    worker.task_id = worker.call = None
-    if worker.leaves:
-        release(job, worker)
-    else:
-        worker.become(WorkerState.IDLE)
-        job.wake(worker)
-
-
-def release(job: TrainingJob, worker: KnownWorker) -> None:
-    """Release a worker: the operator ends it for good."""
-    worker.become(WorkerState.GONE)
-    job.emit(ev.Release(worker.worker_id, worker.incarnation))
-    job.emit(ev.Shut(worker.worker_id, worker.incarnation))
-    job.note("gone", f"{worker.worker_id} has left.", worker_id=worker.worker_id)
-
-
-def _end(job: TrainingJob, task: Task, state: TaskState) -> None:
-    task.become(state)
-    evaluations.unpin(job, task)
-    if task.kind == "learn" and job.ending is None:  # closed: saved; else no learner comes any more
-        evaluations.saved(job, task.start.policy_id)
+    tasks.retry(job, task, why, counts=True, for_good=reply.for_good)
+    tasks.free(job, worker)
 
 
 # --- collecting
@@ -208,7 +128,7 @@ def drawn(job: TrainingJob, event: ev.BatchesDrawn) -> None:
         _learn(job, worker, task, Learn(len(event.batches), event.batches))
     else:
         job.learner_waits.note("data", job.now)
-        job.wake(worker)
+        job.queue_call(worker)
 
 
 def _judge_replay(job: TrainingJob, event: ev.BatchesDrawn) -> None:
@@ -248,22 +168,6 @@ def learned(job: TrainingJob, worker: KnownWorker, task: Task, reply: Learned) -
     task.granted, task.batches = 0, ()
 
 
-def give_back(job: TrainingJob, task: Task) -> None:
-    """Take a grant back of which nothing was learned."""
-    if not task.batches:
-        job.accounts.granted -= task.granted
-        task.granted = 0
-    _lose_grant(job, task)
-
-
-def _lose_grant(job: TrainingJob, task: Task) -> None:
-    """Count the batches that were out with a learner as lost."""
-    if task.batches:
-        job.emit(ev.Settle(task.batches, ()))
-    job.accounts.lost += task.granted
-    task.granted, task.batches, task.drawing = 0, (), None
-
-
 # --- evaluating
 
 
@@ -271,7 +175,7 @@ def take_up_evaluations(job: TrainingJob) -> None:
     """Continue the evaluations that a killed coordinator had begun."""
     for task in job.tasks.open("evaluate"):
         if task.has_result:
-            _end(job, task, TaskState.SUCCEEDED)
+            tasks.end(job, task, TaskState.SUCCEEDED)
         elif not evaluations.has_version(task):  # one may be pinned, but the journal does not name it
             evaluations.choose_version(job, task)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.records import KnownWorker, Task
-from rlframe.coordinator.core.results import release, retry
+from rlframe.coordinator.core.tasks import release, retry
 from rlframe.coordinator.messages import ROLES, Alive, Resources, Role, WorkerInfo, WorkerReply
 from rlframe.coordinator.states import TaskState, WorkerState, is_over
 
@@ -53,12 +53,12 @@ def answered_ping(job: TrainingJob, worker: KnownWorker, reply: WorkerReply) -> 
         if not is_over(worker.state):
             lose(job, worker, REPLACED)
         return
-    hear(job, worker)
+    note_alive(job, worker)
     if isinstance(reply, Alive):
         worker.ping_out = False
         if worker.state is WorkerState.CONNECTING:
             _came(job, worker, reply)
-        job.wake(worker)
+        job.queue_call(worker)
     elif isinstance(reply, Resources):
         worker.host, worker.pid = reply.host, reply.pid
 
@@ -121,7 +121,7 @@ def why_nobody_comes(job: TrainingJob) -> str:
 # --- living
 
 
-def look(job: TrainingJob) -> None:
+def check_all(job: TrainingJob) -> None:
     """Check each worker: give it up if it is lost, ping it if that is due, choose its next call."""
     for worker in job.roster:
         if is_over(worker.state):
@@ -134,7 +134,7 @@ def look(job: TrainingJob) -> None:
             continue
         _ping_where_due(job, worker, starts)
         if worker.call is None:
-            job.wake(worker)
+            job.queue_call(worker)
 
 
 def _why_lost(job: TrainingJob, worker: KnownWorker, starts: bool) -> str:
@@ -167,7 +167,7 @@ def _ping(job: TrainingJob, worker: KnownWorker) -> None:
     job.emit(ev.Send(worker.worker_id, worker.incarnation, "ping", None))
 
 
-def hear(job: TrainingJob, worker: KnownWorker) -> None:
+def note_alive(job: TrainingJob, worker: KnownWorker) -> None:
     """Note an answer as a sign of life, which ends the state SUSPECT."""
     worker.heard_at = job.now
     if worker.state is WorkerState.SUSPECT:
@@ -188,7 +188,7 @@ def remove(job: TrainingJob, worker: KnownWorker) -> None:
     if job.tasks.get(worker.task_id) is None:
         release(job, worker)
     else:
-        job.wake(worker)
+        job.queue_call(worker)
 
 
 def disconnect(job: TrainingJob) -> None:
@@ -206,7 +206,7 @@ def lose(job: TrainingJob, worker: KnownWorker, why: str) -> None:
     job.emit(ev.Shut(worker.worker_id, worker.incarnation))
     is_replaced = not worker.leaves and (job.ending is None or job.ending.replaces(worker.role))
     job.accounts.restarts += is_replaced
-    job.emit((ev.ReportFailed if is_replaced else ev.Release)(worker.worker_id, worker.incarnation))
+    job.emit((ev.Replace if is_replaced else ev.Release)(worker.worker_id, worker.incarnation))
     job.note(
         "lost",
         f"{worker.worker_id} (incarnation {worker.incarnation}) is lost: {why}.",

@@ -42,11 +42,15 @@ _ENDS_WITHIN = 4.0  # seconds that the work under way has when the worker is clo
 class TaskWorker:
     """Answers a coordinator: an operator serves its calls.
 
-    One thread does the work of all calls, one after the other. A call waits for its own work for 0.3 s and answers
-    `NotReady` where that takes longer: said again with the same number it waits on, or gets the reply; the last reply
-    is kept. A higher number waits for the work under way (`NotReady("busy")`). `start_task` of another task or attempt,
-    and `close_task`, end what the work under way waits for. A call that is older than what this worker knows is
-    `CallRefused` and changes nothing.
+    One thread does the work of all calls, one after the other. A call waits 0.3 s for its work. Its number (`seq` of
+    the header) says what it is. If this worker is at call 7:
+
+    - call 7 again (the coordinator repeats it): waits on, or gets the reply, which is kept;
+    - call 8 (the next one): waits until the work of 7 is done, and is accepted then;
+    - call 6 (late): is `CallRefused`, and changes nothing. So is a call of another worker, task or attempt.
+
+    A call whose work takes longer is answered `NotReady`, with the reason. `start_task` of another task or attempt, and
+    `close_task`, end what the work under way waits for.
 
     Subclasses do the work: `_start`, `_learn`, ... run in the worker's thread, may take as long as they need, and
     raise what goes wrong: `FencedError` ends the task, since another worker is at it. Where they wait, they look at

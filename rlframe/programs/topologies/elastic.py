@@ -183,7 +183,7 @@ def make_coordinator(session: Session, replay_buffer: Any, param_store: Any, ope
     cfg = CoordinatorConfig(
         path=str(path),
         job_id=session.session_id,
-        before=progress.counts,
+        counts_before=progress.counts,
         collectors=min(max(config.num_actors, config.min_actors), config.max_actors),
         min_collectors=config.min_actors,
         max_collectors=config.max_actors,

@@ -524,5 +524,5 @@ def test_the_example_of_the_package_a_collector_dies_and_its_successor_gets_the_
             stats = {"env_steps": 64, "episodes": 2, "return_sum": 30.0, "length_sum": 60, "rank": 0, "incarnation": 0}
             collected = Collected(stats, 0, length=64)
             assert answers(collected) == ["get_data"] and job.accounts.env_steps == 64
-            assert happens(ev.OperatorAnswered((here,))) == ["Shut", "ReportFailed"]
+            assert happens(ev.OperatorAnswered((here,))) == ["Shut", "Replace"]
     assert happens(ev.Replied(*late.key, "get_data", late.header, collected)) == []

@@ -232,11 +232,11 @@ def test_a_worker_more_than_is_wanted_is_sent_away() -> None:
 def test_a_lost_worker_is_reported_and_one_that_is_not_wanted_is_released() -> None:
     world = running(2)
     told: list[tuple[str, Any]] = []
-    for name in ("report_failed", "release"):
+    for name in ("replace", "release"):
         tell = getattr(world.operator, name)
         setattr(world.operator, name, lambda key, name=name, tell=tell: (told.append((name, key)), tell(key)))
     world.kill(world.live("collector")[0])
-    assert world.run(10.0, lambda: bool(told)) and told == [("report_failed", ("collector/0", 0))]
+    assert world.run(10.0, lambda: bool(told)) and told == [("replace", ("collector/0", 0))]
     assert world.run(30.0, lambda: at_work(world) == 2)
     world.deliver(ev.Scaled("collector", 1))
     assert world.run(10.0, lambda: len(told) == 2) and told[1] == ("release", ("collector/1", 0))
@@ -470,7 +470,7 @@ def test_the_rows_of_training_are_of_what_was_done_since_the_last() -> None:
 
 def test_the_first_row_of_a_resumed_run_is_of_its_own_session() -> None:
     before = ActorCounts({"before": [100.0, 10.0, 500.0, 100.0]})
-    job = TrainingJob(TrainOne(env_steps=1000), LIMITS, {"learner": 1}, by_key=False, now=0.0, before=before)
+    job = TrainingJob(TrainOne(env_steps=1000), LIMITS, {"learner": 1}, by_key=False, now=0.0, counts_before=before)
     job.write_row()
     assert job.out == []
     job.accounts.add(dict(env_steps=50, episodes=2, return_sum=30.0, length_sum=50, rank=0, incarnation=0))

@@ -351,10 +351,10 @@ class SimOperator:
             for w in sorted(workers, key=lambda w: w.worker_id)
         )
 
-    def request(self, role: str, count: int) -> None:
+    def scale(self, role: str, count: int) -> None:
         self.wanted[role] = count
 
-    def report_failed(self, key: tuple[str, int]) -> None:
+    def replace(self, key: tuple[str, int]) -> None:
         worker = self.slots.get(key[0])
         if worker is not None and worker.key == key:
             worker.is_dead = True
@@ -548,7 +548,7 @@ class World:
             self._check_send(effect)
             self.sent.append(effect)
             self.later(effect.delay + self._latency(), lambda: self._arrive(effect, life))
-        elif isinstance(effect, (ev.RequestWorkers, ev.ReportFailed, ev.Release, ev.Disconnect)):
+        elif isinstance(effect, (ev.Scale, ev.Replace, ev.Release, ev.Disconnect)):
             self._tell_operator(effect, life)
         elif isinstance(effect, ev.DrawBatches):
             self._soon(lambda: self._drawn(effect), life)
@@ -594,10 +594,10 @@ class World:
             self.later(10.0, lambda: self._soon(lambda: ev.Disconnected("it is away"), life))
         elif operator.is_out:
             self.later(0.5, lambda: self._tell_operator(effect, life))
-        elif isinstance(effect, ev.RequestWorkers):
-            operator.request(effect.role, effect.count)
-        elif isinstance(effect, ev.ReportFailed):
-            operator.report_failed(effect.key)
+        elif isinstance(effect, ev.Scale):
+            operator.scale(effect.role, effect.count)
+        elif isinstance(effect, ev.Replace):
+            operator.replace(effect.key)
         elif isinstance(effect, ev.Release):
             operator.release(effect.key)
         else:

@@ -12,7 +12,7 @@ from tests.coordinator.operators.driven import Driven
 if __name__ == "__main__":
     operator = Driven(pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()))
     operator.connect()
-    operator.request("collector", 2)
+    operator.scale("collector", 2)
     while sum(worker.address is not None for worker in operator.list()) < 2:
         threading.Event().wait(0.02)
     print("up", flush=True)

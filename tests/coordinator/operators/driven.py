@@ -30,12 +30,12 @@ class Driven:
         """The workers that live and are wanted, after a whole round from now."""
         return self._workers(len(self.events) + 2)
 
-    def request(self, role: Role, n: int) -> None:
-        self._thread.put(ev.RequestWorkers(role, n))
+    def scale(self, role: Role, n: int) -> None:
+        self._thread.put(ev.Scale(role, n))
 
-    def report_failed(self, keys: Iterable[WorkerKey]) -> None:
+    def replace_workers(self, keys: Iterable[WorkerKey]) -> None:
         for key in keys:
-            self._thread.put(ev.ReportFailed(*key))
+            self._thread.put(ev.Replace(*key))
 
     def release(self, keys: Iterable[WorkerKey]) -> None:
         for key in keys:

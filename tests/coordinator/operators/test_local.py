@@ -90,7 +90,7 @@ def environ(info: WorkerInfo) -> dict[str, str]:
 
 def test_workers_are_spawned_and_serve_and_none_is_left_when_it_disconnects(local):
     one = local()
-    one.operator.request("collector", 2)
+    one.operator.scale("collector", 2)
     first, second = one.up("collector", 2)
     assert [first.key, second.key] == [("collector/0", 0), ("collector/1", 0)]
     answer = ping(second)
@@ -108,7 +108,7 @@ def test_workers_are_spawned_and_serve_and_none_is_left_when_it_disconnects(loca
 
 def test_one_that_is_killed_is_replaced_and_so_is_one_that_is_stopped_and_reported_however_often(local):
     one = local()
-    one.operator.request("collector", 2)
+    one.operator.scale("collector", 2)
     first, second = one.up("collector", 2)
     processes = family(first.pid)
     os.kill(first.pid, signal.SIGKILL)
@@ -120,11 +120,11 @@ def test_one_that_is_killed_is_replaced_and_so_is_one_that_is_stopped_and_report
     processes = family(second.pid)
     os.kill(second.pid, signal.SIGSTOP)
     for _ in range(3):
-        one.operator.report_failed([second.key])
+        one.operator.replace_workers([second.key])
     assert second.key not in [info.key for info in one.operator.list()]
     both = one.up("collector", 2, but=(first, second))
     assert [info.key for info in both] == [("collector/0", 1), ("collector/1", 1)]
-    one.operator.report_failed([second.key])  # late, and of one that has been replaced
+    one.operator.replace_workers([second.key])  # late, and of one that has been replaced
     assert [ping(info).incarnation for info in both] == [1, 1]
     assert one.operator.list() == both
     wait_until(lambda: are_gone(processes))
@@ -132,17 +132,17 @@ def test_one_that_is_killed_is_replaced_and_so_is_one_that_is_stopped_and_report
 
 def test_released_workers_are_not_replaced_and_a_later_request_goes_on_with_their_incarnations(local):
     one = local()
-    one.operator.request("collector", 2)
+    one.operator.scale("collector", 2)
     first, second = one.up("collector", 2)
-    one.operator.request("collector", 1)
-    one.operator.request("collector", 1)
+    one.operator.scale("collector", 1)
+    one.operator.scale("collector", 1)
     assert one.operator.list() == [first, second]  # a request ends none
     processes = family(second.pid)
     one.operator.release([second.key])
     assert one.operator.list() == [first]
     wait_until(lambda: are_gone(processes))
     wait_until(lambda: "[collector/1] closed" in one.output.getvalue())  # it was given the time to
-    one.operator.request("collector", 2)
+    one.operator.scale("collector", 2)
     assert [info.key for info in one.up("collector", 2)] == [first.key, ("collector/1", 1)]
 
 
@@ -163,7 +163,7 @@ def test_workers_outlive_a_coordinator_that_is_killed_and_its_successor_finds_th
     found = one.operator.list()
     assert [info.key for info in found] == [("collector/0", 0), ("collector/1", 0)]
     assert [pid(info) for info in found] == [info.pid for info in found]
-    one.operator.request("collector", 2)
+    one.operator.scale("collector", 2)
     os.kill(found[0].pid, signal.SIGKILL)
     replaced, other = one.up("collector", 2, but=found[:1])
     assert replaced.key == ("collector/0", 1) and other == found[1]
@@ -189,7 +189,7 @@ def test_workers_end_with_the_process_that_has_the_operator():
 
 def test_one_that_falls_silent_is_replaced_without_being_reported(local):
     one = local(hang_timeout=1.5)
-    one.operator.request("collector", 1)
+    one.operator.scale("collector", 1)
     (first,) = one.up("collector", 1)
     wait_until(lambda: "is up as incarnation 0" in one.output.getvalue())
     os.kill(first.pid, signal.SIGSTOP)
@@ -201,7 +201,7 @@ def test_one_that_falls_silent_is_replaced_without_being_reported(local):
 def test_a_worker_that_cannot_be_made_shows_its_traceback_and_is_tried_less_and_less_often(local, tmp_path):
     lives = tmp_path / "lives"
     one = local({"collector": workers.Counts(str(lives))}, backoff=Backoff(first=0.1, longest=600.0))
-    one.operator.request("collector", 1)
+    one.operator.scale("collector", 1)
     problem = wait_until(
         lambda: re.search(r".*[3-9] times in succession", one.operator.problems().get("collector/0", ""))
     )[0]
@@ -214,7 +214,7 @@ def test_a_worker_that_cannot_be_made_shows_its_traceback_and_is_tried_less_and_
 @pytest.mark.system
 def test_one_that_cannot_close_is_ended_all_the_same(local):
     one = local({"collector": workers.never_closes})
-    one.operator.request("collector", 1)
+    one.operator.scale("collector", 1)
     (info,) = one.up("collector", 1)
     processes = family(info.pid)
     began = time.monotonic()
@@ -229,13 +229,13 @@ def test_accelerators_and_threads_are_the_learners_unless_told_otherwise(local, 
     monkeypatch.setenv("HIDDEN", "1")
     monkeypatch.delenv("NPROC", raising=False)
     one = local()
-    one.operator.request("learner", 1)
-    one.operator.request("collector", 1)
+    one.operator.scale("learner", 1)
+    one.operator.scale("collector", 1)
     learner, collector = environ(one.up("learner", 1)[0]), environ(one.up("collector", 1)[0])
     assert (learner["JAX_PLATFORMS"], learner["HIDDEN"], "NPROC" in learner) == ("cuda", "1", False)
     assert (collector["JAX_PLATFORMS"], collector["CUDA_VISIBLE_DEVICES"], collector["NPROC"]) == ("cpu", "", "1")
     one = local(env={"collector": {"HIDDEN": None, "NPROC": "3"}})
-    one.operator.request("collector", 1)
+    one.operator.scale("collector", 1)
     collector = environ(one.up("collector", 1)[0])
     assert (collector["NPROC"], collector["JAX_PLATFORMS"], "HIDDEN" in collector) == ("3", "cuda", False)
 

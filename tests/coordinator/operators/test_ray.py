@@ -86,7 +86,7 @@ def test_workers_are_replaced_adopted_and_ended(operator):
     handle = pickle.dumps(owned)  # as a coordinator's process has it
     operator = Driven(pickle.loads(handle))
     assert operator.connect() == []
-    operator.request("collector", 2)
+    operator.scale("collector", 2)
     first, second = serving(operator, ("collector/0", 0), ("collector/1", 0))
     assert called(first).pid() == first.pid
     assert called(second).resources()["WHERE"] == "collector"
@@ -96,8 +96,8 @@ def test_workers_are_replaced_adopted_and_ended(operator):
     wait_until(lambda: is_gone(child.pid))  # and what it had started
     assert "[collector/0] (incarnation 0) was killed by SIGKILL." in output.getvalue()
     os.kill(second.pid, signal.SIGSTOP)
-    operator.report_failed([second.key])
-    operator.report_failed([second.key])
+    operator.replace_workers([second.key])
+    operator.replace_workers([second.key])
     before = serving(operator, ("collector/0", 1), ("collector/1", 1))
     operator.disconnect(end_workers=False)
 
@@ -120,7 +120,7 @@ def test_one_that_cannot_be_made_says_why_and_one_of_no_role_is_refused(operator
     owned, output = operator
     operator = Driven(pickle.loads(pickle.dumps(owned)))
     operator.connect()
-    operator.request("learner", 1)
+    operator.scale("learner", 1)
     wait_until(
         lambda: "No environment is called 'learner/0'." in operator.problems().get("learner/0", ""),
         lambda: f"{operator.problems()}, {output.getvalue()}",
