@@ -6,12 +6,8 @@ batch is. An algorithm that needs more overrides `learner_step` or the three par
 
 from __future__ import annotations
 
-import copyreg
-import difflib
 import functools
-import inspect
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from rlframe.agents.subclasses import check_arguments, check_methods, construct
 from rlframe.agents.trees import check_tree, without_batch, zero_timestep, zeros_like_spec
-from rlframe.errors import UsageError, suggest
+from rlframe.errors import UsageError
 from rlframe.types import AgentOutput, AgentState, Batch, Logs, Params, ReplaySpec, StepSpec, TimeStep, Tree
 
 NetFactory = Callable[[Tree, Tree], Any]  # (observation_spec, action_spec) -> an object with init and apply
@@ -70,21 +67,10 @@ class Agent:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name, member in vars(cls).items():
-            if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
-                _check_hook(cls, name, member)
+        check_methods(Agent, cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Agent:
-        accepted = inspect.signature(cls.__init__).parameters
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-        if kwargs.get("net_factory") is not None and not takes_all and "net_factory" not in accepted:
-            raise UsageError(
-                f"{cls.__name__} makes a network of its own and reads no net_factory: leave --network out, or have its "
-                "constructor take net_factory and build what that gives."
-            )
-        for name in kwargs:
-            if name not in accepted and not takes_all:
-                raise UsageError(f"{cls.__name__} has no argument {name}.{suggest(name, accepted)}")
+        check_arguments(cls, kwargs)
         agent = super().__new__(cls)
         agent._constructed_with = (args, kwargs)
         return agent
@@ -92,7 +78,7 @@ class Agent:
     def __reduce__(self) -> tuple[Any, ...]:
         # Networks and optimizers are closures, which do not pickle; their factories do.
         args, kwargs = self._constructed_with
-        return _construct, (type(self), args, kwargs)
+        return construct, (type(self), args, kwargs)
 
     def __init__(
         self,
@@ -206,8 +192,8 @@ class Agent:
         """One update.
 
         Returns:
-            (params, learner_state, logs). `logs["loss"]` and all others are one number each, but for
-            `logs["priorities"]` `[B]` where the replay is prioritised.
+            (params, learner_state, logs). `logs["loss"]` and all others are one number each. The exception is
+            `logs["priorities"]` `[B]`, of a prioritised replay: the Learner takes it out, and gives it to the replay.
         """
         logs, grads = self.compute_gradients(params, learner_state, batch)
         params, opt_state, more = self.apply_gradients(params, grads, learner_state)
@@ -262,45 +248,3 @@ class Agent:
         params = self.initial_params(rng)
         params = self.actor_params(params, self.initial_learner_state(params))
         return self.actor_step(rng, params, zero_timestep(self.observation_spec, 1), self.initial_state(1))
-
-
-def _check_hook(cls: type[Agent], name: str, member: Any) -> None:
-    """Raises UsageError for a method that is nearly one of `Agent`'s, or is one with other arguments."""
-    hooks = {hook: theirs for hook, theirs in vars(Agent).items() if inspect.isfunction(theirs)}
-    if name not in vars(Agent):
-        near = difflib.get_close_matches(name, vars(Agent), n=1, cutoff=0.9)
-        if near:
-            raise UsageError(
-                f"{cls.__name__} defines {name}, which nothing calls. The method of an Agent is {near[0]}"
-                f"{_arguments(hooks.get(near[0]))}. If it is another one, give it another name, or one that begins "
-                "with an underscore."
-            )
-    elif name in hooks and inspect.isfunction(member):
-        wanted, given = (list(inspect.signature(function).parameters)[1:] for function in (hooks[name], member))
-        try:
-            inspect.signature(member).bind(None, *wanted)
-            fits = given == wanted or set(given) != set(wanted)  # not the same ones in another order
-        except TypeError:
-            fits = False
-        if not fits:
-            raise UsageError(
-                f"{cls.__name__}.{name} takes ({', '.join(given)}); it is called with ({', '.join(wanted)})."
-            )
-
-
-def _arguments(hook: Any) -> str:
-    return f"({', '.join(list(inspect.signature(hook).parameters)[1:])})" if hook is not None else ""
-
-
-def _construct(cls: type[Agent], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Agent:
-    return cls(*args, **kwargs)
-
-
-def _cached_property(function: Any, name: str) -> Any:
-    made: Any = functools.cached_property(function)
-    made.__set_name__(None, name)
-    return made
-
-
-if sys.version_info < (3, 12):  # until then it holds a lock, and an agent of a user's own file travels with its class
-    copyreg.pickle(functools.cached_property, lambda made: (_cached_property, (made.func, made.attrname)))

@@ -20,7 +20,7 @@ from rlframe.types import AgentOutput, AgentState, Params, ReplaySpec, TimeStep,
 
 
 class PolicyAndCritics:
-    """A policy, and twin critics of its actions, which are in units of half their range.
+    """A policy, and twin critics of its actions, which are scaled to [-1, 1].
 
     Args:
         net_factory: a `NetworkConfig`, whose layers each of the three networks has for itself; or
@@ -92,7 +92,7 @@ class TwinCriticAgent(Agent):
 
     A `net_factory` that is a function gives a pair (policy, critics): the policy's `apply(params, observation)` gives
     `[B, outputs_per_number n]`, the critics' `apply(params, {"observation": ..., "action": [B, n]})` two values
-    `[B, 1]`. Actions are in units of half their range there. The published parameters have two fields `policy` and
+    `[B, 1]`. Actions are scaled to [-1, 1] there. The published parameters have two fields `policy` and
     `uniform`, which is 1 until the first update: until then actions are uniform.
     """
 
@@ -126,11 +126,11 @@ class TwinCriticAgent(Agent):
         return AgentOutput(self._range.to_action(self.greedy(params.policy, timestep.observation)), {}), state
 
     def exploring(self, rng: jax.Array, params: Any, observation: Tree) -> jax.Array:
-        """Return actions [B, n] in units of half their range, by the published parameters."""
+        """Return actions [B, n] scaled to [-1, 1], by the published parameters."""
         raise NotImplementedError
 
     def greedy(self, policy_params: Params, observation: Tree) -> jax.Array:
-        """Return the best actions [B, n] in units of half their range."""
+        """Return the best actions [B, n] scaled to [-1, 1]."""
         raise NotImplementedError
 
     @property

@@ -182,13 +182,13 @@ class DQN(TargetNetworkAgent):
         if cfg.munchausen:
             target_values = head.values(self._outputs(target, data.observation))
             reward += munchausen_bonus(target_values, data.action, cfg)
-            following = soft_value(head.values(next_outputs), cfg.munchausen_temperature)[:, None]
+            next_values = soft_value(head.values(next_outputs), cfg.munchausen_temperature)[:, None]
         else:
-            choosing = next_outputs
+            selector_outputs = next_outputs
             if cfg.double:  # the online network chooses the next action (van Hasselt et al. 2016)
-                choosing = self._outputs(self._sample(rngs[2], params), data.next_observation)
-            following = _of_action(next_outputs, jnp.argmax(head.values(choosing), axis=-1))
-        loss, priority = head.loss(_of_action(outputs, data.action), reward, data.discount, following)
+                selector_outputs = self._outputs(self._sample(rngs[2], params), data.next_observation)
+            next_values = _of_action(next_outputs, jnp.argmax(head.values(selector_outputs), axis=-1))
+        loss, priority = head.loss(_of_action(outputs, data.action), reward, data.discount, next_values)
         logs = {"value": jnp.mean(head.values(outputs)), "td_error": jnp.mean(priority)}
         if not cfg.prioritised:
             return jnp.mean(loss), logs

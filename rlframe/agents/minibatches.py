@@ -1,8 +1,16 @@
-"""Epochs of shuffled minibatches: one learner step that is many gradient steps, at the cost of few calls.
+"""Epochs of shuffled minibatches: one learner step that is many gradient steps.
 
-The gradient steps are one jitted scan. For convolutions on a CPU, whose gradient takes 18 times as long in a loop, each
-gradient step is a jitted call. (To unroll the loop is as fast, but takes a minute to compile.) During a learner step
-the parameters are one vector: Adam then runs as one loop, not as one for each array.
+    rows, logs = prepare(params, data)                          # _begin: PPO.rollout, with advantages
+    vector = ravel(params)                                      # Adam runs as one loop, not as one for each array
+    for index in shuffled minibatches of all epochs:            # __call__: a jitted scan
+        logs, grads = agent.compute_gradients(unravel(vector), rows[index])    # _gradient_step: PPO.loss
+        if stops(logs): break                                   # _step: PPO's KL limit
+        vector = agent.apply_gradients(vector, ravel(grads))
+    params = unravel(vector)                                    # _end
+    return params, agent.update_learner_state(...), means of the logs
+
+For convolutions on a CPU, whose gradient takes 18 times as long inside of a loop, each gradient step is a jitted call.
+(To unroll the loop is as fast, but takes a minute to compile.)
 """
 
 from __future__ import annotations
@@ -66,12 +74,12 @@ class MinibatchUpdates:
     ) -> None:
         self._agent, self._prepare, self._envs_per_batch = agent, prepare, envs_per_batch
         self._num_epochs, self._num_minibatches, self._stops = num_epochs, num_minibatches, stops
-        self._split: Any = None  # `f(vector)` returns the tree of parameters; known at the first call
+        self._unravel: Any = None  # `f(vector)` returns the tree of parameters; known at the first call
 
     def __call__(self, params: Params, learner_state: Any, batch: Batch) -> tuple[Params, Any, Logs]:
         """Do a learner step, as `Agent.learner_step`. The logs are means over the minibatches."""
-        if self._split is None:
-            self._split = ravel_pytree(params)[1]
+        if self._unravel is None:
+            self._unravel = ravel_pytree(params)[1]
         state = learner_state._replace(opt_state=())
         pieces = self._begin, self._step_unless_stopped, self._end
         begin, step, end = pieces if self._agent.jit_learner_step else self._jitted_pieces
@@ -80,15 +88,15 @@ class MinibatchUpdates:
             length = self._num_epochs if indices is None else len(indices)
             carry, steps = jax.lax.scan(lambda now, index: step(now, rows, index, state), carry, indices, length=length)
         else:
-            each: list[Logs] = []
+            logs_of_steps: list[Logs] = []
             order = [None] * self._num_epochs if indices is None else indices
             for index in order:
-                carry, logs_of_step = step(carry, rows, index, state)
-                each.append(logs_of_step)
+                carry, logs_of_one = step(carry, rows, index, state)
+                logs_of_steps.append(logs_of_one)
                 if self._stops is not None and carry.is_stopped:
                     break
-            each += [jax.tree.map(np.zeros_like, each[0])] * (len(order) - len(each))
-            steps = jax.tree.map(lambda *values: np.asarray(values), *each)
+            logs_of_steps += [jax.tree.map(np.zeros_like, logs_of_steps[0])] * (len(order) - len(logs_of_steps))
+            steps = jax.tree.map(lambda *values: np.asarray(values), *logs_of_steps)
         params, opt_state = end(carry, params, learner_state.opt_state)
         steps_before = learner_state.steps
         learner_state = self._agent.update_learner_state(params, opt_state, learner_state._replace(rng=rng))
@@ -161,7 +169,7 @@ class MinibatchUpdates:
     def _gradient_step(self, carry: _Carry, rows: Tree, index: jax.Array | None, state: Any) -> tuple[_Carry, Logs]:
         state = state._replace(opt_state=carry.opt_state)
         data = rows if index is None else jax.tree.map(lambda leaf: leaf[index], rows)
-        logs, grads = self._agent.compute_gradients(self._split(carry.params), state, Batch(data, (), (), ()))
+        logs, grads = self._agent.compute_gradients(self._unravel(carry.params), state, Batch(data, (), (), ()))
         params, opt_state, more = self._agent.apply_gradients(carry.params, ravel_pytree(grads)[0], state)
         return _Carry(params, opt_state, carry.is_stopped), {**logs, **more}
 
@@ -169,12 +177,12 @@ class MinibatchUpdates:
         """Return parameters and optimizer state as trees again; the arguments were those before the learner step."""
         is_params = _has_structure(params)
         opt_state = jax.tree.map(
-            lambda before, after: self._split(after) if is_params(before) else after,
+            lambda before, after: self._unravel(after) if is_params(before) else after,
             opt_state,
             carry.opt_state,
             is_leaf=is_params,
         )
-        return self._split(carry.params), opt_state
+        return self._unravel(carry.params), opt_state
 
     def _means(self, steps: Logs, is_stopped: jax.Array) -> Logs:
         means = {name: values.mean() for name, values in steps.items()}

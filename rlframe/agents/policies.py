@@ -112,7 +112,7 @@ class MultiCategorical:
 
 
 class ActionRange:
-    """The actions of a box, and the same in units of half its range, flattened: -1 is the lower bound and 1 the upper.
+    """The actions of a box, and the same scaled to [-1, 1], flattened: -1 is the lower bound and 1 the upper.
 
     Where the spec is not bounded on both sides the units are the action's own.
     """

@@ -15,7 +15,7 @@ from rlframe.agents.trees import check_shapes
 
 def generalised_advantages(
     rewards: jax.Array,
-    discounts: jax.Array,
+    env_discounts: jax.Array,
     values: jax.Array,
     mask: jax.Array,
     *,
@@ -26,7 +26,7 @@ def generalised_advantages(
 
     Args:
         rewards: [T, B] float32, of action t.
-        discounts: [T, B] float32, of timestep t + 1: 0 where the environment terminated.
+        env_discounts: [T, B] float32, of timestep t + 1, without gamma: 0 where the environment terminated.
         values: [T + 1, B] float32, of timestep t; the last one bootstraps.
         mask: [T, B] float32, 0 where the environment ignored action t (its timestep was LAST).
         discount: gamma, for every step.
@@ -35,8 +35,13 @@ def generalised_advantages(
     Returns:
         [T, B] float32, 0 where the mask is. An estimate never reaches over a masked step.
     """
-    check_shapes(rewards=(rewards, "T B"), discounts=(discounts, "T B"), mask=(mask, "T B"), values=(values, "T+1 B"))
-    discounts = discounts * discount
+    check_shapes(
+        rewards=(rewards, "T B"),
+        env_discounts=(env_discounts, "T B"),
+        mask=(mask, "T B"),
+        values=(values, "T+1 B"),
+    )
+    discounts = env_discounts * discount
     errors = mask * (rewards + discounts * values[1:] - values[:-1])
     return discounted_sums(errors, mask * discounts * gae_lambda)
 

@@ -34,7 +34,7 @@ class SACConfig:
     target_update_rate: float = 0.005  # tau: of each update, the share that goes into the target critics
     initial_temperature: float = 1.0  # alpha: what entropy is worth
     learn_temperature: bool = True  # False: it stays what it is
-    target_entropy: float | None = None  # nats, of actions in units of half their range; None: minus their dimension
+    target_entropy: float | None = None  # nats, of actions scaled to [-1, 1]; None: minus their dimension
     min_log_std: float = -20.0  # of the policy, before tanh
     max_log_std: float = 2.0
 
@@ -160,7 +160,7 @@ class SAC(TwinCriticAgent):
         return -float(self._range.size) if self.cfg.target_entropy is None else self.cfg.target_entropy
 
     def _act(self, rng: jax.Array, policy_params: Params, observation: Tree) -> tuple[jax.Array, jax.Array]:
-        """(actions [B, n] in units of half their range, their log-probabilities [B]), differentiable."""
+        """(actions [B, n] scaled to [-1, 1], their log-probabilities [B]), differentiable."""
         logits = self._nets.policy(policy_params, observation)
         sample = self.policy.sample(rng, logits)
         return jnp.tanh(sample), self.policy.log_prob(logits, sample)

@@ -141,5 +141,5 @@ class TD3(TwinCriticAgent):
 
 
 def smoothed_action(action: jax.Array, noise: jax.Array, clip: float) -> jax.Array:
-    """An action in units of half its range, moved by noise of at most `clip` (Fujimoto et al. 2018, section 5.3)."""
+    """An action scaled to [-1, 1], moved by noise of at most `clip` (Fujimoto et al. 2018, section 5.3)."""
     return jnp.clip(action + jnp.clip(noise, -clip, clip), -1.0, 1.0)

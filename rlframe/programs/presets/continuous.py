@@ -37,7 +37,7 @@ SAC_MUJOCO = Preset(
             agent__critic_learning_rate=1e-3,
             agent__target_update_rate=0.005,
         ),
-        # Entropies are of actions in units of half their range; CleanRL's are of the actions themselves, which is the
+        # Entropies are of actions scaled to [-1, 1]; CleanRL's are of the actions themselves, which is the
         # same for ranges of [-1, 1]. It takes two policy updates every second step, for the one here in each.
         **settings(
             "CleanRL, sac_continuous_action.py, which scales a tanh to these bounds; here they clip",

@@ -1,0 +1,76 @@
+"""What is checked when a user subclasses or makes an `Agent`, and how an agent is pickled."""
+
+from __future__ import annotations
+
+import copyreg
+import difflib
+import functools
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rlframe.errors import UsageError, suggest
+
+
+def check_methods(base: type, cls: type) -> None:
+    """Raises UsageError for a method of `cls` that is nearly one of `base`, or is one with other arguments."""
+    for name, member in vars(cls).items():
+        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
+            _check_method(base, cls, name, member)
+
+
+def _check_method(base: type, cls: type, name: str, member: Any) -> None:
+    hooks = {hook: theirs for hook, theirs in vars(base).items() if inspect.isfunction(theirs)}
+    if name not in vars(base):
+        near = difflib.get_close_matches(name, vars(base), n=1, cutoff=0.9)
+        if near:
+            raise UsageError(
+                f"{cls.__name__} defines {name}, which nothing calls. The method of an Agent is {near[0]}"
+                f"{_arguments(hooks.get(near[0]))}. If it is another one, give it another name, or one that begins "
+                "with an underscore."
+            )
+    elif name in hooks and inspect.isfunction(member):
+        wanted, given = (list(inspect.signature(function).parameters)[1:] for function in (hooks[name], member))
+        try:
+            inspect.signature(member).bind(None, *wanted)
+            fits = given == wanted or set(given) != set(wanted)  # not the same ones in another order
+        except TypeError:
+            fits = False
+        if not fits:
+            raise UsageError(
+                f"{cls.__name__}.{name} takes ({', '.join(given)}); it is called with ({', '.join(wanted)})."
+            )
+
+
+def _arguments(hook: Any) -> str:
+    return f"({', '.join(list(inspect.signature(hook).parameters)[1:])})" if hook is not None else ""
+
+
+def check_arguments(cls: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raises UsageError for a named argument that the constructor of an agent's class does not take."""
+    accepted = inspect.signature(cls.__init__).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    if kwargs.get("net_factory") is not None and not takes_all and "net_factory" not in accepted:
+        raise UsageError(
+            f"{cls.__name__} makes a network of its own and reads no net_factory: leave --network out, or have its "
+            "constructor take net_factory and build what that gives."
+        )
+    for name in kwargs:
+        if name not in accepted and not takes_all:
+            raise UsageError(f"{cls.__name__} has no argument {name}.{suggest(name, accepted)}")
+
+
+def construct(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Make a pickled agent again."""
+    return cls(*args, **kwargs)
+
+
+def _cached_property(function: Any, name: str) -> Any:
+    made: Any = functools.cached_property(function)
+    made.__set_name__(None, name)
+    return made
+
+
+if sys.version_info < (3, 12):  # until then it holds a lock, and an agent of a user's own file travels with its class
+    copyreg.pickle(functools.cached_property, lambda made: (_cached_property, (made.func, made.attrname)))
