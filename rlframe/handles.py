@@ -123,17 +123,37 @@ class Remote:
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         began = time.monotonic()
         address, client = self._peer()
-        try:
-            answer = client.call(method, *args, **kwargs)
-        except Exception as error:
-            reason = self._why_again(address, method, error)
-        else:
-            self._answered.add(method)
-            return answer
-        return self._repeat(address, method, args, kwargs, began, reason)
+        take = functools.partial(client.call, method, *args, **kwargs)
+        return self._complete(address, take, method, args, kwargs, began)
 
-    def _repeat(self, address: str, method: str, args: Any, kwargs: Any, began: float, reason: str) -> Any:
-        """Sends a call that `address` did not answer once more, until it is answered, or the time is up."""
+    def _answer(self, address: str, method: str, take: Callable[[], Any]) -> Any:
+        """Return what `take` returns: the answer of the node at `address`.
+
+        Raises:
+            UnavailableError: it did not answer, so the call is worth repeating.
+        """
+        try:
+            answer = take()
+        except UnavailableError:
+            raise
+        except Exception as error:
+            raised = f"{self._who(address)} raised in {method}(): "
+            if isinstance(error, RemoteError):
+                raise type(error)(f"{raised}{error}") from None
+            if isinstance(error.__cause__, RemoteError):
+                raise error from RemoteError(f"{raised}{error.__cause__}")
+            raise
+        self._answered.add(method)
+        return answer
+
+    def _complete(
+        self, address: str, take: Callable[[], Any], method: str, args: Any, kwargs: Any, began: float
+    ) -> Any:
+        """Return what `take` returns, the answer to a call of `address`. Until it is answered, send it again."""
+        try:
+            return self._answer(address, method, take)
+        except UnavailableError as error:
+            reason = str(error)
         pauses, warned = retry.pauses(_PAUSE, _LONGEST_PAUSE), False
         warn_after = _WARN_AFTER if method in self._answered else _STARTS_WITHIN
         with waiting_for(f"the {self._name}"):
@@ -156,12 +176,9 @@ class Remote:
                     reason = f"nothing listens at {address}"
                     continue
                 try:
-                    answer = client.call(method, *args, **kwargs)
-                except Exception as error:
-                    reason = self._why_again(address, method, error)
-                else:
-                    self._answered.add(method)
-                    return answer
+                    return self._answer(address, method, functools.partial(client.call, method, *args, **kwargs))
+                except UnavailableError as error:
+                    reason = str(error)
         raise AssertionError
 
     def _pause(self, seconds: float, unanswered: str) -> None:
@@ -197,17 +214,6 @@ class Remote:
             self._current = (self._current + 1) % len(self._addresses)
             _log.info("%s does not answer: going on with %s.", self._who(address), self._addresses[self._current])
 
-    def _why_again(self, address: str, method: str, error: Exception) -> str:
-        """Why a call is worth repeating; raises what it came to where it is not."""
-        if isinstance(error, UnavailableError):
-            return str(error)
-        raised = f"{self._who(address)} raised in {method}(): "
-        if isinstance(error, RemoteError):
-            raise type(error)(f"{raised}{error}") from None
-        if isinstance(error.__cause__, RemoteError):
-            raise error from RemoteError(f"{raised}{error.__cause__}")
-        raise error
-
     def _who(self, address: str) -> str:
         return f"The {self._name} at {address}"
 
@@ -227,14 +233,8 @@ class Call:
 
     def result(self) -> Any:
         """What the method returned; raises as `Remote` does."""
-        try:
-            answer = self._future.result()
-        except Exception as error:
-            reason = self._remote._why_again(self._address, self._method, error)
-        else:
-            self._remote._answered.add(self._method)
-            return answer
-        return self._remote._repeat(self._address, self._method, self._args, {}, self._began, reason)
+        take = self._future.result
+        return self._remote._complete(self._address, take, self._method, self._args, {}, self._began)
 
 
 class Poll:

@@ -8,7 +8,8 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rlframe.transport.ray import Packed, RayServer, RayTransport, Station, as_arrays, as_parts, join
+from rlframe.transport.messages import Parts
+from rlframe.transport.ray import RayServer, RayTransport, Station, join
 from rlframe.transport.sockets import SocketClient, SocketServer, SocketTransport
 
 
@@ -33,8 +34,8 @@ def two_stations(directory: pathlib.Path) -> Iterator[TwoStations]:
     """Both, with their sockets below `directory`, whose path is short."""
     there, here = Station(f"{directory}/there", "relay"), Station(f"{directory}/here", "relay")
 
-    def relay(node: str, packed: Packed) -> Packed:
-        return as_arrays(SocketClient(there.socket(node)).exchange(as_parts(packed)))
+    def relay(node: str, packed: Parts) -> Parts:
+        return SocketClient(there.socket(node)).exchange(packed)
 
     def reaches(node: str) -> bool:
         return SocketTransport().is_reachable(there.socket(node))

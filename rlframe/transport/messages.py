@@ -19,7 +19,7 @@ _OUT_OF_BAND = 1 << 14  # bytes: a smaller array costs less within the pickle
 _AT_ONCE = 1 << 16  # bytes that are read ahead: most messages are read by one call
 _PARTS = 512  # that one call sends; the kernel takes 1,024
 
-Parts = list[memoryview]  # the pickle, and its arrays
+Parts = list[np.ndarray]  # uint8: the pickle, and its arrays
 
 
 def pack(content: Any) -> Parts:
@@ -29,25 +29,25 @@ def pack(content: Any) -> Parts:
     def keeps_in_band(buffer: pickle.PickleBuffer) -> bool:
         view = buffer.raw()
         if view.nbytes >= _OUT_OF_BAND:
-            arrays.append(view)
+            arrays.append(np.frombuffer(view, np.uint8))
         return view.nbytes < _OUT_OF_BAND
 
     pickled = _dumps(content, keeps_in_band, arrays)
-    return [memoryview(pickled), *arrays]
+    return [np.frombuffer(pickled, np.uint8), *arrays]
 
 
 def unpack(parts: Parts) -> Any:
     """What was packed. Raises what pickle does for what cannot be read here."""
-    return pickle.loads(parts[0], buffers=parts[1:])
+    return pickle.loads(parts[0].data, buffers=parts[1:])
 
 
 def send(connection: socket.socket, parts: Parts) -> None:
     """Sends a message. Raises OSError where the other side is gone, or takes too long."""
     header = struct.pack(f"<{len(parts) + 1}Q", len(parts), *(part.nbytes for part in parts))
     if len(parts) == 1:
-        connection.sendall(b"".join((header, parts[0])))
+        connection.sendall(b"".join((header, parts[0].data)))
         return
-    left = [memoryview(header), *parts]
+    left = [memoryview(header), *(part.data for part in parts)]
     while left:
         sent = connection.sendmsg(left[:_PARTS])
         while left and sent >= left[0].nbytes:
@@ -74,15 +74,15 @@ def receive(connection: socket.socket) -> Parts:
     end = begin + lengths[0]
     if count == 1 and end <= len(ahead):  # it fits, as most do
         _fill(connection, ahead, got, end)
-        return [memoryview(ahead)[begin:end]]
+        return [np.frombuffer(ahead, np.uint8)[begin:end]]
     # What was read ahead is the beginning; each part gets memory of its own, which nobody needs to have cleared.
-    arrived, parts = memoryview(ahead)[begin:got], []
+    arrived, parts = np.frombuffer(ahead, np.uint8)[begin:got], []
     for length in lengths:
-        part = memoryview(np.empty(length, np.uint8).data)
+        part = np.empty(length, np.uint8)
         here = min(length, len(arrived))
         part[:here] = arrived[:here]
         arrived = arrived[here:]
-        _fill(connection, part, here, length)
+        _fill(connection, part.data, here, length)
         parts.append(part)
     return parts
 

@@ -7,35 +7,31 @@ the relay beside the caller, from there as a call of a Ray actor, packed as it i
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import os
 import pathlib
-import subprocess
 from collections.abc import Callable, Mapping
 from typing import Any
-
-import numpy as np
 
 from rlframe.errors import UsageError
 from rlframe.transport import messages
 from rlframe.transport.base import Client, Derived, Future
-from rlframe.transport.sockets import SocketClient, SocketServer, SocketTransport, answered, place_of_sockets
+from rlframe.transport.sockets import (
+    SocketClient,
+    SocketServer,
+    SocketTransport,
+    answered,
+    place_of_sockets,
+    remove_at_end,
+)
 
 STATION = "RLFRAME_RAY_STATION"  # "DIRECTORY:RELAY", for the process of a node
-
-Packed = list[np.ndarray]  # uint8: `messages.Parts`, as both pickle and Ray send them without a copy
 
 _SOCKETS = SocketTransport()
 _VERSIONS = ("get_packed", "wait_for_version")  # of a `PackedSource` or a `ParamStore` (`rlframe.params`)
 _numbers = itertools.count()
-
-# It outlives the process that it reads from, and is no child of it: Ray kills those of its actors. The last one of a
-# Ray node removes the directory.
-_REMOVE_AT_END = """exec 3<&0
-{ read _ <&3; for path in "$@"; do rm -f -- "$path"; done; exec rmdir -- "$0"; } &"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,20 +73,7 @@ class Station:
         about = os.stat(self.directory, follow_symlinks=False)
         if about.st_uid != os.geteuid() or about.st_mode & 0o77:
             raise UsageError(f"{self.directory} is not this user's alone: remove it.")
-        ends, alive = os.pipe()  # the kernel closes this end of it with the process
-        nowhere = subprocess.DEVNULL
-        command = ["/bin/sh", "-c", _REMOVE_AT_END, self.directory, *paths]
-        subprocess.run(command, stdin=ends, stdout=nowhere, stderr=nowhere, start_new_session=True, check=True)
-        os.close(ends)
-
-        def close() -> None:
-            for path in paths:
-                pathlib.Path(path).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # others are there
-                os.rmdir(self.directory)
-            os.close(alive)
-
-        return close
+        return remove_at_end(self.directory, *paths)
 
 
 _joined: Station | None = None
@@ -169,33 +152,14 @@ class _RayClient:
         if method in _VERSIONS and not kwargs:  # the relay may have them: they are fetched once for a Ray node
             found = _relay().call("versions", self._address, method, *args)
             if found is not None:
-                return _answer(found) if isinstance(found, list) else found
-        return _answer(_relay().call("relay", self._address, packed(method, args, kwargs)))
+                return answered(found) if isinstance(found, list) else found
+        return answered(_relay().call("relay", self._address, messages.pack((method, args, kwargs))))
 
     def submit(self, method: str, /, *args: Any) -> Future:
         if os.path.exists(self._path):
             return self._beside.submit(method, *args)
-        sent = _relay().submit("relay", self._address, packed(method, args, {}))
-        return Derived(sent, lambda future: _answer(future.result()))
-
-
-def packed(method: str, args: Any, kwargs: Any) -> Packed:
-    """A call as it is passed on."""
-    return as_arrays(messages.pack((method, args, kwargs)))
-
-
-def as_arrays(parts: messages.Parts) -> Packed:
-    """The same memory."""
-    return [np.frombuffer(part, np.uint8) for part in parts]
-
-
-def as_parts(arrays: Packed) -> messages.Parts:
-    """The same memory."""
-    return [array.data for array in arrays]
-
-
-def _answer(arrays: Packed) -> Any:
-    return answered(as_parts(arrays))
+        sent = _relay().submit("relay", self._address, messages.pack((method, args, {})))
+        return Derived(sent, lambda future: answered(future.result()))
 
 
 def _relay() -> SocketClient:

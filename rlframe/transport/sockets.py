@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import os
 import select
-import shutil
 import socket
 import struct
 import subprocess
@@ -36,8 +35,10 @@ _FULL = 0.1  # seconds before a server that has too many open files takes the ne
 _IDLE = 16  # connections that a client keeps for calls to come
 _LONGEST = 50  # characters of the directory's place: a socket's whole path may have 107
 
-# It outlives the process that it reads from, even one that is killed.
-_REMOVE_AT_END = 'read _; exec rm -rf -- "$0"'
+# It outlives the process that it reads from, even one that is killed, and is no child of it: Ray kills those of its
+# actors.
+_REMOVE_AT_END = """exec 3<&0
+{ read _ <&3; rm -rf -- "$@"; exec rmdir -- "$0"; } &"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,18 +301,32 @@ class SocketDirectory:
 
     def __init__(self) -> None:
         self.path = tempfile.mkdtemp(prefix="rlframe-", dir=place_of_sockets())  # of mode 0700
-        remover = subprocess.Popen(
-            ["/bin/sh", "-c", _REMOVE_AT_END, self.path],
-            stdin=subprocess.PIPE,  # which nobody writes to: the kernel closes it with this process
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is not for it
-        )
-        self._finalizer = weakref.finalize(self, _remove, self.path, remover)
+        self._finalizer = weakref.finalize(self, remove_at_end(self.path, self.path))
 
     def close(self) -> None:
         """Remove the directory and its content. May be called again."""
         self._finalizer()
+
+
+def remove_at_end(directory: str, *paths: str) -> Callable[[], None]:
+    """Remove `paths`, and `directory` if it is empty then, when this process has ended, even if it is killed.
+
+    Returns:
+        A function that removes them now. Call it once.
+    """
+    ends, alive = os.pipe()  # nobody writes to it: the kernel closes this end of it with the process
+    command, nowhere = ["/bin/sh", "-c", _REMOVE_AT_END, directory, *paths], subprocess.DEVNULL
+    # In a session of its own: Ctrl-C is not for it.
+    subprocess.run(command, stdin=ends, stdout=nowhere, stderr=nowhere, start_new_session=True, check=True)
+    os.close(ends)
+
+    def remove() -> None:
+        subprocess.run(["rm", "-rf", "--", *paths])
+        with contextlib.suppress(OSError):  # it is gone, or other processes have files there
+            os.rmdir(directory)
+        os.close(alive)
+
+    return remove
 
 
 def place_of_sockets() -> str:
@@ -323,11 +338,6 @@ def place_of_sockets() -> str:
             "TMPDIR, /tmp or /dev/shm. None of these is."
         )
     return place
-
-
-def _remove(path: str, remover: subprocess.Popen[bytes]) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    remover.communicate()
 
 
 def _suits(place: str) -> bool:

@@ -60,8 +60,9 @@ def test_nobody_listens_on_a_network_and_ctrl_c_ends_all():
 def test_nothing_outlives_a_launcher_that_is_killed():
     process = start("wait")
     pids = wait_for_nodes(process)
-    (remover,) = [each for each in psutil.Process(process.pid).children() if each.pid not in pids]
-    directory = pathlib.Path(remover.cmdline()[-1])
+    sockets = [pathlib.Path(each.laddr) for pid in pids for each in psutil.Process(pid).net_connections("unix")]
+    (directory,) = {path.parent for path in sockets if path.parent.name.startswith("rlframe-")}
+    (remover,) = [each for each in psutil.process_iter(["cmdline"]) if str(directory) in (each.info["cmdline"] or ())]
     assert len(list(directory.iterdir())) == 3
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60.0)

@@ -27,7 +27,8 @@ from rlframe.errors import UnavailableError
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
 from rlframe.interprocess.memory import MACHINE
 from rlframe.transport.base import CALL_TIMEOUT
-from rlframe.transport.ray import Packed, Station, as_arrays, as_parts, ask_relay
+from rlframe.transport.messages import Parts
+from rlframe.transport.ray import Station, ask_relay
 from rlframe.transport.sockets import SocketClient, SocketServer, SocketTransport
 from rlframe.user_directories import import_path
 
@@ -144,10 +145,10 @@ class NodeHost:
         return SocketTransport().is_reachable(self._path)
 
     @ray.method(concurrency_group="call")
-    def call(self, packed: Packed) -> Packed | str:
+    def call(self, packed: Parts) -> Parts | str:
         """Passes a call on to the node; the answer as it comes, or why there is none."""
         try:
-            return as_arrays(self._client.exchange(as_parts(packed)))
+            return self._client.exchange(packed)
         except UnavailableError as error:
             return str(error)
 
@@ -237,7 +238,7 @@ class Relay:
         policy = tuple(arg for arg in args if isinstance(arg, str))  # they come first
         return self.versions_of(node, policy).answer(self.others[node], method, *args[len(policy) :])
 
-    def _pass_on(self, node: str, packed: Packed) -> Packed:
+    def _pass_on(self, node: str, packed: Parts) -> Parts:
         answer = self._ask(node, "call", packed)
         if isinstance(answer, str):
             raise UnavailableError(answer)

@@ -17,7 +17,6 @@ from rlframe.errors import RlframeError, UnavailableError
 from rlframe.params.source import LONGEST_WAIT
 from rlframe.transport import messages
 from rlframe.transport.base import CALL_TIMEOUT
-from rlframe.transport.ray import Packed, as_arrays
 from rlframe.transport.sockets import SocketClient
 
 with extras.needed("--engine ray", "ray"):
@@ -68,7 +67,7 @@ class PublishedVersions:
                 if version > known:
                     # The answer may be newer still. Then it is offered again under its own number, and not fetched.
                     parts = self._client.exchange(messages.pack(("get_packed", (*self._policy, -1), {})))
-                    self._publish(version, ray.put(as_arrays(parts)))
+                    self._publish(version, ray.put(parts))
                     known = version
             except UnavailableError:
                 time.sleep(0.1)
@@ -98,7 +97,7 @@ class FetchedVersions:
         self._changed = threading.Condition()
         self._fetching = threading.Lock()
         self._version, self._references = -1, list[Any]()
-        self._fetched: tuple[int, Packed] = (-1, [])
+        self._fetched: tuple[int, messages.Parts] = (-1, [])
 
     def take(self, version: int, references: list[Any]) -> None:
         """Take the reference to a version in Ray's object store."""
@@ -134,7 +133,7 @@ class FetchedVersions:
             version, references = self._version, self._references
         return _known(known) if version <= known else self._fetch(version, references)
 
-    def _fetch(self, version: int, references: list[Any]) -> Packed:
+    def _fetch(self, version: int, references: list[Any]) -> messages.Parts:
         with self._fetching:
             if self._fetched[0] != version:
                 try:
@@ -144,6 +143,6 @@ class FetchedVersions:
             return self._fetched[1]
 
 
-def _known(version: int) -> Packed:
+def _known(version: int) -> messages.Parts:
     """Return the answer to `get_packed` of a caller that is up to date."""
-    return as_arrays(messages.pack(((version, None),)))
+    return messages.pack(((version, None),))
