@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import socket
@@ -131,6 +132,19 @@ class Engine(Protocol):
         Raises:
             ProgramError: a node failed for good, or had not saved what it should when the program was stopped.
         """
+
+
+class ResourceEngine(Engine):
+    """Base of our engines: it closes the resources that it owns when the program is over."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self._resources = contextlib.ExitStack()
+
+    def own(self, resource: Any) -> Any:
+        """See `Engine`."""
+        self._resources.callback(resource.close)
+        return resource
 
 
 def deciding_group(groups: Iterable[str]) -> str | None:

@@ -5,7 +5,6 @@ Launchpad's own launcher ignores a crashed node, or kills itself (exit code 137)
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from rlframe import extras, handles
-from rlframe.engines.base import GRACE, Engine, EngineOptions, Watch, pick_free_port, warn_of_open_ports
+from rlframe.engines.base import GRACE, EngineOptions, ResourceEngine, Watch, pick_free_port, warn_of_open_ports
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.node_main import pickle_node, program_processes
 from rlframe.engines.supervision.placement import group_rules
@@ -26,7 +25,7 @@ from rlframe.interprocess.heartbeat import TIMEOUT
 from rlframe.interprocess.phases import STARTING
 
 
-class LaunchpadEngine(Engine):
+class LaunchpadEngine(ResourceEngine):
     """Builds `program`, a `launchpad.Program`, to which more nodes may be added before `run`.
 
     Args:
@@ -41,10 +40,9 @@ class LaunchpadEngine(Engine):
         with extras.needed("--engine launchpad", "launchpad"):
             import launchpad as lp
 
+        super().__init__(options)
         self.program = lp.Program("rlframe")
-        self._asked = options
         self._ports: dict[str, int] = {}  # by group, of its first node, where that is known
-        self._resources = contextlib.ExitStack()
 
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `Engine`."""
@@ -59,18 +57,13 @@ class LaunchpadEngine(Engine):
             from rlframe.engines.reverb_node import CheckpointedReverbNode
 
         with self.program.group(group):
-            node = CheckpointedReverbNode(tables, path, at_end=self._asked.grace_seconds / 2.0)
+            node = CheckpointedReverbNode(tables, path, at_end=self._options.grace_seconds / 2.0)
             return self.program.add_node(node)
 
     @property
     def groups(self) -> dict[str, int]:
         """See `Engine`."""
         return {label: len(nodes) for label, nodes in self.program.groups.items()}
-
-    def own(self, resource: Any) -> Any:
-        """See `Engine`."""
-        self._resources.callback(resource.close)
-        return resource
 
     def address_of(self, group: str) -> str:
         """See `Engine`: "host:port"."""
@@ -85,13 +78,13 @@ class LaunchpadEngine(Engine):
         with self._resources:
             return launch(
                 self.program,
-                group_rules(self.groups, self._asked),
+                group_rules(self.groups, self._options),
                 ports=self._ports,
-                logs=self._asked.logs,
-                output=self._asked.output,
-                hang_timeout=self._asked.hang_timeout,
+                logs=self._options.logs,
+                output=self._options.output,
+                hang_timeout=self._options.hang_timeout,
                 watch=watch,
-                grace=self._asked.grace_seconds,
+                grace=self._options.grace_seconds,
             )
 
 

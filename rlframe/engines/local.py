@@ -34,7 +34,7 @@ class LocalEngine(ServedEngine):
         from rlframe.engines.reverb_server import ReverbServer
 
         port = pick_free_port()
-        self.add(group, ReverbServer, tables, path, port, at_end=self._asked.grace_seconds / 2.0)
+        self.add(group, ReverbServer, tables, path, port, at_end=self._options.grace_seconds / 2.0)
         self._reverb[group] = server = ReverbAt(f"localhost:{port}")
         return server
 
@@ -46,10 +46,10 @@ class LocalEngine(ServedEngine):
         """See `Engine`; as `rlframe.launch`."""
         with self._resources:
             pickled = {group: [node.pickled() for node in nodes] for group, nodes in self._nodes.items()}
-            processes = program_processes(run_node, pickled, group_rules(self.groups, self._asked))
+            processes = program_processes(run_node, pickled, group_rules(self.groups, self._options))
             if self._reverb:
                 listening = ", ".join(f"{group} (Reverb, {at.address})" for group, at in self._reverb.items())
-                warn_of_open_ports(listening, self._asked.output)
+                warn_of_open_ports(listening, self._options.output)
             return self._supervisor(processes, watch).run()
 
     def _address(self, group: str, index: int) -> str:

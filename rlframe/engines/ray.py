@@ -49,7 +49,7 @@ class RayEngine(ServedEngine):
         self, makers: Mapping[str, MakeWorker], most: Mapping[str, int]
     ) -> dict[str, Callable[[int, int], SupervisedNode]]:
         """See `Engine`."""
-        rules_of = group_rules(most, self._asked)
+        rules_of = group_rules(most, self._options)
         are_bound = {role: refers_to(make, self._owned) for role, make in makers.items()}
         shares = self._shares(most, any(are_bound.values()))
 
@@ -75,7 +75,7 @@ class RayEngine(ServedEngine):
     def _program_nodes(self, end_program: Callable[[], None]) -> Iterator[SupervisedNode]:
         """The nodes, and what each is to have of the cluster."""
         groups = self.groups
-        rules_of = group_rules(groups, self._asked)
+        rules_of = group_rules(groups, self._options)
         pickled = {node.address: self._pickled(node) for nodes in self._nodes.values() for node in nodes}
         shares = self._shares(groups, any(bound for _, bound in pickled.values()))
         for group, nodes in self._nodes.items():
@@ -97,13 +97,13 @@ class RayEngine(ServedEngine):
         """Return a node with its share of the cluster: (CPUs, accelerators)."""
         from rlframe.engines.ray_nodes.host import HostedNode
 
-        hosted = HostedNode(name, address, pickled, rules, self._cluster.token, self._asked.hang_timeout)
+        hosted = HostedNode(name, address, pickled, rules, self._cluster.token, self._options.hang_timeout)
         return self._cluster.place(hosted, *share, is_bound, end_program)
 
     def _shares(self, groups: Mapping[str, int], is_bound: bool) -> dict[str, tuple[float, float]]:
         """Return the (CPUs, accelerators) that each node has to itself, by group."""
         busy = [group for group in groups if group in _BUSY]
-        served = [group for group in groups if group in self._asked.accelerators]
+        served = [group for group in groups if group in self._options.accelerators]
         cpus = self._cluster.cpus(sum(groups[group] for group in busy), is_bound)
         gpus = self._cluster.gpus(sum(groups[group] for group in served))
         return {group: (cpus * (group in busy), gpus * (group in served)) for group in groups}

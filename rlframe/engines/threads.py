@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlframe import extras
-from rlframe.engines.base import SAVING_GROUPS, Engine, EngineOptions, Watch, deciding_group, node_status
+from rlframe.engines.base import SAVING_GROUPS, EngineOptions, ResourceEngine, Watch, deciding_group, node_status
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import ProgramError
 from rlframe.interprocess.inbox import Inbox
@@ -22,16 +22,15 @@ _log = logging.getLogger(__name__)
 _JOIN_WITHIN = 30.0  # seconds that the nodes have to end
 
 
-class ThreadsEngine(Engine):
+class ThreadsEngine(ResourceEngine):
     """Constructs the objects at once, and runs each in a thread of this process."""
 
     in_process = True
 
     def __init__(self, options: EngineOptions | None = None) -> None:
-        self._quiet = options is not None and options.quiet
+        super().__init__(options or EngineOptions())
         self._nodes: list[tuple[str, Any]] = []
         self._addresses: dict[str, str] = {}  # of Reverb servers, by group
-        self._resources = contextlib.ExitStack()
         self._ended: Inbox[tuple[str, BaseException | None]] = Inbox()
 
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -59,11 +58,6 @@ class ThreadsEngine(Engine):
         """See `Engine`."""
         return dict(collections.Counter(group for group, _ in self._nodes))
 
-    def own(self, resource: Any) -> Any:
-        """See `Engine`."""
-        self._resources.callback(resource.close)
-        return resource
-
     def address_of(self, group: str) -> str:
         """See `Engine`; of a Reverb server, the one thing here that other processes can reach."""
         return self._addresses[group]
@@ -83,7 +77,7 @@ class ThreadsEngine(Engine):
         ]
         end: tuple[str, BaseException | None] | None = None
         patience = _JOIN_WITHIN
-        with StopSignal(self._quiet) as stop:
+        with StopSignal(self._options.quiet) as stop:
             try:
                 for thread in threads:
                     thread.start()
@@ -91,7 +85,7 @@ class ThreadsEngine(Engine):
             except KeyboardInterrupt:  # a second Ctrl-C already
                 patience = 0.0
             finally:
-                unsaved = self._end(threads, patience)
+                unsaved = self._end_nodes(threads, patience)
         if end is not None and end[1] is not None:
             raise _failed(end[0], "failed", end[1])
         if end is None and unsaved is not None:
@@ -108,7 +102,7 @@ class ThreadsEngine(Engine):
                     return group, error
         return None
 
-    def _end(self, threads: list[threading.Thread], patience: float) -> ProgramError | None:
+    def _end_nodes(self, threads: list[threading.Thread], patience: float) -> ProgramError | None:
         """End the nodes within `patience` seconds each, and close them. Return the error of a node that had to save."""
         with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C
             for _, node in self._nodes:
@@ -159,7 +153,7 @@ class InlineEngine(ThreadsEngine):
             self._close()
 
 
-def _failed(group: str, how: str, error: BaseException) -> ProgramError:
-    failure = ProgramError(f"The node {group} {how}: {type(error).__name__}: {error}")
+def _failed(group: str, what: str, error: BaseException) -> ProgramError:
+    failure = ProgramError(f"The node {group} {what}: {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import pickle
 import traceback
@@ -19,7 +20,7 @@ from rlframe.envs.layout import Frame, FrameRing
 from rlframe.envs.logs import EnvLog
 from rlframe.errors import EnvError, RlframeError, UsageError
 from rlframe.interprocess.heartbeat import Clock
-from rlframe.metrics.rows import Sums
+from rlframe.metrics.rows import Sums, add_up
 from rlframe.types import FIRST, LAST, MID, TimeStep
 
 if TYPE_CHECKING:
@@ -74,6 +75,13 @@ class EnvGroup:
         self.log = log
         for i, env in enumerate(self.envs):
             env.log = functools.partial(log.add, self.first_id + i)
+
+    def run(self, actions: np.ndarray | None, rows: Frame) -> None:
+        """Step every environment, or reset them if there are no actions."""
+        if actions is None:
+            self.reset(rows)
+        else:
+            self.step(actions, rows)
 
     def reset(self, rows: Frame) -> None:
         """Starts a new episode in every environment."""
@@ -315,36 +323,64 @@ def build_groups(build: Builder, slices: list[tuple[int, int]]) -> list[EnvGroup
         raise
 
 
-class LoopPool:
+class GroupPool(abc.ABC):
+    """A pool of groups of environments in this process. A subclass decides which threads step them.
+
+    Args:
+      groups: consecutive ones.
+    """
+
+    def __init__(self, groups: list[EnvGroup]):
+        self._groups = groups
+        self._slices = [(group.first_id, group.first_id + len(group.envs)) for group in groups]
+        self.num_envs = self._slices[-1][1]
+        self.codec = groups[0].codec
+        self._ring = FrameRing(groups[0].layout, self.num_envs, self._slices)
+
+    def reset(self) -> TimeStep:
+        return self._run(None)
+
+    def step(self, actions: np.ndarray) -> TimeStep:
+        return self._run(actions)
+
+    def get_state(self) -> list[EnvState] | None:
+        return joined_states([group.get_state() for group in self._groups])
+
+    def set_state(self, states: list[EnvState]) -> None:
+        for group, (start, stop) in zip(self._groups, self._slices, strict=True):
+            group.set_state(states[start:stop])
+
+    def sums(self) -> Sums:
+        return add_up(group.log.sums() for group in self._groups)
+
+    def progress(self) -> Any:
+        return [group.at[0] for group in self._groups]
+
+    @abc.abstractmethod
+    def _run(self, actions: np.ndarray | None) -> TimeStep:
+        """Step all environments, or reset them if there are no actions."""
+
+
+class LoopPool(GroupPool):
     """`type='loop'`: steps one group of environments in the caller's thread."""
 
     def __init__(self, group: EnvGroup):
-        self._group = group
-        self.num_envs = len(group.envs)
-        self.codec = group.codec
-        self._ring = FrameRing(group.layout, self.num_envs, [(0, self.num_envs)])
+        super().__init__([group])
 
-    def reset(self) -> TimeStep:
+    def _run(self, actions: np.ndarray | None) -> TimeStep:
         frame = self._ring.take()
-        self._group.reset(frame.rows(0, self.num_envs))
+        self._groups[0].run(actions, frame.rows(0, self.num_envs))
         return frame.timestep()
-
-    def step(self, actions: np.ndarray) -> TimeStep:
-        frame = self._ring.take()
-        self._group.step(actions, frame.rows(0, self.num_envs))
-        return frame.timestep()
-
-    def get_state(self) -> list[EnvState] | None:
-        return self._group.get_state()
-
-    def set_state(self, states: list[EnvState]) -> None:
-        self._group.set_state(states)
-
-    def sums(self) -> Sums:
-        return self._group.log.sums()
-
-    def progress(self) -> Any:
-        return self._group.at[0]
 
     def close(self) -> None:
-        self._group.close()
+        self._groups[0].close()
+
+
+def joined_states(parts: list[list[EnvState] | None]) -> list[EnvState] | None:
+    """The states of all environments of a pool; None if those of one part cannot be saved."""
+    states: list[EnvState] = []
+    for part in parts:
+        if part is None:
+            return None
+        states += part
+    return states

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.envs.group import LOOK, EnvState, interrupted
+from rlframe.envs.group import LOOK, EnvState, interrupted, joined_states
 from rlframe.envs.layout import Frame
 from rlframe.envs.worker import (
     AT,
@@ -54,8 +54,7 @@ class ProcessPool(WorkerProcesses):
         return self._run(STEP)
 
     def get_state(self) -> list[EnvState] | None:
-        parts = self._call("get_state", [()] * len(self._slices))
-        return None if any(part is None for part in parts) else [state for part in parts for state in part]
+        return joined_states(self._call("get_state", [()] * len(self._slices)))
 
     def set_state(self, states: list[EnvState]) -> None:
         self._call("set_state", [(states[start:stop],) for start, stop in self._slices])

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.envs.group import LOOK, EnvGroup, EnvState, StepWatch, interrupted
-from rlframe.envs.layout import Frame, FrameRing, new_frame
+from rlframe.envs.group import LOOK, EnvGroup, GroupPool, StepWatch, interrupted
+from rlframe.envs.layout import Frame, new_frame
 from rlframe.interprocess.inbox import Inbox
-from rlframe.metrics.rows import Sums, add_up
+from rlframe.metrics.rows import Sums
 from rlframe.types import TimeStep
 
 _CLOSE_TIMEOUT = 5.0  # seconds; a thread cannot be killed, so a hung one is left behind (it is a daemon)
@@ -56,15 +56,11 @@ def _dismiss(queues: list[SimpleQueue[Any]]) -> None:
         queue.put(None)
 
 
-class ThreadPool:
+class ThreadPool(GroupPool):
     """One thread for each group of environments; all of them work while the caller waits."""
 
     def __init__(self, groups: list[EnvGroup], answer_timeout: float):
-        self._groups = groups
-        self._slices = [(group.first_id, group.first_id + len(group.envs)) for group in groups]
-        self.num_envs = self._slices[-1][1]
-        self.codec = groups[0].codec
-        self._ring = FrameRing(groups[0].layout, self.num_envs, self._slices)
+        super().__init__(groups)
         self._jobs: list[SimpleQueue[Any]] = [SimpleQueue() for _ in groups]
         self._done: Inbox[tuple[int, BaseException | None]] = Inbox()
         self._is_waiting = False
@@ -74,31 +70,6 @@ class ThreadPool:
             for i, (group, jobs) in enumerate(zip(groups, self._jobs, strict=True))
         ]
         self._threads = WorkerThreads(works, self._jobs)
-
-    def reset(self) -> TimeStep:
-        return self._run(None)
-
-    def step(self, actions: np.ndarray) -> TimeStep:
-        return self._run(actions)
-
-    def get_state(self) -> list[EnvState] | None:
-        states: list[EnvState] = []
-        for group in self._groups:
-            part = group.get_state()
-            if part is None:
-                return None
-            states += part
-        return states
-
-    def set_state(self, states: list[EnvState]) -> None:
-        for group, (start, stop) in zip(self._groups, self._slices, strict=True):
-            group.set_state(states[start:stop])
-
-    def sums(self) -> Sums:
-        return add_up(group.log.sums() for group in self._groups)
-
-    def progress(self) -> Any:
-        return [group.at[0] for group in self._groups]
 
     def close(self) -> None:
         """After a step that was interrupted it does not wait for that to end."""
@@ -206,7 +177,7 @@ def _serve(group: EnvGroup, worker: int, jobs: SimpleQueue[Any], done: Inbox[Any
         actions, rows = job
         error: BaseException | None = None
         try:
-            group.reset(rows) if actions is None else group.step(actions, rows)
+            group.run(actions, rows)
         except BaseException as caught:
             error = caught
         del job, actions, rows  # a thread that waits must not keep the caller's arrays

@@ -37,7 +37,7 @@ def test_a_few_light_environments_are_not_worth_a_thread():
 
 def test_a_prefix_decides_which_library_makes_it():
     with SyncEnv("gymnasium:CartPole-v1", 1) as pool:
-        assert "gymnasium" in type(pool._pool._group.envs[0].env.unwrapped).__module__
+        assert "gymnasium" in type(pool._pool._groups[0].envs[0].env.unwrapped).__module__
     with SyncEnv("envpool:CartPole-v1", 2, "envpool") as pool:
         assert pool.reset().observation.shape == (2, 4)
 

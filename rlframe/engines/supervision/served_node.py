@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import os
@@ -18,7 +17,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, ClassVar
 
-from rlframe.engines.base import Engine, EngineOptions, Watch
+from rlframe.engines.base import EngineOptions, ResourceEngine, Watch
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.node_main import LAUNCHER_PID, pickle_node
 from rlframe.engines.supervision.program import STOP_SIGNAL, ProgramSupervisor
@@ -50,7 +49,7 @@ class ServedNode:
         return pickle_node(self.group, self)
 
 
-class ServedEngine(Engine):
+class ServedEngine(ResourceEngine):
     """Base of the engines whose nodes are `ServedNode`s. The handle to a node is a `Remote`.
 
     Args:
@@ -60,8 +59,7 @@ class ServedEngine(Engine):
     transport: ClassVar[Transport]
 
     def __init__(self, options: EngineOptions) -> None:
-        self._asked = options
-        self._resources = contextlib.ExitStack()
+        super().__init__(options)
         self._nodes: dict[str, list[ServedNode]] = collections.defaultdict(list)  # by group
 
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Remote:
@@ -74,11 +72,6 @@ class ServedEngine(Engine):
     def groups(self) -> dict[str, int]:
         """See `Engine`."""
         return {group: len(nodes) for group, nodes in self._nodes.items()}
-
-    def own(self, resource: Any) -> Any:
-        """See `Engine`."""
-        self._resources.callback(resource.close)
-        return resource
 
     def address_of(self, group: str) -> str:
         """See `Engine`."""
@@ -93,13 +86,13 @@ class ServedEngine(Engine):
         raise NotImplementedError
 
     def _supervisor(self, nodes: Sequence[SupervisedNode], watch: Watch | None) -> ProgramSupervisor:
-        asked = self._asked
+        options = self._options
         return ProgramSupervisor(
             nodes,
-            NodeLogs(asked.logs, asked.output),
-            hang_timeout=asked.hang_timeout,
+            NodeLogs(options.logs, options.output),
+            hang_timeout=options.hang_timeout,
             watch=watch,
-            grace=asked.grace_seconds,
+            grace=options.grace_seconds,
         )
 
 

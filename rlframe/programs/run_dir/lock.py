@@ -73,9 +73,13 @@ class Holder:
             raise UsageError(f"The run is that of {self}: stop it on that host.")
         if not ProcessId(self.pid, self.started).is_alive:
             raise UsageError(f"The run is that of {self}, in another container it seems: stop it in there.")
+        self.send(signal.SIGTERM)
+
+    def send(self, number: int) -> None:
+        """Signal the process. Raise `UsageError` if it is another user's."""
         try:
-            os.kill(self.pid, signal.SIGTERM)
-            os.kill(self.pid, signal.SIGCONT)  # one that was stopped would not hear of it
+            os.kill(self.pid, number)
+            os.kill(self.pid, signal.SIGCONT)  # a process that was stopped handles no signal
         except PermissionError as error:
             raise UsageError(f"The run is that of {self}, which is another user's: it is not ours to stop.") from error
 
@@ -172,21 +176,14 @@ class RunLock:
 
     def _end(self, holder: Holder | None) -> bool:
         """End the holder. Return True if its lock is ours then (or its file is gone)."""
-        process = ProcessId(holder.pid, holder.started) if holder is not None else ProcessId(0, -1)
-        if process.pid == os.getpid():
-            raise UsageError(f"{self} is in use by this process: it cannot take it over from itself.")
-        if not process.is_alive:  # it is in another container
+        if holder is None or not _is_alive(holder):  # it is in another container
             return False
-        assert holder is not None
+        if holder.pid == os.getpid():
+            raise UsageError(f"{self} is in use by this process: it cannot take it over from itself.")
         for number, seconds in ((signal.SIGTERM, holder.ends_within), (signal.SIGKILL, _KILLED)):
             _log.warning("Taking %s over from %s: %s.", self, holder, number.name)
-            try:
-                os.kill(process.pid, number)
-                os.kill(process.pid, signal.SIGCONT)
-            except ProcessLookupError:
-                pass
-            except PermissionError as error:
-                raise UsageError(f"{self} is in use by {holder}, which is not ours to end.") from error
+            with contextlib.suppress(ProcessLookupError):
+                holder.send(number)
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
                 if _flock(self._descriptor):

@@ -19,7 +19,7 @@ def filmed(tmp_path):
 
     def env_of(**fields):
         films.append(Film(make_experiment(preset="none", **fields), tmp_path / "film.mp4"))
-        return films[-1].make_pool(seed=1)._pool._group.envs[0].env._env.unwrapped
+        return films[-1].make_pool(seed=1)._pool._groups[0].envs[0].env._env.unwrapped
 
     yield env_of
     for film in films:
