@@ -1,9 +1,14 @@
 """The `rlframe` command.
 
-`rlframe train --steps 4000`: `main.py` finds the module of the command, `train.py`, and calls `run(arguments)`. That
-reads the options (`train_options.py`; `parsing.py` turns a dataclass into options, and an error into one sentence),
-trains by `rlframe.programs.api`, and prints the result. `main` returns the exit code. With `--seeds` each run is a
-process (`seeds.py`), and `sweep.py` runs several seeds for each trial (`trials.py`).
+`rlframe train --agent dqn --steps 4000`, step by step:
+
+1. `main.py: main` finds the command in `COMMANDS`, and calls its function: `train.py: run(["--agent", "dqn", ...])`.
+2. `train_options.py: read_arguments` makes an `Experiment` and a `TrainOptions` of the arguments. It uses `parsing.py`,
+   which turns a dataclass into options, and an error into one sentence.
+3. `rlframe/programs/api.py: run_session` trains. `train.py` prints the `Result`, and `main` returns the exit code.
+
+With `--seeds` each run is a process (`seeds.py`), and `sweep.py` runs several seeds for each trial (`trials.py`). The
+commands about a run that is under way (`control.py`, `status.py`) find it with `run_access.py`.
 """
 
 from rlframe.cli.main import main

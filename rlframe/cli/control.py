@@ -1,20 +1,25 @@
-"""`rlframe pause`, `unpause`, `scale` and `stop`; and how commands find and reach a run that is under way."""
+"""`rlframe pause`, `unpause`, `scale` and `stop`."""
 
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import json
 import pathlib
 import time
-import urllib.parse
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Union
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from rlframe import extras
 from rlframe.cli.parsing import parse
+from rlframe.cli.run_access import (
+    ControlOptions,
+    RunOptions,
+    check_names_one_run,
+    connected,
+    is_steered,
+    status_by_files,
+)
 from rlframe.coordinator.messages import ROLES
 from rlframe.errors import PeerError, UnavailableError, UsageError, suggest
 
@@ -28,80 +33,6 @@ _STOP_DESCRIPTION = (
     "for the end of the run in RUN_DIR (of `--seeds` or of a sweep: of all runs), and says what is saved."
 )
 _LOOK = 0.1  # seconds between two looks whether it has ended
-
-
-@dataclasses.dataclass(frozen=True)
-class ControlOptions:
-    """Options that name a run by the URL of its control."""
-
-    url: Union[str, None] = None  # URL of the run's control, as http://127.0.0.1:8765
-    token_file: Union[str, None] = None  # file with the token that the control wants; RUN_DIR knows its own
-    json: bool = False  # print one JSON object
-    traceback: bool = False  # show where an error came from
-
-
-@dataclasses.dataclass(frozen=True)
-class RunOptions(ControlOptions):
-    """The same, or by the directory of a run on this machine."""
-
-    run_dir: Annotated[
-        Union[str, None], tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR", help="directory of a run")
-    ] = None
-
-
-def connected(options: Any, prog: str) -> ControlClient:
-    """Connect to the control of a run, for the command `prog`. Raise `UsageError` if it cannot be found."""
-    with extras.needed(prog, "trajectories"):
-        from rlframe.coordinator.control.client import ControlClient
-        from rlframe.http.access import read_token
-    from rlframe.coordinator.control.address import read_control
-
-    if options.run_dir is None:
-        return ControlClient(options.url, read_token(options.token_file))
-    known = read_control(options.run_dir)
-    if _is_elsewhere(options.run_dir, known.url):
-        raise UsageError(
-            f"The control of the run in {options.run_dir} is at {known.url} of another host: use `{prog}` there."
-        )
-    return ControlClient(known.url, read_token(options.token_file or known.token_file))
-
-
-def check_names_one_run(options: Any) -> None:
-    """Raise `UsageError` unless one run is named."""
-    if (options.run_dir is None) == (options.url is None):
-        raise UsageError("Name one run, by RUN_DIR or by the --url of its control.")
-
-
-def is_steered(run_dir: str) -> bool:
-    """Return True if the run in a directory has a coordinator, and its control answers on this host."""
-    from rlframe.coordinator.control.address import control_file, read_control
-    from rlframe.programs.run_dir.status import topology_of
-
-    is_elastic = topology_of(run_dir) in (None, "elastic") and control_file(run_dir).exists()
-    return is_elastic and extras.is_installed("trajectories") and not _is_elsewhere(run_dir, read_control(run_dir).url)
-
-
-def _is_elsewhere(run_dir: str, url: str) -> bool:
-    """Return True if a URL names loopback of another host: here anybody may listen there, and would get the token."""
-    from rlframe.programs.run_dir.lock import holder_of
-
-    holder, host = holder_of(pathlib.Path(run_dir)), urllib.parse.urlsplit(url).hostname
-    if holder is None or holder.is_of_this_kernel:
-        return False
-    try:
-        address = ipaddress.ip_address(host or "")
-    except ValueError:
-        return host == "localhost"
-    return address.is_loopback or address.is_unspecified
-
-
-def status_by_files(run_dir: str) -> Callable[[], dict[str, Any]]:
-    """Return a function that reads the status of a run from its directory: the coordinator's last, or the current."""
-    from rlframe.coordinator.control.address import status_when_over
-    from rlframe.programs.run_dir.status import StatusReader
-
-    last = status_when_over(run_dir)
-    return StatusReader(run_dir) if last is None else lambda: last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,22 +74,22 @@ def scale(arguments: list[str]) -> int:
     words = options.words[1:] if options.run_dir is not None else options.words
     role, number = (*words, "", "")[:2]
     if role not in ROLES:
-        asked = f"{role!r} is no role" if role else "Name a role and a number"
-        raise UsageError(f"{asked}; there are {', '.join(ROLES)}.{suggest(role, ROLES)}")
+        problem = f"{role!r} is no role" if role else "Name a role and a number"
+        raise UsageError(f"{problem}; there are {', '.join(ROLES)}.{suggest(role, ROLES)}")
     if not number.isdecimal() or len(words) > 2:
         raise UsageError(f"Say how many workers: {prog} [RUN_DIR] {role} N.")
-    told = f"{number} of the role {role} from now on."
-    return _call(prog, options, lambda client: client.scale(role, int(number)), told)
+    message = f"{number} of the role {role} from now on."
+    return _call(prog, options, lambda client: client.scale(role, int(number)), message)
 
 
-def _call(prog: str, options: Any, call: Callable[[ControlClient], Any], told: str) -> int:
-    """Make one call to the coordinator of a run, and print `told`."""
+def _call(prog: str, options: Any, call: Callable[[ControlClient], Any], message: str) -> int:
+    """Make one call to the coordinator of a run, and print the message."""
     check_names_one_run(options)
     if options.run_dir is not None:
         _check_goes_on(options.run_dir, prog)
     with connected(options, prog) as client:
         call(client)
-    print(json.dumps({"status": "ok"}) if options.json else told)
+    print(json.dumps({"status": "ok"}) if options.json else message)
     return 0
 
 
@@ -193,10 +124,10 @@ def stop(arguments: list[str]) -> int:
     if options.run_dir is None:
         _cancel(options)
         ended = {"status": "ok"}
-        told = "It is told to stop; `rlframe status --watch` shows its end."
+        message = "It is told to stop; `rlframe status --watch` shows its end."
     else:
-        ended, told = _stop(options, options.run_dir)
-    print(json.dumps(ended) if options.json else told)
+        ended, message = _stop(options, options.run_dir)
+    print(json.dumps(ended) if options.json else message)
     return 1 if ended["status"] == "failed" else 0
 
 
@@ -224,8 +155,8 @@ def _stop(options: StopOptions, run_dir: str) -> tuple[dict[str, Any], str]:
     job, saved = status_by_files(run_dir)()["job"], directory.what_is_saved()
     status = "failed" if job["state"] == "FAILED" else "ok"
     at = f"{job['env_steps']:,} {job.get('unit') or 'env steps'}"
-    told = f"It has ended at {at} ({job['state']}: {job['reason']}). {saved}"
-    return {"status": status, "state": job["state"], "reason": job["reason"], "saved": saved}, told
+    message = f"It has ended at {at} ({job['state']}: {job['reason']}). {saved}"
+    return {"status": status, "state": job["state"], "reason": job["reason"], "saved": saved}, message
 
 
 def _end(options: StopOptions, run_dir: str, holder: Holder) -> None:

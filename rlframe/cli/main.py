@@ -6,33 +6,39 @@ import contextlib
 import importlib
 import logging
 import os
-import pathlib
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import rlframe
 from rlframe import streams
 from rlframe.errors import RlframeError, UsageError, suggest
 
-# Commands, with the sentence that the help has about each.
+
+class Command(NamedTuple):
+    """A command: the module and its function `(arguments) -> exit code`, and what the help says."""
+
+    module: str
+    function: str
+    help: str
+
+
 COMMANDS = {
-    "train": "train an agent on an environment",
-    "sweep": "search the options of train for values that learn best",
-    "evaluate": "play episodes with a trained agent, or write a video of one",
-    "plot": "draw the learning curves of runs",
-    "envs": "list the environments that can be named",
-    "agents": "list the agents, their options and their presets",
-    "serve": "serve trajectories, or a language model that learns, over HTTP",
-    "status": "show how a run is",
-    "scale": "change how many collectors a run of the topology elastic has",
-    "pause": "pause such a run",
-    "unpause": "end the pause of such a run",
-    "stop": "end a run in good order",
-    "bench": "measure this project and its peers, side by side in one run",
+    "train": Command("train", "run", "train an agent on an environment"),
+    "sweep": Command("sweep", "run", "search the options of train for values that learn best"),
+    "evaluate": Command("evaluate", "run", "play episodes with a trained agent, or write a video of one"),
+    "plot": Command("plot", "run", "draw the learning curves of runs"),
+    "envs": Command("names", "envs", "list the environments that can be named"),
+    "agents": Command("names", "agents", "list the agents, their options and their presets"),
+    "serve": Command("serve", "run", "serve trajectories, or a language model that learns, over HTTP"),
+    "status": Command("status", "run", "show how a run is"),
+    "scale": Command("control", "scale", "change how many collectors a run of the topology elastic has"),
+    "pause": Command("control", "pause", "pause such a run"),
+    "unpause": Command("control", "unpause", "end the pause of such a run"),
+    "stop": Command("control", "stop", "end a run in good order"),
+    "bench": Command("bench", "run", "measure this project and its peers, side by side in one run"),
 }
-# A command is the function `run(arguments) -> exit code` of the module with its name. These are functions of others.
-_MODULES = {"envs": "names", "agents": "names", **dict.fromkeys(("scale", "pause", "unpause", "stop"), "control")}
 
 INTERRUPTED = 130  # what a shell gives for a program that SIGINT ended: 128 + the signal's number
 
@@ -100,24 +106,13 @@ def _dispatch(arguments: list[str]) -> int:
     if command not in COMMANDS:
         known = ", ".join(COMMANDS)
         raise UsageError(f"There is no command {command!r}; there are {known}.{suggest(command, COMMANDS)}")
-    if command == "bench":
-        return _bench(rest)
-    module = importlib.import_module(f"rlframe.cli.{_MODULES.get(command, command)}")
-    return getattr(module, command if command in _MODULES else "run")(rest)
-
-
-def _bench(arguments: list[str]) -> int:
-    """Run the benchmarks of the checkout that rlframe is installed from."""
-    root = pathlib.Path(rlframe.__file__).parent.parent
-    if not (root / "benchmarks" / "runner.py").is_file():
-        raise UsageError("`rlframe bench` needs a checkout of rlframe: the benchmarks are no part of the package.")
-    sys.path.insert(0, str(root))
-    return importlib.import_module("benchmarks.runner").main(arguments) or 0
+    module = importlib.import_module(f"rlframe.cli.{COMMANDS[command].module}")
+    return getattr(module, COMMANDS[command].function)(rest)
 
 
 def _help() -> str:
     lines = ["usage: rlframe COMMAND [OPTIONS]", ""]
-    lines += [f"  rlframe {name:9} {what}" for name, what in COMMANDS.items()]
+    lines += [f"  rlframe {name:9} {each.help}" for name, each in COMMANDS.items()]
     lines += ["", "`rlframe COMMAND --help` lists its options. `rlframe --version` is the version."]
     return "\n".join(lines)
 

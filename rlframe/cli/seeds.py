@@ -29,9 +29,10 @@ from rlframe.programs.run_dir.directory import SEEDS, Result, RunDir, default_pa
 from rlframe.programs.run_dir.lock import RunLock, holder_of
 
 MAX_RUNS = 1_000  # far more than anybody has the time for: such a range is a slip
-# The options of the whole command that its runs do not get as they are.
-_ONE_RUN = ("seeds", "at_once", "run_dir", "config", "resume", "take_over", "preset", "json", "quiet")
-_REFUSED = ("resume_from", "token_file", "stop_at", "profile", "profile_trace")
+# Options of the whole command: its runs do not get them.
+_NOT_PASSED_ON = ("seeds", "at_once", "run_dir", "config", "resume", "take_over", "preset", "json", "quiet")
+# Options of a single run: the command refuses them.
+_SINGLE_RUN_ONLY = ("resume_from", "token_file", "stop_at", "profile", "profile_trace")
 _LOOKS = 0.1  # seconds between two looks at the runs
 
 
@@ -203,7 +204,7 @@ def _print_table(done: list[tuple[int, Result]], summary: dict[str, Any], pictur
 
 def check_of_several(experiment: Experiment, session: TrainOptions, by: str) -> None:
     """Raise UsageError for options that several runs cannot share. `by` names the option or command of several runs."""
-    for name in _REFUSED:
+    for name in _SINGLE_RUN_ONLY:
         if getattr(session, name) != getattr(TrainOptions, name):
             raise UsageError(f"--{name.replace('_', '-')} is of one run; {by} makes several.")
     if session.take_over and not session.resume:
@@ -238,7 +239,7 @@ def run_all(next_run: Callable[[], SeedRun | None], ended: Callable[[SeedRun], N
     """
     running: list[SeedRun] = []
     with StopSignal() as stop:
-        told = False
+        has_stopped_them = False
         try:
             while True:
                 while stop.number is None and len(running) < at_once and (run := next_run()) is not None:
@@ -250,8 +251,8 @@ def run_all(next_run: Callable[[], SeedRun | None], ended: Callable[[SeedRun], N
                 for run in [run for run in running if run.has_ended()]:
                     running.remove(run)
                     ended(run)
-                if stop.number is not None and not told:
-                    told = True
+                if stop.number is not None and not has_stopped_them:
+                    has_stopped_them = True
                     for run in running:
                         run.stop()
         finally:  # a second signal makes them leave at once
@@ -267,7 +268,7 @@ class SeedRun:
     Attributes:
         log: the file of its output, `DIRECTORY/logs/seed-N.log`.
         code: exit code of its process; None while it runs.
-        told: whether it was told to stop.
+        was_stopped: whether `stop` was called.
     """
 
     def __init__(self, directory: pathlib.Path, seed: int, session: TrainOptions) -> None:
@@ -276,7 +277,7 @@ class SeedRun:
         self._session = session
         self._process: subprocess.Popen[bytes] | None = None
         self.code: int | None = None
-        self.told = False
+        self.was_stopped = False
 
     @property
     def result(self) -> Result | None:
@@ -294,7 +295,7 @@ class SeedRun:
             command += ["--config", str(self.path.parent / "config.json"), "--seed", str(self.seed)]
         for field in dataclasses.fields(TrainOptions):
             value = getattr(self._session, field.name)
-            if field.name not in _ONE_RUN and value != field.default:
+            if field.name not in _NOT_PASSED_ON and value != field.default:
                 name = f"--{field.name.replace('_', '-')}"
                 command += [name] if value is True else [name, str(value)]
         self.log.parent.mkdir(exist_ok=True)
@@ -314,7 +315,7 @@ class SeedRun:
     def stop(self) -> None:
         """Make a started run save and end, as Ctrl-C does."""
         if self._process is not None:
-            self.told = True
+            self.was_stopped = True
             self._process.send_signal(signal.SIGINT)
 
     def wait(self) -> None:
@@ -325,7 +326,10 @@ class SeedRun:
     def said(self) -> str:
         """Return how it ended, for a person."""
         result = self.result
-        if self.told and self.code in (128 + signal.SIGINT, -signal.SIGINT):  # or so early that it took no signals yet
+        if self.was_stopped and self.code in (
+            128 + signal.SIGINT,
+            -signal.SIGINT,
+        ):  # or so early that it took no signals yet
             return "stopped"
         if self.code or result is None:
             return f"ended with exit code {self.code}; see {self.log}: {self._last_words()}"

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rlframe.cli.control import RunOptions, check_names_one_run, connected, is_steered, status_by_files
 from rlframe.cli.parsing import parse
+from rlframe.cli.run_access import RunOptions, check_names_one_run, connected, is_steered, status_by_files
 from rlframe.errors import PeerError, UnavailableError, UsageError
 from rlframe.metrics.terminal import console, table
 

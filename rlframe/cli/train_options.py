@@ -1,4 +1,15 @@
-"""The options of `rlframe train`: those of a session, an experiment, its agent and its network, as one command line."""
+"""The options of `rlframe train`: those of a session, an experiment, its agent and its network, as one command line.
+
+Which options there are depends on a few of them. `--agent dqn --head categorical --head.num-atoms 21`, step by step:
+
+1. `peek` finds `--agent`, `--env`, `--network`, `--head` and a few others in the arguments.
+2. `_defaults` returns the experiment that these name, with the values of its preset.
+3. `_start` makes a dataclass for tyro, whose fields are the groups of options: the experiment, the session, the agent's
+   config (with `head`, now a categorical one) and the network's config. `_flat_class` joins the options of the
+   experiment and of every topology, so that `--num-actors` is known whatever the topology is.
+4. tyro parses all arguments, with these defaults: `head.num_atoms` is 21.
+5. `from_flat` makes the `Experiment` of the values.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +52,7 @@ class TrainOptions(SessionOptions):
 
 @dataclasses.dataclass(frozen=True)
 class ExperimentOptions:
-    """Base of the dataclass that `_flat_class` makes."""
+    """Base of the dataclass that `_flat_class` makes: tyro finds the comments of options in the source by its name."""
 
     topology: str = ""  # which processes there are: docs/programs.md
 

@@ -110,14 +110,14 @@ def parse_varied(text: str) -> Varied:
 class _Trial:
     """One choice of values, under way."""
 
-    asked: Any  # the trial of Optuna
+    optuna_trial: Any
     runs: list[SeedRun]
     waiting: list[SeedRun]  # those that have not begun
     going: list[SeedRun] = dataclasses.field(default_factory=list)  # those whose end was not heard of
 
     @property
     def name(self) -> str:
-        return f"trial {self.asked.number}"
+        return f"trial {self.optuna_trial.number}"
 
 
 class Trials:
@@ -176,7 +176,7 @@ class Trials:
             return
         trial.going.remove(run)
         self._say(f"{trial.name}, seed {run.seed}: {run.said()}")
-        if run.result is None and not run.told:
+        if run.result is None and not run.was_stopped:
             self._fail(trial, f"seed {run.seed} {run.said()}")
         self._settle(trial)
 
@@ -185,17 +185,18 @@ class Trials:
         count = len(self._study.trials)
         self._study.sampler = self._sampler(count)
         if self._unfinished:
-            asked = self._optuna.trial.Trial(self._study, self._unfinished.pop(0)._trial_id)
+            optuna_trial = self._optuna.trial.Trial(self._study, self._unfinished.pop(0)._trial_id)
         elif self._trials("WAITING") or count < (self._session.trials or 0):
-            asked = self._study.ask()
+            optuna_trial = self._study.ask()
         else:
             return False
-        options = {each.name: each.suggest(asked) for each in self._varied}
-        path = self._directory / f"trial-{asked.number}"
+        options = {each.name: each.suggest(optuna_trial) for each in self._varied}
+        path = self._directory / f"trial-{optuna_trial.number}"
         runs = [SeedRun(path, seed, self._session) for seed in self._seeds]
-        trial = _Trial(asked, runs, [run for run in runs if run.result is None])
+        trial = _Trial(optuna_trial, runs, [run for run in runs if run.result is None])
         self._under_way.append(trial)
-        self._say(f"{trial.name}: {', '.join(f'{name} {_short(value)}' for name, value in asked.params.items())}")
+        values = [f"{name} {_short(value)}" for name, value in optuna_trial.params.items()]
+        self._say(f"{trial.name}: {', '.join(values)}")
         try:
             experiment = self._experiment_of(options)
         except UsageError as error:
@@ -217,8 +218,8 @@ class Trials:
         if not math.isfinite(value):
             self._fail(trial, f"the returns are {returns}")
             return
-        trial.asked.set_user_attr("returns", returns)
-        self._study.tell(trial.asked, value)
+        trial.optuna_trial.set_user_attr("returns", returns)
+        self._study.tell(trial.optuna_trial, value)
         self._under_way.remove(trial)
         best = self._study.best_trial
         self._say(f"{trial.name}: return {value:.1f}; the best is {best.value:.1f}, of trial {best.number}")
@@ -227,8 +228,8 @@ class Trials:
         self._under_way.remove(trial)
         for run in trial.runs:
             run.stop()
-        trial.asked.set_user_attr("failed", why)
-        self._study.tell(trial.asked, state=self._optuna.trial.TrialState.FAIL)
+        trial.optuna_trial.set_user_attr("failed", why)
+        self._study.tell(trial.optuna_trial, state=self._optuna.trial.TrialState.FAIL)
         if not self._trials("COMPLETE"):
             raise RlframeError(f"No trial has ended well, and {trial.name} failed: {why}")
         self._say(f"{trial.name} failed: {why}")

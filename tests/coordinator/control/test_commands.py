@@ -17,7 +17,7 @@ from tests.extras import needs
 needs("trajectories")
 
 from rlframe.cli import main
-from rlframe.cli.control import is_steered
+from rlframe.cli.run_access import is_steered
 from rlframe.coordinator.control.address import control_file, make_token, read_control, status_file, write_control
 from rlframe.coordinator.control.app import serve_control
 from rlframe.coordinator.states import JobState
