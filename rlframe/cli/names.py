@@ -15,8 +15,8 @@ from rlframe.cli.parsing import parse
 from rlframe.errors import UsageError, suggest
 from rlframe.metrics.terminal import console, table
 from rlframe.programs.options import naming
+from rlframe.programs.options.experiments import option_value
 from rlframe.programs.options.fields import option_names, to_jsonable
-from rlframe.programs.options.flat import option_value
 from rlframe.programs.presets import PRESETS, Preset
 
 _ENVS = (

@@ -27,9 +27,8 @@ from rlframe.errors import UsageError
 from rlframe.programs.api import SessionOptions, starting_point
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import naming
-from rlframe.programs.options.experiments import fill_configs, where_is
+from rlframe.programs.options.experiments import config_classes, fill_configs, from_flat, to_flat, where_is, with_fields
 from rlframe.programs.options.fields import choices_of, field_names, hints_of, with_choices
-from rlframe.programs.options.flat import config_classes, from_flat, to_flat, with_fields
 from rlframe.programs.presets import Preset
 
 PROG = "rlframe train"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -63,31 +64,24 @@ class AsyncEnvPool(Protocol):
         """Gives `actions` [n, ...] to the environments `env_ids` [n]."""
 
 
+# The methods that a user's pool may leave out (see `SyncEnv`), each with what stands for it.
+_OPTIONAL: dict[str, Callable[[], Any]] = {
+    "get_state": lambda: None,
+    "sums": dict,
+    "progress": lambda: None,
+    "close": lambda: None,
+}
+
+
 class OwnPool:
-    """A user's `EnvPool` or `AsyncEnvPool` with what it may leave out."""
+    """A user's `EnvPool` or `AsyncEnvPool` with the methods that it may leave out."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
         self.is_sync = isinstance(pool, EnvPool)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._pool, name)
-
-    def get_state(self) -> Any:
-        """See `SyncEnv.get_state`."""
-        return self._pool.get_state() if hasattr(self._pool, "get_state") else None
-
-    def sums(self) -> Sums:
-        """See `SyncEnv.sums`."""
-        return self._pool.sums() if hasattr(self._pool, "sums") else {}
-
-    def progress(self) -> Any:
-        """See `SyncEnv.progress`."""
-        return self._pool.progress() if hasattr(self._pool, "progress") else None
-
-    def close(self) -> None:
-        """Closes the pool, where it can be."""
-        getattr(self._pool, "close", lambda: None)()
+        return getattr(self._pool, name, _OPTIONAL[name]) if name in _OPTIONAL else getattr(self._pool, name)
 
 
 class PoolHandle:

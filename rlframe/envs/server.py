@@ -60,21 +60,15 @@ class EnvServer:
 
     def step(self, client: str, number: int, actions: np.ndarray) -> ServedStep | None:
         """Steps all environments with `actions` [num_envs, ...]; a call that comes late, None."""
-        with self._lock:
-            self._check_is_next(client, number)
-            return self._once(number, lambda: self._served(self._env.step(actions)))
+        return self._answer_next(client, number, lambda: self._served(self._env.step(actions)))
 
     def send(self, client: str, number: int, env_ids: np.ndarray, actions: np.ndarray) -> None:
         """Gives `actions` [n, ...] to the environments `env_ids` [n] of an asynchronous pool."""
-        with self._lock:
-            self._check_is_next(client, number)
-            self._once(number, lambda: self._env.send(env_ids, actions))
+        self._answer_next(client, number, lambda: self._env.send(env_ids, actions))
 
     def recv(self, client: str, number: int) -> ServedStep | None:
         """Waits for `wait_num` environments of an asynchronous pool; a call that comes late, None."""
-        with self._lock:
-            self._check_is_next(client, number)
-            return self._once(number, self._received)
+        return self._answer_next(client, number, self._received)
 
     def run(self) -> None:
         """Serves until `stop()`, or the end of the Launchpad program whose node this is, and closes the environments.
@@ -93,12 +87,15 @@ class EnvServer:
         """Ends `run()`. Any thread may call it."""
         self._stop.set()
 
-    def _check_is_next(self, client: str, number: int) -> None:
-        if client != self._client or number > self._number + 1:
-            raise EnvError(
-                "This EnvServer was restarted, or another Actor has reset its environments since, so the step has "
-                "no episode to belong to. An EnvServer serves one Actor at a time."
-            )
+    def _answer_next(self, client: str, number: int, act: Callable[[], ServedStep | None]) -> ServedStep | None:
+        """Answer a call of the Actor that has the environments, as `_once` does. Raise EnvError for any other one."""
+        with self._lock:
+            if client != self._client or number > self._number + 1:
+                raise EnvError(
+                    "This EnvServer was restarted, or another Actor has reset its environments since, so the step has "
+                    "no episode to belong to. An EnvServer serves one Actor at a time."
+                )
+            return self._once(number, act)
 
     def _once(self, number: int, act: Callable[[], ServedStep | None]) -> ServedStep | None:
         """Return what `act` returns, or raise its UsageError; for a repeated call the same again, without `act`."""

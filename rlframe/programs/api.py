@@ -15,11 +15,11 @@ from rlframe.metrics import Logger, TerminalLogger, TrackioLogger, WandbLogger
 from rlframe.programs import runner
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.config_file import experiment_values, load_experiment
-from rlframe.programs.options.experiments import apply_preset, change_options, default_env
+from rlframe.programs.options.experiments import change_options, default_experiment
 from rlframe.programs.options.fields import field_names, with_options
 from rlframe.programs.options.object_names import name_objects, name_of
 from rlframe.programs.options.resume import import_env
-from rlframe.programs.presets import Preset, find_preset
+from rlframe.programs.presets import Preset
 from rlframe.programs.run_dir.control import Control
 from rlframe.programs.run_dir.directory import Result, RunDir, default_path
 from rlframe.programs.training.callbacks import Callback
@@ -228,10 +228,7 @@ def starting_point(
             raise UsageError(f"The config is of the agent {saved.agent!r}: agent {agent!r} cannot replace it.")
         import_env(saved)
         return saved, None
-    agent = agent or Experiment.agent
-    env = env or default_env(agent)
-    preset = find_preset(options.preset, agent, env)
-    defaults = apply_preset(preset, agent, env)
+    defaults, preset = default_experiment(agent, env, options.preset)
     import_env(defaults)
     return defaults, preset
 

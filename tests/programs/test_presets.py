@@ -10,8 +10,7 @@ from rlframe.agents.dqn_heads import Categories
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import naming
-from rlframe.programs.options.experiments import apply_preset, make_experiment
-from rlframe.programs.options.flat import option_value
+from rlframe.programs.options.experiments import apply_preset, make_experiment, option_value
 from rlframe.programs.presets import PRESETS, find_preset
 from tests.agents.batches import BOX, DISCRETE, IMAGE, VECTOR
 

@@ -7,7 +7,7 @@
 - `experiments.apply_preset` makes the defaults, and `experiments.change_options` puts the user's options into them:
   `fields.resolve_names` finds the option that `head_num_atoms` means: `head.num_atoms`. `fields.with_options` puts the
   value into the agent's config, once `fields.convert` has checked it against the annotation of the field.
-- `flat.from_flat` makes the `Experiment`. Its flat options are the fields of the experiment and of its topology.
+- `experiments.from_flat` makes the `Experiment`. Its flat options are the fields of the experiment and of its topology.
 - `config_file.save_experiment` writes it by `fields.to_jsonable`, and `load_experiment` reads it.
 - `resume.continue_experiment` checks the options of a resumed run against those that were saved.
 """

@@ -5,7 +5,7 @@
 3. `apply_preset` makes the defaults: those of the agent, its topology and its network, changed by the preset.
 4. `change_options` resolves the name of each option that is given, checks its value against the annotation of its
    field, and sorts the options: flat ones, those of the agent's config, those of the network's config.
-5. `from_flat` (`flat.py`) makes the `Experiment` of these, with the config of its topology.
+5. `from_flat` makes the `Experiment` of these, with the config of its topology.
 
 `rlframe train` does the same, except that the command line is parsed between steps 3 and 5.
 """
@@ -21,6 +21,7 @@ from typing import Any
 
 from rlframe.envs.names import split
 from rlframe.envs.registered import users_spec
+from rlframe.errors import UsageError
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import naming
 from rlframe.programs.options.fields import (
@@ -34,9 +35,9 @@ from rlframe.programs.options.fields import (
     with_choices,
     with_options,
 )
-from rlframe.programs.options.flat import config_classes, from_flat, to_flat, with_fields
 from rlframe.programs.options.object_names import name_objects, name_of
 from rlframe.programs.presets import Preset, find_preset
+from rlframe.programs.topologies.config import TopologyConfig, find_topology
 from rlframe.user_files import forget_changed
 
 # Fields that are no flat options, or are given otherwise.
@@ -70,9 +71,7 @@ def make_experiment(
     """
     forget_changed()
     fields = name_objects(fields)  # before the files are loaded: a file may change the directory
-    agent_name = name_of("agent", agent) or Experiment.agent
-    env_name = name_of("env", env) or default_env(agent_name)
-    defaults = apply_preset(find_preset(preset, agent_name, env_name), agent_name, env_name)
+    defaults, _ = default_experiment(name_of("agent", agent), name_of("env", env), preset)
     configs = {"agent_config": agent_config, "network_config": network_config}
     return change_options(defaults, {**fields, **{name: each for name, each in configs.items() if each is not None}})
 
@@ -158,9 +157,18 @@ def where_is(agent: str, option: str, form: str = "{}={!r}") -> str:
     return f" Agents that have it: {', '.join(agents)}." if agents else ""
 
 
-def default_env(agent: str) -> str:
-    """Return the environment of an agent for which none is named."""
-    return next(iter(config_classes(agent).values())).defaults.get("env", Experiment.env)
+def default_experiment(agent: str | None, env: str | None, preset: str) -> tuple[Experiment, Preset | None]:
+    """Return the experiment before any option is changed, and the preset that was applied, if any.
+
+    Args:
+        agent: a name; None: ppo.
+        env: a name; None: the default of the agent's topology.
+        preset: as for `make_experiment`.
+    """
+    agent = agent or Experiment.agent
+    env = env or next(iter(config_classes(agent).values())).defaults.get("env", Experiment.env)
+    found = find_preset(preset, agent, env)
+    return apply_preset(found, agent, env), found
 
 
 def apply_preset(preset: Preset | None, agent: str, env: str) -> Experiment:
@@ -194,3 +202,69 @@ def fill_configs(experiment: Experiment) -> Experiment:
     if network_cls is not None and config.network_config is None:
         config = dataclasses.replace(config, network_config=own_config(network_cls, agent_cls.networks))
     return dataclasses.replace(experiment, topology_config=config)
+
+
+# --- flat options: the fields of an experiment and of its topology's config, side by side, as on the command line
+
+
+def to_flat(experiment: Experiment) -> dict[str, Any]:
+    """Return all options of an experiment by name; `topology` is the topology's name."""
+    values = flat_fields(experiment)
+    of_topology = flat_fields(values.pop("topology_config"))
+    return {"topology": of_topology.pop("name"), **values, **of_topology}
+
+
+def from_flat(values: dict[str, Any]) -> Experiment:
+    """Make the experiment with these options, as `to_flat` returns them; missing ones have their defaults.
+
+    Raises:
+        UsageError: an option is of another topology, which this one does not read.
+    """
+    values = name_objects(values)
+    classes = config_classes(values["agent"], values.get("topology"))
+    topology = values.pop("topology", next(iter(classes)))
+    cls = classes[topology]
+    own, read = field_names(Experiment), field_names(cls)
+    for field, value in values.items():
+        others = [name for name, other in classes.items() if field in field_names(other)]
+        if field in own or field in read or value == getattr(classes[others[0]], field):
+            continue
+        raise UsageError(
+            f"{field}={value!r} is for the topology {' or '.join(others)}: {topology} does not read it. Leave it at "
+            f"{getattr(classes[others[0]], field)!r}, or choose another topology."
+        )
+    options = {field: value for field, value in values.items() if field in read}
+    if "num_actors" in read:  # by default no more than there are environments for: some presets have one
+        options.setdefault("num_actors", min(cls.num_actors, values.get("num_envs", Experiment.num_envs)))  # type: ignore[attr-defined]
+    topology_config = cls(**{**options, "name": topology})
+    return Experiment(**{field: values[field] for field in own if field in values}, topology_config=topology_config)
+
+
+def with_fields(experiment: Experiment, **changes: Any) -> Experiment:
+    """Return the experiment with other values of some flat options."""
+    return from_flat({**to_flat(experiment), **changes})
+
+
+def config_classes(agent: str, own: str | None = None) -> dict[str, type[TopologyConfig]]:
+    """Return the class of options of each topology for an agent, by name; first the agent's default topology.
+
+    Args:
+        agent: the agent's name.
+        own: a topology that is among them if it is one of the user's own, `file.py:function`.
+    """
+    learns_from = naming.agent_class(agent).learns_from
+    names = dict.fromkeys([*naming.TOPOLOGIES[learns_from], *([] if own is None else [own])])
+    return {name: find_topology(name, learns_from).config_cls for name in names}
+
+
+def option_value(experiment: Experiment, option: str) -> Any:
+    """Return the value of an option, as `learning-rate` or `head.num_atoms`; None if there is none."""
+    first, *rest = option.replace("-", "_").split(".")
+    options = to_flat(experiment)
+    if rest and first == "network":
+        value = options.get("network_config")
+    else:
+        value = options.get(first, getattr(options["agent_config"], first, None))
+    for name in rest:
+        value = getattr(value, name, None)
+    return value.name if dataclasses.is_dataclass(value) and hasattr(value, "name") else value

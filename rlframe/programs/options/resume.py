@@ -9,8 +9,8 @@ from rlframe.envs.names import CHANGED, describe_backend, registration, split
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import naming
+from rlframe.programs.options.experiments import to_flat, with_fields
 from rlframe.programs.options.fields import to_jsonable
-from rlframe.programs.options.flat import to_flat, with_fields
 from rlframe.programs.options.object_names import OPTIONS, name_of
 
 # Options that a resumed run may change: they do not change the numbers, except `steps`, whose schedules are kept.

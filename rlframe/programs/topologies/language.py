@@ -157,10 +157,8 @@ def _with_ports(session: Session) -> Session:
     config, found = session.topology_config, {}
     with contextlib.ExitStack() as opened:
         for name in ("service_port", "policy_port"):
-            listener = opened.enter_context(socket.socket())
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                listener.bind((HOST, getattr(config, name)))
+                listener = opened.enter_context(socket.create_server((HOST, getattr(config, name))))
             except OSError as error:
                 raise UsageError(
                     f"Port {getattr(config, name)} of {HOST} cannot be listened at: {error.strerror}."

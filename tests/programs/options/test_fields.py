@@ -21,8 +21,8 @@ from rlframe.programs import api, make_experiment, runner
 from rlframe.programs.api import SessionOptions
 from rlframe.programs.options import naming
 from rlframe.programs.options.config_file import load_experiment, save_experiment
+from rlframe.programs.options.experiments import config_classes, to_flat
 from rlframe.programs.options.fields import field_names, flat_fields, from_jsonable, to_jsonable, with_choices
-from rlframe.programs.options.flat import config_classes, to_flat
 from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.topologies.config import find_topology
 
