@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import logging
 import os
+import pathlib
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,7 @@ COMMANDS = {
     "pause": Command("control", "pause", "pause such a run"),
     "unpause": Command("control", "unpause", "end the pause of such a run"),
     "stop": Command("control", "stop", "end a run in good order"),
-    "bench": Command("bench", "run", "measure this project and its peers, side by side in one run"),
+    "bench": Command("main", "bench", "measure this project and its peers, side by side in one run"),
 }
 
 INTERRUPTED = 130  # what a shell gives for a program that SIGINT ended: 128 + the signal's number
@@ -108,6 +109,15 @@ def _dispatch(arguments: list[str]) -> int:
         raise UsageError(f"There is no command {command!r}; there are {known}.{suggest(command, COMMANDS)}")
     module = importlib.import_module(f"rlframe.cli.{COMMANDS[command].module}")
     return getattr(module, COMMANDS[command].function)(rest)
+
+
+def bench(arguments: list[str]) -> int:
+    """Run the benchmarks of the checkout that rlframe is installed from, and return the exit code."""
+    root = pathlib.Path(rlframe.__file__).parent.parent
+    if not (root / "benchmarks" / "runner.py").is_file():
+        raise UsageError("`rlframe bench` needs a checkout of rlframe: the benchmarks are no part of the package.")
+    sys.path.insert(0, str(root))
+    return importlib.import_module("benchmarks.runner").main(arguments) or 0
 
 
 def _help() -> str:

@@ -107,7 +107,7 @@ class Coordinator:
             ev.Send: self._calls.send,
             ev.Open: lambda effect: self._calls.open(effect.key, effect.address),
             ev.Shut: lambda effect: self._calls.shut(effect.key),
-            **dict.fromkeys((ev.Scale, ev.Replace, ev.Release, ev.Disconnect), self._operator.put),
+            **dict.fromkeys((ev.ScaleRole, ev.Replace, ev.Release, ev.Disconnect), self._operator.put),
             **dict.fromkeys((ev.DrawBatches, ev.Settle, ev.SaveReplay, ev.Pin, ev.Unpin), self._replay.put),
             ev.Note: lambda note: None,  # it is in the journal by now
             ev.Row: self._write_row,

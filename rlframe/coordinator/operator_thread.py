@@ -35,7 +35,7 @@ class OperatorThread:
         self._operator, self._happened = operator, happened
         self._effects: collections.deque[Any] = collections.deque()
         self._does: dict[type, Callable[[Any], None]] = {
-            ev.Scale: lambda effect: operator.scale(effect.role, effect.count),
+            ev.ScaleRole: lambda effect: operator.scale(effect.role, effect.count),
             ev.Replace: lambda effect: operator.replace(effect.key),
             ev.Release: lambda effect: operator.release(effect.key),
         }

@@ -103,7 +103,7 @@ def index_of(job: Traced, kind: type, worker_id: str = "", method: str = "") -> 
 
 def test_start(job: Traced, scene: Scene) -> None:
     assert set(scene.operator.made[:2]) == {(LEARNER, 0), (COLLECTOR, 0)}  # as the operator was asked for them
-    asked = index_of(job, ev.Scale)
+    asked = index_of(job, ev.ScaleRole)
     for worker_id in (LEARNER, COLLECTOR):
         connected = index_of(job, ev.Open, worker_id)
         started = index_of(job, ev.Send, worker_id, "start_task")

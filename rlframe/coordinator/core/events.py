@@ -157,7 +157,7 @@ class Shut(_OfWorker):
 
 
 @dataclasses.dataclass(frozen=True)
-class Scale:
+class ScaleRole:
     """Tell the operator how many workers of a role are wanted in all."""
 
     role: Role

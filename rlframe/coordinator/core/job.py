@@ -212,7 +212,7 @@ class TrainingJob:
         """Ask for so many workers of a role."""
         self.wanted[role] = count
         if self.operator_answered:
-            self.emit(ev.Scale(role, count))
+            self.emit(ev.ScaleRole(role, count))
 
     def queue_call(self, *workers: KnownWorker) -> None:
         """Choose the next call of these workers at the end of the event."""

@@ -548,7 +548,7 @@ class World:
             self._check_send(effect)
             self.sent.append(effect)
             self.later(effect.delay + self._latency(), lambda: self._arrive(effect, life))
-        elif isinstance(effect, (ev.Scale, ev.Replace, ev.Release, ev.Disconnect)):
+        elif isinstance(effect, (ev.ScaleRole, ev.Replace, ev.Release, ev.Disconnect)):
             self._tell_operator(effect, life)
         elif isinstance(effect, ev.DrawBatches):
             self._soon(lambda: self._drawn(effect), life)
@@ -594,7 +594,7 @@ class World:
             self.later(10.0, lambda: self._soon(lambda: ev.Disconnected("it is away"), life))
         elif operator.is_out:
             self.later(0.5, lambda: self._tell_operator(effect, life))
-        elif isinstance(effect, ev.Scale):
+        elif isinstance(effect, ev.ScaleRole):
             operator.scale(effect.role, effect.count)
         elif isinstance(effect, ev.Replace):
             operator.replace(effect.key)

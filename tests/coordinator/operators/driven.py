@@ -31,7 +31,7 @@ class Driven:
         return self._workers(len(self.events) + 2)
 
     def scale(self, role: Role, n: int) -> None:
-        self._thread.put(ev.Scale(role, n))
+        self._thread.put(ev.ScaleRole(role, n))
 
     def replace_workers(self, keys: Iterable[WorkerKey]) -> None:
         for key in keys:
