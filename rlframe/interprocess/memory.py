@@ -15,7 +15,7 @@ import secrets
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -24,31 +24,6 @@ from rlframe.interprocess.futex import FENCED, KNOWN, fence
 from rlframe.interprocess.processes import ProcessId, this_process
 
 _AGAIN = 0.002  # seconds between two tries
-
-
-@contextlib.contextmanager
-def held(descriptor: int, timeout: float, overdue: Callable[[], Exception]) -> Iterator[None]:
-    """Holds the lock of an open file; threads of one process that share the descriptor share the lock, too.
-
-    Args:
-        descriptor: of the file.
-        timeout: seconds to wait for it.
-        overdue: gives the error that is raised where another process has had it for so long.
-    """
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise overdue() from None
-            time.sleep(_AGAIN)
-    try:
-        yield
-    finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-
 
 # A variable of who may share memory with those alone that have the same: Ray nodes, which may be on one machine today.
 MACHINE = "RLFRAME_MACHINE"
@@ -158,9 +133,27 @@ class SharedArrays:
         if self._finalizer is not None:
             self._finalizer()
 
-    def lock(self, timeout: float, overdue: Callable[[], Exception]) -> contextlib.AbstractContextManager[None]:
-        """Held by one `SharedArrays` of this memory at a time; see `held`. Who dies lets go of it."""
-        return held(self._descriptor, timeout, overdue)
+    @contextlib.contextmanager
+    def lock(self, timeout: float, overdue: Exception) -> Iterator[None]:
+        """Hold the lock of this memory, which one `SharedArrays` of it has at a time. The end of a process frees it.
+
+        Args:
+            timeout: seconds to wait for it.
+            overdue: the error to raise if another process has had it for so long.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise overdue from None
+                time.sleep(_AGAIN)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
 
 def anonymous_file(label: str) -> int:

@@ -9,7 +9,7 @@ One transition, in the buffer of one process (`local.py: ReplayBuffer`):
         Transitions.put                                 # items.py: this step completes the item of 3 steps before
         PrioritisedTable.append_block                   # tables.py: the item can be drawn, with the highest priority
     batch = replay.sample()                             # a `Batch` of 32 items, or None
-      RateLimiter.due                                   # rate_limiter.py: may a batch be sampled now?
+      RateLimiter.items_to_sample                       # rate_limiter.py: may a batch be sampled now?
       PrioritisedTable.draw                             # tables.py, sum_tree.py: which items, with which probability
       StepStore.read -> Transitions.assemble            # items.py: gathers observations, returns and discounts
     replay.update_priorities(batch.keys, priorities)

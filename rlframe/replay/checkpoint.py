@@ -48,7 +48,7 @@ class ReplayFiles:
 
     def __init__(self, directory: str | os.PathLike[str], keep: int) -> None:
         self._directory, self._keep = Path(directory), keep
-        self._large_due = time.monotonic()
+        self._next_large_save = time.monotonic()
 
     def numbers(self) -> list[int]:
         """Return the numbers of the complete files, the lowest first."""
@@ -72,7 +72,7 @@ class ReplayFiles:
         """
         stats = replay_buffer.stats()
         most = _AT_END_BYTES if final else _SMALL_BYTES
-        return stats["steps"] > 0 and (stats["bytes"] <= most or time.monotonic() >= self._large_due)
+        return stats["steps"] > 0 and (stats["bytes"] <= most or time.monotonic() >= self._next_large_save)
 
     def save(self, replay_buffer: Any, number: int) -> None:
         """Write a buffer. Call it before writing the checkpoint of this number, and `prune` afterwards.
@@ -86,7 +86,7 @@ class ReplayFiles:
         except OSError as error:
             raise CheckpointError(f"Cannot write to {self._directory}: {error.strerror}.") from error
         replay_buffer.save(self.path(number))
-        self._large_due = time.monotonic() + (time.monotonic() - began) / _SHARE
+        self._next_large_save = time.monotonic() + (time.monotonic() - began) / _SHARE
 
     def prune(self) -> None:
         """Remove files that no checkpoint needs any more, and incomplete ones of writers that were killed."""

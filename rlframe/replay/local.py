@@ -112,10 +112,10 @@ class ReplayBuffer(KeyedReplayBuffer):
             return Batch(data, self._keys(slots, starts), probabilities, versions)
 
     def _draw(self) -> tuple[np.ndarray, np.ndarray]:
-        """(the first timesteps of the items that are due, their probabilities); of none while there is too little."""
-        count = self._due()
+        """Draw: (the first timesteps of the items, their probabilities); of none while there is too little."""
+        count = self._items_to_sample()
         if count and self._store.forget_before(self._oldest):
-            count = self._due()
+            count = self._items_to_sample()
         if not count:
             return _NOTHING, _NOTHING
         self._sampled += count
@@ -124,7 +124,7 @@ class ReplayBuffer(KeyedReplayBuffer):
     def draw(self, timeout: float = 0.0) -> Draw | None:
         """See `KeyedReplayBuffer`. What a queue gave is copied at once: its writers, which never wait, go on."""
         with self._added:
-            self._wait_until_due(timeout)
+            self._wait_for_items(timeout)
             if self.spec.kind == "queue":
                 batch = self.sample()
                 if batch is None:
@@ -175,12 +175,12 @@ class ReplayBuffer(KeyedReplayBuffer):
             if self._store is not None:
                 self._store.forget_before(self._oldest)
 
-    def _due(self) -> int:
-        """How many items to draw now; 0 while there is too little."""
+    def _items_to_sample(self) -> int:
+        """Return how many items a batch would have now; 0 while there is too little."""
         if self._store is None or self._closed:
             return 0
         table = self._store.table
-        return self._limiter.due(table.size, table.added, self._sampled, self._states, self._items_of)
+        return self._limiter.items_to_sample(table.size, table.added, self._sampled, self._states, self._items_of)
 
     def _states(self) -> dict[int, WriterState]:
         return {
@@ -197,12 +197,12 @@ class ReplayBuffer(KeyedReplayBuffer):
     def wait_for_batch(self, timeout: float) -> Batch | None:
         """Like `sample`, but waits up to `timeout` seconds for enough to be there."""
         with self._added:
-            self._wait_until_due(timeout)
+            self._wait_for_items(timeout)
             return self.sample()
 
-    def _wait_until_due(self, timeout: float) -> None:
-        """Sleeps until something was added, for at most `timeout` seconds; not at all where a batch is due."""
-        if timeout > 0 and not self._due():
+    def _wait_for_items(self, timeout: float) -> None:
+        """Sleep until a step is added, for at most `timeout` seconds; not at all if there is enough for a batch."""
+        if timeout > 0 and not self._items_to_sample():
             self._waiting += 1
             try:
                 self._added.wait(timeout)

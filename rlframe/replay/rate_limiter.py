@@ -32,7 +32,7 @@ class RateLimiter:
 
         ahead = samples_per_insert * (inserted - min_size) - sampled
 
-    A batch may be sampled while `ahead >= 0`, so the first is due with item number `min_size`; an item may be inserted
+    A batch may be sampled while `ahead >= 0`, so the first comes with item number `min_size`; an item may be inserted
     while `ahead <= samples_per_insert * run_ahead`, where `run_ahead` is in items. Between these bounds nobody waits.
 
     A batch is of `batch_size` items. Where that is None, it is of one item of each environment of the writers that are
@@ -46,7 +46,7 @@ class RateLimiter:
         self._is_queue, self._min_size, self.ratio = spec.kind == "queue", spec.min_size, spec.samples_per_insert
         self._batch_size, self._quorum = spec.batch_size, WriterQuorum(spec.lapse_after)
 
-    def due(
+    def items_to_sample(
         self,
         size: int,
         inserted: int,
@@ -54,7 +54,7 @@ class RateLimiter:
         writers: Callable[[], Mapping[int, WriterState]],
         items: Callable[[], Mapping[int, int]],
     ) -> int:
-        """How many items to sample now; 0 while there is too little, or sampling is ahead.
+        """Return how many items a batch would have now; 0 while there is too little, or sampling is ahead.
 
         Args:
             size, inserted, sampled: items that are there, that ever were, and that were sampled.
@@ -66,7 +66,7 @@ class RateLimiter:
             there = writers()
             count = sum([writer.num_envs for writer in there.values()])
             if self._is_queue and size and (size < count or not all(writer.num_envs for writer in there.values())):
-                count = self._quorum.due(there, items()) if len(there) > 1 else 0
+                count = self._quorum.complete_items(there, items()) if len(there) > 1 else 0
         return count if count and self.may_sample(count, size, inserted, sampled) else 0
 
     def ahead(self, inserted: int, sampled: int) -> float:
@@ -88,7 +88,7 @@ class RateLimiter:
     def inserts_needed(
         self, size: int, inserted: int, sampled: int, writers: Callable[[], Mapping[int, WriterState]]
     ) -> int:
-        """How many items must have been inserted, in all, before a batch can be `due`."""
+        """How many items must have been inserted, in all, before `items_to_sample` is above 0."""
         if self._is_queue:
             count = self._batch_size or self._quorum.expected(writers())
             return inserted + max(1, max(self._min_size, count) - size)
@@ -134,8 +134,8 @@ class WriterQuorum:
         self._items: Mapping[int, int] = {}
         self._came = 0.0  # when the items were seen to change
 
-    def due(self, writers: Mapping[int, WriterState], items: Mapping[int, int]) -> int:
-        """How many items to draw: 0 while some writer's items are waited for, or no writer's are all there.
+    def complete_items(self, writers: Mapping[int, WriterState], items: Mapping[int, int]) -> int:
+        """Return how many items the writers whose items are all there have; 0 while another writer is waited for.
 
         Args:
             writers: of each rank.

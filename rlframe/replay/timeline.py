@@ -148,5 +148,5 @@ class Fragments:
             self.starts[self.positions[envs] % self.history, envs] = now
         else:
             j, rest = np.divmod(self.positions[envs], self.period)
-            due = rest == 0
-            self.starts[j[due] % self.history, envs[due]] = now[due]
+            begins = rest == 0
+            self.starts[j[begins] % self.history, envs[begins]] = now[begins]

@@ -58,20 +58,20 @@ def test_what_is_due_is_a_batch_or_nothing() -> None:
     def unasked() -> dict:
         raise AssertionError("nobody is waited for")
 
-    assert limiter("uniform").due(9, 9, 0, unasked, unasked) == 8
-    assert limiter("queue").due(7, 7, 0, unasked, unasked) == 0
-    assert limiter("queue", None).due(4, 4, 0, lambda: writers(16), unasked) == 4
-    assert limiter("queue", None).due(3, 3, 0, lambda: writers(16), unasked) == 0
-    assert limiter("uniform", min_size=10).due(9, 9, 0, unasked, unasked) == 0
+    assert limiter("uniform").items_to_sample(9, 9, 0, unasked, unasked) == 8
+    assert limiter("queue").items_to_sample(7, 7, 0, unasked, unasked) == 0
+    assert limiter("queue", None).items_to_sample(4, 4, 0, lambda: writers(16), unasked) == 4
+    assert limiter("queue", None).items_to_sample(3, 3, 0, lambda: writers(16), unasked) == 0
+    assert limiter("uniform", min_size=10).items_to_sample(9, 9, 0, unasked, unasked) == 0
 
 
 def test_a_batch_of_an_item_per_environment_does_without_a_writer_that_is_dead() -> None:
     there = writers(16, 8, dead=(1,))
-    assert limiter("queue", None).due(4, 4, 0, lambda: there, lambda: {0: 4}) == 4
-    assert limiter("queue", None).due(4, 4, 0, lambda: writers(16, 8), lambda: {0: 4}) == 0
-    assert limiter("queue", None, min_size=5).due(4, 4, 0, lambda: there, lambda: {0: 4}) == 0
+    assert limiter("queue", None).items_to_sample(4, 4, 0, lambda: there, lambda: {0: 4}) == 4
+    assert limiter("queue", None).items_to_sample(4, 4, 0, lambda: writers(16, 8), lambda: {0: 4}) == 0
+    assert limiter("queue", None, min_size=5).items_to_sample(4, 4, 0, lambda: there, lambda: {0: 4}) == 0
     yet_to_come = {**writers(16), 1: WriterState(0, 0, lambda: True)}
-    assert limiter("queue", None).due(4, 4, 0, lambda: yet_to_come, lambda: {0: 4}) == 0
+    assert limiter("queue", None).items_to_sample(4, 4, 0, lambda: yet_to_come, lambda: {0: 4}) == 0
 
 
 class Clock:
@@ -93,42 +93,42 @@ def writers(*steps: int, dead: tuple[int, ...] = ()) -> dict[int, WriterState]:
 
 def test_a_batch_is_due_when_all_items_of_each_writer_are_there(clock: Clock) -> None:
     both = WriterQuorum(10.0, clock)
-    assert both.due(writers(8, 8), {}) == 0
-    assert both.due(writers(16, 8), {0: 4}) == 0
-    assert both.due(writers(16, 15), {0: 4, 1: 3}) == 0
-    assert both.due(writers(16, 16), {0: 4, 1: 4}) == 8
+    assert both.complete_items(writers(8, 8), {}) == 0
+    assert both.complete_items(writers(16, 8), {0: 4}) == 0
+    assert both.complete_items(writers(16, 15), {0: 4, 1: 3}) == 0
+    assert both.complete_items(writers(16, 16), {0: 4, 1: 4}) == 8
 
 
 def test_a_writer_that_stands_still_lapses_until_it_moves(clock: Clock) -> None:
     both = WriterQuorum(10.0, clock)
-    assert both.due(writers(16, 8), {0: 4}) == 0
+    assert both.complete_items(writers(16, 8), {0: 4}) == 0
     clock.now += 9.0
-    assert both.due(writers(16, 9), {0: 4}) == 0  # slow, but not still
+    assert both.complete_items(writers(16, 9), {0: 4}) == 0  # slow, but not still
     clock.now += 9.0
-    assert both.due(writers(16, 9), {0: 4}) == 0
+    assert both.complete_items(writers(16, 9), {0: 4}) == 0
     clock.now += 2.0
-    assert both.due(writers(16, 9), {0: 4}) == 4
+    assert both.complete_items(writers(16, 9), {0: 4}) == 4
     assert both.expected(writers(16, 9)) == 4
-    assert both.due(writers(32, 9), {0: 4}) == 4  # at once
-    assert both.due(writers(48, 10), {0: 4}) == 0
+    assert both.complete_items(writers(32, 9), {0: 4}) == 4  # at once
+    assert both.complete_items(writers(48, 10), {0: 4}) == 0
     assert both.expected(writers(48, 10)) == 8
 
 
 def test_a_dead_writer_is_not_waited_for_and_one_that_has_yet_to_begin_for_longer(clock: Clock) -> None:
     three = WriterQuorum(10.0, clock)
     there = writers(16, 8, 0, dead=(1,))
-    assert three.due(there, {0: 4}) == 0
+    assert three.complete_items(there, {0: 4}) == 0
     clock.now += 19.0
-    assert three.due(there, {0: 4}) == 0
+    assert three.complete_items(there, {0: 4}) == 0
     clock.now += 2.0
-    assert three.due(there, {0: 4}) == 4
+    assert three.complete_items(there, {0: 4}) == 4
 
 
 def test_nobody_lapses_while_nobody_waits(clock: Clock) -> None:
     both = WriterQuorum(10.0, clock)
-    assert both.due(writers(8, 8), {}) == 0
+    assert both.complete_items(writers(8, 8), {}) == 0
     clock.now += 100.0  # an update took so long
-    assert both.due(writers(8, 8), {}) == 0
-    assert both.due(writers(16, 8), {0: 4}) == 0
+    assert both.complete_items(writers(8, 8), {}) == 0
+    assert both.complete_items(writers(16, 8), {0: 4}) == 0
     clock.now += 9.0
-    assert both.due(writers(16, 8), {0: 4}) == 0
+    assert both.complete_items(writers(16, 8), {0: 4}) == 0

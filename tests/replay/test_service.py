@@ -318,7 +318,7 @@ def test_a_service_that_is_made_again_goes_on_from_its_checkpoint(tmp_path):
     buffer.flush()
     second = ReplayService(agent, tmp_path)
     assert second.stats()["added"] == before
-    buffer._resolved = [second]
+    buffer._services = [second]
     outbox_of = buffer._writers.by_rank[0]
     outbox_of._service = second
     for _ in range(4):

@@ -155,8 +155,8 @@ class ReverbReplayBuffer(BaseReplayBuffer):
                 self._draw_queue(count, table.current_size)
             elif self.missing(count) > 0 and may_sample(table, count):
                 self.keep(self._connection.draw(REPLAY, self.missing(count), _DRAW_SECONDS))
-            due = self.due(count)
-            return self.take(due) if due else None
+            number = self.items_to_take(count)
+            return self.take(number) if number else None
 
     def _draw_queue(self, count: int, left: int) -> None:
         # What is missing is taken even if too little is there: a writer that has yet to add the rest must not be held
@@ -173,8 +173,8 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         self._envs = self._registry.envs()
         return sum(self._envs.values())
 
-    def due(self, count: int) -> int:
-        """How many items, of `count` that all writers would give, make a batch now; 0 while there is too little.
+    def items_to_take(self, count: int) -> int:
+        """Return how many items, of `count` that all writers would give, make a batch now; 0 while there is too little.
 
         A server does not know which of its writers live. So where a batch is one item of each environment, the share of
         those lapses from whom nothing came for `lapse_after` seconds while others' items wait.
@@ -186,7 +186,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
                 return 0
             came = self._drawn.came
             writers = {rank: WriterState(envs, came[rank], lambda: True) for rank, envs in self._envs.items()}
-            return self._quorum.due(writers, self._drawn.items_of())
+            return self._quorum.complete_items(writers, self._drawn.items_of())
 
     def forget_before(self, version: int) -> None:
         if self.spec.kind == "queue":
@@ -317,8 +317,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         self._writer.close()
 
     def _connect(self) -> int:
-        """Returns how many items a block holds. Raises where the server's tables are none of this agent's."""
-        if self._block:
-            return self._block
-        self._block = block_size(self._connection.signature(REPLAY), self._rows, self._connection.address)
+        """Return how many items a block holds. Raise UsageError if the server's tables are of another agent."""
+        if not self._block:
+            self._block = block_size(self._connection.signature(REPLAY), self._rows, self._connection.address)
         return self._block

@@ -204,7 +204,7 @@ _LEAST_AHEAD = 256  # items; below that, round trips decide how fast they come
 
 
 class ReverbDataset(Dataset):
-    """Like `Dataset`. The buffer must have `batch_size`, `missing`, `due`, `keep` and `take`."""
+    """Like `Dataset`. The buffer must have `batch_size`, `missing`, `items_to_take`, `keep` and `take`."""
 
     _buffer: Any
 
@@ -235,10 +235,10 @@ class ReverbDataset(Dataset):
             ahead, samplers = (blocks, 1) if is_queue else (max(blocks, _LEAST_AHEAD), self._num_samplers)
             self._samplers = self._connection.samplers(REPLAY, ahead, samplers)
         if missing > 0:
-            # A batch of one item of each environment need not wait for all of them: each that comes may make it due.
+            # A batch of one item of each environment need not wait for all of them: each that comes may complete it.
             self._collect(self._samplers, 1 if self._buffer.spec.batch_size is None else missing, missing)
-        due = self._buffer.due(count)
-        return self._buffer.take(due) if due else None
+        number = self._buffer.items_to_take(count)
+        return self._buffer.take(number) if number else None
 
     def _collect(self, samplers: Samplers, least: int, missing: int) -> None:
         """Waits a while for `least` of the `missing` draws."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 import logging
 import math
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,9 +65,7 @@ class Outbox:
     def put(self, env_ids: np.ndarray, step: Step) -> None:
         """Takes a step; waits while too many are there, or one is held back. Raises what became of those before."""
         with self._moved:
-            self._check()
-            if not self._takes_more():
-                self._wait(self._takes_more)
+            self._wait(self._takes_more)
             if not self._stages or not self._stages[-1].takes(env_ids, step):
                 self._stages.append(Stage(env_ids, step, self._stages[-1] if self._stages else None))
             stage = self._stages[-1]
@@ -78,17 +77,11 @@ class Outbox:
 
     def flush(self) -> None:
         """Waits until the service has everything."""
-        with self._moved:
-            self._check()
-            if self._waiting:
-                self._wait(lambda: not self._waiting)
+        self._wait(lambda: not self._waiting)
 
     def settle(self) -> None:
         """Waits until the service has everything, or holds the writer back."""
-        with self._moved:
-            self._check()
-            if self._waiting:
-                self._wait(lambda: not self._waiting or bool(self._why))
+        self._wait(lambda: not self._waiting or bool(self._why))
 
     def end_waits(self) -> None:
         """Ends a `put` that waits, now or later, with StoppedError."""
@@ -111,8 +104,15 @@ class Outbox:
         if self._closed:
             raise ReplayClosedError("The replay buffer is closed.")
 
-    def _wait(self, is_over: Any) -> None:
-        """Waits, holding the lock. Raises as `put`."""
+    def _wait(self, is_over: Callable[[], bool]) -> None:
+        """Wait until `is_over()`, which is called with the lock. Raise as `put`."""
+        with self._moved:
+            self._check()
+            if not is_over():
+                self._sleep_until(is_over)
+
+    def _sleep_until(self, is_over: Callable[[], bool]) -> None:
+        """Sleep until `is_over()`. Warn once if the service holds the writer back for long."""
         began, warned = time.monotonic(), False
         with waiting_for("the replay service"):
             while not is_over():
@@ -200,7 +200,6 @@ class ServiceReplayBuffer(BaseReplayBuffer):
                 f"This agent's batch is one item of each environment (batch_size=None), which only one service can "
                 f"hold: use --replay-shards 1, got {len(self._handles)}."
             )
-        self._resolved: list[Any] | None = None
         self._lock, self._reading = threading.RLock(), threading.Lock()
         self._writers: Writers[Outbox] = Writers()
         self._added = threading.local()  # the outbox that each thread added to last
@@ -214,13 +213,10 @@ class ServiceReplayBuffer(BaseReplayBuffer):
     def __reduce__(self) -> tuple[Any, ...]:
         return ServiceReplayBuffer, (self._agent, self._handles)
 
-    @property
-    def _services(self) -> list[Any]:
-        if self._resolved is None:  # not before: the process that makes a program calls nobody
-            with self._lock:
-                deadline = patience(_DEADLINE, watched=600.0)
-                self._resolved = [resolve(handle, "replay service", deadline=deadline) for handle in self._handles]
-        return self._resolved
+    @functools.cached_property
+    def _services(self) -> list[Any]:  # resolved at the first call: the process that makes a program calls nobody
+        deadline = patience(_DEADLINE, watched=600.0)
+        return [resolve(handle, "replay service", deadline=deadline) for handle in self._handles]
 
     # --- writing
 
@@ -285,28 +281,25 @@ class ServiceReplayBuffer(BaseReplayBuffer):
 
     def sample(self) -> Batch | None:
         """Draws a batch, or returns None while there is too little, or sampling is ahead of `samples_per_insert`."""
-        return self._sample(0.0)
+        return self.wait_for_batch(0.0)
 
     def wait_for_batch(self, timeout: float) -> Batch | None:
         """Like `sample`, but waits up to `timeout` seconds for enough to be there; it may give up earlier."""
-        return self._sample(timeout)
-
-    def _sample(self, wait: float) -> Batch | None:
         if self._closed:
             return None
         self._settle()
         several = len(self._handles) > 1
         with self._reading:
             for shard in self._order():
-                batch = self._services[shard].sample(self._reader, self._numbers[shard], 0.0 if several else wait)
+                batch = self._services[shard].sample(self._reader, self._numbers[shard], 0.0 if several else timeout)
                 if batch is None:
                     continue
                 self._numbers[shard] += 1
                 if several and self.spec.kind != "queue":
                     batch = batch._replace(probabilities=batch.probabilities * np.float32(self._chances[shard]))
                 return batch
-        if several and wait:  # not at one of them: a batch may come to another
-            time.sleep(min(wait, _LOOK_AGAIN))
+        if several and timeout:  # not at one of them: a batch may come to another
+            time.sleep(min(timeout, _LOOK_AGAIN))
         return None
 
     def _order(self) -> Iterator[int]:

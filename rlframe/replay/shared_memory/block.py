@@ -122,14 +122,11 @@ class Block:
         return Cursors(*self.cursors[rank].read())
 
     def claims(self) -> contextlib.AbstractContextManager[None]:
-        """Held by one process at a time."""
-
-        def overdue() -> Exception:
-            return RlframeError(
-                f"A process has held the claims of the shared replay buffer for {_CLAIM_TIMEOUT:.0f} s: it was stopped "
-                "(SIGSTOP) while it claimed a rank. Let it go on, or kill it."
-            )
-
+        """Hold the lock of claims, which one process has at a time."""
+        overdue = RlframeError(
+            f"A process has held the claims of the shared replay buffer for {_CLAIM_TIMEOUT:.0f} s: it was stopped "
+            "(SIGSTOP) while it claimed a rank. Let it go on, or kill it."
+        )
         return self._shared.lock(_CLAIM_TIMEOUT, overdue)
 
     def check_maker(self) -> None:

@@ -115,7 +115,7 @@ class Sampler:
 
     def sample(self) -> Batch | None:
         """Draws a batch, or returns None while there is too little."""
-        count, forgot = self._due()
+        count, forgot = self._prepare()
         batch = self._draw(count) if count else None
         if self.is_sampler:
             self.publish(batch is not None or forgot)
@@ -123,7 +123,7 @@ class Sampler:
 
     def draw(self) -> Draw | None:
         """Draws a batch that another process reads, or returns None while there is too little."""
-        count, forgot = self._due()
+        count, forgot = self._prepare()
         draw = None
         if count:
             reader = self.reader
@@ -143,29 +143,26 @@ class Sampler:
             self._unfinished = left
             self.publish(True)
 
-    def _due(self) -> tuple[int, bool]:
-        """(how many items to draw now, whether some were forgotten)."""
+    def _prepare(self) -> tuple[int, bool]:
+        """Read the logs if need be, and drop old items. Return (items to draw now, whether items were dropped)."""
         now = time.monotonic()
         if now > self._fresh_until or self.reader.is_behind:
             self.reader.sync()
             self._fresh_until = now + self._fresh_for
-        count = self._ready()
+        count = self._items_to_sample()
         if not count:
             self.reader.sync()
-            count = self._ready()
-        forgot = self._forget() if count else 0
+            count = self._items_to_sample()
+        forgot = self.reader.store.forget_before(self._oldest) if count else 0
         if forgot:
-            count = self._ready()
+            count = self._items_to_sample()
         return count, forgot > 0
 
     def forget_before(self, version: int) -> None:
         """Drops the items of a queue that a version below `version` acted in, those that are to come too."""
         self._oldest = max(self._oldest, version)
         self.reader.sync()
-        self.publish(self._forget() > 0)
-
-    def _forget(self) -> int:
-        return self.reader.forget_before(self._oldest) if self._oldest >= 0 else 0
+        self.publish(self.reader.store.forget_before(self._oldest) > 0)
 
     def _draw(self, count: int) -> Batch | None:
         reader = self.reader
@@ -187,13 +184,13 @@ class Sampler:
         self.sampled += count
         return batch
 
-    def _ready(self) -> int:
-        """How many items are due; 0 while there are too few, or the learner is ahead."""
+    def _items_to_sample(self) -> int:
+        """Return how many items a batch would have now; 0 while there are too few, or the learner is ahead."""
         if self._memory.closed:
             return 0
         reader = self.reader
         sampled = self.sampled if self.is_sampler else 0  # who only reads is not paced
-        return self._limiter.due(reader.table.size, reader.added, sampled, self._writers, reader.items_of)
+        return self._limiter.items_to_sample(reader.table.size, reader.added, sampled, self._writers, reader.items_of)
 
     def _writers(self) -> dict[int, WriterState]:
         return {rank: self._writer(rank, header) for rank, header in enumerate(self._memory.headers)}
@@ -228,7 +225,7 @@ class Sampler:
         return any(header[block.WAITS] for header in self._memory.headers)
 
     def wanted(self) -> int:
-        """How many items must have been added in all before a batch is due."""
+        """Return how many items must have been added in all before the next batch."""
         reader = self.reader
         sampled = self.sampled if self.is_sampler else 0
         return self._limiter.inserts_needed(reader.table.size, reader.added, sampled, self._writers)

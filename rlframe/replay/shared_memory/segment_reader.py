@@ -83,6 +83,7 @@ class SegmentReader:
     """A reader's table and how far it has read each segment's log.
 
     Attributes:
+        store: the steps of all segments.
         cursors: of each segment, how far it was read.
         added: items that the logs told of so far.
     """
@@ -105,7 +106,7 @@ class SegmentReader:
             array.flags.writeable = False
             return array
 
-        self._store = StepStore(spec, step_spec, self.timeline, self.table, allocate=whole)
+        self.store = StepStore(spec, step_spec, self.timeline, self.table, allocate=whole)
         self._present = whole("present", (), np.dtype(bool))
 
     @property
@@ -206,7 +207,7 @@ class SegmentReader:
     def read(self, numbers: np.ndarray, probabilities: np.ndarray) -> Batch:
         """Copies the items `numbers` out."""
         slots = self.timeline.slot(numbers)
-        data, versions = self._store.read(slots)
+        data, versions = self.store.read(slots)
         return Batch(data, self.keys(numbers, slots), probabilities, versions)
 
     def keys(self, numbers: np.ndarray, slots: np.ndarray) -> np.ndarray:
@@ -216,7 +217,7 @@ class SegmentReader:
         if len(self.cursors) > 1:
             keys[:, 0] = numbers >> RANK_BITS
         if max(self._memory.incarnations) > 1:
-            keys[:, 1] = self._store.origin.take(slots)
+            keys[:, 1] = self.store.origin.take(slots)
         return keys
 
     def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> tuple[Batch, np.ndarray]:
@@ -259,10 +260,6 @@ class SegmentReader:
             self._sync(rank, header)
         self.table.append(numbers[~self.timeline.gone(numbers)])
         self.added = self.table.added = sum([cursors.added for cursors in self.cursors])
-
-    def forget_before(self, version: int) -> int:
-        """Drops a queue's items that a version below `version` acted in, and returns how many."""
-        return self._store.forget_before(version)
 
     def items_of(self) -> dict[int, int]:
         """How many items of each rank a queue holds."""
@@ -308,5 +305,5 @@ class SegmentReader:
         rank, incarnation, number = np.asarray(keys, np.int64).T
         known = (rank >= 0) & (rank < self._memory.num_writers) & (number >= 0) & (number <= NUMBER_MASK)
         numbers = np.where(known, rank << RANK_BITS | number, 0)
-        same = self._store.origin.take(self.timeline.slot(numbers)) == incarnation
+        same = self.store.origin.take(self.timeline.slot(numbers)) == incarnation
         return np.where(known & same, numbers, -1)
