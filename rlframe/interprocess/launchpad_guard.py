@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import NamedTuple
 
-from rlframe.interprocess.processes import ProcessId, status_fields
+import psutil
+
+from rlframe.interprocess.processes import ProcessId
 
 ENTRY = "launchpad/nodes/python/process_entry.py"  # the script that runs a node
 DATA_FILE = "job.pkl"  # the pickled nodes; Launchpad makes a temporary directory for each such file
@@ -142,14 +144,12 @@ def _wait_while(condition: Callable[[], bool], seconds: float) -> None:
 
 def nodes_of(launcher: int) -> list[Node]:
     """The nodes that a launcher started, by its process number."""
-    parents = {pid: parent for pid in _pids() if (parent := parent_of(pid)) > 0}
-    children = {pid for pid, parent in parents.items() if parent == launcher}
     found = []
-    for pid, parent in parents.items():
-        if parent == launcher or parent in children:
-            command = command_of(pid)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for each in psutil.Process(launcher).children(recursive=True):
+            command = command_of(each.pid)
             if any(part.endswith(ENTRY) for part in command) and not is_wrapper(command):
-                found.append(Node(ProcessId.of(pid), data_file_of(command)))
+                found.append(Node(ProcessId.of(each.pid), data_file_of(command)))
     return found
 
 
@@ -172,14 +172,12 @@ def kill_tree(process: ProcessId) -> None:
     """Kill a process and everything it started, unless it is PID 1: everything descends from that."""
     if process.pid == 1 or not process.is_alive:
         return
-    parents = {pid: parent_of(pid) for pid in _pids()}
-    tree = [process.pid]
-    for pid in tree:
-        tree += [child for child, parent in parents.items() if parent == pid]
-    for pid in tree:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if pid != os.getpid():
-                os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(process.pid)
+        for each in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                if each.pid != os.getpid():
+                    each.kill()
 
 
 def send(process: ProcessId, number: int) -> None:
@@ -201,17 +199,9 @@ def data_file_of(command: list[str]) -> str:
 
 def command_of(pid: int) -> list[str]:
     """The command line of a process; empty if it has ended."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return os.fsdecode(file.read()).rstrip("\0").split("\0")
-    except OSError:
-        return []
-
-
-def parent_of(pid: int) -> int:
-    """The number of a process's parent; 0 if it has ended."""
-    fields = status_fields(pid)
-    return int(fields[1]) if fields else 0
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).cmdline()
+    return []
 
 
 def ignores(pid: int, number: int) -> bool:
@@ -221,10 +211,6 @@ def ignores(pid: int, number: int) -> bool:
             if line.startswith("SigIgn:"):
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False
-
-
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def arguments(node: Node, launcher: ProcessId, title: str, hides_exit_code: bool) -> list[str]:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import Any
 
+import psutil
+
 from rlframe import extras
 from rlframe.errors import UsageError
 from rlframe.interprocess.launchpad_guard import (
@@ -33,7 +35,7 @@ from rlframe.interprocess.launchpad_guard import (
 )
 from rlframe.interprocess.processes import ProcessId, this_process
 
-_GUARD = "import sys; sys.path.append({!r}); from rlframe.interprocess.launchpad_guard import main; main()"
+_GUARD = "import sys; sys.path += {!r}; from rlframe.interprocess.launchpad_guard import main; main()"
 _LONGEST_REASON = 1000  # characters
 
 _has_guard = False
@@ -73,10 +75,11 @@ def _start_guard(launcher: ProcessId, session: int) -> int:
     hides_exit_code = is_wrapper(command) and not in_terminal
     # decorate_output COLOR TITLE COMMAND ...
     title = command[command.index(sys.executable) - 1] if sys.executable in command[1:] else str(os.getpid())
-    root = __file__.rpartition("/rlframe/")[0]
+    # Without site packages it starts sooner: it imports psutil, and no more.
+    places = [__file__.rpartition("/rlframe/")[0], psutil.__file__.rpartition("/psutil/")[0]]
     node = Node(this_process(), data_file_of(command_of(os.getpid())))
     own = arguments(node, ProcessId.of(parent) if in_terminal else launcher, title, hides_exit_code)
-    guard = subprocess.Popen([sys.executable, "-I", "-S", "-c", _GUARD.format(root), *own], stdin=subprocess.PIPE)
+    guard = subprocess.Popen([sys.executable, "-I", "-S", "-c", _GUARD.format(places), *own], stdin=subprocess.PIPE)
     assert guard.stdin is not None
     return os.dup(guard.stdin.fileno())
 

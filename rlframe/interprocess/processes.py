@@ -41,22 +41,16 @@ def this_process() -> ProcessId:
 _of_this = functools.lru_cache(maxsize=1)(ProcessId.of)  # by its number: a fork is another
 
 
-def status_fields(pid: int) -> list[bytes]:
-    """The fields of `/proc/PID/stat` that follow the program's name: the state, the parent, ... Empty if it has ended.
-
-    The name is in parentheses and may hold anything.
-    """
+def _started(pid: int) -> int:
+    """Return when the process started; -1 if there is none, or only a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()
+            fields = (
+                file.read().rpartition(b")")[2].split()
+            )  # after its name, which may hold anything: state, parent, ...
     except OSError:
-        return []
-
-
-def _started(pid: int) -> int:
-    """When the process started; -1 where there is none, or what is left of one."""
-    fields = status_fields(pid)
-    return -1 if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
+        return -1
+    return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def die_with_parent(parent: int) -> None:
