@@ -31,6 +31,7 @@ BOXES = {
     "trajectories": "queue/, service/, stores/, client/",
     "language.environments": "BaseEnv",
     "language.server": "policy server",
+    "language.warm_up": "supervised updates before GRPO",
     "language.decoding": "decode engine",
     "language.model": "transformer, tokenizers",
     "metrics": "loggers, plots",

@@ -145,7 +145,7 @@ def imitate(task: LanguageTask, seed: int, seconds: float) -> list[list[float]]:
 
     from rlframe import compilation
     from rlframe.agents.grpo import GRPO
-    from rlframe.learners.warm_up import demonstration_batch
+    from rlframe.language.warm_up import demonstration_batch
     from rlframe.programs.options.experiments import make_experiment
     from rlframe.programs.topologies.language_nodes import env_class
 
@@ -156,7 +156,7 @@ def imitate(task: LanguageTask, seed: int, seconds: float) -> list[list[float]]:
     asyncio.run(env.setup())
     cfg = described.agent_config
     pupil = GRPO(dataclasses.replace(cfg, loss="sft", learning_rate=cfg.supervised_learning_rate))
-    params = pupil.initial_params(jax.random.PRNGKey(seed))  # just as rlframe.learners.warm_up begins
+    params = pupil.initial_params(jax.random.PRNGKey(seed))  # just as rlframe.language.warm_up begins
     state = pupil.initial_learner_state(params)
     update = compilation.jit(pupil.learner_step, differentiates=True)
     source = random.Random(seed)

@@ -15,7 +15,7 @@ from rlframe import Learner, LearnerConfig, launch
 from rlframe.agents import GRPO
 from rlframe.language.model import weights
 from rlframe.language.model.tokenizers import ByteTokenizer
-from rlframe.learners.warm_up import warm_up
+from rlframe.language.warm_up import warm_up
 from rlframe.metrics import CallbackLogger, JSONLLogger, MultiLogger
 from rlframe.programs import make_experiment
 from rlframe.trajectories import TrajectoryBuffer, TrajectoryClient

@@ -23,7 +23,7 @@ from rlframe.language.environments.cli import made
 from rlframe.language.environments.serving import ServeLoop
 from rlframe.language.model import weights
 from rlframe.language.model.tokenizers import load_tokenizer
-from rlframe.learners.warm_up import warm_up
+from rlframe.language.warm_up import warm_up
 from rlframe.metrics import MultiLogger
 from rlframe.programs.options import naming
 

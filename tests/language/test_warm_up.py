@@ -13,7 +13,7 @@ from rlframe.errors import NonFiniteLossError, UsageError
 from rlframe.language import ModelConfig, SamplingParams, generate
 from rlframe.language.model import weights
 from rlframe.language.model.tokenizers import ByteTokenizer
-from rlframe.learners.warm_up import demonstration_batch, warm_up
+from rlframe.language.warm_up import demonstration_batch, warm_up
 from tests.agents.batches import assert_trees_equal
 
 BYTES = ByteTokenizer()

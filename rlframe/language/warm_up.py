@@ -16,7 +16,10 @@ from rlframe.errors import UsageError
 from rlframe.language.decoding.sampling import power_of_two
 from rlframe.language.model.tokenizers import Tokenizer
 from rlframe.learners.update import check_params, check_update
-from rlframe.types import Batch, Params, TokenBatch
+from rlframe.trajectories.client.groups import Group
+from rlframe.trajectories.client.padding import pad
+from rlframe.trajectories.messages import IGNORED
+from rlframe.types import Batch, Params
 
 Demonstrate = Callable[[random.Random, int], Sequence[tuple[str, str]]]
 
@@ -85,30 +88,15 @@ def demonstration_batch(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], 
         [*prompt, *tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
         for prompt, (_, answer) in zip(prompts, pairs)
     ]
-    lengths = np.array([len(row) for row in rows], np.int32)
-    if lengths.max() > max_tokens:
+    longest = max(rows, key=len)
+    if len(longest) > max_tokens:
         raise UsageError(
-            f"A demonstration has {lengths.max()} tokens, more than GRPOConfig.max_tokens, {max_tokens}: "
-            f"{pairs[int(lengths.argmax())]!r}."
+            f"A demonstration has {len(longest)} tokens, more than GRPOConfig.max_tokens, {max_tokens}: "
+            f"{pairs[rows.index(longest)]!r}."
         )
-    S, T = len(rows), min(power_of_two(int(lengths.max()), _SHORTEST), max_tokens)
-    tokens = np.zeros((S, T), np.int32)
-    for target, row in zip(tokens, rows):
-        target[: len(row)] = row
-    at = np.arange(T)
-    answered = (at >= np.array([[len(prompt)] for prompt in prompts])) & (at < lengths[:, None])
-    zeros = np.zeros((S, T), np.float32)
-    data = TokenBatch(
-        tokens=tokens,
-        mask=answered.astype(np.float32),
-        advantages=zeros,
-        has_advantages=np.zeros(S, bool),
-        scores=np.zeros(S, np.float32),
-        temperature=None,
-        inference_logprobs=None,
-        ref_logprobs=None,
-        lengths=lengths,
-        group=np.arange(S, dtype=np.int32),
-    )
+    masks = [[IGNORED] * len(prompt) + row[len(prompt) :] for prompt, row in zip(prompts, rows)]
+    groups = [Group(tokens=[row], masks=[mask], scores=[0.0]) for row, mask in zip(rows, masks)]
+    data, _ = pad(groups, [min(power_of_two(len(longest), _SHORTEST), max_tokens)])
+    S = len(rows)
     keys = np.stack([np.full(S, -1), np.zeros(S), np.arange(S)], axis=1).astype(np.int64)
     return Batch(data, keys, np.full(S, 1 / S, np.float32), np.full(S, -1, np.int64))
