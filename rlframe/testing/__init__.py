@@ -1,4 +1,10 @@
-"""Checks to run on your own environments, agents and replay stores."""
+"""Checks to run on your own environments, agents and replay stores.
+
+    check_replay(lambda agent, num_writers: MyStore(agent), kinds=["uniform"])
+
+`replay.py` adds scripted steps (`streams.py: StepStream`) to your store and to `ReplayTwin`, a replay in plain Python,
+and compares what both return.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,11 @@
-"""Nodes that are processes: started, watched, started again and ended by a supervisor."""
+"""Nodes that are processes: started, watched, started again and ended by a supervisor.
+
+In the order of an actor's life:
+
+- `placement.py` gives each group its rules: restarts, threads, the accelerator (`running.GroupRules`).
+- `node_main.py` describes the node's process, and is what it runs first. `served_node.py` is a node whose public
+  methods are called by handles.
+- `running.py`: `NodeProcess.start` returns a `RunningProcess`, a `RunningNode`: its pid, heartbeat and exit code.
+- `supervisor.py`: `Supervisor` hears of exits, kills what hangs, and starts again after `Backoff`.
+- `program.py`: `ProgramSupervisor` decides what an exit means for the program, and ends all nodes together.
+"""
