@@ -12,10 +12,7 @@ import os
 import pickle
 import select
 import signal
-import threading
-import time
 import traceback
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -49,8 +46,7 @@ STEP, RESET, CALL, CLOSE = range(4)
 
 NUM_FRAMES = 4  # three that the caller may hold, and one that is always free
 
-ORPHAN_GRACE = 2.0  # seconds that a worker whose parent is gone has to close its environments
-_IDLE_WAIT = 3600.0  # seconds; a worker waits for its parent, whose end wakes it too
+_LOOK = 0.5  # seconds between two looks of an idle worker at whether its parent has died
 
 
 class PoolMemory:
@@ -108,13 +104,11 @@ class Descriptors(NamedTuple):
 
 
 def main(descriptors: Descriptors) -> None:
-    """Runs until told to close or until the parent is gone."""
+    """Run until told to close, or until the parent has died: the kernel ends this process 3 s after that."""
     streams.prepare()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it closes its workers
     die_soon_after_parent()
     connection = Connection(descriptors.connection)
-    watch = ParentWatch(connection)
-    threading.Thread(target=watch.run, daemon=True).start()
     try:
         job: WorkerJob = pickle.loads(connection.recv_bytes())
         setproctitle.setproctitle(f"rlframe: env worker {job.worker}")
@@ -125,41 +119,18 @@ def main(descriptors: Descriptors) -> None:
         return
     gc.collect()
     gc.freeze()  # what was imported so far will not become garbage: spare the collector from looking
-    EnvWorker(job, group, connection, descriptors.memory, watch).serve()
-
-
-class ParentWatch:
-    """Ends this process soon after its parent, even in the middle of a step that never returns.
-
-    Unless that step keeps Python's lock: then `die_soon_after_parent` does.
-    """
-
-    def __init__(self, connection: Connection):
-        self.parent_is_gone = False
-        self.wake: Callable[[], None] | None = None  # the worker, once it sleeps
-        self._parent = os.getppid()
-        self._poll = select.poll()
-        self._poll.register(connection.fileno(), 0)  # of the connection, only its end is of interest
-
-    def run(self) -> None:
-        """Runs in a thread of its own; asleep until the parent's end of the connection closes."""
-        while not self._poll.poll(1000.0) and os.getppid() == self._parent:
-            pass
-        self.parent_is_gone = True
-        if self.wake is not None:
-            self.wake()
-        time.sleep(ORPHAN_GRACE)
-        os._exit(1)
+    EnvWorker(job, group, connection, descriptors.memory).serve()
 
 
 class EnvWorker:
     """Serves the commands of one pool."""
 
-    def __init__(self, job: WorkerJob, group: EnvGroup, connection: Connection, memory: int, watch: ParentWatch):
-        self._job, self._group, self._connection, self._watch = job, group, connection, watch
+    def __init__(self, job: WorkerJob, group: EnvGroup, connection: Connection, memory: int):
+        self._job, self._group, self._connection = job, group, connection
+        self._parent, self._parent_end = os.getppid(), select.poll()
+        self._parent_end.register(connection.fileno(), 0)  # of the connection, only its end is of interest
         block = PoolMemory(memory, job.num_workers, job.num_envs, group.codec)
         self._go, self._done = block.go[job.worker], block.done
-        watch.wake = self._go.wake
         self._headers = block.headers
         self._header = block.headers[job.worker]
         self._requests, self._results = block.requests[job.worker], block.results[job.worker]
@@ -169,7 +140,7 @@ class EnvWorker:
         self._rows = [frame.rows(job.start, job.stop) for frame in block.frames]
 
     def serve(self) -> None:
-        """Answers commands until CLOSE, then closes the environments."""
+        """Answer commands until CLOSE, or until the parent has died; then close the environments."""
         work = self._serve_sync if self._job.is_sync else self._serve_async
         try:
             work()
@@ -183,12 +154,15 @@ class EnvWorker:
                 self._group.close()
 
     def _next_command(self, served: int) -> int:
-        while not self._watch.parent_is_gone:
+        while True:
             value = self._go.value
             if self._header[GO] != served:
                 return self._header[COMMAND]
-            self._go.wait(value, _IDLE_WAIT)
-        return CLOSE
+            if not self._go.wait(value, _LOOK) and self._is_orphan():
+                return CLOSE
+
+    def _is_orphan(self) -> bool:
+        return bool(self._parent_end.poll(0)) or os.getppid() != self._parent
 
     def _serve_sync(self) -> None:
         header, group, rows = self._header, self._group, self._rows
@@ -215,10 +189,11 @@ class EnvWorker:
         served = 0
         while True:
             value = self._go.value
-            if self._watch.parent_is_gone or header[COMMAND] == CLOSE:
+            if header[COMMAND] == CLOSE:
                 return
             if header[REQUESTED] == served:
-                self._go.wait(value, _IDLE_WAIT)
+                if not self._go.wait(value, _LOOK) and self._is_orphan():
+                    return
                 continue
             env_id = int(self._requests[served % capacity])
             self._group.step_one(env_id - first, self._actions[env_id], rows, env_id - first)
