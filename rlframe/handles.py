@@ -1,7 +1,7 @@
-"""Handles: an argument may be an object, or stand for one that lives in another process.
+"""Handles: an argument may be an object, or stand for an object in another process.
 
-`resolve` is the one place that asks which it is. A handle becomes a `Remote`, whose every call has a deadline and is
-repeated, by whatever transport it goes; anything else is handed back as it is, and costs nothing.
+`resolve` decides which it is. A handle becomes a `Remote`: each call has a deadline, and is repeated until it is
+answered, with every transport. An object is returned as it is, and costs nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlframe.program_end import is_told_to_end as is_told_to_end
 from rlframe.program_end import program_stop as program_stop
 from rlframe.program_end import stop_program as stop_program
 from rlframe.program_end import stopped_by_program as stopped_by_program
-from rlframe.transport import DEFAULT, Client, Future, Transport, locate
+from rlframe.transport import DEFAULT, Client, Future, Transport, courier
 
 DEADLINE = 120.0  # seconds for a call with all its repetitions: a peer that is restarted is back by then
 
@@ -44,15 +44,15 @@ def resolve(
     stop: threading.Event | None = None,
     first: int = 0,
 ) -> Any:
-    """Something to call, for an argument that may be an object or a handle to one.
+    """Return an object to call, for an argument that may be the object itself or a handle to it.
 
     Args:
         target: an object, which is returned as it is; a handle: a `Remote`, or what a launched program has for one (a
             Launchpad handle, a Courier client); or a list of those, any of which can answer (of objects in this
             process, one is taken).
-        name: what messages call it.
+        name: for messages.
         deadline: seconds after which a call that nobody answers is an error.
-        stop: an event that ends the waiting as well.
+        stop: an event that also ends the wait.
         first: which of several to call as long as it answers (modulo how many there are).
 
     Returns:
@@ -79,16 +79,21 @@ def resolve(
 class Remote:
     """An object in another process: its methods are called with deadlines.
 
-    A call that is not answered is sent again (remote calls are idempotent), with pauses that grow, to each of the
-    addresses in turn; the first one is gone back to when it has had time to recover. Pickles as its addresses and
-    transport.
+    A call that is not answered is sent again (remote calls are idempotent), to each address in turn, with pauses that
+    grow. After `_RETURN_AFTER` seconds the first address is tried again. Pickles as its addresses and transport.
+
+    One call, `remote.get_params(3)`:
+
+        _call                           # picks an address (`_peer`), and sends the call
+          _complete                     # repeats it until it is answered, `stop` is set, or the deadline has passed
+            _answer                     # one attempt: returns the answer, or raises what the method raised
 
     Args:
         addresses: of nodes any of which can answer, the preferred one first.
-        name: what messages call it.
+        name: for messages.
         deadline: seconds for one call, repetitions included.
-        stop: an event that ends the waiting as well.
-        transport: by which the calls go.
+        stop: an event that also ends the wait.
+        transport: carries the calls.
 
     Raises (every method):
         PeerError: nobody answered within the deadline.
@@ -192,7 +197,7 @@ class Remote:
             time.sleep(min(left, 0.1))
 
     def _peer(self) -> tuple[str, Client]:
-        """(address, client) of the peer to call."""
+        """Return (address, client) of the peer to call."""
         if self._current and time.monotonic() > self._left_at + _RETURN_AFTER:
             self._left_at = time.monotonic()
             if self._transport.is_reachable(self._addresses[0]):
@@ -207,7 +212,7 @@ class Remote:
         return self._transport.connect(address)
 
     def _leave(self, address: str) -> None:
-        """Goes on to the next peer, unless another call has done so."""
+        """Choose the next peer, unless another call has done so."""
         if self._addresses[self._current] == address and len(self._addresses) > 1:
             if self._current == 0:
                 self._left_at = time.monotonic()
@@ -228,21 +233,21 @@ class Call:
         self._future = client.submit(method, *args)
 
     def done(self) -> bool:
-        """Whether `result` would not wait (but where the call must be sent again)."""
+        """Return True if `result` would not wait, unless the call must be sent again."""
         return self._future.done()
 
     def result(self) -> Any:
-        """What the method returned; raises as `Remote` does."""
+        """Return the method's result. Raise as `Remote` does."""
         take = self._future.result
         return self._remote._complete(self._address, take, self._method, self._args, {}, self._began)
 
 
 class Poll:
-    """Asks a peer the same again and again, and never waits for it.
+    """Calls the same method of a peer again and again, and never waits for it.
 
     Args:
-        peer: what `resolve` gave, for one target.
-        method: of it.
+        peer: the result of `resolve` for one target.
+        method: its name.
     """
 
     def __init__(self, peer: Any, method: str) -> None:
@@ -250,7 +255,7 @@ class Poll:
         self._future: Future | None = None
 
     def __call__(self, *args: Any) -> Any:
-        """The answer to the call that was sent before, where it has come, and None where not; sends the next one."""
+        """Return the answer to the last call, or None if it has not come. Once it has come, send the next call."""
         if not isinstance(self._peer, Remote):
             return getattr(self._peer, self._method)(*args)
         answer = None
@@ -273,8 +278,8 @@ def _dereference(target: Any, name: str) -> Any:
 
 
 def _locate(target: Any) -> tuple[Transport, list[str]] | None:
-    """What a handle is called by, and where; None: it is an object."""
+    """Return the transport and the addresses of a handle; None: `target` is an object of this process."""
     if isinstance(target, Remote):
         return target._transport, target._addresses
-    found = locate(target)
-    return None if found is None else (found[0], [found[1]])
+    address = courier.address_of(target)
+    return None if address is None else (DEFAULT, [address])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlframe.transport.messages import Parts
-from rlframe.transport.ray import RayServer, RayTransport, Station, join
+from rlframe.transport.ray import RayTransport, Station, join
 from rlframe.transport.sockets import SocketClient, SocketServer, SocketTransport
 
 
@@ -20,7 +20,7 @@ class TwoStations(RayTransport):
     there: Station
     here: Station
 
-    def serve(self, methods: Mapping[str, Callable[..., Any]], address: str | None = None) -> RayServer:
+    def serve(self, methods: Mapping[str, Callable[..., Any]], address: str | None = None) -> SocketServer:
         """See `Transport`."""
         join(self.there)
         try:

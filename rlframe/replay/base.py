@@ -1,4 +1,4 @@
-"""The two halves of a replay, for writers and for readers, the base class of our buffers, and batches drawn ahead."""
+"""The protocols of a replay for writers and readers, the base class of buffers, and `Dataset`, which draws ahead."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ReplayClosedError(StoppedError):
 
 
 class Draw(NamedTuple):
-    """Which items a batch is of: all that travels of it where another process reads it."""
+    """The items of a batch by their keys. Another process can `fetch` them."""
 
     keys: np.ndarray  # [B, 3] int64, see `Batch`
     probabilities: np.ndarray  # [B] float32
@@ -37,29 +37,29 @@ class Draw(NamedTuple):
 class ReplayWriter(Protocol):
     """The half of a replay that an Actor needs. Every method may be called from any thread.
 
-    A writer claims a rank, and then adds whole batches of steps under global environment ids. The replay completes
-    items (`Transition` or `Sequence`) out of them, each as soon as its last step is there: that is its work and not the
-    Actor's, so that each replay can do it where it costs least.
+    A writer claims a rank, and then adds batches of steps under global environment ids. The replay makes items
+    (`Transition` or `Sequence`) of the steps, each as soon as its last step is there. The Actor does not: each replay
+    makes items where it costs least.
     """
 
     @abc.abstractmethod
     def claim_rank(self, num_envs: int | None = None, rank: int | None = None) -> tuple[int, int]:
-        """Registers a writer of `num_envs` environments and returns its (rank, incarnation).
+        """Register a writer, and return its (rank, incarnation).
 
-        A writer that cannot say yet how many there are (their seeds depend on its rank) leaves `num_envs` out, and
-        calls `open_segment` before it adds.
-
-        Without `rank` the lowest free one is given. A rank that is claimed again gets the next incarnation, and the
-        fragments that its predecessor left open are discarded; complete items stay.
+        Args:
+            num_envs: number of its environments; None: the writer calls `open_segment` before it adds. (An Actor makes
+                its environments after this call, since their seeds depend on the rank.)
+            rank: to claim; None: the lowest free one. A rank that is claimed again gets the next incarnation. The
+                predecessor's complete items stay, and its open fragments are discarded.
         """
 
     @abc.abstractmethod
     def open_segment(self, rank: int, num_envs: int) -> None:
-        """Says how many environments the writer that claimed `rank` steps."""
+        """Set the number of environments of the writer that claimed `rank`."""
 
     @abc.abstractmethod
     def add(self, env_ids: np.ndarray, step: Step) -> None:
-        """Adds one step of the environments `env_ids` ([B] int64, global, of one rank, none twice)."""
+        """Add one step of the environments `env_ids` ([B] int64, global, of one rank, none twice)."""
 
 
 @runtime_checkable
@@ -67,49 +67,49 @@ class ReplayReader(Protocol):
     """The half of a replay that a Learner needs. Every method may be called from any thread.
 
     Attributes:
-        spec: what the items are, and how they are drawn.
+        spec: the kind of items, and how they are drawn.
     """
 
     spec: ReplaySpec
 
     @abc.abstractmethod
     def sample(self) -> Batch | None:
-        """Draws a batch, or returns None while there is too little."""
+        """Draw a batch. Return None while there are too few items."""
 
     @abc.abstractmethod
     def make_dataset(self) -> Iterator[Batch]:
-        """Batches without end, drawn ahead by a thread."""
+        """Return an endless iterator of batches, which a thread draws ahead."""
 
     @abc.abstractmethod
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
-        """Sets the priorities ([B], not negative) of the items `keys` ([B, 3]). Those that are gone are counted."""
+        """Set the priorities ([B], not negative) of the items `keys` ([B, 3]). Count those that are gone."""
 
     @abc.abstractmethod
     def stats(self) -> dict[str, int]:
-        """Counters: items, steps, added, sampled, evicted, evicted_unsampled, dropped_priorities, bytes."""
+        """Return counters: items, steps, added, sampled, evicted, evicted_unsampled, dropped_priorities, bytes."""
 
 
 class BaseReplayBuffer(ReplayWriter, ReplayReader):
-    """Both halves, with what a buffer may leave as it is. A store of one's own: `examples/own_replay_store.py`.
+    """Base class of buffers, with defaults for optional methods. See `examples/own_replay_store.py`.
 
     A subclass sets `spec`, and defines `claim_rank`, `open_segment`, `add`, `sample` and `stats`.
     """
 
-    is_saved_by_learner = False  # whether `save(path)` and `restore(path)` keep what ends with this program
+    is_saved_by_learner = False  # whether the learner calls `save(path)` and `restore(path)` for its checkpoints
     fetches_by_key = False  # whether it is a `KeyedReplayBuffer`
     _closed = False
 
     def end_waits(self, rank: int) -> None:
-        """Ends an `add` of the writer `rank` that waits for room, now or later, with StoppedError: its Actor stops."""
+        """End each `add` of the writer `rank` that waits for room, now or later, with StoppedError: its Actor stops."""
 
     def forget_before(self, version: int) -> None:
-        """Drops the items of a queue that a version below `version` acted in, those that are to come too.
+        """Drop the items of a queue that parameters older than `version` acted in, now and when they come.
 
-        They are counted as `evicted_unsampled`. The Learner calls this with each update that makes items too old.
+        They count as `evicted_unsampled`. The Learner calls this after each update that makes items too old.
         """
 
     def note_update(self, keys: Any, version: int) -> None:
-        """The Learner has learned from the items `keys` ([B, 3]; of none when it starts), and is at `version` now."""
+        """Note that the Learner is at `version` after it learned from the items `keys` ([B, 3]; none at its start)."""
 
     def make_dataset(self, prefetch: int = 2, timeout: float | None = None) -> Dataset:
         """Returns an endless iterator of batches, `prefetch` of which a thread draws ahead.
@@ -122,7 +122,7 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
         return dataset
 
     def wait_for_batch(self, timeout: float) -> Batch | None:
-        """Like `sample`, but waits up to `timeout` seconds for enough to be there; it may give up earlier."""
+        """Like `sample`, but wait up to `timeout` seconds for enough items. It may return None earlier."""
         batch = self.sample()
         if batch is None and not self.closed:
             time.sleep(min(timeout, _LOOK_AGAIN))
@@ -141,16 +141,16 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
 
     @property
     def size(self) -> int:
-        """Items that can be sampled now."""
+        """The number of items that can be sampled now."""
         return self.stats()["items"]
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called: nothing is sampled any more."""
+        """Whether `close` was called. Then nothing is sampled any more."""
         return self._closed
 
     def close(self) -> None:
-        """Stops the datasets. Calling it twice does nothing."""
+        """Stop the datasets. May be called again."""
         self._closed = True
         for dataset in self._datasets:
             dataset.close()
@@ -162,35 +162,38 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
 
 
 class KeyedReplayBuffer(BaseReplayBuffer):
-    """One whose items can be drawn in one process and read in another. See `docs/data.md`."""
+    """A buffer whose items can be drawn in one process and read in another. See `docs/data.md`."""
 
     fetches_by_key = True
 
     @abc.abstractmethod
     def draw(self, timeout: float = 0.0) -> Draw | None:
-        """Draws a batch as `sample` does, but gives its keys: `fetch` reads it, in this process or in another.
+        """Draw a batch as `sample` does, but return its keys: `fetch` reads it, in this process or in another.
 
-        It counts as sampled now. A queue's items are kept from being overwritten until `finish`.
+        The items count as sampled now. Items of a queue are not overwritten until `finish`.
 
         Args:
-            timeout: seconds to wait for enough to be there; it may be None earlier.
+            timeout: seconds to wait for enough items. It may return None earlier.
         """
 
     @abc.abstractmethod
     def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> Batch | None:
-        """Reads the items `keys` [B, 3] that `draw` gave, with their `probabilities` [B]. Any number of times.
+        """Read the items `keys` [B, 3] and `probabilities` [B] of a `Draw`. May be called again.
 
-        Of a uniform or prioritised buffer some may have been overwritten since: other items of the batch stand in
-        their rows, with keys and probabilities of their own. None where all were; of a queue, where any was.
+        Items of a uniform or prioritised buffer may have been overwritten since: other items of the batch take their
+        rows, with their own keys and probabilities.
+
+        Returns:
+            The batch; None if all items (of a queue: if any item) were overwritten.
         """
 
     @abc.abstractmethod
     def finish(self, keys: np.ndarray) -> None:
-        """Lets go of the items `keys` that `draw` gave: they were learned from, or are lost. May be called again."""
+        """Release the items `keys` of a `Draw`: they were learned from, or are lost. May be called again."""
 
 
 def check_keys(keys: np.ndarray, probabilities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns both, as copies of [B, 3] int64 and [B] float32. Raises `UsageError` where they are none."""
+    """Return copies as [B, 3] int64 and [B] float32. Raise `UsageError` if the shapes are others."""
     keys, probabilities = np.array(keys, np.int64), np.array(probabilities, np.float32)
     if keys.ndim != 2 or keys.shape[1] != 3 or not len(keys) or probabilities.shape != (len(keys),):
         raise UsageError(
@@ -201,7 +204,7 @@ def check_keys(keys: np.ndarray, probabilities: np.ndarray) -> tuple[np.ndarray,
 
 
 def check_priorities(priorities: np.ndarray, count: int) -> np.ndarray:
-    """Returns `priorities` as [count] float64. Raises `UsageError` unless they are finite and not negative."""
+    """Return `priorities` as [count] float64. Raise `UsageError` unless they are finite and not negative."""
     priorities = np.asarray(priorities, np.float64)
     lowest, highest = priorities.min(initial=np.inf), priorities.max(initial=0.0)
     if priorities.shape != (count,) or not lowest >= 0 or not highest < np.inf:  # also where one is NaN
@@ -213,9 +216,9 @@ def check_priorities(priorities: np.ndarray, count: int) -> np.ndarray:
 
 
 def replace_gone(batch: Any, gone: np.ndarray) -> bool:
-    """Has living rows of the arrays in `batch` stand for those that are `gone` [B]. False where all are.
+    """Replace the rows of the arrays in `batch` that are `gone` [B] by other rows. Return False if all are gone.
 
-    The draws are independent, so a living one is as good as another that is drawn of what is left.
+    Draws are independent, so a row of the batch is as good as a new draw.
     """
     if gone.all():
         return False
@@ -227,7 +230,7 @@ def replace_gone(batch: Any, gone: np.ndarray) -> bool:
 
 
 def override(spec: ReplaySpec, overrides: dict[str, Any]) -> ReplaySpec:
-    """Returns `spec` with some fields replaced. Raises `UsageError` for a name that it has not."""
+    """Return `spec` with some fields replaced. Raise `UsageError` for an unknown name."""
     known = [field.name for field in dataclasses.fields(ReplaySpec)]
     for name in overrides:
         if name not in known:
@@ -236,23 +239,23 @@ def override(spec: ReplaySpec, overrides: dict[str, Any]) -> ReplaySpec:
     return dataclasses.replace(spec, **overrides)
 
 
-_TIMEOUT = 600.0  # seconds without a batch after which something is wrong
-WAKE = 0.2  # seconds between two looks at whether to stop; wake-ups make the usual wait much shorter
+_TIMEOUT = 600.0  # seconds without a batch, after which `next` raises
+WAKE = 0.2  # seconds between two checks of `_stop`; a batch ends the wait sooner
 
 
 class DatasetTimeoutError(RlframeError, TimeoutError):
-    """No batch came within the time that was given."""
+    """No batch came within the timeout."""
 
 
 class Dataset:
     """An endless iterator of batches. Use it as a context manager, or close it.
 
-    Drawing ahead depends on timing: where the numbers must repeat exactly, call `sample()` instead.
+    Drawing ahead depends on timing. For results that repeat exactly, call `sample()` instead.
 
     Args:
-        buffer: what it reads.
-        prefetch: batches that are drawn ahead.
-        timeout: seconds that `next` waits for a batch; None: 600, or for ever in a process that is watched
+        buffer: to draw from.
+        prefetch: number of batches to draw ahead.
+        timeout: seconds that `next` waits for a batch; None: 600, or without end in a process that is watched
             (`rlframe.interprocess.heartbeat`).
     """
 
@@ -267,7 +270,7 @@ class Dataset:
         return self
 
     def __next__(self) -> Batch:
-        """Returns the next batch.
+        """Return the next batch.
 
         Raises:
             StopIteration: the dataset or the buffer is closed.
@@ -294,7 +297,7 @@ class Dataset:
         raise StopIteration
 
     def close(self) -> None:
-        """Ends the thread. Calling it twice does nothing."""
+        """End the thread. May be called again."""
         self._stop.set()
         self._interrupt()
         if self._thread is not threading.current_thread():
@@ -313,20 +316,20 @@ class Dataset:
                 if batch is not None:
                     self._put(batch)
                 del batch  # so that its arrays can be used again as soon as the reader drops it
-        except BaseException as error:  # whatever it is, the reader must hear of it
+        except BaseException as error:  # `next` raises it
             self._put(error)
         else:
             self._stop.set()
 
     def _draw(self) -> Batch | None:
-        """The next batch, or None after a while without one. Runs in the thread."""
+        """Return the next batch, or None after a while without one. Runs in the thread."""
         return self._buffer.wait_for_batch(WAKE)
 
     def _check(self) -> None:
-        """Called while the reader waits. Raises where no batch can come any more."""
+        """Raise if no batch can come any more. Called while the reader waits."""
 
     def _interrupt(self) -> None:
-        """Ends a `_draw` under way, where it would not end by itself."""
+        """End a `_draw` that would not end by itself."""
 
     def _put(self, batch: Batch | BaseException) -> None:
         while not self._stop.is_set():

@@ -14,18 +14,10 @@ A call of a learner from an actor, with Unix sockets (`sockets.py`):
 
 from __future__ import annotations
 
-from typing import Any
-
 from rlframe.transport import courier
 from rlframe.transport.base import CALL_TIMEOUT, Client, Derived, Future, Server, Transport
 
-__all__ = ["CALL_TIMEOUT", "DEFAULT", "Client", "Derived", "Future", "Server", "Transport", "locate"]
+__all__ = ["CALL_TIMEOUT", "DEFAULT", "Client", "Derived", "Future", "Server", "Transport"]
 
-# Where nobody says otherwise: nodes of Launchpad programs, addresses that users give.
+# For nodes of Launchpad programs, and for addresses that users give.
 DEFAULT: Transport = courier.CourierTransport()
-
-
-def locate(target: Any) -> tuple[Transport, str] | None:
-    """The transport and the address of a client that a library of its own made; None: it is an object."""
-    address = courier.address_of(target)
-    return None if address is None else (DEFAULT, address)

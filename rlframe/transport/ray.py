@@ -119,24 +119,13 @@ class RayTransport:
         except Exception:  # the relay is gone, and with it this node soon
             return False
 
-    def serve(self, methods: Mapping[str, Callable[..., Any]], address: str | None = None) -> RayServer:
-        """See `Transport`."""
-        return RayServer(methods, address or f"node-{os.getpid()}-{next(_numbers)}")
+    def serve(self, methods: Mapping[str, Callable[..., Any]], address: str | None = None) -> SocketServer:
+        """See `Transport`: a socket for the relay, and for the nodes on this Ray node."""
+        name = address or f"node-{os.getpid()}-{next(_numbers)}"
+        return SocketServer(methods, here().socket(name), name)
 
     def check(self, by: str) -> None:
         """See `Transport`: it needs nothing of its own."""
-
-
-class RayServer:
-    """See `rlframe.transport.Server`: a socket for the relay and for the nodes beside this one."""
-
-    def __init__(self, methods: Mapping[str, Callable[..., Any]], address: str) -> None:
-        self.address = address
-        self._server = SocketServer(methods, here().socket(address))
-
-    def stop(self) -> None:
-        """See `Server`."""
-        self._server.stop()
 
 
 class _RayClient:

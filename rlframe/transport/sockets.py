@@ -36,9 +36,9 @@ _IDLE = 16  # connections that a client keeps for calls to come
 _LONGEST = 50  # characters of the directory's place: a socket's whole path may have 107
 
 # It outlives the process that it reads from, even one that is killed, and is no child of it: Ray kills those of its
-# actors.
+# actors. A line ends it without removing anything.
 _REMOVE_AT_END = """exec 3<&0
-{ read _ <&3; rm -rf -- "$@"; exec rmdir -- "$0"; } &"""
+{ read _ <&3 || { rm -rf -- "$@"; rmdir -- "$0"; }; } &"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,27 +174,36 @@ class SocketFuture:
 
 
 class SocketServer:
-    """See `rlframe.transport.Server`. Each connection, which has one call at a time, has a thread."""
+    """See `rlframe.transport.Server`. Each connection, which has one call at a time, has a thread.
 
-    def __init__(self, methods: Mapping[str, Callable[..., Any]], address: str | None = None) -> None:
-        self._directory = SocketDirectory() if address is None else None
-        self.address = address = f"{self._directory.path}/server" if self._directory is not None else str(address)
+    Args:
+        methods: by the names that they are called by.
+        path: of the socket; None: in a directory of its own.
+        address: by which clients know it; None: its path.
+    """
+
+    def __init__(
+        self, methods: Mapping[str, Callable[..., Any]], path: str | None = None, address: str | None = None
+    ) -> None:
+        self._directory = SocketDirectory() if path is None else None
+        self._path = path = f"{self._directory.path}/server" if self._directory is not None else str(path)
+        self.address = address or path
         self._methods = methods
         self._connections: set[socket.socket] = set()
         self._stopped = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         # Under its name once it listens: in the place of a predecessor's that was killed.
-        unready = f"{address}.{os.getpid()}"
+        unready = f"{path}.{os.getpid()}"
         self._listener.bind(unready)
         self._listener.listen(_BACKLOG)
-        os.rename(unready, address)
+        os.rename(unready, path)
         threading.Thread(target=self._accept, name="rlframe server", daemon=True).start()
 
     def stop(self) -> None:
         """See `Server`."""
         self._stopped = True
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.address)
+            os.unlink(self._path)
         for connection in (self._listener, *self._connections.copy()):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -314,7 +323,7 @@ def remove_at_end(directory: str, *paths: str) -> Callable[[], None]:
     Returns:
         A function that removes them now. Call it once.
     """
-    ends, alive = os.pipe()  # nobody writes to it: the kernel closes this end of it with the process
+    ends, alive = os.pipe()  # the kernel closes this end of it with the process
     command, nowhere = ["/bin/sh", "-c", _REMOVE_AT_END, directory, *paths], subprocess.DEVNULL
     # In a session of its own: Ctrl-C is not for it.
     subprocess.run(command, stdin=ends, stdout=nowhere, stderr=nowhere, start_new_session=True, check=True)
@@ -324,6 +333,8 @@ def remove_at_end(directory: str, *paths: str) -> Callable[[], None]:
         subprocess.run(["rm", "-rf", "--", *paths])
         with contextlib.suppress(OSError):  # it is gone, or other processes have files there
             os.rmdir(directory)
+        with contextlib.suppress(BrokenPipeError):  # the remover was killed
+            os.write(alive, b"\n")
         os.close(alive)
 
     return remove
@@ -331,7 +342,7 @@ def remove_at_end(directory: str, *paths: str) -> Callable[[], None]:
 
 def place_of_sockets() -> str:
     """Return the directory in which to make a `SocketDirectory`. Raises UsageError if none is suitable."""
-    place = next((each for each in (tempfile.gettempdir(), "/tmp", "/dev/shm") if _suits(each)), None)
+    place = next((each for each in (tempfile.gettempdir(), "/tmp", "/dev/shm") if _is_suitable(each)), None)
     if place is None:
         raise UsageError(
             f"The sockets of a program need a directory of at most {_LONGEST} characters that can be written to: "
@@ -340,5 +351,5 @@ def place_of_sockets() -> str:
     return place
 
 
-def _suits(place: str) -> bool:
+def _is_suitable(place: str) -> bool:
     return len(os.fsencode(place)) <= _LONGEST and os.access(place, os.W_OK | os.X_OK)
