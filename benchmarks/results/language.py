@@ -179,7 +179,7 @@ def imitate(task: LanguageTask, seed: int, seconds: float) -> list[list[float]]:
 
 def _solved(env: Any, model_config: Any, params: Any) -> float:
     """The part of the environment's exam that the model answers rightly at temperature 0."""
-    from rlframe.language.decoding.sampling import SamplingParams, generate
+    from rlframe.language.decoding import SamplingParams, generate
 
     prompts = [env.tokenizer.encode(env.prompt(item)) for item in env.exam]
     longest = max(len(env.answer(item)) for item in env.exam) + 1

@@ -22,7 +22,6 @@ from rlframe.lazy import lazy_names
 if TYPE_CHECKING:
     from rlframe.language.decoding import (
         Answer,
-        Completion,
         DecodeEngine,
         EngineConfig,
         Handle,
@@ -58,7 +57,6 @@ __all__ = [
     "Answer",
     "BaseEnv",
     "BaseEnvConfig",
-    "Completion",
     "DecodeEngine",
     "EngineConfig",
     "EvalHandlingEnum",
@@ -88,9 +86,7 @@ __all__ = [
 # environments need.
 _SUB_PACKAGE = {
     **dict.fromkeys(("ModelConfig", "RopeScaling"), "model"),
-    **dict.fromkeys(
-        ("Answer", "Completion", "DecodeEngine", "EngineConfig", "Handle", "SamplingParams", "generate"), "decoding"
-    ),
+    **dict.fromkeys(("Answer", "DecodeEngine", "EngineConfig", "Handle", "SamplingParams", "generate"), "decoding"),
     **dict.fromkeys(("PolicyServer", "PolicyServerConfig"), "server"),
 }
 _PUBLIC = {name: f"rlframe.language.{_SUB_PACKAGE.get(name, 'environments')}" for name in __all__}

@@ -11,14 +11,13 @@
 `ranking.py` has the likeliest tokens, and the scores of a prompt.
 """
 
-from rlframe.language.decoding.engine import DecodeEngine
+from rlframe.language.decoding.engine import DecodeEngine, generate
 from rlframe.language.decoding.requests import Answer, Handle
-from rlframe.language.decoding.sampling import Completion, SamplingParams, generate
+from rlframe.language.decoding.sampling import SamplingParams
 from rlframe.language.decoding.slots import EngineConfig
 
 __all__ = [
     "Answer",
-    "Completion",
     "DecodeEngine",
     "EngineConfig",
     "Handle",

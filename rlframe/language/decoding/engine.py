@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import math
 import threading
@@ -24,8 +25,8 @@ import numpy as np
 from rlframe.errors import PeerError, RlframeError, UnavailableError, UsageError
 from rlframe.interprocess.phases import COMPUTING
 from rlframe.language.decoding.ranking import Ranked
-from rlframe.language.decoding.requests import DecodeRequest, Handle, OnTokens
-from rlframe.language.decoding.sampling import Sampled, SamplingParams, check_prompt, row_key
+from rlframe.language.decoding.requests import Answer, DecodeRequest, Handle, OnTokens
+from rlframe.language.decoding.sampling import Sampled, SamplingParams, check_prompt, power_of_two, row_key
 from rlframe.language.decoding.slots import EngineConfig, Slots
 from rlframe.language.model.config import ModelConfig
 from rlframe.types import Params
@@ -278,6 +279,33 @@ class DecodeEngine:
             self._changed.notify_all()
         for handle in left:
             handle.fail(error)
+
+
+def generate(
+    params: Params,
+    config: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    seed: int,
+    sampling: SamplingParams,
+) -> list[Answer]:
+    """Answer all prompts with a `DecodeEngine` that is closed afterwards.
+
+    Args:
+        params, config: the model.
+        prompts: token ids, each at least one.
+        seed: decides the answers; `sampling.seed` is not read.
+        sampling: how.
+
+    Raises:
+        UsageError: a prompt is empty or too long.
+    """
+    if not prompts:
+        return []
+    stops, sampling = max(1, len(sampling.stop_tokens)), dataclasses.replace(sampling, seed=seed)
+    slots = min(power_of_two(len(prompts)), EngineConfig.slots)
+    sizes = EngineConfig(slots=slots, max_waiting=len(prompts), max_stop_tokens=stops)
+    with DecodeEngine(config, params, sizes) as engine:
+        return [handle.result() for handle in engine.submit_many(prompts, sampling)]
 
 
 def _copy(params: Params, config: ModelConfig) -> Params:

@@ -1,4 +1,4 @@
-"""Choosing tokens: pure functions on logits, and `generate`, which answers a batch of prompts in one call.
+"""Choosing tokens: pure functions on logits.
 
 **Log-probabilities are the model's own**, at temperature 1 and with nothing cut off: log softmax(logits)[token], which
 is what `transformer.token_log_probs` computes from the same parameters and what the ratio of a policy gradient is
@@ -13,7 +13,6 @@ makes no difference to it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -79,14 +78,6 @@ class Sampled(NamedTuple):
     tokens: Array  # int32; -1 where none was sampled
     log_probs: Array  # float32
     ranked: Ranked  # [..., K]
-
-
-class Completion(NamedTuple):
-    """Tokens that were sampled for one prompt."""
-
-    tokens: list[int]  # with the stop token, where one ended it
-    log_probs: list[float]  # of each token, under the model at temperature 1
-    finish_reason: str  # "stop" or "length"
 
 
 def row_key(seed: int, sample: int = 0) -> np.ndarray:
@@ -236,65 +227,6 @@ def advance(rows: SamplingRows, progress: DecodeProgress, token: jax.Array, cach
         sampled=progress.sampled + goes_on,
         remaining=jnp.where(goes_on & ~stopped, progress.remaining - 1, 0),
     )
-
-
-def generate(
-    params: Params,
-    config: ModelConfig,
-    prompts: Sequence[Sequence[int]],
-    rng: jax.Array | int,
-    sampling: SamplingParams,
-) -> list[Completion]:
-    """Answer all prompts in one jitted call, which is compiled for sizes that are powers of two.
-
-    Args:
-        params, config: the model.
-        prompts: token ids, each at least one.
-        rng: a key, or a seed; `sampling.seed` is for the engine.
-        sampling: how. Its max_tokens may be as many as there is room for after the longest prompt.
-
-    Raises:
-        UsageError: a prompt is empty or too long, or max_tokens is 0: the engine scores prompts.
-    """
-    if sampling.max_tokens == 0:
-        raise UsageError("generate() needs max_tokens of at least 1, got 0. A DecodeEngine scores prompts.")
-    room = config.max_position_embeddings
-    max_tokens = sampling.max_tokens or max(1, room - max(map(len, prompts), default=0))
-    for prompt in prompts:
-        check_prompt(prompt, max_tokens, config.vocab_size, room)
-    if not prompts:
-        return []
-    B = len(prompts)
-    size, longest = power_of_two(B), power_of_two(max(map(len, prompts)), least=16)
-    tokens = np.zeros((size, longest), np.int32)
-    for row, prompt in zip(tokens, prompts):
-        row[: len(prompt)] = prompt
-    lengths = np.array([*map(len, prompts), *[1] * (size - B)], np.int32)
-    remaining = np.where(np.arange(size) < B, max_tokens, 0).astype(np.int32)
-    key = jax.random.key(rng) if isinstance(rng, int) else rng
-    keys = np.asarray(jax.random.bits(key, (size, 2), jnp.uint32))
-    rows = make_rows(keys, [sampling] * size, power_of_two(len(sampling.stop_tokens)))
-    sampled, log_probs = jax.device_get(
-        _generate(params, config, tokens, lengths, rows, remaining, steps=power_of_two(max_tokens))
-    )
-    return [_completion(sampled[:, i], log_probs[:, i], sampling.stop_tokens) for i in range(B)]
-
-
-@functools.partial(jax.jit, static_argnames=("config", "steps"))
-def _generate(params, config, tokens, lengths, rows, remaining, *, steps):  # type: ignore[no-untyped-def]
-    B, T = tokens.shape
-    cache = transformer.init_cache(config, B, T + steps)
-    x, cache = transformer.hidden_cached(params, config, tokens, cache, jnp.zeros(B, jnp.int32), span=T)
-    x = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    start, first = begin(rows, transformer.logits_of(params, config, x), lengths, remaining)
-    _, _, later = decode(params, config, cache, rows, start, steps=steps)
-    return tuple(jnp.concatenate([one[None], more]) for one, more in zip(first[:2], later[:2]))
-
-
-def _completion(tokens: np.ndarray, log_probs: np.ndarray, stop_tokens: Sequence[int]) -> Completion:
-    count = int(np.argmax(tokens < 0)) if (tokens < 0).any() else len(tokens)
-    kept = tokens[:count].tolist()
-    return Completion(kept, log_probs[:count].tolist(), "stop" if kept[-1] in stop_tokens else "length")
 
 
 def check_prompt(prompt: Sequence[int], max_tokens: int, vocab_size: int, length: int) -> None:

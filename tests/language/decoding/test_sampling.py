@@ -60,11 +60,11 @@ def test_noise_differs_between_keys_and_places_and_repeats():
 
 def test_generated_tokens_have_the_log_probs_that_a_learner_computes():
     prompts = [[1, 2, 3], list(range(20)), [7]]
-    completions = generate(weights(), CONFIG, prompts, 3, SamplingParams(max_tokens=9, temperature=1.3, top_p=0.9))
-    for prompt, completion in zip(prompts, completions):
-        assert len(completion.tokens) == 9 and completion.finish_reason == "length"
-        np.testing.assert_allclose(completion.log_probs, learners_log_probs(prompt, completion.tokens), atol=1e-4)
-    assert len({tuple(completion.tokens) for completion in completions}) == 3
+    answers = generate(weights(), CONFIG, prompts, 3, SamplingParams(max_tokens=9, temperature=1.3, top_p=0.9))
+    for prompt, answer in zip(prompts, answers):
+        assert len(answer.tokens) == 9 and answer.finish_reason == "length"
+        np.testing.assert_allclose(answer.log_probs, learners_log_probs(prompt, answer.tokens), atol=1e-4)
+    assert len({tuple(answer.tokens) for answer in answers}) == 3
 
 
 def test_greedy_answers_are_the_likeliest_tokens_one_by_one():
@@ -80,17 +80,16 @@ def test_an_answer_ends_with_its_stop_token():
     stop = whole[0].tokens[4]
     first, second = generate(weights(), CONFIG, [[1], [2]], 3, SamplingParams(max_tokens=12, stop_tokens=(39, stop)))
     end = whole[0].tokens.index(stop) + 1
-    assert first == (whole[0].tokens[:end], whole[0].log_probs[:end], "stop")
+    assert (first.tokens, first.log_probs) == (whole[0].tokens[:end], whole[0].log_probs[:end])
+    assert first.finish_reason == "stop"
     assert second.tokens == whole[1].tokens[: len(second.tokens)]  # its own end is its own affair
     assert generate(weights(), CONFIG, [[1]], 3, SamplingParams(max_tokens=1))[0].tokens == whole[0].tokens[:1]
 
 
 def test_answers_without_a_limit_fill_the_room_that_there_is():
     assert generate(weights(), CONFIG, [], 0, SamplingParams()) == []
-    lengths = [
-        len(completion.tokens) for completion in generate(weights(), CONFIG, [[1] * 60, [2]], 0, SamplingParams())
-    ]
-    assert lengths == [4, 4]
+    answers = generate(weights(), CONFIG, [[1] * 60, [2] * 58], 0, SamplingParams())
+    assert [len(answer.tokens) for answer in answers] == [4, 6]
 
 
 @pytest.mark.parametrize(
