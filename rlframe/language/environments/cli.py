@@ -5,6 +5,7 @@ Options are those of the class, then of a YAML file, then of the command line.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import logging
@@ -247,27 +248,22 @@ def _made_servers(servers: Servers, default: APIServerConfig, of_file: Any, give
 
 def _given(arguments: Sequence[str], fields: Mapping[str, tuple[FieldInfo, Any]]) -> dict[str, Any]:
     """The flags of a command line, as values of their fields."""
-    given: dict[str, Any] = {}
-    left = list(arguments)
-    while left:
-        argument = left.pop(0)
-        if not argument.startswith("--"):
-            raise UsageError(f"{argument!r} is no option: options begin with `--`.")
-        name, joined, value = argument[2:].partition("=")
-        name = name.replace("-", "_")
-        values = [value] if joined else []
-        while not joined and left and not left[0].startswith("--"):
-            values.append(left.pop(0))
-        if name == _CONFIG:
-            if len(values) != 1:
-                raise UsageError("--config is the path of one YAML file.")
-            given[name] = values[0]
-        elif name in fields:
-            given[name] = _value(name, fields[name][0], values)
-        else:
-            near = suggest(f"--{name}", [f"--{known}" for known in (*fields, _CONFIG)])
-            raise UsageError(f"There is no option --{name}.{near or ' See --help.'}")
-    return given
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    known = [f"--{name}" for name in (*fields, _CONFIG)]
+    for flag in known:
+        parser.add_argument(*{flag, flag.replace("_", "-")}, dest=flag[2:], nargs="*")
+    words, unknown = parser.parse_known_args(arguments)
+    if unknown and not unknown[0].startswith("--"):
+        raise UsageError(f"{unknown[0]!r} is no option: options begin with `--`.")
+    if unknown:
+        name = unknown[0].partition("=")[0].replace("-", "_").replace("__", "--", 1)
+        raise UsageError(f"There is no option {name}.{suggest(name, known) or ' See --help.'}")
+    given = vars(words)
+    if len(given.get(_CONFIG, ("",))) != 1:
+        raise UsageError("--config is the path of one YAML file.")
+    return {
+        name: values[0] if name == _CONFIG else _value(name, fields[name][0], values) for name, values in given.items()
+    }
 
 
 def read_yaml(path: str | None) -> dict[str, Any]:
