@@ -7,6 +7,7 @@ and renamed when it is complete.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -14,10 +15,10 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -167,21 +168,43 @@ def write(
         ) from error
 
 
-def read(
-    path: str | os.PathLike[str],
-    spec: ReplaySpec,
-    places: Callable[[dict[str, Any], Shapes], dict[str, np.ndarray]],
-) -> dict[str, Any]:
-    """Read the file `path` into arrays, and return its header.
+class SavedReplay(NamedTuple):
+    """A file that `write` has written, open for reading."""
 
-    Args:
-        path: of the file.
-        spec: of the buffer; that of the file must be the same.
-        places: called with the header and the arrays' (dtype, shape); returns the arrays to fill. Others are skipped.
+    path: Path
+    header: dict[str, Any]
+    shapes: Shapes  # of its arrays
+    file: BufferedReader  # at the first array
+
+    def check_shapes(self, arrays: dict[str, np.ndarray]) -> None:
+        """Raise `CheckpointError` unless the file has these arrays, with the same dtypes and shapes."""
+        for name in arrays.keys() | self.shapes.keys():
+            here = [arrays[name].dtype.str, list(arrays[name].shape)] if name in arrays else "nothing of that name"
+            there = self.shapes.get(name)
+            if here != there:
+                raise CheckpointError(f"{self.path} was saved by another agent: {name} is {there} there, {here} here.")
+
+    def read(self, arrays: dict[str, np.ndarray]) -> None:
+        """Fill `arrays`, by their names, and skip the others of the file. Call it once.
+
+        Raises:
+            CheckpointError: the file is damaged. Some of the arrays may have been filled.
+        """
+        for name, (dtype, shape) in self.shapes.items():
+            if name in arrays:
+                _read_array(self.file, arrays[name], self.path, name)
+            else:
+                size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+                self.file.seek(size + _CRC.size, os.SEEK_CUR)
+        _check(not self.file.read(1), self.path, "its end")
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str], spec: ReplaySpec) -> Iterator[SavedReplay]:
+    """Open the file `path` of a buffer with this `spec`, and read its header.
 
     Raises:
-        CheckpointError: the file is missing, damaged, no replay buffer, or of a buffer with another `spec`. Some of the
-            arrays may have been filled.
+        CheckpointError: the file is missing, damaged, no replay buffer, or of a buffer with another `spec`.
     """
     path = Path(path)
     try:
@@ -198,25 +221,9 @@ def read(
             if header["spec"] != repr(spec):
                 saved = header["spec"]
                 raise CheckpointError(f"{path} was saved by a replay buffer with {saved}; this one has {spec!r}.")
-            arrays = places(header, shapes)
-            for name, (dtype, shape) in shapes.items():
-                if name in arrays:
-                    _read_array(file, arrays[name], path, name)
-                else:
-                    file.seek(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize + _CRC.size, os.SEEK_CUR)
-            _check(not file.read(1), path, "its end")
-            return header
+            yield SavedReplay(path, header, shapes, file)
     except OSError as error:
         raise CheckpointError(f"The replay buffer could not be read from {path}: {error}.") from error
-
-
-def check_shapes(path: str | os.PathLike[str], arrays: dict[str, np.ndarray], shapes: Shapes) -> None:
-    """Raise `CheckpointError` unless the file has these arrays, with the same dtypes and shapes."""
-    for name in arrays.keys() | shapes.keys():
-        here = [arrays[name].dtype.str, list(arrays[name].shape)] if name in arrays else "nothing of that name"
-        if here != shapes.get(name):
-            there = shapes.get(name)
-            raise CheckpointError(f"{path} was saved by another agent: {name} is {there} there, {here} here.")
 
 
 def _bytes(array: np.ndarray) -> memoryview:

@@ -304,37 +304,31 @@ class ReplayBuffer(KeyedReplayBuffer):
         Raises:
             CheckpointError: the file is missing, damaged or of another agent; this buffer is as it was.
         """
-        with self._lock:
-            stores: list[StepStore] = []
-            writers, extra = Writers[Fragments](), dict[str, np.ndarray]()
-
-            def places(header: dict[str, Any], shapes: checkpoint.Shapes) -> dict[str, np.ndarray]:
-                if "slots" not in header:
-                    raise CheckpointError(
-                        f"{path} was saved by a SharedMemReplayBuffer; this is the in-process ReplayBuffer."
-                    )
-                sizes = header["slots"], header["chunk"], header["num_envs"]
-                store = StepStore.in_own_memory(self.spec, self._step_spec, *sizes, self._single_frame)
-                stores.append(store)
-                store.observations.restore_framed(header["framed"])
-                store.timeline.head, store.timeline.floor = header["head"], header["floor"]
-                store.table.set_state(header["table"])
-                arrays = store.arrays()
-                for writer in header["writers"]:
-                    writers.put(store.open(*writer))
-                    arrays.update(_named(writers.by_rank[writer[0]]))
-                extra.update(
-                    {name: np.empty(size, dtype) for name, (dtype, size) in shapes.items() if name.startswith("extra/")}
+        with self._lock, checkpoint.opened(path, self.spec) as saved:
+            header, shapes = saved.header, saved.shapes
+            if "slots" not in header:
+                raise CheckpointError(
+                    f"{path} was saved by a SharedMemReplayBuffer; this is the in-process ReplayBuffer."
                 )
-                arrays.update(extra)
-                checkpoint.check_shapes(path, arrays, shapes)
-                return arrays
-
-            header = checkpoint.read(path, self.spec, places)
-            (store,), state = stores, header["state"]
+            # Allocate a store, and read the file into its arrays.
+            sizes = header["slots"], header["chunk"], header["num_envs"]
+            store = StepStore.in_own_memory(self.spec, self._step_spec, *sizes, self._single_frame)
+            store.observations.restore_framed(header["framed"])
+            store.timeline.head, store.timeline.floor = header["head"], header["floor"]
+            store.table.set_state(header["table"])
+            arrays, writers = store.arrays(), Writers[Fragments]()
+            for writer in header["writers"]:
+                writers.put(store.open(*writer))
+                arrays.update(_named(writers.by_rank[writer[0]]))
+            extra = {name: np.empty(size, dtype) for name, (dtype, size) in shapes.items() if name.startswith("extra/")}
+            arrays.update(extra)
+            saved.check_shapes(arrays)
+            saved.read(arrays)
+            # Nothing can fail from here on.
+            state = header["state"]
             store.observations.set_extra({name[len("extra/") :]: array for name, array in extra.items()})
-            for writer in writers.by_rank.values():
-                writer.gather(store.timeline)
+            for fragments in writers.by_rank.values():
+                fragments.gather(store.timeline)
             self._store, self._writers, self._num_envs = store, writers, header["num_envs"]
             self._one_writer = np.zeros((0, 3), np.int64)
             self._held.clear()

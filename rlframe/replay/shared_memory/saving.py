@@ -7,7 +7,6 @@ saved last, tell which rows were not overwritten. Open fragments live in the wri
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import numpy as np
 
@@ -62,11 +61,8 @@ def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec:
     Raises:
         CheckpointError: the file is missing, damaged or another agent's, or writers have added already.
     """
-    made: dict[str, np.ndarray] = {}
-    is_same = False
-
-    def places(header: dict[str, Any], shapes: checkpoint.Shapes) -> dict[str, np.ndarray]:
-        nonlocal is_same
+    with checkpoint.opened(path, spec) as saved:
+        header, shapes = saved.header, saved.shapes
         num_writers, token = header.get("shared", (None, None))
         if num_writers != memory.num_writers:
             raise CheckpointError(
@@ -74,18 +70,16 @@ def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec:
                 f"{memory.num_writers}. (None: by an in-process one.)"
             )
         is_same = token in (memory.token, memory.control[block.ORIGIN])
-        for name in ("numbers", "leaves", "headers"):
-            if name in shapes:
-                made[name] = np.empty(shapes[name][1], shapes[name][0])
+        dtypes = {name: shapes[name] for name in ("numbers", "leaves", "headers") if name in shapes}
+        made: dict[str, np.ndarray] = {name: np.empty(shape, dtype) for name, (dtype, shape) in dtypes.items()}
         arrays = dict(made)
         if not is_same:
             for rank, (slots, chunk, _, cursors) in header["segments"].items():
                 _check_free(path, memory, int(rank), slots, chunk, spec)
                 arrays.update(_rows(memory, int(rank), block.Cursors(*cursors).head, slots))
-            checkpoint.check_shapes(path, arrays, shapes)
-        return arrays
-
-    header, numbers = checkpoint.read(path, spec, places), made["numbers"]
+            saved.check_shapes(arrays)
+        saved.read(arrays)
+    numbers = made["numbers"]
     if not is_same:
         memory.control[block.ORIGIN] = header["shared"][1]
         for rank, (slots, chunk, claims, cursors) in header["segments"].items():
