@@ -114,7 +114,7 @@ class jit:
         return jax.jit(if_small, donate_argnums=self._donate_argnums, compiler_options=options)
 
     def _options(self, jaxpr: Any) -> _Options | None:
-        """The options to compile it with, or None: as XLA has it."""
+        """Return the options to compile it with, or None: as XLA has it."""
         convolves = any(equation.primitive.name == "conv_general_dilated" for equation in _equations(jaxpr))
         if self._differentiates and (convolves or _largest_product(jaxpr) >= _LARGE_PRODUCT):
             return None
@@ -168,7 +168,7 @@ def _operations(product: Any) -> float:
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations, those of inner functions too. (Printing a jaxpr to search it takes half a second for PPO.)"""
+    """Yield all equations, of inner functions, too. (Printing a jaxpr to search it takes half a second for PPO.)"""
     for equation in jaxpr.eqns:
         yield equation
         for inner in _inner(equation):
@@ -176,7 +176,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def _inner(equation: Any) -> list[Any]:
-    """The functions that an equation calls."""
+    """Return the functions that an equation calls."""
     leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns"))
     leaves = [getattr(leaf, "jaxpr", leaf) for leaf in leaves]
     return [leaf for leaf in leaves if hasattr(leaf, "eqns")]

@@ -70,7 +70,7 @@ class RemoteError(RlframeError):
 
 
 class NoMethodError(RemoteError):
-    """What was called has no method of that name."""
+    """The called node has no method of that name."""
 
 
 class UnavailableError(RlframeError):
@@ -110,7 +110,7 @@ def check_share(config: object, *names: str) -> None:
 
 
 def _number(config: object, name: str) -> Any:
-    """A field that is a number, or None. Raise `UsageError` for anything else."""
+    """Return a field that is a number, or None. Raise `UsageError` for anything else."""
     value = getattr(config, name)
     if value is None or isinstance(value, numbers.Number) or getattr(value, "shape", None) == ():
         return value
@@ -118,6 +118,6 @@ def _number(config: object, name: str) -> Any:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Returns `" Did you mean X?"` for the known name nearest to `name`, or an empty string."""
+    """Return `" Did you mean X?"` for the known name nearest to `name`, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""What the extras of `pip install 'rlframe[EXTRA]'` bring, and one sentence for whoever asks for one that is missing.
+"""The packages of each extra of `pip install 'rlframe[EXTRA]'`, and the error message for a missing one.
 
 Imports of an extra's packages stand inside `with needed(...)`. What must be known before something is made (a run's
 directory, processes) is checked by `require`, which imports nothing.
@@ -45,24 +45,24 @@ _MINOR = sys.version_info.minor
 
 
 def has(module: str) -> bool:
-    """Whether a top-level module is installed here, be it broken."""
+    """Return whether a top-level module is installed here, be it broken."""
     spec = importlib.util.find_spec(module)
     # A folder of that name in the working directory, such as W&B leaves, is no package: it has no `__init__`.
     return spec is not None and spec.origin is not None
 
 
 def is_installed(extra: str) -> bool:
-    """Whether all packages of an extra are installed here, be they broken."""
+    """Return whether all packages of an extra are installed here, be they broken."""
     return all(map(has, MODULES[extra]))
 
 
 def has_wheel(extra: str) -> bool:
-    """Whether there are wheels of an extra for this Python."""
+    """Return whether there are wheels of an extra for this Python."""
     return extra not in LAST_PYTHON or LAST_PYTHON[extra][0] >= _MINOR
 
 
 def is_instance(target: Any, module: str, name: str) -> bool:
-    """Whether `target` is an instance of the class of that name; imports nothing.
+    """Return whether `target` is an instance of the class of that name; imports nothing.
 
     Nothing is an instance of a class whose module nobody has imported.
     """
@@ -71,7 +71,7 @@ def is_instance(target: Any, module: str, name: str) -> bool:
 
 
 def require(by: str, *extras: str, otherwise: str = "") -> None:
-    """Raises `missing(...)` where a package of the extras is not installed.
+    """Raise `missing(...)` where a package of the extras is not installed.
 
     Args:
         by: what asks for them, as a user knows it: "--topology heavy_env".
@@ -109,7 +109,7 @@ def needed(by: str, *extras: str, otherwise: str = "") -> Iterator[None]:
 
 
 def missing(by: str, *extras: str, otherwise: str = "") -> UsageError:
-    """The error that says what asked for these extras, and how to get them."""
+    """Return the error that says what asked for these extras, and how to get them."""
     gone = [extra for extra in extras if not has_wheel(extra)]
     several = len(gone or extras) > 1
     sentence = f"{by} needs the extra{'s' * several} {_listed(gone or extras)}"

@@ -21,7 +21,7 @@ _program: _Program | None = None
 
 
 def join_program(stop: threading.Event, end: Callable[[], None]) -> None:
-    """Says that this process is a node of a program.
+    """Say that this process is a node of a program.
 
     Args:
         stop: is set when the program is to end.
@@ -32,7 +32,7 @@ def join_program(stop: threading.Event, end: Callable[[], None]) -> None:
 
 
 def program_stop() -> threading.Event | None:
-    """The event that is set when the program is to end whose node this process is, or this thread by Launchpad."""
+    """Return the event that is set when the program of this node is to end; None: there is no program."""
     if _program is not None:
         return _program.stop
     manager = sys.modules.get("launchpad.launch.worker_manager")
@@ -43,13 +43,13 @@ def program_stop() -> threading.Event | None:
 
 
 def is_told_to_end() -> bool:
-    """Whether the program here is to end: known a moment before `stopped_by_program` calls `stop`."""
+    """Return whether the program here is to end: known a moment before `stopped_by_program` calls `stop`."""
     event = program_stop()
     return event is not None and event.is_set()
 
 
 def stop_program() -> None:
-    """Ends the program, where there is one."""
+    """End the program, where there is one."""
     if _program is not None:
         _program.end()
     elif program_stop() is not None:
@@ -58,7 +58,7 @@ def stop_program() -> None:
 
 @contextlib.contextmanager
 def stopped_by_program(stop: Callable[[], None]) -> Iterator[None]:
-    """Has `stop()` called (by another thread) when the program that this node belongs to ends."""
+    """Call `stop()`, in another thread, when the program of this node ends."""
     event = program_stop()
     if event is None:
         yield

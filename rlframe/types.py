@@ -64,7 +64,7 @@ class MultiDiscreteArray(specs.BoundedArray):
 
 
 class AgentOutput(NamedTuple):
-    """What an agent answers for a batch of timesteps."""
+    """An agent's answer to a batch of timesteps."""
 
     action: Tree  # [B, ...], as the action spec says
     extras: dict[str, Any] = {}  # noqa: RUF012  [B, ...] each: what the learner needs back (log-probabilities, values)
@@ -127,7 +127,7 @@ class TokenBatch(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What `ReplayBuffer.sample()` returns."""
+    """A batch of items, as `ReplayBuffer.sample()` returns it."""
 
     data: Any  # a TransitionBatch, a SequenceBatch or a TokenBatch
     keys: Any  # [B, 3] int64: (writer rank, writer incarnation, sequence number) of each item
@@ -172,7 +172,7 @@ class Sequence:
 
 @dataclasses.dataclass(frozen=True)
 class ReplaySpec:
-    """What an agent learns from: every buffer is built from this and the agent's `StepSpec`."""
+    """The items that an agent learns from. Every buffer is built from this and the agent's `StepSpec`."""
 
     kind: Literal["uniform", "prioritised", "queue"]
     item: Union[Transition, Sequence]
@@ -210,7 +210,7 @@ class ReplaySpec:
 
 
 class AgentSpecs(NamedTuple):
-    """What a replay buffer needs to know of an agent, and all that it is asked for."""
+    """The two specs of an agent that a replay buffer needs."""
 
     replay_spec: ReplaySpec
     step_spec: StepSpec
@@ -225,7 +225,7 @@ def global_env_ids(rank: int, indices: np.ndarray) -> np.ndarray:
 
 
 def split_env_ids(env_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The inverse of `global_env_ids`: (ranks [B], indices [B])."""
+    """Return the inverse of `global_env_ids`: (ranks [B], indices [B])."""
     return np.divmod(env_ids, ENVS_PER_RANK)
 
 

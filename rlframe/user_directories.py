@@ -143,7 +143,7 @@ def _forget(path: str) -> None:
 
 
 def _is_late(name: str, module: ModuleType, file: str, path: str) -> bool:
-    """Whether code of a directory has imported a module of it since that code was loaded."""
+    """Return whether code of a directory has imported a module of it since that code was loaded."""
     if not _is_under(file, path) or _is_loaded(module) or _is_in(_directories[path].own, name, module):
         return False
     of_script = list(vars(sys.modules["__main__"]).values())
@@ -161,7 +161,7 @@ def _is_in(modules: Mapping[str, ModuleType], name: str, module: ModuleType | No
 
 
 def _is_shadowed(name: str, file: str, path: str) -> bool:
-    """Whether an import in `path` gives another module than the one of this name, which is in `file`."""
+    """Return whether an import in `path` gives another module than the one of this name, which is in `file`."""
     top = os.path.join(path, name.partition(".")[0])
     if file == f"{top}.py" or file.startswith(f"{top}{os.sep}"):
         return False
@@ -170,7 +170,7 @@ def _is_shadowed(name: str, file: str, path: str) -> bool:
 
 
 def _users_modules() -> dict[str, tuple[ModuleType, str]]:
-    """The modules that a user may have written, by name, with their files."""
+    """Return the modules that a user may have written, by name, with their files."""
     found = {}
     for name, module in list(sys.modules.items()):
         if not issubclass(type(module), ModuleType):  # `isinstance` believes objects that only pretend, as cffi's do
@@ -192,7 +192,7 @@ def _is_under(file: str, path: str) -> bool:
 
 
 def _real(file: str) -> str:
-    """The path of a file in its directory without symbolic links; the file itself may be one."""
+    """Return the path of a file in its directory without symbolic links; the file itself may be one."""
     directory, name = os.path.split(os.path.abspath(file))
     return os.path.join(os.path.realpath(directory), name)
 

@@ -181,7 +181,7 @@ def check_main_is_guarded(names: Iterable[str]) -> None:
 
 
 def is_guard(node: ast.stmt) -> bool:
-    """Whether a statement is `if __name__ == "__main__":`."""
+    """Return whether a statement is `if __name__ == "__main__":`."""
     return isinstance(node, ast.If) and any(
         isinstance(each, ast.Name) and each.id == "__name__" for each in ast.walk(node.test)
     )
@@ -195,7 +195,7 @@ def pickle_by_value(module: ModuleType) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The type, the message and, of a syntax error, the line of an exception."""
+    """Return the type, the message and, of a syntax error, the line of an exception."""
     line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
     message = error.msg if isinstance(error, SyntaxError) else str(error)
     return f"{type(error).__name__}: {message}{line}".rstrip(".: ")

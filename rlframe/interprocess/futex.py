@@ -45,7 +45,7 @@ class Futex:
         return self._word.value
 
     def wait(self, value: int, timeout: float) -> bool:
-        """Sleeps until somebody wakes, for at most `timeout` seconds; not at all if the word is not `value`.
+        """Sleep until somebody wakes, for at most `timeout` seconds; not at all if the word is not `value`.
 
         Returns:
             Whether it was woken, or may have been.
@@ -61,7 +61,7 @@ class Futex:
         return True
 
     def wake(self) -> None:
-        """Wakes all who sleep, and keeps those awake who were about to."""
+        """Wake all who sleep, and keep those awake who were about to."""
         self._word.value += 1  # wraps at 2^32; two processes at once may count one, which still is a change
         _libc.syscall(*self._wake)
 

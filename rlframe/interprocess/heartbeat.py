@@ -57,7 +57,7 @@ _PAGE = struct.Struct("=qdd64s")
 
 
 def interval_of(timeout: float) -> float:
-    """Seconds from beat to beat, and from look to look."""
+    """Return the seconds from beat to beat, and from look to look."""
     return min(timeout * _SHARE, _MOST)
 
 
@@ -88,7 +88,7 @@ class HeartbeatMonitor:
 
     @property
     def page(self) -> bytes:
-        """What the process has written; to be set where another watcher, beside the process, has read it."""
+        """The page as the process has written it. Set it if another watcher, beside the process, has read it."""
         return os.pread(self.descriptor, _PAGE.size, 0)
 
     @page.setter
@@ -119,7 +119,7 @@ def patience(seconds: float, watched: float = math.inf) -> float:
 
 
 def begin() -> None:
-    """Has a thread of this process beat, where the one that started it watches."""
+    """Start this process's heartbeats, if the process that started it watches it."""
     found = os.environ.pop(VARIABLE, "")  # not for those that this process starts
     if found:
         descriptor, _, interval = found.partition(":")

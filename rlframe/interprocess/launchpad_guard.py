@@ -143,7 +143,7 @@ def _wait_while(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def nodes_of(launcher: int) -> list[Node]:
-    """The nodes that a launcher started, by its process number."""
+    """Return the nodes that a launcher started, by its process number."""
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for each in psutil.Process(launcher).children(recursive=True):
@@ -198,7 +198,7 @@ def data_file_of(command: list[str]) -> str:
 
 
 def command_of(pid: int) -> list[str]:
-    """The command line of a process; empty if it has ended."""
+    """Return the command line of a process; empty if it has ended."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).cmdline()
     return []
@@ -214,7 +214,7 @@ def ignores(pid: int, number: int) -> bool:
 
 
 def arguments(node: Node, launcher: ProcessId, title: str, hides_exit_code: bool) -> list[str]:
-    """The command line's end for `main`."""
+    """Return the command line's end for `main`."""
     return [str(each) for each in (*node.process, *launcher, hides_exit_code, node.data_file, title)]
 
 

@@ -78,7 +78,7 @@ class SharedArrays:
 
     @classmethod
     def create(cls, label: str, fields: Fields) -> SharedArrays:
-        """Makes the memory. The system's tools list it as `label`. It is closed when nobody refers to the object."""
+        """Make the memory. The system's tools list it as `label`. It is closed when nobody refers to the object."""
         descriptor = anonymous_file(label)
         created = cls(descriptor, fields)
         created._words[_TOKEN] = secrets.randbits(62)
@@ -88,7 +88,7 @@ class SharedArrays:
 
     @classmethod
     def attach(cls, name: Name, label: str, fields: Fields) -> SharedArrays:
-        """Finds memory that this process or another has created.
+        """Find memory that this process or another has created.
 
         Raises:
             PermissionError: its creator runs as another user, or on another Ray node.
@@ -114,7 +114,7 @@ class SharedArrays:
         return attached
 
     def rows(self, name: str) -> list[memoryview]:
-        """The rows of an array of int64, as what its scalars are read and written by in a third of the time."""
+        """Return the rows of an array of int64, as what its scalars are read and written by in a third of the time."""
         array = self.arrays[name]
         return [memoryview(row) for row in array.reshape(-1, array.shape[-1])]
 
@@ -129,7 +129,7 @@ class SharedArrays:
         return self.name is None or self.name.maker.is_alive
 
     def close(self) -> None:
-        """Lets go of the memory, and says so to all who map it where this process created it. May be called again."""
+        """Let go of the memory, and say so to all who map it where this process created it. May be called again."""
         if self._finalizer is not None:
             self._finalizer()
 
@@ -157,7 +157,7 @@ class SharedArrays:
 
 
 def anonymous_file(label: str) -> int:
-    """A descriptor of an empty file that has no name, for processes that inherit it."""
+    """Return a descriptor of an empty file that has no name, for processes that inherit it."""
     return os.memfd_create(label, os.MFD_CLOEXEC)
 
 
@@ -199,7 +199,7 @@ class Seqlock:
 
     @staticmethod
     def words(numbers: int) -> int:
-        """How many words it takes."""
+        """Return how many words it takes."""
         return 1 + 2 * numbers
 
     @property
@@ -208,7 +208,7 @@ class Seqlock:
         return self._words[0]
 
     def write(self, *numbers: int) -> None:
-        """Makes `numbers` known, and all that was written to the memory before."""
+        """Make `numbers` known, and all that was written to the memory before."""
         words = self._words
         count = words[0] + 1
         self._pack(words, self._offsets[count & 1], *numbers)
@@ -219,7 +219,7 @@ class Seqlock:
             fence()
 
     def read(self) -> tuple[int, ...]:
-        """What `write` was last given."""
+        """Return the numbers of the last `write`."""
         words = self._words
         while True:  # again only where it was written twice meanwhile
             count = words[0]

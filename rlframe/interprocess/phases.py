@@ -1,4 +1,4 @@
-"""What the threads of this process are at, and for how long: so that work which hangs is told from work which is slow.
+"""The phases that threads of this process are in, and for how long. They tell work that hangs from slow work.
 
 Work that should be done within a time is declared where it is done:
 
@@ -52,17 +52,17 @@ ENDING = Phase("ending", 60.0)
 
 
 def waiting_for(name: str) -> Phase:
-    """The phase of who waits for another process: it is not the one that hangs."""
+    """Return the phase of who waits for another process: it is not the one that hangs."""
     return Phase(f"waiting for {name}", math.inf)
 
 
 def advance() -> None:
-    """Notes that the phase which this thread is in gets on."""
+    """Note that the phase which this thread is in gets on."""
     _threads[get_ident()].advances += 1
 
 
 class _Thread:
-    """What one thread is at."""
+    """The state of one thread."""
 
     __slots__ = ("advances", "within")
 
@@ -93,7 +93,7 @@ class Stay(NamedTuple):
         return self.phase.name, self.seconds, self.phase.allowed
 
     def where(self) -> str:
-        """The traceback of the thread, as text."""
+        """Return the traceback of the thread, as text."""
         frame = sys._current_frames().get(self.ident)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
@@ -105,7 +105,7 @@ class ThreadProgress:
         self._seen: dict[int, tuple[Any, Any, float]] = {}  # (within, how far it is, since when), by thread
 
     def look(self, now: float, ident: int | None = None) -> Stay | None:
-        """The stay that is nearest to its deadline, or furthest beyond it; None where no thread is in a phase.
+        """Return the stay that is nearest to its deadline, or furthest beyond it; None where no thread is in a phase.
 
         Args:
             now: in seconds, by a clock of the caller's.
@@ -126,5 +126,5 @@ class ThreadProgress:
 
 
 def complaint(name: str, seconds: float, allowed: float) -> str:
-    """How a stay that is overdue is told."""
+    """Return how a stay that is overdue is told."""
     return f"in phase {name} for {seconds:.0f} s, allowed {allowed:g} s"

@@ -24,7 +24,7 @@ class ProcessId(NamedTuple):
 
     @staticmethod
     def of(pid: int) -> ProcessId:
-        """The process that has this number now; `started` is -1 where none has, or what is left of one."""
+        """Return the process that has this number now; `started` is -1 where none has, or what is left of one."""
         return ProcessId(pid, _started(pid))
 
     @property
@@ -54,7 +54,7 @@ def _started(pid: int) -> int:
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent dies, even from SIGKILL.
+    """Make the kernel kill this process when its parent dies, even from SIGKILL.
 
     For the kernel the parent is the *thread* that made this process: see `start_process`.
     """
@@ -73,7 +73,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def die_soon_after_parent() -> None:
-    """Has the kernel end this process 3 seconds after its parent, whatever it is at, with time to close before.
+    """Make the kernel end this process 3 seconds after its parent dies. Until then it may close.
 
     Even in the middle of a call into C that keeps Python's lock: no Python runs for it. Does nothing beyond Linux.
     """
@@ -86,7 +86,7 @@ def die_soon_after_parent() -> None:
 
 
 def start_process(command: list[str], **kwargs: Any) -> subprocess.Popen[bytes]:
-    """Makes a `subprocess.Popen` from a thread that lives as long as this process: its end is the parent's."""
+    """Make a `subprocess.Popen` from a thread that lives as long as this process: its end is the parent's."""
     if threading.current_thread() is threading.main_thread():
         return subprocess.Popen(command, **kwargs)
     made: Future[subprocess.Popen[bytes]] = Future()
@@ -96,7 +96,7 @@ def start_process(command: list[str], **kwargs: Any) -> subprocess.Popen[bytes]:
 
 @functools.lru_cache(maxsize=1)
 def _starts(pid: int) -> SimpleQueue[Any]:
-    """What goes in is started by a daemon: the interpreter ends the threads of an executor before those of its user."""
+    """Return the queue of a daemon thread that starts processes. The interpreter ends an executor too early."""
     # By process: a fork has the queue, but not its thread.
     queue: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_start_all, args=(queue,), name="rlframe starter", daemon=True).start()

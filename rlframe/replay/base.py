@@ -112,7 +112,7 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
         """Note that the Learner is at `version` after it learned from the items `keys` ([B, 3]; none at its start)."""
 
     def make_dataset(self, prefetch: int = 2, timeout: float | None = None) -> Dataset:
-        """Returns an endless iterator of batches, `prefetch` of which a thread draws ahead.
+        """Return an endless iterator of batches, `prefetch` of which a thread draws ahead.
 
         Each `next` waits at most `timeout` seconds for its batch; None: see `Dataset`. Close the dataset (or the
         buffer) to end it.

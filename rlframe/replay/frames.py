@@ -19,7 +19,7 @@ _PROBATION = 256  # rows after which a store that mostly keeps frames aside is g
 
 
 def looks_stacked(leaf: Leaf) -> bool:
-    """Whether a leaf has the shape and type of stacked frames; only the data can tell."""
+    """Return whether a leaf has the shape and type of stacked frames; only the data can tell."""
     return leaf.dtype == np.uint8 and len(leaf.shape) == 3 and 2 <= leaf.shape[0] <= 8 and min(leaf.shape[1:]) >= 32
 
 
@@ -51,7 +51,7 @@ class FrameStore:
         return self.rows_seen >= _PROBATION and self.rows_aside > self.rows_seen // 2
 
     def write(self, first: int, index: Index, values: Any, before: Numbers | None) -> None:
-        """Stores `values` [B, k, H, W] for the numbers from `first`; `before` are the timesteps they follow, if any."""
+        """Store `values` [B, k, H, W] for the numbers from `first`; `before` are the timesteps they follow, if any."""
         if len(self._aside) >= self._sweep_at:
             self._sweep()
         values = np.asarray(values)
@@ -97,7 +97,7 @@ class FrameStore:
         return differ if differ.any() else None
 
     def _keep_aside(self, stack: np.ndarray, number: int) -> list[int]:
-        """Returns references to the frames of `stack`, all but the newest kept aside; equal neighbours once."""
+        """Return references to the frames of `stack`, all but the newest kept aside; equal neighbours once."""
         references = [number]
         for j in range(self._k - 2, -1, -1):
             if np.array_equal(stack[j], stack[j + 1]):
@@ -111,21 +111,21 @@ class FrameStore:
         return references[::-1]
 
     def _sweep(self) -> None:
-        """Drops the frames kept aside that no slot refers to any more."""
+        """Drop the frames kept aside that no slot refers to any more."""
         references = self._timeline.used(self._references)
         used = set((-1 - references[references < 0]).tolist())
         self._aside = {i: frame for i, frame in self._aside.items() if i in used or i == 0}
         self._sweep_at = max(1024, 2 * len(self._aside))
 
     def read(self, slots: np.ndarray, outputs: OutputArrays) -> np.ndarray:
-        """Returns the stacks in `slots` (any shape), `[*slots.shape, k, H, W]`."""
+        """Return the stacks in `slots` (any shape), `[*slots.shape, k, H, W]`."""
         references = self._references.take(slots, axis=0, mode="wrap")
         out = outputs.take(self._frames, references % self._rows)
         self._patch(out, references)
         return out
 
     def read_both(self, slots: np.ndarray, others: np.ndarray, outputs: OutputArrays) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (`read(slots)`, `read(others)`) for [B] slots, a few rows at a time: the second finds in the
+        """Return (`read(slots)`, `read(others)`) for [B] slots, a few rows at a time: the second finds in the
         processor's cache the frames that it shares with the first."""
         references = [self._references.take(index, axis=0, mode="wrap") for index in (slots, others)]
         positions = [numbers % self._rows for numbers in references]
@@ -141,18 +141,18 @@ class FrameStore:
         return a, b
 
     def _patch(self, out: np.ndarray, references: np.ndarray) -> None:
-        """Puts the frames that are kept aside into `out`."""
+        """Put the frames that are kept aside into `out`."""
         if references.size and references.min() < 0:
             for place in zip(*(references < 0).nonzero()):
                 out[place] = self._aside[-1 - int(references[place])]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What a checkpoint must hold, with `extra`."""
+        """Return the arrays that a checkpoint must hold. See `extra`, too."""
         name, used = self.leaf.name, self._timeline.used
         return {f"{name} frames": used(self._frames), f"{name} references": used(self._references)}
 
     def extra(self) -> dict[str, np.ndarray]:
-        """The frames kept aside."""
+        """Return the frames kept aside."""
         ids = np.array(list(self._aside), np.int64)
         frames = np.stack(list(self._aside.values())) if self._aside else np.zeros((0, *self.leaf.shape[1:]), np.uint8)
         counters = np.array([self._next_aside, self._sweep_at, self.rows_seen, self.rows_aside])
@@ -165,6 +165,6 @@ class FrameStore:
 
 
 def _as_strings(frames: np.ndarray) -> np.ndarray:
-    """Bytes `[B, H, W]` as [B] strings of one length, which numpy compares with memcmp: half the time of numbers."""
+    """Return bytes `[B, H, W]` as [B] strings of one length: NumPy compares them in half the time of numbers."""
     rows = frames.reshape(len(frames), -1)
     return rows.view(f"S{rows.shape[1]}")[:, 0]

@@ -23,7 +23,7 @@ _IS_NOT_LAST = bytes(int(t != _LAST_BYTE) for t in range(256))
 
 
 class _Items:
-    """What both kinds of items share: columns of scalars and trees, a row per slot."""
+    """Base of both kinds of items: columns of scalars and trees, with a row per slot."""
 
     columns: dict[str, str]
     fields: tuple[str, ...]
@@ -45,7 +45,7 @@ class _Items:
         return columns + sum(tree.nbytes for tree in self._trees.values())
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What a checkpoint must hold."""
+        """Return the arrays that a checkpoint must hold."""
         arrays = {name: self._timeline.used(column) for name, column in self._columns.items()}
         for tree in self._trees.values():
             arrays.update(tree.arrays())
@@ -84,11 +84,11 @@ class Transitions(_Items):
         """A timestep starts a fragment: nothing to keep of it."""
 
     def discard(self, writer: Fragments, envs: np.ndarray) -> None:
-        """Forgets the open fragments of `envs`: none of their starts is in this episode any more."""
+        """Forget the open fragments of `envs`: none of their starts is in this episode any more."""
         writer.ages[envs] = 0
 
     def put(self, writer: Fragments, now: int, new: int, step: Step, types: bytes, after_types: bytes) -> None:
-        """Stores a step of all the environments of a writer in lockstep."""
+        """Store a step of all the environments of a writer in lockstep."""
         after, count = step.next_timestep, writer.num_envs
         discount = self._store(writer.index, new - now, step)
         acting = np.frombuffer(types.translate(_IS_NOT_LAST), bool) if _LAST_BYTE in types else None
@@ -115,7 +115,7 @@ class Transitions(_Items):
     def _extend(
         self, k: int, index: Index, span: int, reward: np.ndarray, discount: np.ndarray, within: np.ndarray | None
     ) -> None:
-        """Adds the reward to the items that began k steps before, in the episodes that are the same (`within`)."""
+        """Add the reward to the items that began k steps before, in the episodes that are the same (`within`)."""
         gained = self._powers[k] * reward
         if within is not None and isinstance(index, slice):  # in place, which takes half the time
             old = self._reward[index], self._discount[index]
@@ -131,7 +131,7 @@ class Transitions(_Items):
         self._span[index] = span
 
     def _finish(self, writer: Fragments, ended: np.ndarray, unbroken: list[np.ndarray | None]) -> None:
-        """Completes the items of fewer than n steps of the episodes that `ended`."""
+        """Complete the items of fewer than n steps of the episodes that `ended`."""
         envs = ended.nonzero()[0]
         shorter = []
         for k in range(min(len(unbroken), self._n - 1) - 1, -1, -1):
@@ -140,7 +140,7 @@ class Transitions(_Items):
         self._table.append(np.concatenate(shorter))
 
     def put_scattered(self, writer: Fragments, envs: np.ndarray, now: np.ndarray, new: np.ndarray, step: Step) -> None:
-        """Stores a step of `envs`, taken at the timesteps `now` [B] and answered by `new` [B]."""
+        """Store a step of `envs`, taken at the timesteps `now` [B] and answered by `new` [B]."""
         after, slots = step.next_timestep, self._timeline.slots
         positions, ages = writer.positions[envs], writer.ages[envs]
         discount = self._store(now % slots, new - now, step)
@@ -162,7 +162,7 @@ class Transitions(_Items):
         self._table.append(np.concatenate(completed))
 
     def _store(self, index: Index, span: Any, step: Step) -> np.ndarray:
-        """Stores what a step holds beside observations; returns the discount that items multiply."""
+        """Store what a step holds beside observations; return the discount that items multiply."""
         after = step.next_timestep
         discount = after.discount if self._late_gamma else after.discount * self._gamma
         self._reward[index] = after.reward
@@ -174,7 +174,7 @@ class Transitions(_Items):
     def assemble(
         self, slots: np.ndarray, observations: Any, outputs: OutputArrays
     ) -> tuple[TransitionBatch, np.ndarray]:
-        """Gathers the items that start in `slots` [B], and [B] the oldest version that acted in each."""
+        """Gather the items that start in `slots` [B], and [B] the oldest version that acted in each."""
         ends = self._timeline.follow(slots, self._span.take(slots, mode="wrap"))
         outcome = self._outcome.take(slots, axis=0, mode="wrap")
         observation, next_observation = observations.read_both(slots, ends, outputs)
@@ -205,11 +205,11 @@ class Sequences(_Items):
         self._columns["step_type"][index] = step_type
 
     def discard(self, writer: Fragments, envs: np.ndarray) -> None:
-        """Forgets the open fragments of `envs`: the next sequence starts at the next step."""
+        """Forget the open fragments of `envs`: the next sequence starts at the next step."""
         writer.positions[envs] = 0
 
     def put(self, writer: Fragments, now: int, new: int, step: Step, types: bytes, after_types: bytes) -> None:
-        """Stores a step of all the environments of a writer in lockstep."""
+        """Store a step of all the environments of a writer in lockstep."""
         index, count = writer.index, writer.num_envs
         self._store(index, self._timeline.index(new, count), new - now, step)
         j, rest = divmod(writer.position, self.period)
@@ -221,7 +221,7 @@ class Sequences(_Items):
             self._table.append_block(start, self._timeline.index(start, count), count, None)
 
     def put_scattered(self, writer: Fragments, envs: np.ndarray, now: np.ndarray, new: np.ndarray, step: Step) -> None:
-        """Stores a step of `envs`, taken at the timesteps `now` [B] and answered by `new` [B]."""
+        """Store a step of `envs`, taken at the timesteps `now` [B] and answered by `new` [B]."""
         slots = self._timeline.slots
         self._store(now % slots, new % slots, new - now, step)
         writer.begin(now, envs)
@@ -239,7 +239,7 @@ class Sequences(_Items):
         self._trees["agent_state"].write(index, step.agent_state)
 
     def assemble(self, slots: np.ndarray, observations: Any, outputs: OutputArrays) -> tuple[SequenceBatch, np.ndarray]:
-        """Gathers the items that start in `slots` [B], and [B] the oldest version that acted in each."""
+        """Gather the items that start in `slots` [B], and [B] the oldest version that acted in each."""
         path = np.empty((self._length + 1, len(slots)), np.int64)
         path[0] = slots
         for t in range(self._length):
@@ -260,7 +260,7 @@ class Sequences(_Items):
 
 
 def _both(a: np.ndarray | None, b: np.ndarray | None) -> np.ndarray | None:
-    """The conjunction of two masks, of which None is all True."""
+    """Return the conjunction of two masks, of which None is all True."""
     if a is None:
         return b
     return a if b is None else a & b

@@ -42,19 +42,19 @@ class TreeLayout:
         self._name = name
 
     def split(self, tree: Tree) -> list[Any]:
-        """Returns the leaves of `tree`, in the order of `leaves`."""
+        """Return the leaves of `tree`, in the order of `leaves`."""
         return [tree] if self.is_leaf else self._treedef.flatten_up_to(tree)
 
     def build(self, leaves: list[Any]) -> Tree:
-        """The inverse of `split`."""
+        """Return the inverse of `split`."""
         return leaves[0] if self.is_leaf else self._treedef.unflatten(leaves)
 
     def map(self, tree: Tree, rows: np.ndarray) -> Tree:
-        """Returns the tree of `leaf[rows]`."""
+        """Return the tree of `leaf[rows]`."""
         return self.build([np.asarray(value)[rows] for value in self.split(tree)])
 
     def check(self, tree: Tree, batch: int) -> None:
-        """Raises `UsageError` that names the first leaf of `tree` that is not a `[batch, ...]` of its spec."""
+        """Raise `UsageError` that names the first leaf of `tree` that is not a `[batch, ...]` of its spec."""
         try:
             values = self.split(tree)
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
@@ -67,7 +67,7 @@ class TreeLayout:
 
 
 def check_array(leaf: Leaf, value: Any, batch: int) -> None:
-    """Raises `UsageError` unless `value` is a `[batch, *leaf.shape]` array of `leaf.dtype`."""
+    """Raise `UsageError` unless `value` is a `[batch, *leaf.shape]` array of `leaf.dtype`."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape != (batch, *leaf.shape) or dtype != leaf.dtype:
         came = f"{dtype}{list(shape)}" if shape is not None else f"a {type(value).__name__}"
@@ -78,7 +78,7 @@ def check_array(leaf: Leaf, value: Any, batch: int) -> None:
 
 
 def step_layouts(step_spec: StepSpec) -> dict[str, TreeLayout]:
-    """The layouts that `check_step` takes."""
+    """Return the layouts that `check_step` takes."""
     return {name: TreeLayout(name, getattr(step_spec, name)) for name in StepSpec._fields}
 
 
@@ -95,7 +95,7 @@ def check_added(env_ids: np.ndarray, step: Step) -> None:
 
 
 def check_step(layouts: dict[str, TreeLayout], step: Step, batch: int) -> None:
-    """Raises `UsageError` unless `step` is one of `batch` environments, as the agent's `step_spec` says."""
+    """Raise `UsageError` unless `step` is one of `batch` environments, as the agent's `step_spec` says."""
     scalars = {"step_type": np.uint8, "reward": np.float32, "discount": np.float32}
     for which in ("timestep", "next_timestep"):
         timestep = getattr(step, which)
@@ -126,7 +126,7 @@ def own_memory(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray
 
 
 def no_memory(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array to measure and not to write to: it has its shape and its `nbytes`, and one value."""
+    """Return an array to measure and not to write to: it has its shape and its `nbytes`, and one value."""
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
@@ -141,7 +141,7 @@ class OutputArrays:
         self._arrays: dict[tuple, list[np.ndarray]] = {}
 
     def take(self, data: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Returns `data[slots]`, `[*slots.shape, *data.shape[1:]]`. Slots beyond the end wrap."""
+        """Return `data[slots]`, `[*slots.shape, *data.shape[1:]]`. Slots beyond the end wrap."""
         if slots.size * data.strides[0] < _LARGE:
             return data.take(slots, axis=0, mode="wrap")
         out = self.empty((*slots.shape, *data.shape[1:]), data.dtype)
@@ -150,7 +150,7 @@ class OutputArrays:
         return out
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Returns an array with arbitrary contents that nobody else refers to."""
+        """Return an array with arbitrary contents that nobody else refers to."""
         kept = self._arrays.setdefault((shape, dtype), [])
         for i in range(len(kept)):
             if sys.getrefcount(kept[i]) == 2:  # the list, and the argument of getrefcount

@@ -81,7 +81,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             store.marks_origin = len(self._origins) > 1
 
     def resume_rank(self, rank: int, incarnation: int, num_envs: int) -> None:
-        """Has a writer go on that claimed its rank elsewhere, or lost some of its steps: its fragments are new."""
+        """Let a writer continue that claimed its rank elsewhere, or lost some steps. Its fragments begin anew."""
         with self._lock:
             self._incarnations[rank] = incarnation
             self.open_segment(rank, num_envs)
@@ -98,7 +98,7 @@ class ReplayBuffer(KeyedReplayBuffer):
     # --- reading
 
     def sample(self) -> Batch | None:
-        """Draws a batch, or returns None before `min_size` items were added (a queue: while it holds too few).
+        """Draw a batch, or return None before `min_size` items were added (a queue: while it holds too few).
 
         Arrays of a batch are the caller's own; large ones are used again once nothing refers to them.
         """
@@ -161,7 +161,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         return keys
 
     def _numbers(self, keys: np.ndarray) -> np.ndarray:
-        """The first timesteps of the items `keys`; -1 where another than they say wrote there since."""
+        """Return the first timesteps of the items `keys`; -1 where another than they say wrote there since."""
         starts = keys[:, 2]
         written_by = np.asarray(self._origins).T
         if len(self._origins) > 1:
@@ -189,7 +189,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         }
 
     def _items_of(self) -> dict[int, int]:
-        """How many items of each rank a queue holds."""
+        """Return how many items of each rank a queue holds."""
         store = self._store
         numbers = store.table.numbers()
         return collections.Counter(np.asarray(self._origins)[store.origin[store.timeline.slot(numbers)], 0].tolist())
@@ -220,7 +220,7 @@ class ReplayBuffer(KeyedReplayBuffer):
 
     @property
     def weight(self) -> float:
-        """What draws of this buffer are in proportion to, where others hold more of the same replay."""
+        """The sum of the weights of all items. A draw from several shards chooses each in proportion to it."""
         with self._lock:
             return self._store.table.weight if self._store is not None else 0.0
 
@@ -244,7 +244,7 @@ class ReplayBuffer(KeyedReplayBuffer):
     # --- memory and disk
 
     def _make_room(self, num_envs: int, all_envs: int) -> StepStore:
-        """Allocates for the first writer; a later one must fit in."""
+        """Allocate for the first writer; a later one must fit in."""
         spec = self.spec
         if self._store is not None:
             timeline = self._store.timeline
@@ -257,7 +257,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         return self._store
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes items, open fragments, priorities, counters and the state of the draws to the file `path`.
+        """Write items, open fragments, priorities, counters and the state of the draws to the file `path`.
 
         The file is streamed and renamed when complete. Adding and sampling wait meanwhile.
 
@@ -297,7 +297,7 @@ class ReplayBuffer(KeyedReplayBuffer):
                     writer.gather(timeline)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Goes on where `save` was called: the same steps added give the very same batches.
+        """Go on where `save` was called: the same steps added give the very same batches.
 
         Writers keep rank and incarnation; one whose environments do not go on where they were claims its rank again.
 
@@ -341,5 +341,5 @@ class ReplayBuffer(KeyedReplayBuffer):
 
 
 def _named(writer: Fragments) -> dict[str, np.ndarray]:
-    """What a checkpoint must hold of a writer."""
+    """Return the arrays of a writer that a checkpoint must hold."""
     return {f"writer {writer.rank}/{name}": array for name, array in writer.arrays().items()}

@@ -74,7 +74,7 @@ class RateLimiter:
         return 0.0 if self.ratio is None else self.ratio * (inserted - self._min_size) - sampled
 
     def may_sample(self, batch_size: int, size: int, inserted: int, sampled: int) -> bool:
-        """Whether a batch of `batch_size` may be sampled of the `size` items that are there."""
+        """Return whether a batch of `batch_size` may be sampled of the `size` items that are there."""
         if self._is_queue:
             enough = size >= max(self._min_size, batch_size)
         else:
@@ -82,13 +82,13 @@ class RateLimiter:
         return enough and (self.ratio is None or self.ahead(inserted, sampled) >= 0)
 
     def may_insert(self, inserted: int, sampled: int, run_ahead: int) -> bool:
-        """Whether an item may be inserted, where inserts may be ahead by `run_ahead` items."""
+        """Return whether an item may be inserted, where inserts may be ahead by `run_ahead` items."""
         return self.ratio is None or self.ahead(inserted, sampled) <= self.ratio * run_ahead
 
     def inserts_needed(
         self, size: int, inserted: int, sampled: int, writers: Callable[[], Mapping[int, WriterState]]
     ) -> int:
-        """How many items must have been inserted, in all, before `items_to_sample` is above 0."""
+        """Return how many items must have been inserted, in all, before `items_to_sample` is above 0."""
         if self._is_queue:
             count = self._batch_size or self._quorum.expected(writers())
             return inserted + max(1, max(self._min_size, count) - size)
@@ -96,7 +96,7 @@ class RateLimiter:
         return max(needed, self._min_size + math.ceil(sampled / self.ratio)) if self.ratio else needed
 
     def reverb_bounds(self, batch_size: int, run_ahead: int) -> tuple[float, float]:
-        """The bounds of Reverb's `SampleToInsertRatio` on `samples_per_insert * inserted - sampled`.
+        """Return the bounds of Reverb's `SampleToInsertRatio` on `samples_per_insert * inserted - sampled`.
 
         Reverb asks before each item of a batch, and not before the first alone.
         """
@@ -108,7 +108,7 @@ class RateLimiter:
 
 
 class WriterState(NamedTuple):
-    """What is known of a writer."""
+    """State of a writer, for `WriterQuorum`."""
 
     num_envs: int  # 0 before it came
     progress: Any  # differs after each step that it took (where only items are seen: after each of these); 0 before
@@ -161,7 +161,7 @@ class WriterQuorum:
         return 0 if waited_for else whole
 
     def expected(self, writers: Mapping[int, WriterState]) -> int:
-        """Items of a batch of all that have not lapsed."""
+        """Return how many items of a batch of all that have not lapsed."""
         return sum(writer.num_envs for rank, writer in writers.items() if rank not in self._lapsed)
 
     def _lapses(self, rank: int, writer: WriterState, now: float) -> bool:
@@ -176,13 +176,13 @@ class WriterQuorum:
 
 
 def items_kept(spec: ReplaySpec) -> int:
-    """How many items `capacity` steps begin, at most."""
+    """Return how many items `capacity` steps begin, at most."""
     stride = min(spec.item.length, spec.item.period) if isinstance(spec.item, Sequence) else 1
     return max(-(-spec.capacity // stride), spec.min_size)
 
 
 def samples_of_rounds(spec: ReplaySpec, num_envs: int, rounds: int) -> float:
-    """How many samples `rounds` batches are, or `rounds` items of every environment ask for, whichever is more.
+    """Return how many samples `rounds` batches are, or `rounds` items of every environment ask for, whichever is more.
 
     It is what writers in other processes than the reader's may be ahead of `samples_per_insert`, so that neither waits
     for the other at each item, and hardly an update is left to do when the last item was inserted.
@@ -197,5 +197,5 @@ def items_of_rounds(spec: ReplaySpec, num_envs: int, rounds: int) -> int | None:
 
 
 def default_run_ahead(spec: ReplaySpec) -> int:
-    """Items by which writers may be ahead of the ratio: an inline loop adds hundreds before it samples."""
+    """Return the default `run_ahead` in items: a loop in one process adds hundreds before it samples."""
     return max(spec.min_size, 2 * (spec.batch_size or 1), 256)

@@ -26,7 +26,7 @@ _IN_TABLE = 1 + 2 * 8  # bytes per slot: whether an item starts there, and the t
 
 
 class StepStore:
-    """What is kept of each timestep, a row per slot of `timeline`; steps are added, and items read.
+    """Steps in a ring of slots, one row per timestep. Writers add steps; readers read items.
 
     Args:
         spec: what the agent learns from.
@@ -67,21 +67,21 @@ class StepStore:
     def in_own_memory(
         cls, spec: ReplaySpec, step_spec: StepSpec, slots: int, chunk: int, num_envs: int, single_frame: bool | None
     ) -> StepStore:
-        """Room for `slots` timesteps in this process's memory. Raises `UsageError` where it is not there."""
+        """Make a store of `slots` timesteps in this process's memory. Raise `UsageError` if it does not fit."""
         check_fits(spec, step_spec, slots, num_envs, single_frame)
         timeline = Timeline(slots, chunk)
         table = make_table(spec.kind, timeline, spec.priority_exponent)
         return cls(spec, step_spec, timeline, table, num_envs, single_frame)
 
     def open(self, rank: int, incarnation: int, num_envs: int, origin: int) -> Fragments:
-        """The open fragments of a writer, which `origin` stands for in the slots that it writes."""
+        """Return the open fragments of a writer, which `origin` stands for in the slots that it writes."""
         fragments = Fragments(rank, incarnation, num_envs, self.items.period, self.items.history)
         fragments.origin = origin
         fragments.margin = num_envs + self.timeline.chunk - self.timeline.slots
         return fragments
 
     def add(self, writer: Fragments, envs: np.ndarray | None, step: Step) -> None:
-        """Adds a step of the environments `envs` [B] of `writer`; None: of all of them, in order."""
+        """Add a step of the environments `envs` [B] of `writer`; None: of all of them, in order."""
         types, after = step.timestep.step_type.tobytes(), step.next_timestep
         observations = self.observations
         if not writer.checked:
@@ -101,7 +101,7 @@ class StepStore:
             self._add_scattered(writer, writer.range if envs is None else envs, step)
 
     def _add_scattered(self, writer: Fragments, envs: np.ndarray, step: Step) -> None:
-        """Adds a step of some of a writer's environments, or of ones whose fragments are broken."""
+        """Add a step of some of a writer's environments, or of ones whose fragments are broken."""
         writer.scatter()
         before, after, count = step.timestep, step.next_timestep, len(envs)
         now = writer.open[envs]
@@ -124,7 +124,7 @@ class StepStore:
             writer.gather(self.timeline)
 
     def _take(self, count: int, writer: Fragments) -> tuple[int, Index]:
-        """Allocates `count` timesteps, and drops the items that are given up for them."""
+        """Allocate `count` timesteps, and drop the items that are given up for them."""
         timeline = self.timeline
         first = timeline.head
         if first + count - timeline.floor > timeline.slots:
@@ -139,7 +139,7 @@ class StepStore:
         return first, index
 
     def read(self, slots: np.ndarray) -> tuple[Any, np.ndarray]:
-        """Copies out the items that start in `slots` [B]: (their data, [B] the oldest version that acted in each)."""
+        """Copy out the items that start in `slots` [B]: (their data, [B] the oldest version that acted in each)."""
         return self.items.assemble(slots, self.observations, self._outputs)
 
     @property
@@ -148,20 +148,20 @@ class StepStore:
         return self.items.nbytes + self.observations.nbytes + self.origin.nbytes + _IN_TABLE * self.timeline.slots
 
     def forget_before(self, version: int) -> int:
-        """Drops the items of a queue that a version below `version` acted in, and returns how many."""
+        """Drop the items of a queue that a version below `version` acted in, and return how many."""
         if version < 0 or not isinstance(self.table, QueueTable) or not self.table.size:
             return 0
         return self.table.forget_before(version, self.items.params_version)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What a checkpoint must hold of each slot: the part that is used."""
+        """Return the arrays that a checkpoint must hold: their used rows."""
         parts = {"items": self.items, "observations": self.observations, "table": self.table}
         arrays = {f"{part}/{name}": array for part, it in parts.items() for name, array in it.arrays().items()}
         return {**arrays, "origin": self.timeline.used(self.origin)}
 
 
 class Writer(Protocol):
-    """What is kept of a writer."""
+    """The state of a writer in a buffer."""
 
     rank: int
     num_envs: int
@@ -172,23 +172,23 @@ W = TypeVar("W", bound=Writer)
 
 
 class Writers(Generic[W]):
-    """What is kept of the writers of a buffer (their open fragments, say), found by the ids of their environments."""
+    """The writers of a buffer, found by the ids of their environments."""
 
     def __init__(self) -> None:
         self.by_rank: dict[int, W] = {}
         self._last: W | None = None  # that added
 
     def put(self, writer: W) -> None:
-        """Takes over a rank."""
+        """Take over a rank."""
         self.by_rank[writer.rank], self._last = writer, None
 
     def drop(self, rank: int) -> None:
-        """Forgets the writer of a rank, if there is one."""
+        """Forget the writer of a rank, if there is one."""
         self.by_rank.pop(rank, None)
         self._last = None
 
     def find(self, env_ids: np.ndarray) -> tuple[W, np.ndarray | None]:
-        """The writer that `env_ids` belong to, and the environments' indices (None: all of its, in order).
+        """Return the writer that `env_ids` belong to, and the environments' indices (None: all of its, in order).
 
         Raises:
             UsageError: they are not all of one writer.
@@ -212,14 +212,14 @@ class Writers(Generic[W]):
 
 
 def make_table(kind: str, timeline: Timeline, priority_exponent: float) -> ItemTable:
-    """The table of the items of `timeline`, drawn as `kind` says."""
+    """Return the table of the items of `timeline`, drawn as `kind` says."""
     if kind == "prioritised":
         return PrioritisedTable(timeline, priority_exponent)
     return QueueTable(timeline) if kind == "queue" else UniformTable(timeline)
 
 
 def sizes(spec: ReplaySpec, num_envs: int, all_envs: int, chunks: int = 16) -> tuple[int, int]:
-    """Returns (slots, chunk) so that the newest `spec.capacity` timesteps are always there, in whole batches.
+    """Return (slots, chunk) so that the newest `spec.capacity` timesteps are always there, in whole batches.
 
     A chunk, which is given up at once, is one of at least `chunks` that they are in.
     """
@@ -229,7 +229,7 @@ def sizes(spec: ReplaySpec, num_envs: int, all_envs: int, chunks: int = 16) -> t
 
 
 def needed(spec: ReplaySpec, all_envs: int) -> int:
-    """Timesteps for an item of each environment, the open ones, and those that one call may allocate."""
+    """Return how many timesteps one item of each environment needs, with those that one call may allocate."""
     item = spec.item
     return all_envs * ((item.n_step if isinstance(item, Transition) else item.length) + 4)
 
@@ -237,7 +237,7 @@ def needed(spec: ReplaySpec, all_envs: int) -> int:
 def bytes_needed(
     spec: ReplaySpec, step_spec: StepSpec, slots: int, num_envs: int = 1, single_frame: bool | None = False
 ) -> int:
-    """Bytes that a full buffer takes."""
+    """Return the bytes that a full buffer takes."""
     table = UniformTable(Timeline(1, 1))
     return StepStore(spec, step_spec, Timeline(slots, 1), table, num_envs, single_frame, no_memory).nbytes
 
@@ -245,13 +245,13 @@ def bytes_needed(
 def check_fits(
     spec: ReplaySpec, step_spec: StepSpec, slots: int, num_envs: int = 1, single_frame: bool | None = False
 ) -> None:
-    """Raises `UsageError` where a buffer of `slots` timesteps does not fit into the memory that is left."""
+    """Raise `UsageError` where a buffer of `slots` timesteps does not fit into the memory that is left."""
     size = bytes_needed(spec, step_spec, slots, num_envs, single_frame)
     check_memory(size, slots, "observations and what the agent stores of each step")
 
 
 def check_room(spec: ReplaySpec, slots: int, chunk: int, all_envs: int) -> None:
-    """Raises `UsageError` where a buffer in use is too small for `all_envs` environments."""
+    """Raise `UsageError` where a buffer in use is too small for `all_envs` environments."""
     if needed(spec, all_envs) + chunk > slots:
         raise UsageError(
             f"The replay buffer keeps {slots - chunk} timesteps, but {all_envs} environments need "
@@ -279,7 +279,7 @@ class ItemAssembler:
         self._next: dict[int, int] = {}
 
     def open(self, rank: int, incarnation: int, num_envs: int) -> None:
-        """Takes a writer in, or takes it in again: what its predecessor left open is dropped."""
+        """Take a writer in, or take it in again: what its predecessor left open is dropped."""
         spec = self._agent.replay_spec
         length = spec.item.length if isinstance(spec.item, Sequence) else spec.item.n_step
         spec = dataclasses.replace(spec, capacity=_SLOWER * num_envs * (length + 4))
@@ -291,15 +291,15 @@ class ItemAssembler:
         self._writers.put(store.open(rank, incarnation, num_envs, origin=0))
 
     def drop(self, rank: int) -> None:
-        """Forgets a writer, and what it left open."""
+        """Forget a writer, and what it left open."""
         self._writers.drop(rank)
 
     def rank_of(self, env_ids: np.ndarray) -> int:
-        """The rank of the writer that `env_ids` belong to. Raises `UsageError` where there is no such writer."""
+        """Return the rank of the writer that `env_ids` belong to. Raise `UsageError` if there is no such writer."""
         return self._writers.find(env_ids)[0].rank
 
     def add(self, env_ids: np.ndarray, step: Step) -> Batch | None:
-        """Adds a step, and returns the items that it completed, the oldest first; None where there are none.
+        """Add a step, and return the items that it completed, the oldest first; None where there are none.
 
         Their keys number the items of each writer (see `renumber`). Their `probabilities` mean nothing.
         """
@@ -317,7 +317,7 @@ class ItemAssembler:
         return Batch(data, keys, probabilities, versions)
 
     def renumber(self, batch: Batch, at_least: int) -> None:
-        """Has the items that `add` just gave, and those to come, be numbered from `at_least` on, if that is higher."""
+        """Number the items that `add` just returned, and later ones, from `at_least` on, if that is higher."""
         more = at_least - int(batch.keys[0, 2])
         if more > 0:
             batch.keys[:, 2] += more

@@ -56,7 +56,7 @@ class TreeStore:
         self.single = self._rows[0] if layout.is_leaf and not self._frames else None
 
     def write(self, index: Index, tree: Any, first: int = 0, before: Numbers | None = None) -> None:
-        """Stores the tree of `[B, ...]` in the slots `index`.
+        """Store the tree of `[B, ...]` in the slots `index`.
 
         Where it keeps frames: `first` is the number of the first timestep, `before` those that they follow, if any.
         """
@@ -73,7 +73,7 @@ class TreeStore:
                     self._give_up(i, store)
 
     def read(self, slots: np.ndarray, outputs: OutputArrays) -> Any:
-        """Returns the tree of the rows in `slots` (any shape), `[*slots.shape, ...]`."""
+        """Return the tree of the rows in `slots` (any shape), `[*slots.shape, ...]`."""
         if self.single is not None:
             return outputs.take(self.single, slots)
         return self._layout.build(
@@ -84,7 +84,7 @@ class TreeStore:
         )
 
     def read_both(self, slots: np.ndarray, others: np.ndarray, outputs: OutputArrays) -> tuple[Any, Any]:
-        """Returns (`read(slots)`, `read(others)`), for `others` that share frames with `slots`."""
+        """Return (`read(slots)`, `read(others)`), for `others` that share frames with `slots`."""
         if self.single is not None:
             return outputs.take(self.single, slots), outputs.take(self.single, others)
         pairs = [
@@ -96,7 +96,7 @@ class TreeStore:
         return self._layout.build([a for a, _ in pairs]), self._layout.build([b for _, b in pairs])
 
     def _give_up(self, i: int, store: FrameStore) -> None:
-        """Keeps whole rows from now on, as the stacks of leaf `i` do not continue each other."""
+        """Keep whole rows from now on, as the stacks of leaf `i` do not continue each other."""
         leaf = self._layout.leaves[i]
         if self._forced:
             raise UsageError(
@@ -119,17 +119,17 @@ class TreeStore:
         return sum(data.nbytes for data in self._rows) + sum(store.nbytes for store in self._frames.values())
 
     def framed(self) -> list[str]:
-        """The names of the leaves of which single frames are kept."""
+        """Return the names of the leaves of which single frames are kept."""
         return [store.leaf.name for store in self._frames.values()]
 
     def restore_framed(self, names: list[str]) -> None:
-        """Keeps the leaves whole that are not in `names`; only before anything was written."""
+        """Keep the leaves whole that are not in `names`; only before anything was written."""
         for i, store in list(self._frames.items()):
             if store.leaf.name not in names:
                 self._give_up(i, store)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What a checkpoint must hold, with `extra`."""
+        """Return the arrays that a checkpoint must hold. See `extra`, too."""
         arrays: dict[str, np.ndarray] = {}
         for i, (leaf, data) in enumerate(zip(self._layout.leaves, self._rows)):
             arrays.update(self._frames[i].arrays() if i in self._frames else {leaf.name: self._timeline.used(data)})
@@ -151,14 +151,14 @@ class TreeStore:
 
 
 def _stores_frames(leaf: Leaf, single_frame: bool | None) -> bool:
-    """Whether single frames of a leaf are kept."""
+    """Return whether single frames of a leaf are kept."""
     if single_frame is None:
         return looks_stacked(leaf)
     return single_frame and len(leaf.shape) == 3 and leaf.shape[0] > 1
 
 
 def check_memory(needed: int, capacity: int, what: str) -> None:
-    """Raises `UsageError` where `needed` bytes for `capacity` steps exceed what is left.
+    """Raise `UsageError` where `needed` bytes for `capacity` steps exceed what is left.
 
     Pages are touched only as the buffer fills, so nothing else would stop it before the machine is out of memory.
     """
@@ -172,13 +172,13 @@ def check_memory(needed: int, capacity: int, what: str) -> None:
 
 
 def available_memory() -> int:
-    """Bytes that this process can still take without swapping: of the machine, and of its container's limit."""
+    """Return how many bytes this process can still take without swapping, on its machine and in its container."""
     containers = [left for directory in _cgroups() if (left := _left(directory)) is not None]
     return max(0, min([psutil.virtual_memory().available, *containers]))
 
 
 def _cgroups() -> Iterator[pathlib.Path]:
-    """The directories of this process's memory cgroups, from its own up to the root that it can see."""
+    """Return the directories of this process's memory cgroups, from its own up to the root that it can see."""
     try:
         lines = _OWN_CGROUPS.read_text().splitlines()
     except OSError:

@@ -36,7 +36,7 @@ class SumTree:
         self._scattered: list[np.ndarray] = []
 
     def touch(self, index: Index) -> None:
-        """Notes that the leaves at `index` changed."""
+        """Note that the leaves at `index` changed."""
         if not isinstance(index, slice):
             self._scattered.append(index)
             return
@@ -53,7 +53,7 @@ class SumTree:
         return float(self.levels[-1].sum())
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (indices [count] int64, their leaves over the total [count] float32).
+        """Return (indices [count] int64, their leaves over the total [count] float32).
 
         Stratified, as in Schaul et al. 2016, B.2.1: one draw from each of `count` equal parts of the total, which must
         be above 0.
@@ -89,7 +89,7 @@ class SumTree:
         return node
 
     def refresh(self) -> None:
-        """Brings the sums above the touched leaves up to date."""
+        """Bring the sums above the touched leaves up to date."""
         ranges, scattered = self._ranges, self._scattered
         if not ranges and not scattered:
             return

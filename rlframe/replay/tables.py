@@ -29,7 +29,7 @@ class ItemTable(abc.ABC):
         self.added = self.evicted = self.evicted_unsampled = 0
 
     def append_block(self, first: int, index: Index, count: int, mask: np.ndarray | None, shared: bool = False) -> None:
-        """Notes the items that start at the `count` numbers from `first`, where `mask` says so, in the slots `index`.
+        """Note the items that start at the `count` numbers from `first`, where `mask` says so, in the slots `index`.
 
         `shared`: other items of the block may have been noted already.
         """
@@ -47,7 +47,7 @@ class ItemTable(abc.ABC):
         self._push_block(first, index, count, mask, shared)
 
     def append(self, starts: np.ndarray) -> None:
-        """Notes the items that start at the numbers `starts`, of which some may be gone already."""
+        """Note the items that start at the numbers `starts`, of which some may be gone already."""
         late = self._timeline.gone(starts)
         if late.any():
             gone = int(np.count_nonzero(late))
@@ -70,15 +70,15 @@ class ItemTable(abc.ABC):
         """The living items of `append_block` are new."""
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (starts [count] int64, probabilities [count] float32) of items; there must be some."""
+        """Return (starts [count] int64, probabilities [count] float32) of items; there must be some."""
         raise NotImplementedError
 
     def update(self, starts: np.ndarray, priorities: np.ndarray) -> None:
-        """Sets the priorities of the items `starts`, where there are priorities."""
+        """Set the priorities of the items `starts`, where there are priorities."""
         raise NotImplementedError
 
     def evict(self, index: Index) -> None:
-        """Drops the items that start in the slots `index`, which are given up."""
+        """Drop the items that start in the slots `index`, which are given up."""
         gone = int(np.count_nonzero(self._present[index]))
         if gone:
             self._present[index] = False
@@ -96,23 +96,23 @@ class ItemTable(abc.ABC):
 
     @property
     def weight(self) -> float:
-        """What the chance of all items together is in proportion to, beside other tables of this kind."""
+        """The sum of the weights of all items. A draw from several tables chooses each in proportion to it."""
         return float(self.size)
 
     def _advance(self, gone: int) -> None:  # noqa: B027  nothing to do where there is no order
         """`gone` items left."""
 
     def stats(self, steps: int, sampled: int, nbytes: int) -> dict[str, int]:
-        """The counters of a buffer, see `BaseReplayBuffer.stats`, of which it knows the items'."""
+        """Return the counters of a buffer, see `BaseReplayBuffer.stats`, of which it knows the items'."""
         items = self.size, steps, self.added, sampled, self.evicted, self.evicted_unsampled
         return dict(zip(STATS, (*items, self.dropped, nbytes)))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What a checkpoint must hold, beside `state`."""
+        """Return the arrays that a checkpoint must hold. See `state`, too."""
         return {"present": self._timeline.used(self._present)}
 
     def state(self) -> dict[str, Any]:
-        """The scalars that a checkpoint must hold."""
+        """Return the scalars that a checkpoint must hold."""
         return {key: getattr(self, key) for key in self._scalars}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -159,7 +159,7 @@ class Ring(ItemTable):
             self._pending = first, first + count
 
     def _settle(self) -> None:
-        """Writes the items of the pending blocks to the ring."""
+        """Write the items of the pending blocks to the ring."""
         low, high = self._pending
         if low == high:
             return
@@ -190,7 +190,7 @@ class Ring(ItemTable):
             self._starts[np.arange(low, low + size) % len(self._starts)] = starts
 
     def _compact(self) -> None:
-        """Drops the dead entries; only where one of several writers pauses, its living items holding the tail."""
+        """Drop the dead entries; only where one of several writers pauses, its living items holding the tail."""
         entries = np.arange(self.tail, self.end)
         living = self._starts[entries[self._living(entries)] % len(self._starts)]
         self.tail, self.end = 0, len(living)
@@ -210,7 +210,7 @@ class Ring(ItemTable):
             self.tail += len(window)
 
     def numbers(self) -> np.ndarray:
-        """The items that are there, in order."""
+        """Return the items that are there, in order."""
         self._settle()
         positions = np.arange(self.tail, self.end)
         starts = self._starts[positions % len(self._starts)]
@@ -227,7 +227,7 @@ class UniformTable(Ring):
     """Every item with the same chance, with replacement."""
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (starts [count] int64, probabilities [count] float32)."""
+        """Return (starts [count] int64, probabilities [count] float32)."""
         self._settle()
         starts = self._some(count, rng)
         if not self.ordered:
@@ -252,7 +252,7 @@ class QueueTable(Ring):
     """Every item once, the oldest first."""
 
     def draw(self, count: int, rng: np.random.Generator | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Takes `count` items, of which there must be enough, out of the queue."""
+        """Take `count` items, of which there must be enough, out of the queue."""
         self._settle()
         probabilities = _full(count, 1.0 / self.size)
         chosen = np.arange(self.tail, self.tail + count)
@@ -265,7 +265,7 @@ class QueueTable(Ring):
         return starts, probabilities
 
     def forget_before(self, version: int, versions: np.ndarray) -> int:
-        """Drops the items that a version below `version` acted in (`versions`: of each slot). Returns how many."""
+        """Drop the items that a version below `version` acted in (`versions`: of each slot). Return how many."""
         starts = self.numbers()
         slots = self._timeline.slot(starts)
         old = versions.take(slots, mode="wrap") < version
@@ -280,7 +280,7 @@ class QueueTable(Ring):
         return gone
 
     def _first_living(self, count: int) -> np.ndarray:
-        """The positions of the `count` oldest living entries, of which there must be enough."""
+        """Return the positions of the `count` oldest living entries, of which there must be enough."""
         width = count
         while True:
             width = min(2 * width, self.end - self.tail)
@@ -334,12 +334,12 @@ class PrioritisedTable(ItemTable):
         return self._tree.total
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (starts [count] int64, probabilities [count] float32)."""
+        """Return (starts [count] int64, probabilities [count] float32)."""
         slots, probabilities = self._tree.draw(count, rng)
         return self._timeline.living(slots), probabilities
 
     def update(self, starts: np.ndarray, priorities: np.ndarray) -> None:
-        """Sets the priorities of the items `starts`; of one that comes twice, the last counts."""
+        """Set the priorities of the items `starts`; of one that comes twice, the last counts."""
         there = self.holds(starts)
         if not there.all():
             self.dropped += int(np.count_nonzero(~there))
@@ -355,7 +355,7 @@ class PrioritisedTable(ItemTable):
         return self._timeline.living(self._present.nonzero()[0])
 
     def leaves(self, numbers: np.ndarray) -> np.ndarray:
-        """What the items `numbers` count for: priority^exponent."""
+        """Return the weights of the items `numbers`: priority^exponent."""
         return self._tree.leaves.take(self._timeline.slot(numbers))
 
     def set_leaves(self, numbers: np.ndarray, leaves: np.ndarray) -> None:

@@ -31,7 +31,7 @@ class Timeline:
         self.floor = 0  # the lowest number that is still there
 
     def give_up(self, count: int) -> list[Index]:
-        """Raises the floor so that a block of `count` fits, and returns the slots that are given up for it."""
+        """Raise the floor so that a block of `count` fits, and return the slots that are given up for it."""
         floor, self.floor = self.floor, self.head + count - self.slots + self.chunk
         low, high = floor % self.slots, self.floor % self.slots
         if low < high:
@@ -39,11 +39,11 @@ class Timeline:
         return [slice(low, self.slots), slice(0, high)]
 
     def safe(self, count: int) -> int:
-        """The lowest number that will still be there when `count` more are allocated."""
+        """Return the lowest number that will still be there when `count` more are allocated."""
         return max(0, self.head + count + self.chunk - self.slots)
 
     def index(self, numbers: Numbers, count: int) -> Index:
-        """Returns the slots of a block of `count` numbers (a slice where it does not wrap), or of an array."""
+        """Return the slots of a block of `count` numbers (a slice where it does not wrap), or of an array."""
         if isinstance(numbers, int):
             low = numbers % self.slots
             if low + count <= self.slots:
@@ -52,15 +52,15 @@ class Timeline:
         return numbers % self.slots
 
     def slot(self, numbers: np.ndarray) -> np.ndarray:
-        """The slots of `numbers`."""
+        """Return the slots of `numbers`."""
         return numbers % self.slots
 
     def follow(self, slots: np.ndarray, spans: Numbers) -> np.ndarray:
-        """The slots `spans` numbers further, for `take(mode="wrap")`."""
+        """Return the slots `spans` numbers further, for `take(mode="wrap")`."""
         return slots + spans
 
     def gone(self, numbers: Numbers) -> Any:
-        """Whether `numbers` were given up."""
+        """Return whether `numbers` were given up."""
         return numbers < self.floor
 
     def holds(self, numbers: np.ndarray) -> np.ndarray:
@@ -68,12 +68,12 @@ class Timeline:
         return (numbers >= self.floor) & (numbers < self.head)
 
     def living(self, slots: np.ndarray) -> np.ndarray:
-        """The numbers that are in `slots` now."""
+        """Return the numbers that are in `slots` now."""
         numbers = slots + (self.head - self.head % self.slots)
         return np.where(numbers >= self.head, numbers - self.slots, numbers)
 
     def used(self, rows: np.ndarray) -> np.ndarray:
-        """The part of an array with a row per number that was ever written."""
+        """Return the part of an array with a row per number that was ever written."""
         return rows[: self.head]
 
 
@@ -107,7 +107,7 @@ class Fragments:
         self.ages = np.zeros(num_envs, np.int64)  # steps taken in the episode, as far as the fragment saw it
 
     def scatter(self) -> None:
-        """Leaves lockstep."""
+        """Leave lockstep."""
         if self.block < 0:
             return
         self.open[:] = self.block + self.range
@@ -123,13 +123,13 @@ class Fragments:
         self.block, self.type_bytes = -1, b""
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What a checkpoint must hold. Leaves lockstep; `gather` returns to it."""
+        """Return the arrays that a checkpoint must hold. Leave lockstep; `gather` returns to it."""
         self.scatter()
         names = ("open", "types", "positions", "starts", "ages")
         return {name: getattr(self, name) for name in names}
 
     def gather(self, timeline: Timeline) -> None:
-        """Enters lockstep where all that an environment has open lies beside its neighbours'."""
+        """Enter lockstep where all that an environment has open lies beside its neighbours'."""
         if self.open[0] < 0:
             return
         position = int(self.positions[0])
@@ -143,7 +143,7 @@ class Fragments:
             self.acting = [None if (acted := self.ages > k).all() else acted for k in range(self.history)]
 
     def begin(self, now: np.ndarray, envs: np.ndarray) -> None:
-        """Notes the open timesteps `now` of `envs` as starts, where their position is a multiple of the period."""
+        """Note the open timesteps `now` of `envs` as starts, where their position is a multiple of the period."""
         if self.period == 1:
             self.starts[self.positions[envs] % self.history, envs] = now
         else:

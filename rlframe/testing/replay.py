@@ -1,4 +1,4 @@
-"""What every replay promises, checked on yours against one in plain Python."""
+"""The promises of every replay, checked on yours against a replay in plain Python."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCENES = ("lockstep", "subsets", "broken fragments", "two writers", "reclaimed r
 
 
 def check_replay(factory: Factory, *, kinds: Several[str] = KINDS, items: Several[Item] = ITEMS) -> None:
-    """Holds a replay to what Actors and Learners rely on. It takes seconds for one that is in memory.
+    """Hold a replay to what Actors and Learners rely on. It takes seconds for one that is in memory.
 
         check_replay(lambda agent, num_writers: MyReplay(agent))
 
@@ -78,14 +78,14 @@ def made(factory: Factory, *spec: Any, num_writers: int = 1, **options: Any) -> 
 
 
 def writers(scene: str) -> int:
-    """How many there are in a scene."""
+    """Return how many there are in a scene."""
     return 2 if scene == "two writers" else 1
 
 
 def play(
     scene: str, replay: Any, twin: ReplayTwin, steps: int, num_envs: int = 6, seed: int = 0, end: float = 0.2
 ) -> Iterator[int]:
-    """Feeds replay and twin with the same experience; yields after every step."""
+    """Feed replay and twin with the same experience; yield after every step."""
     rng = np.random.default_rng(seed)
     streams = [StepStream(num_envs, rank, seed, end) for rank in range(writers(scene))]
     for stream in streams:

@@ -35,7 +35,7 @@ STEP_SPEC = StepSpec(
 def fake_agent(
     kind: Any, item: Any, batch_size: int | None, capacity: int, step_spec: StepSpec = STEP_SPEC, **more: Any
 ) -> Any:
-    """What a replay buffer needs of an agent."""
+    """The specs of an agent that a replay buffer needs."""
     return types.SimpleNamespace(replay_spec=ReplaySpec(kind, item, batch_size, capacity, **more), step_spec=step_spec)
 
 
@@ -52,12 +52,12 @@ class StepStream:
         self._states = np.zeros((num_envs, 2), np.float32)
 
     def first(self, count: int) -> TimeStep:
-        """The first timestep of `count` environments."""
+        """Return the first timestep of `count` environments."""
         zeros = np.zeros(count, np.float32)
         return TimeStep(np.full(count, FIRST), zeros, zeros + 1, self._observations(count))
 
     def restart(self, envs: np.ndarray, unless_first: bool = False) -> None:
-        """Begins a new episode in `envs`, without a LAST.
+        """Begin a new episode in `envs`, without a LAST.
 
         An environment that has just begun an episode and begins another looks as if it went on: its writer must say so,
         by claiming its rank again. `unless_first` leaves such environments alone.
@@ -118,7 +118,7 @@ class ReplayTwin:
                 del self._fragments[env]
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
-        """Adds a step of a batch of environments."""
+        """Add a step of a batch of environments."""
         self.seen.setdefault(int(env_ids[0]) // 1_000_000, []).extend(step.next_timestep.observation["id"].tolist())
         for row, env in enumerate(env_ids.tolist()):
             before, after = _row(step.timestep, row), _row(step.next_timestep, row)
@@ -190,7 +190,7 @@ class ReplayTwin:
 
 
 def batch_items(batch: Any) -> list[dict[str, Any]]:
-    """The items of a batch, in the form that `ReplayTwin` keeps them in."""
+    """Return the items of a batch, in the form that `ReplayTwin` keeps them in."""
     items = []
     for i in range(len(batch.keys)):
         item: dict[str, Any] = {}

@@ -16,10 +16,10 @@ class Future(Protocol):
     """An answer to come."""
 
     def done(self) -> bool:
-        """Whether `result` would not wait."""
+        """Return whether `result` would not wait."""
 
     def result(self) -> Any:
-        """Waits for the answer; raises as `Client.call`."""
+        """Wait for the answer; raise as `Client.call`."""
 
 
 class Client(Protocol):
@@ -29,7 +29,7 @@ class Client(Protocol):
     """
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the node, and returns what it returned.
+        """Call a method of the node, and return what it returned.
 
         Raises:
             UnavailableError: nobody answered within `CALL_TIMEOUT`, or the node said that it cannot just now: the same
@@ -40,7 +40,7 @@ class Client(Protocol):
         """
 
     def submit(self, method: str, /, *args: Any) -> Future:
-        """Sends a call, and does not wait."""
+        """Send a call, and return at once."""
 
 
 class Server(Protocol):
@@ -53,7 +53,7 @@ class Server(Protocol):
     address: str
 
     def stop(self) -> None:
-        """Answers no more."""
+        """Answer no more."""
 
 
 class Transport(Protocol):
@@ -63,13 +63,13 @@ class Transport(Protocol):
     """
 
     def connect(self, address: str) -> Client:
-        """A client of the node at this address. Waits for nobody."""
+        """Return a client of the node at this address. Do not wait for it."""
 
     def is_reachable(self, address: str) -> bool:
-        """Whether somebody listens there: a call that failed is repeated only where that is so."""
+        """Return whether somebody listens there: a call that failed is repeated only where that is so."""
 
     def serve(self, methods: Mapping[str, Callable[..., Any]], address: str | None = None) -> Server:
-        """Has these methods called by other processes, several at a time.
+        """Serve these methods to other processes, several calls at a time.
 
         Args:
             methods: by the names that they are called by.
@@ -77,7 +77,7 @@ class Transport(Protocol):
         """
 
     def check(self, by: str) -> None:
-        """Raises UsageError where a package that it needs is missing; `by` says who needs it, as a user knows it."""
+        """Raise UsageError where a package that it needs is missing; `by` says who needs it, as a user knows it."""
 
 
 _Other = TypeVar("_Other", bound=Future)

@@ -35,7 +35,7 @@ class CourierTransport:
         return CourierClient(_courier().Client(address, call_timeout=CALL_TIMEOUT, wait_for_ready=False))
 
     def is_reachable(self, address: str) -> bool:
-        """Whether its port is open: gRPC, which has found nobody, waits longer and longer before it looks again."""
+        """Return whether its port is open. (gRPC itself waits longer and longer before it tries again.)"""
         host, _, port = address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
@@ -101,7 +101,7 @@ class CourierServer:
 
 
 def address_of(target: Any) -> str | None:
-    """The address of a `courier.Client`, which is what a Launchpad handle becomes in a node; None: it is none."""
+    """Return the address of a `courier.Client` (a Launchpad handle becomes one in a node); None: it is none."""
     # By type: it has every attribute that it is asked for.
     return target.address if extras.is_instance(target, "courier.python.client", "Client") else None
 
@@ -140,7 +140,7 @@ def _result(future: _Raw) -> Any:
 
 
 def _raise(error: Exception) -> NoReturn:
-    """Raises what `Client` does for an error of Courier's; one of this side (what cannot be sent) as it is."""
+    """Raise what `Client` does for an error of Courier's; one of this side (what cannot be sent) as it is."""
     if isinstance(error, concurrent.futures.TimeoutError):
         raise UnavailableError(f"no answer within {CALL_TIMEOUT:g} s") from None
     code = getattr(getattr(error, "code", None), "name", None)
@@ -158,7 +158,7 @@ def _raise(error: Exception) -> NoReturn:
 
 
 def _raised(text: str) -> RlframeError | None:
-    """The error of this package that a remote traceback ends with."""
+    """Return the error of this package that a remote traceback ends with."""
     _, _, last = text.rstrip().rpartition("\nrlframe.errors.")
     name, _, message = last.partition(": ")
     error = getattr(errors, name, None)

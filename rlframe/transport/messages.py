@@ -23,7 +23,7 @@ Parts = list[np.ndarray]  # uint8: the pickle, and its arrays
 
 
 def pack(content: Any) -> Parts:
-    """What `send` takes. Raises what pickle does for what cannot be sent."""
+    """Return the message of an object. Raise as pickle does if it cannot be pickled."""
     arrays: Parts = []
 
     def keeps_in_band(buffer: pickle.PickleBuffer) -> bool:
@@ -37,12 +37,12 @@ def pack(content: Any) -> Parts:
 
 
 def unpack(parts: Parts) -> Any:
-    """What was packed. Raises what pickle does for what cannot be read here."""
+    """Return the object of a message. Raise as pickle does if it cannot be read here."""
     return pickle.loads(parts[0].data, buffers=parts[1:])
 
 
 def send(connection: socket.socket, parts: Parts) -> None:
-    """Sends a message. Raises OSError where the other side is gone, or takes too long."""
+    """Send a message. Raise OSError if the other side is gone, or takes too long."""
     header = struct.pack(f"<{len(parts) + 1}Q", len(parts), *(part.nbytes for part in parts))
     if len(parts) == 1:
         connection.sendall(b"".join((header, parts[0].data)))
@@ -57,7 +57,7 @@ def send(connection: socket.socket, parts: Parts) -> None:
 
 
 def receive(connection: socket.socket) -> Parts:
-    """Receives the next message, which nothing may follow before it is answered.
+    """Receive the next message, which nothing may follow before it is answered.
 
     Raises:
         EOFError: the other side is gone.
@@ -102,7 +102,7 @@ def _dumps(content: Any, keeps_in_band: Callable[[pickle.PickleBuffer], bool], a
 
 
 def _fill(connection: socket.socket, into: bytearray | memoryview, got: int, least: int) -> int:
-    """Reads until there are at least so many bytes, perhaps more; returns how many there are."""
+    """Read until there are at least so many bytes, perhaps more; return how many there are."""
     view = memoryview(into)
     while got < least:
         count = connection.recv_into(view[got:])

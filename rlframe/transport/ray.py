@@ -48,11 +48,11 @@ class Station:
 
     @staticmethod
     def path(token: str, ray_node: str) -> str:
-        """The directory of a run's sockets on a Ray node; others have others, even on the same machine."""
+        """Return the directory of a run's sockets on a Ray node; others have others, even on the same machine."""
         return f"{place_of_sockets()}/rlframe-{token}-{ray_node[:8]}"
 
     def socket(self, node: str) -> str:
-        """The path of a node's socket, if it is on this Ray node."""
+        """Return the path of a node's socket, if it is on this Ray node."""
         return f"{self.directory}/{node.replace('/', '-')}"
 
     @property
@@ -61,7 +61,7 @@ class Station:
         return {STATION: f"{self.directory}:{self.relay}"}
 
     def open(self, *paths: str) -> Callable[[], None]:
-        """Makes the directory, where no other process of the run has.
+        """Make the directory, where no other process of the run has.
 
         Args:
             *paths: of the sockets that are removed when this process has ended, whatever it dies of.
@@ -80,7 +80,7 @@ _joined: Station | None = None
 
 
 def join(station: Station | None) -> None:
-    """Says where this process is: for one that is no node (a node's finds it in its environment)."""
+    """Say where this process is: for one that is no node (a node's finds it in its environment)."""
     global _joined
     _joined = station
     _client.cache_clear()
@@ -97,7 +97,7 @@ def here() -> Station:
 
 
 def ask_relay(method: str, *args: Any) -> Any:
-    """Calls this process's relay. Raises as `Client.call`."""
+    """Call this process's relay. Raise as `Client.call`."""
     return _relay().call(method, *args)
 
 

@@ -84,7 +84,7 @@ class SocketClient:
             return SocketFuture(None, self._idle, answered, error)
 
     def exchange(self, request: messages.Parts) -> messages.Parts:
-        """The answer to a packed call (method, args, kwargs), for who passes it on: see `answered`."""
+        """Return the answer to a packed call (method, args, kwargs), for who passes it on: see `answered`."""
         return self._send(request, lambda parts: parts).result()
 
     def _send(self, parts: messages.Parts, read: Callable[[messages.Parts], Any]) -> SocketFuture:
@@ -249,7 +249,7 @@ class SocketServer:
 
 
 def _connected(address: str, timeout: float) -> socket.socket:
-    """A connection. Raises OSError where nobody listens, and UnavailableError where another user does."""
+    """Return a connection. Raise OSError if nobody listens, and UnavailableError if another user does."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout)
@@ -262,7 +262,7 @@ def _connected(address: str, timeout: float) -> socket.socket:
 
 
 def _check_user(connection: socket.socket) -> None:
-    """Raises UnavailableError where the process at the other end is another user's."""
+    """Raise UnavailableError where the process at the other end is another user's."""
     if not hasattr(socket, "SO_PEERCRED"):  # beyond Linux the directory's mode has to do
         return
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
@@ -278,14 +278,14 @@ def _unavailable(error: Exception) -> UnavailableError:
 
 
 def _described(error: Exception) -> tuple[str, str, str]:
-    """An error of a method as it travels: its type in `rlframe.errors`, message and traceback."""
+    """Return an error of a method as it travels: its type in `rlframe.errors`, message and traceback."""
     names = [each.__name__ for each in type(error).__mro__ if each.__module__ == errors.__name__]
     is_ours = names and not isinstance(error, RemoteError)  # else another node's, which this one had called
     return names[0] if is_ours else RemoteError.__name__, str(error), traceback.format_exc()
 
 
 def answered(parts: messages.Parts) -> Any:
-    """The value that a server answered; raises what the method did, as `Client` says."""
+    """Return the value that a server answered; raises what the method did, as `Client` says."""
     return _value_of(*messages.unpack(parts))
 
 

@@ -100,7 +100,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         run_ahead: int | None = None,
         **overrides: Any,
     ) -> ReverbTables:
-        """The tables of a server for what `agent` learns from: `lp.ReverbNode(ReverbReplayBuffer.tables(agent))`.
+        """Return the tables of a server for an agent: `lp.ReverbNode(ReverbReplayBuffer.tables(agent))`.
 
         Args:
             agent: an Agent (anything with `replay_spec` and `step_spec`).
@@ -127,7 +127,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         self._writer.open(self._connect(), rank, num_envs)
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
-        """Adds one step of the environments `env_ids`; see `BaseReplayBuffer`. It may wait; see the class.
+        """Add one step of the environments `env_ids`; see `BaseReplayBuffer`. It may wait; see the class.
 
         Raises:
             StoppedError: it was told to, by `end_waits`, or the buffer was closed.
@@ -141,7 +141,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
     # --- reading
 
     def sample(self) -> Batch | None:
-        """Draws a batch, or returns None while the server has too little or is ahead of `samples_per_insert`.
+        """Draw a batch, or return None while the server has too little or is ahead of `samples_per_insert`.
 
         Draws are the server's, so no seed repeats them. `probabilities` are those at the time of each draw.
         """
@@ -167,7 +167,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             left = left - len(drawn) if drawn else 0
 
     def batch_size(self) -> int:
-        """Items of a batch; 0 where it is one of each environment, and there are none yet."""
+        """Return how many items of a batch; 0 where it is one of each environment, and there are none yet."""
         if self.spec.batch_size is not None:
             return self.spec.batch_size
         self._envs = self._registry.envs()
@@ -194,17 +194,17 @@ class ReverbReplayBuffer(BaseReplayBuffer):
                 self._drawn.forget_before(version)
 
     def missing(self, count: int) -> int:
-        """How many of the server's items (blocks, in a queue of these) must be drawn for a batch of `count`."""
+        """Return how many of the server's items (blocks, in a queue of these) must be drawn for a batch of `count`."""
         least = max(count, self.spec.min_size) if self.spec.kind == "queue" else count
         return -(-(least - self._drawn.size) // self._block)
 
     def keep(self, drawn: list[Any]) -> None:
-        """Notes what was drawn, for `take`."""
+        """Note what was drawn, for `take`."""
         with self._read_lock:
             self._drawn.put(drawn)
 
     def take(self, count: int) -> Batch:
-        """Returns a batch of items that were drawn; see `missing`."""
+        """Return a batch of items that were drawn; see `missing`."""
         with self._read_lock:
             rows, probabilities, server_keys = self._drawn.take(count)
             batch = self._rows.unpack(rows, probabilities)
@@ -213,7 +213,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             return batch
 
     def make_dataset(self, prefetch: int = 2, timeout: float | None = None, threads: int = 2) -> Dataset:
-        """Returns an endless iterator of batches, `prefetch` of which a thread draws ahead, beside Reverb itself.
+        """Return an endless iterator of batches, `prefetch` of which a thread draws ahead, beside Reverb itself.
 
         Items come by `threads` of Reverb's samplers at once, those of a queue by one. What was drawn ahead from a queue
         and not read goes with the dataset. Each `next` waits at most `timeout` seconds for its batch; None: see
@@ -276,7 +276,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Has the server write a checkpoint (its checkpointer says where), and notes in the file `path` which.
+        """Make the server write a checkpoint where its checkpointer says, and note its name in the file `path`.
 
         Raises:
             CheckpointError: it could not be written.
@@ -290,7 +290,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             raise CheckpointError(f"The replay at {self._connection.address} could not be saved: {error}.") from error
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Makes sure that the server holds what it held when `save` was called, or went on from there.
+        """Make sure that the server holds what it held when `save` was called, or went on from there.
 
         A Reverb server reads its latest checkpoint when it starts, and at no other time.
 
@@ -311,7 +311,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             )
 
     def close(self) -> None:
-        """Ends the datasets and every call that waits. The server goes on."""
+        """End the datasets and every call that waits. The server goes on."""
         self._connection.closed.set()
         super().close()
         self._writer.close()

@@ -33,7 +33,7 @@ _JOIN_WITHIN = 10.0  # seconds; a sampler that is closed lets its thread go at o
 
 @functools.cache
 def load() -> tuple[Any, Any]:
-    """Returns the modules (reverb, tensorflow)."""
+    """Return the modules (reverb, tensorflow)."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with extras.needed("ReverbReplayBuffer", "reverb"):
         import reverb
@@ -64,7 +64,7 @@ class ReverbConnection:
             return self._made
 
     def info(self, call: str, stop: threading.Event | None = None) -> dict[str, Any]:
-        """Returns what the server says of each table, a `TableInfo` message.
+        """Return what the server says of each table, a `TableInfo` message.
 
         Raises:
             PeerError: it did not answer within the timeout.
@@ -92,7 +92,7 @@ class ReverbConnection:
         return {info.name: info for info in infos}
 
     def signature(self, table: str) -> Any:
-        """The only `TensorSpec` of a table's signature, or None where there is no such table."""
+        """Return the only `TensorSpec` of a table's signature, or None where there is no such table."""
         answers = self.info("server_info")
         if table not in answers:
             return None
@@ -100,7 +100,7 @@ class ReverbConnection:
         return next(iter(info.signature.values())) if info.signature else None
 
     def draw(self, table: str, count: int, seconds: float) -> list[list[np.ndarray]]:
-        """Draws up to `count` items: as many as come within `seconds`.
+        """Draw up to `count` items: as many as come within `seconds`.
 
         Returns:
             For each [key uint64, probability, size of the table, priority, *columns].
@@ -123,24 +123,24 @@ class ReverbConnection:
         return list(drawn)
 
     def sampler(self, table: str, ahead: int) -> Any:
-        """Returns a Reverb sampler without end that draws up to `ahead` items before they are asked for."""
+        """Return a Reverb sampler without end that draws up to `ahead` items before they are asked for."""
         self.info("sample")  # it would wait without a deadline for a server that is not there
         return self.client.NewSampler(table, -1, ahead)
 
     def samplers(self, table: str, ahead: int, count: int) -> Samplers:
-        """Returns `count` such samplers as one; see `Samplers`. What one alone draws ahead stays with it."""
+        """Return `count` such samplers as one; see `Samplers`. What one alone draws ahead stays with it."""
         return Samplers([self.sampler(table, ahead) for _ in range(count)], ahead if count > 1 else 1)
 
     def set_priorities(self, table: str, priorities: dict[int, float]) -> None:
-        """Sets the priorities of items by their keys; those that are gone are ignored."""
+        """Set the priorities of items by their keys; those that are gone are ignored."""
         self.call("update_priorities", lambda: self.client.MutatePriorities(table, list(priorities.items()), []))
 
     def checkpoint(self) -> str:
-        """Has the server save itself, and returns the path on its machine."""
+        """Make the server write a checkpoint. Return its path on the server's machine."""
         return self.call("checkpoint", lambda: self.client.Checkpoint())
 
     def call(self, name: str, function: Callable[[], Any]) -> Any:
-        """Runs a call that has no deadline of its own; repeats it while the server cannot be reached."""
+        """Run a call that has no deadline of its own; repeat it while the server cannot be reached."""
         began, result = time.monotonic(), []
         while True:
             self.info(name)
@@ -153,19 +153,19 @@ class ReverbConnection:
             self._again(name, began)
 
     def has_lost(self, error: RuntimeError) -> bool:
-        """Whether an error of Reverb's came of a server that has gone; it may be back already."""
+        """Return whether an error of Reverb's came of a server that has gone; it may be back already."""
         lost = ("Deadline Exceeded", "failed to connect", "failing", "closed", "reset")
         return any(text in str(error) for text in lost) or self.look() is None
 
     def silent(self, call: str, waited: float) -> PeerError:
-        """The error for a server that did not answer `call` for `waited` seconds."""
+        """Return the error for a server that did not answer `call` for `waited` seconds."""
         return PeerError(
             f"The Reverb server at {self.address} did not answer {call} for {waited:.0f} s. "
             "Look at that node's output: it may have failed, hang, or listen at another address."
         )
 
     def _within(self, seconds: float, function: Callable[[], Any]) -> bool:
-        """Runs `function` in a thread for up to `seconds`, or until the buffer is closed.
+        """Run `function` in a thread for up to `seconds`, or until the buffer is closed.
 
         Returns whether it ended. Raises what it raised.
         """
@@ -186,7 +186,7 @@ class ReverbConnection:
         return not thread.is_alive()
 
     def _again(self, call: str, began: float) -> None:
-        """Pauses before the next attempt. Raises where the time is up."""
+        """Pause before the next attempt. Raise where the time is up."""
         waited = time.monotonic() - began
         if waited >= self.timeout:
             raise self.silent(call, waited)
@@ -211,7 +211,7 @@ class ReverbInserter:
         self.close = weakref.finalize(self, self._writer.Close)
 
     def insert(self, arrays: Any, priority: float = 1.0, stop: threading.Event | None = None) -> None:
-        """Inserts items.
+        """Insert items.
 
         Args:
             arrays: of the shape and dtype of the table's signature.
@@ -288,7 +288,7 @@ class Samplers:
             thread.start()
 
     def draw(self, least: int, most: int, seconds: float) -> list[list[np.ndarray]]:
-        """Waits up to `seconds` for `least` draws, and gives those that are there, up to `most`.
+        """Wait up to `seconds` for `least` draws, and give those that are there, up to `most`.
 
         Each is [key uint64, probability, size of the table, priority, *columns].
 
@@ -307,7 +307,7 @@ class Samplers:
             return drawn
 
     def Close(self) -> None:
-        """Ends a `draw` that waits, and the threads: none is inside of a sampler afterwards. Any thread may call it."""
+        """End a `draw` that waits, and the threads: none is inside of a sampler afterwards. Any thread may call it."""
         with self._changed:
             self._failure = self._failure or RuntimeError("The samplers were closed.")
             self._changed.notify_all()

@@ -51,7 +51,7 @@ class ItemRows:
         return self.dtype.itemsize
 
     def pack(self, batch: Batch) -> np.ndarray:
-        """Returns the items of `batch` as rows, [B, nbytes] uint8."""
+        """Return the items of `batch` as rows, [B, nbytes] uint8."""
         records = np.zeros(len(batch.keys), self.dtype)
         records["key"], records["params_version"] = batch.keys, batch.params_version
         for field, layout in self._trees.items():
@@ -64,7 +64,7 @@ class ItemRows:
         return rows.reshape(-1).view(self.dtype)
 
     def unpack(self, rows: np.ndarray, probabilities: np.ndarray) -> Batch:
-        """The inverse of `pack`, with the chances of the draws ([B] float32)."""
+        """Return the inverse of `pack`, with the chances of the draws ([B] float32)."""
         records = self.records(rows)
         data = {
             field: layout.build([np.ascontiguousarray(records[leaf.name]) for leaf in layout.leaves])
@@ -74,7 +74,7 @@ class ItemRows:
         return Batch(self._batch(**data), keys, probabilities, versions)
 
     def padding(self, count: int) -> np.ndarray:
-        """Returns rows that hold no item, [count, nbytes] uint8."""
+        """Return rows that hold no item, [count, nbytes] uint8."""
         records = np.zeros(count, self.dtype)
         records["key"] = -1
         return records.view(np.uint8).reshape(count, self.nbytes)
@@ -111,7 +111,7 @@ class ServerKeys:
         self._keys: dict[tuple[int, ...], int] = {}
 
     def put(self, keys: np.ndarray, server_keys: list[np.ndarray]) -> None:
-        """Notes the server's keys of the items `keys` [B, 3]."""
+        """Note the server's keys of the items `keys` [B, 3]."""
         for key, server_key in zip(map(tuple, keys.tolist()), server_keys):
             self._keys.pop(key, None)
             self._keys[key] = int(server_key)
@@ -119,7 +119,7 @@ class ServerKeys:
             del self._keys[next(iter(self._keys))]
 
     def find(self, keys: np.ndarray, floor: int) -> list[int | None]:
-        """The server's keys of the items `keys` [B, 3]; None of one that is not known, or numbered below `floor`."""
+        """Return the server's keys of the items `keys` [B, 3]; None for items that are unknown or below `floor`."""
         return [self._keys.get(key) if key[2] >= floor else None for key in map(tuple, keys.tolist())]
 
 
@@ -141,7 +141,7 @@ class DrawnItems:
         self.size = self.forgotten = 0
 
     def put(self, samples: list[list[np.ndarray]]) -> None:
-        """Notes what a sampler gave."""
+        """Note what a sampler gave."""
         for sample in samples:
             if len(sample[_ROWS]) > 1:
                 numbers = self._rows.records(sample[_ROWS])["key"][:, 2]
@@ -155,7 +155,7 @@ class DrawnItems:
             self.forget_before(self._oldest)
 
     def forget_before(self, version: int) -> None:
-        """Drops items that a version below `version` acted in, now and when they come."""
+        """Drop items that a version below `version` acted in, now and when they come."""
         self._oldest = max(self._oldest, version)
         kept = []
         for sample in self._samples:
@@ -169,18 +169,18 @@ class DrawnItems:
         self._samples = collections.deque(kept)
 
     def items_of(self) -> dict[int, int]:
-        """How many of each rank there are."""
+        """Return how many of each rank there are."""
         counts: collections.Counter[int] = collections.Counter()
         for sample in self._samples:
             counts.update(self._ranks(sample))
         return counts
 
     def _ranks(self, sample: list[np.ndarray]) -> list[int]:
-        """Who wrote each of its items."""
+        """Return who wrote each of its items."""
         return self._rows.records(sample[_ROWS])["key"][:, 0].tolist()
 
     def take(self, count: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Returns (rows [count, nbytes] uint8, probabilities [count] float32, the server's key of each)."""
+        """Return (rows [count, nbytes] uint8, probabilities [count] float32, the server's key of each)."""
         samples, missing = [], count
         while missing > 0:
             samples.append(self._samples.popleft())
@@ -241,7 +241,7 @@ class ReverbDataset(Dataset):
         return self._buffer.take(number) if number else None
 
     def _collect(self, samplers: Samplers, least: int, missing: int) -> None:
-        """Waits a while for `least` of the `missing` draws."""
+        """Wait a while for `least` of the `missing` draws."""
         if self._stop.is_set():  # maybe before there were samplers to close
             return
         try:

@@ -44,7 +44,7 @@ class RankRegistry:
         self._highest = (-1, 1.0)  # (values that had been written, the last one)
 
     def claim(self, rank: int | None) -> tuple[int, int]:
-        """Returns the (rank, incarnation) that nobody but the caller holds.
+        """Return the (rank, incarnation) that nobody but the caller holds.
 
         A claim that failed, since the server had gone, may be repeated: it goes on where it was.
         """
@@ -76,7 +76,7 @@ class RankRegistry:
                 time.sleep(pause)
 
     def open(self, rank: int, incarnation: int, num_envs: int) -> None:
-        """Notes how many environments a writer has."""
+        """Note how many environments a writer has."""
         with self._lock:
             entry = [rank, incarnation, 0, _OPENED, num_envs]
             if entry not in self._mine[rank, incarnation]:
@@ -84,7 +84,7 @@ class RankRegistry:
             self._append(entry)
 
     def watch(self, tables: dict[str, Any]) -> None:
-        """Writes again what the server has forgotten, where its counters say that it has lost something.
+        """Write again what the server has forgotten, where its counters say that it has lost something.
 
         Args:
             tables: what the server says of them now.
@@ -113,7 +113,7 @@ class RankRegistry:
                 )
 
     def envs(self) -> dict[int, int]:
-        """How many environments the latest incarnation of each rank has; as last known where nobody answers."""
+        """Return how many environments the latest incarnation of each rank has; as last known where nobody answers."""
         tables = self._connection.look()
         with self._lock:
             written = inserted(tables[CLAIMS]) if tables else self._envs[0]
@@ -126,7 +126,7 @@ class RankRegistry:
             return self._envs[1]
 
     def highest(self, written: int) -> float:
-        """The highest priority so far, 1 at first. `written`: how many were ever inserted, as the server says."""
+        """Return the highest priority so far, 1 at first. `written`: the server's count of inserted ones."""
         with self._lock:
             if written and self._highest[0] != written:
                 for _, _, _, _, value in self._connection.draw(HIGHEST, 1, self._connection.timeout):
@@ -134,7 +134,7 @@ class RankRegistry:
             return self._highest[1]
 
     def raise_highest(self, priority: float, written: int) -> None:
-        """Makes `priority` the highest so far, where it is."""
+        """Make `priority` the highest so far, where it is."""
         with self._lock:
             if priority > self.highest(written):
                 self._insert(HIGHEST, np.array([priority], np.float64))
@@ -151,7 +151,7 @@ class RankRegistry:
         return {key: tokens - withdrawn for key, tokens in claims.items()}
 
     def _read(self) -> list[list[int]]:
-        """All entries that were in the log when this was called, and maybe later ones.
+        """Return all entries that were in the log when this was called, and maybe later ones.
 
         A table can only be sampled: so entries are drawn until as many different ones came as there are. Since none
         ever leaves, these are all.

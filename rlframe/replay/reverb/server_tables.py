@@ -89,19 +89,19 @@ class ReverbTables:
 
 
 def inserted(table: Any) -> int:
-    """Items (blocks, where a queue has these) that a table was ever given. `table`: a `TableInfo`, as below."""
+    """Return how many items (of some queues: blocks) were ever inserted into a table, by its `TableInfo`."""
     return table.rate_limiter_info.insert_stats.completed
 
 
 def may_sample(table: Any, count: int) -> bool:
-    """Whether a table's rate limiter lets `count` items be sampled now."""
+    """Return whether a table's rate limiter lets `count` items be sampled now."""
     limiter = table.rate_limiter_info
     ahead = limiter.insert_stats.completed * limiter.samples_per_insert - limiter.sample_stats.completed - count
     return table.current_size >= limiter.min_size_to_sample and ahead >= limiter.min_diff
 
 
 def block_size(signature: Any, rows: ItemRows, address: str) -> int:
-    """How many items a block of the table with this signature (None: there is no such table) holds.
+    """Return how many items a block of the table with this signature (None: there is no such table) holds.
 
     Raises:
         UsageError: they are not what `rows` says.

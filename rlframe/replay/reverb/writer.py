@@ -25,7 +25,7 @@ _LOOK_EVERY = 1.0  # seconds between two looks at whether the server is still th
 
 
 class ReverbWriter:
-    """What `ReverbReplayBuffer` adds with; its methods of these names say what they do. Any thread may call it.
+    """The writing side of `ReverbReplayBuffer`, which documents the methods. Any thread may call it.
 
     Args:
         agent: what is learned from.
@@ -110,14 +110,14 @@ class ReverbWriter:
         self._told_to_stop[rank].set()
 
     def close(self) -> None:
-        """Gives up what was not confirmed; the connection is closed already."""
+        """Give up what was not confirmed; the connection is closed already."""
         with self._lock:
             if self._inserter is not None:
                 self._inserter.close()
 
     @contextlib.contextmanager
     def _writing(self, stop: threading.Event) -> Iterator[None]:
-        """Holds the lock of writers: another one, held back by the server, may have it for long."""
+        """Hold the lock of writers: another one, held back by the server, may have it for long."""
         while not self._lock.acquire(timeout=_LOOK_FOR_STOP):
             if stop.is_set():
                 raise StoppedError("Told to stop while add waited for another writer of this process.")

@@ -63,7 +63,7 @@ class Outbox:
         threading.Thread(target=self._run, name="rlframe replay outbox", daemon=True).start()
 
     def put(self, env_ids: np.ndarray, step: Step) -> None:
-        """Takes a step; waits while too many are there, or one is held back. Raises what became of those before."""
+        """Take a step; wait while too many are there, or one is held back. Raise what became of those before."""
         with self._moved:
             self._wait(self._takes_more)
             if not self._stages or not self._stages[-1].takes(env_ids, step):
@@ -76,21 +76,21 @@ class Outbox:
                 self._moved.notify_all()
 
     def flush(self) -> None:
-        """Waits until the service has everything."""
+        """Wait until the service has everything."""
         self._wait(lambda: not self._waiting)
 
     def settle(self) -> None:
-        """Waits until the service has everything, or holds the writer back."""
+        """Wait until the service has everything, or holds the writer back."""
         self._wait(lambda: not self._waiting or bool(self._why))
 
     def end_waits(self) -> None:
-        """Ends a `put` that waits, now or later, with StoppedError."""
+        """End a `put` that waits, now or later, with StoppedError."""
         with self._moved:
             self._told_to_stop = True
             self._moved.notify_all()
 
     def close(self) -> None:
-        """Sends no more."""
+        """Send no more."""
         with self._moved:
             self._closed = True
             self._moved.notify_all()
@@ -243,7 +243,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
             self._writers.put(Outbox(service, writer, None if ahead is None else -(-ahead // num_envs)))
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
-        """Adds one step of the environments `env_ids`; see `ReplayWriter`. It may wait; see the class.
+        """Add one step of the environments `env_ids`; see `ReplayWriter`. It may wait; see the class.
 
         Raises:
             StoppedError: it was told to, by `end_waits`, or the rank was claimed anew, or the buffer is closed.
@@ -266,12 +266,12 @@ class ServiceReplayBuffer(BaseReplayBuffer):
             self._writers.by_rank[rank].end_waits()
 
     def flush(self) -> None:
-        """Waits until the services have every step that was added here. Raises as `add`."""
+        """Wait until the services have every step that was added here. Raise as `add`."""
         for outbox in list(self._writers.by_rank.values()):
             outbox.flush()
 
     def _settle(self) -> None:
-        """Waits until a service has, or holds back, what this thread added: not what others go on to add."""
+        """Wait until a service has the steps of this thread, or holds them back. Do not wait for other threads."""
         outbox = getattr(self._added, "outbox", None)
         if outbox is not None:
             with contextlib.suppress(StoppedError):
@@ -280,7 +280,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
     # --- reading
 
     def sample(self) -> Batch | None:
-        """Draws a batch, or returns None while there is too little, or sampling is ahead of `samples_per_insert`."""
+        """Draw a batch, or return None while there is too little, or sampling is ahead of `samples_per_insert`."""
         return self.wait_for_batch(0.0)
 
     def wait_for_batch(self, timeout: float) -> Batch | None:
@@ -303,7 +303,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
         return None
 
     def _order(self) -> Iterator[int]:
-        """The shards, as they are to be asked until one has a batch."""
+        """Return the shards, as they are to be asked until one has a batch."""
         count = len(self._handles)
         if count == 1:
             return iter([0])
@@ -333,7 +333,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
         return {name: sum(each[name] for each in found) for name in found[0]}
 
     def close(self) -> None:
-        """Ends the datasets and every call that waits. The services go on."""
+        """End the datasets and every call that waits. The services go on."""
         super().close()
         for outbox in self._writers.by_rank.values():
             outbox.close()

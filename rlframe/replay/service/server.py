@@ -70,12 +70,12 @@ class Stage:
             rows[0] = leaf
 
     def takes(self, env_ids: np.ndarray, step: Step) -> bool:
-        """Whether a step goes on from the last one, and there is room."""
+        """Return whether a step goes on from the last one, and there is room."""
         follows = self._next is step.timestep or self._next is None
         return follows and self.count < self._size and env_ids.tobytes() == self._id_bytes
 
     def put(self, step: Step) -> None:
-        """Copies a step that it `takes`."""
+        """Copy a step that it `takes`."""
         at = self.count
         for rows, leaf in zip(self._timesteps, _leaves(step.next_timestep)):
             rows[at + 1] = leaf
@@ -86,7 +86,7 @@ class Stage:
         self.count = at + 1
 
     def stack(self, until: int) -> Stack:
-        """The steps from those that arrived up to the number `until`, as views."""
+        """Return the steps from those that arrived up to the number `until`, as views."""
         low = self.arrived
         timesteps = self._timestep_def.unflatten([rows[low : until + 1] for rows in self._timesteps])
         rest = self._rest_def.unflatten([rows[low:until] for rows in self._rest])
@@ -94,7 +94,7 @@ class Stage:
 
 
 def unstacked(stack: Stack, skip: int = 0) -> Iterator[Step]:
-    """The steps of a stack but the first `skip`, as views."""
+    """Return the steps of a stack but the first `skip`, as views."""
     leaves, treedef = _flatten(stack.timesteps)
     others, other_treedef = _flatten(stack.rest)
     if skip >= len(stack.versions):
@@ -177,19 +177,19 @@ class ReplayService:
     # --- for writers
 
     def claim(self, token: int, rank: int | None) -> tuple[int, int]:
-        """Registers a writer: its (rank, incarnation). The same `token` gets the same answer."""
+        """Register a writer: its (rank, incarnation). The same `token` gets the same answer."""
         with self._room:
             if token not in self._claims:
                 self._claims[token] = self._buffer.claim_rank(None, rank)
             return self._claims[token]
 
     def open(self, writer: WriterId) -> None:
-        """Says that a writer, which claimed its rank here or from another shard, is to add. Raises as `add`."""
+        """Say that a writer, which claimed its rank here or from another shard, is to add. Raise as `add`."""
         with self._adding[writer.rank]:
             self._open(writer, 0)
 
     def add(self, writer: WriterId, number: int, stacks: list[Stack], waits: bool = True) -> tuple[int, str]:
-        """Adds the steps of a writer, of which the first one has this number. Waits for room, for half a second.
+        """Add the steps of a writer, of which the first one has this number. Wait for room, for half a second.
 
         Args:
             writer: whose steps they are.
@@ -217,7 +217,7 @@ class ReplayService:
             return self._next[writer], held
 
     def _open(self, writer: WriterId, number: int) -> None:
-        """Makes sure that the writer is known, and that its next step continues those before."""
+        """Make sure that the writer is known, and that its next step continues those before."""
         newest = self._writers.get(writer.rank, -1)
         if writer.incarnation < newest:
             raise StoppedError(f"The rank {writer.rank} was claimed anew: this writer's time is over.")
@@ -227,7 +227,7 @@ class ReplayService:
             self._writers[writer.rank], self._next[writer] = writer.incarnation, number
 
     def _wait_for_room(self, until: float) -> str:
-        """Waits until a step may be inserted; why it may not, at the time `until`."""
+        """Wait until a step may be inserted; why it may not, at the time `until`."""
         if not (why := self._held_back()):
             return ""
         with self._room:
@@ -251,7 +251,7 @@ class ReplayService:
     # --- for readers
 
     def sample(self, reader: int, number: int, wait: float = 0.0) -> Batch | None:
-        """Draws a batch, or returns None while there is too little.
+        """Draw a batch, or return None while there is too little.
 
         Args:
             reader: a number of its own.
@@ -272,7 +272,7 @@ class ReplayService:
         return batch
 
     def weight(self) -> float:
-        """What draws are in proportion to: items, or the sum of priorities."""
+        """Return the sum of the weights of all items: each shard is drawn from in proportion to it."""
         return self._buffer.weight
 
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
@@ -292,22 +292,22 @@ class ReplayService:
     # --- as a node
 
     def run(self) -> None:
-        """Saves now and then, until the program ends or `stop` is called, and once more then."""
+        """Save now and then, until the program ends or `stop` is called, and once more then."""
         with stopped_by_program(self.stop):
             checkpoint.save_now_and_then(self._save, self._stop, self._seconds, self._at_end)
 
     def stop(self) -> None:
-        """Ends `run`, and the waiting of writers."""
+        """End `run`, and the waiting of writers."""
         self._stop.set()
         with self._room:
             self._room.notify_all()
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Let go of the memory."""
         self._buffer.close()
 
     def _save(self) -> None:
-        """Writes a checkpoint; warns where it cannot."""
+        """Write a checkpoint; warn where it cannot."""
         if self._path is not None and self._buffer.slots:  # an empty queue, too: what it had held was learned from
             try:
                 with SAVING:

@@ -65,7 +65,7 @@ class BufferGoneError(RlframeError):
 
 
 def create(num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec) -> SharedArrays:
-    """Makes the memory of a buffer; it stays until it is closed and nobody maps it."""
+    """Make the memory of a buffer; it stays until it is closed and nobody maps it."""
     if not SUPPORTED:
         raise UsageError(
             "SharedMemReplayBuffer needs Linux on x86-64 or 64-bit ARM. Use ReplayBuffer in one process instead."
@@ -118,7 +118,7 @@ class Block:
         return self._shared.closed
 
     def cursors_of(self, rank: int) -> Cursors:
-        """How far a segment has come."""
+        """Return how far a segment has come."""
         return Cursors(*self.cursors[rank].read())
 
     def claims(self) -> contextlib.AbstractContextManager[None]:
@@ -130,12 +130,12 @@ class Block:
         return self._shared.lock(_CLAIM_TIMEOUT, overdue)
 
     def check_maker(self) -> None:
-        """Raises `BufferGoneError` once the process that made the buffer has ended."""
+        """Raise `BufferGoneError` once the process that made the buffer has ended."""
         if not self._shared.creator_is_alive:
             raise self._gone()
 
     def writer(self, rank: int) -> ProcessId:
-        """The process that claimed `rank` last."""
+        """Return the process that claimed `rank` last."""
         return ProcessId(self.headers[rank][PID], self.headers[rank][STARTED])
 
     @property
@@ -149,7 +149,7 @@ class Block:
         return [header[CLAIMS] for header in self.headers]
 
     def added_items(self) -> int:
-        """Items that were ever added, to all segments."""
+        """Return how many items that were ever added, to all segments."""
         return sum([cursors.read()[2] for cursors in self.cursors])
 
     def _gone(self) -> BufferGoneError:
@@ -193,12 +193,12 @@ MARGIN = 4
 
 
 def entries(starts: np.ndarray) -> np.ndarray:
-    """The log's entries for items that start at the timesteps `starts`, in no order."""
+    """Return the log's entries for items that start at the timesteps `starts`, in no order."""
     return starts << COUNT_BITS | 1
 
 
 def segment_sizes(spec: ReplaySpec, num_writers: int, num_envs: int) -> tuple[int, int]:
-    """Returns (slots, chunk) of a segment that keeps its share of the capacity, for a writer of `num_envs`.
+    """Return (slots, chunk) of a segment that keeps its share of the capacity, for a writer of `num_envs`.
 
     A segment of a queue holds what `sample` asks for by itself, so that no other writer must move for it to go on.
     """
@@ -218,7 +218,7 @@ def segment_rows(spec: ReplaySpec, num_writers: int, max_envs: int) -> int:
 
 
 def lay_out(memory: Block, rank: int, spec: ReplaySpec, num_envs: int) -> None:
-    """Fits a segment to a writer of `num_envs` environments; one that holds something stays as it is."""
+    """Fit a segment to a writer of `num_envs` environments; one that holds something stays as it is."""
     header = memory.headers[rank]
     if memory.cursors_of(rank).head == 0:
         header[SLOTS], header[CHUNK] = segment_sizes(spec, memory.num_writers, num_envs)
@@ -256,19 +256,19 @@ class SegmentWriter:
         self._steps = now.steps
 
     def add(self, envs: np.ndarray | None, step: Step) -> None:
-        """Adds a step of the environments `envs` [B]; None: of all of them, in order."""
+        """Add a step of the environments `envs` [B]; None: of all of them, in order."""
         self._store.add(self.writer, envs, step)
         self._steps += self.writer.num_envs if envs is None else len(envs)
         log = self._log
         self._cursors.write(self._timeline.head, log.end, log.added, self._steps)
 
     def gives_up(self, count: int) -> int:
-        """The floor after a step of `count` environments; 0 where it stays."""
+        """Return the floor after a step of `count` environments; 0 where it stays."""
         head, timeline = self._timeline.head + 2 * count, self._timeline
         return head - timeline.slots + timeline.chunk if head - timeline.floor > timeline.slots else 0
 
     def unsampled_below(self, floor: int) -> bool:
-        """Whether an item of a queue that starts below `floor` was not sampled."""
+        """Return whether an item of a queue that starts below `floor` was not sampled."""
         header = self._header
         synced = header[SYNCED]  # first: what is needed of the entries before it was written before it
         if self._timeline.floor <= header[NEEDED] < floor:
@@ -306,7 +306,7 @@ class LogTable(ItemTable):
         super().evict(index)
 
     def any_below(self, position: int, floor: int) -> bool:
-        """Whether an item of the log's entries from `position` on starts below `floor`."""
+        """Return whether an item of the log's entries from `position` on starts below `floor`."""
         after = self._log[np.arange(max(position, self.end - len(self._log)), self.end) % len(self._log)]
         starts = after >> COUNT_BITS
         return bool(((starts < floor) & (starts + (after & COUNT_MASK) > self._timeline.floor)).any())

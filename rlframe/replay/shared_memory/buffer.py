@@ -93,7 +93,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         self._opened: _Opened | None = None
 
     def _here(self) -> _Opened:
-        """What this process has of the buffer, opened on first use; the same for all its copies here."""
+        """Return this process's view of the buffer, opened on first use. All copies in the process share it."""
         if self._opened is None:
             with _opening:
                 found = _in_process.get(self._plan.name.token)
@@ -104,7 +104,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
 
     @contextlib.contextmanager
     def _sampling(self) -> Iterator[Sampler]:
-        """The sampler, which is this process's from now on. Raises `UsageError` where another process samples."""
+        """Make this process the sampler, and hold its lock. Raise `UsageError` if another process samples."""
         here = self._here()
         with here.lock:
             here.sampler.bind_alone()
@@ -113,7 +113,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
     # --- writing
 
     def claim_rank(self, num_envs: int | None = None, rank: int | None = None) -> tuple[int, int]:
-        """Registers a writer; see `BaseReplayBuffer`.
+        """Register a writer; see `BaseReplayBuffer`.
 
         A rank is free if nobody claimed it, or the process that did has ended.
 
@@ -129,7 +129,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             here.writers.open(rank, num_envs)
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
-        """Adds one step of the environments `env_ids`; see `BaseReplayBuffer`. It may wait; see the class.
+        """Add one step of the environments `env_ids`; see `BaseReplayBuffer`. It may wait; see the class.
 
         Raises:
             WriterTimeoutError: there was no room for `timeout` seconds.
@@ -151,7 +151,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
                 sampler.forget_before(version)
 
     def sample(self) -> Batch | None:
-        """Draws a batch, or returns None before `min_size` items were added (a queue: while it holds too few).
+        """Draw a batch, or return None before `min_size` items were added (a queue: while it holds too few).
 
         Arrays of a batch are the caller's own; large ones are used again once nothing refers to them.
 
@@ -200,7 +200,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         return self._wait_for(self.sample, timeout)
 
     def _wait_for(self, take: Callable[[], _T | None], timeout: float) -> _T | None:
-        """What `take` gives, as soon as there may be enough; None after `timeout` seconds, or a little earlier."""
+        """Return the result of `take` as soon as there may be enough items; None after about `timeout` seconds."""
         taken = take()
         if taken is not None or timeout <= 0 or self.closed:
             return taken
@@ -240,7 +240,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         return self._closed or (self._opened is not None and self._opened.memory.closed)
 
     def close(self) -> None:
-        """Stops the datasets. Where the buffer was made, for all processes: nobody samples or waits any more."""
+        """Stop the datasets. Where the buffer was made, for all processes: nobody samples or waits any more."""
         if self._created is not None:
             self._created.close()
             _LENT.discard(self)
@@ -249,7 +249,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
     # --- disk
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes items, priorities, counters and the state of the draws to the file `path`, in the sampler's process.
+        """Write items, priorities, counters and the state of the draws to the file `path`, in the sampler's process.
 
         Writers go on meanwhile; items that they overwrite until all is written are not in the file.
 
@@ -261,7 +261,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             saving.save(path, self._here().memory, sampler, self.spec)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Goes on with what was saved, in the sampler's process and before writers add.
+        """Go on with what was saved, in the sampler's process and before writers add.
 
         A learner that was restarted while the buffer lived on finds its items there: it gets their priorities back.
 
@@ -275,7 +275,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
 
 
 class _Opened:
-    """What one process has of a buffer: its two halves, over the same memory.
+    """One process's view of a buffer: its two halves, over the same memory.
 
     Attributes:
         lock: held while this process adds or samples, never while it waits.

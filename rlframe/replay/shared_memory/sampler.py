@@ -51,7 +51,7 @@ class Sampler:
         self._fresh_for, self._fresh_until = (0.0 if spec.kind == "queue" else _FRESH), 0.0
 
     def bind(self) -> None:
-        """Makes this process the sampler if there is none, or none alive; else a further reader.
+        """Make this process the sampler if there is none, or none alive; else a further reader.
 
         Raises:
             UsageError: the buffer is a queue, which another process samples.
@@ -82,7 +82,7 @@ class Sampler:
             raise UsageError(f"Process {pid} samples this replay buffer: call this there, this one only reads.")
 
     def _take_over(self) -> None:
-        """Goes on where a process that sampled before stopped: with its counters, and a queue's place."""
+        """Go on where a process that sampled before stopped: with its counters, and a queue's place."""
         reader = self.reader = SegmentReader(self._memory, self._spec, self._step_spec, self._spec.kind)
         self._unfinished = _NOTHING
         if isinstance(reader.table, QueueTable):
@@ -93,7 +93,7 @@ class Sampler:
         reader.table.dropped = self._control[block.DROPPED]
 
     def resume(self, numbers: np.ndarray, sampled: int, rng: Any, evicted_unsampled: int) -> None:
-        """Goes on where a buffer was saved, whose segments have been filled."""
+        """Go on where a buffer was saved, whose segments have been filled."""
         self.reader = SegmentReader(self._memory, self._spec, self._step_spec, self._spec.kind)
         self._unfinished = _NOTHING
         self.reader.resume(numbers)
@@ -114,7 +114,7 @@ class Sampler:
         return not self.is_sampler and self._control[block.SAMPLER_PID] != 0
 
     def sample(self) -> Batch | None:
-        """Draws a batch, or returns None while there is too little."""
+        """Draw a batch, or return None while there is too little."""
         count, forgot = self._prepare()
         batch = self._draw(count) if count else None
         if self.is_sampler:
@@ -122,7 +122,7 @@ class Sampler:
         return batch
 
     def draw(self) -> Draw | None:
-        """Draws a batch that another process reads, or returns None while there is too little."""
+        """Draw a batch that another process reads, or return None while there is too little."""
         count, forgot = self._prepare()
         draw = None
         if count:
@@ -136,7 +136,7 @@ class Sampler:
         return draw
 
     def finish(self, keys: np.ndarray) -> None:
-        """Lets a queue's writers overwrite the items `keys` [B, 3], which were drawn."""
+        """Let a queue's writers overwrite the items `keys` [B, 3], which were drawn."""
         done = np.asarray(keys, np.int64)
         left = self._unfinished[~np.isin(self._unfinished, done[:, 0] << RANK_BITS | done[:, 2])]
         if len(left) < len(self._unfinished):
@@ -159,7 +159,7 @@ class Sampler:
         return count, forgot > 0
 
     def forget_before(self, version: int) -> None:
-        """Drops the items of a queue that a version below `version` acted in, those that are to come too."""
+        """Drop the items of a queue that a version below `version` acted in, those that are to come too."""
         self._oldest = max(self._oldest, version)
         self.reader.sync()
         self.publish(self.reader.store.forget_before(self._oldest) > 0)
@@ -206,7 +206,7 @@ class Sampler:
         )
 
     def publish(self, has_drawn: bool) -> None:
-        """Tells writers and other processes what was sampled, and wakes the writers that wait for it."""
+        """Tell writers and other processes what was sampled, and wake the writers that wait for it."""
         control, table = self._control, self.reader.table
         if not has_drawn and not self._writers_wait():
             return
@@ -239,7 +239,7 @@ class Sampler:
         return self.reader.table.size
 
     def stats(self, bytes_taken: int) -> dict[str, int]:
-        """The counters; elsewhere than in the sampler, as of its last batch."""
+        """Return the counters; elsewhere than in the sampler, as of its last batch."""
         size, control, memory = self.size, self._control, self._memory
         steps = sum(cursors.read()[3] for cursors in memory.cursors)
         stats = {**self.reader.table.stats(steps, self.sampled, bytes_taken), "items": size, "added": self.reader.added}
@@ -254,6 +254,6 @@ class Sampler:
         return stats
 
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
-        """Sets the priorities of the items `keys` [B, 3]."""
+        """Set the priorities of the items `keys` [B, 3]."""
         self.reader.sync()
         self.reader.table.update(self.reader.numbers(keys), priorities)

@@ -1,4 +1,4 @@
-"""What a reader knows of a shared replay buffer: a table of all segments' items, kept up to date from their logs.
+"""The reading side of a shared replay buffer: one table of all segments' items, kept up to date from their logs.
 
 An item of rank r that starts at timestep n is known here by the number `r << RANK_BITS | n`, so that one table, the
 same as that of the in-process buffer, holds the items of all segments.
@@ -121,7 +121,7 @@ class SegmentReader:
         return False
 
     def sync(self) -> None:
-        """Takes over what the writers have published since."""
+        """Take over what the writers have published since."""
         changed = False
         for rank, header in enumerate(self._memory.headers):
             if self._memory.cursors[rank].count != self._versions[rank] or header[block.FLOOR] != self._floors[rank]:
@@ -165,7 +165,7 @@ class SegmentReader:
         return entries >> COUNT_BITS, entries & COUNT_MASK
 
     def _expand(self, firsts: np.ndarray, counts: np.ndarray) -> list[tuple[int, int, np.ndarray | None]] | np.ndarray:
-        """The items of entries: the few blocks that they form (first number, how many, which of them), or each."""
+        """Return the items of entries: as a few blocks (first number, how many, which of them), or one by one."""
         if not len(firsts):
             return []
         begins = np.concatenate([[0], (firsts[1:] != firsts[:-1] + counts[:-1]).nonzero()[0] + 1])
@@ -178,12 +178,12 @@ class SegmentReader:
         return blocks
 
     def _starts(self, firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """The items of entries, one by one."""
+        """Return the items of entries, one by one."""
         starts = np.repeat(firsts - (counts.cumsum() - counts), counts) + np.arange(counts.sum())
         return starts[self._present[self.timeline.slot(starts)]]
 
     def _raise_floor(self, rank: int, header: memoryview) -> None:
-        """Gives items up: a little early, or a writer would often come round to them while they are copied; not those
+        """Give items up: a little early, or a writer would often come round to them while they are copied; not those
         of a queue, whose writers wait."""
         kept = self._floors[rank]
         if kept and not self._is_queue:
@@ -205,7 +205,7 @@ class SegmentReader:
             self.table.evict(slice(base, base + low + count - size))
 
     def read(self, numbers: np.ndarray, probabilities: np.ndarray) -> Batch:
-        """Copies the items `numbers` out."""
+        """Copy the items `numbers` out."""
         slots = self.timeline.slot(numbers)
         data, versions = self.store.read(slots)
         return Batch(data, self.keys(numbers, slots), probabilities, versions)
@@ -221,7 +221,7 @@ class SegmentReader:
         return keys
 
     def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> tuple[Batch, np.ndarray]:
-        """Copies the items `keys` out, as somebody else's table has them: (batch, [B] bool: which are gone)."""
+        """Copy the items `keys` out, as somebody else's table has them: (batch, [B] bool: which are gone)."""
         for rank, header in enumerate(self._memory.headers):
             self.timeline.sizes[rank] = max(1, header[block.SLOTS])
         heads = np.array([cursors.read()[0] for cursors in self._memory.cursors])
@@ -237,7 +237,7 @@ class SegmentReader:
         return batch, ~known | ((numbers & NUMBER_MASK) < floors.take(ranks))
 
     def take_over(self) -> None:
-        """Begins a queue where the process that sampled it before stopped: what it took is gone."""
+        """Begin a queue where the process that sampled it before stopped: what it took is gone."""
         for rank, header in enumerate(self._memory.headers):
             end, count = self._memory.taken[rank].read()
             if not end:
@@ -254,7 +254,7 @@ class SegmentReader:
         self.sync()
 
     def resume(self, numbers: np.ndarray) -> None:
-        """Begins with the items `numbers`, those that are there, as all that the segments hold."""
+        """Begin with the items `numbers`, those that are there, as all that the segments hold."""
         for rank, header in enumerate(self._memory.headers):
             self.cursors[rank] = self._memory.cursors_of(rank)  # `numbers` stand for the log so far
             self._sync(rank, header)
@@ -262,12 +262,12 @@ class SegmentReader:
         self.added = self.table.added = sum([cursors.added for cursors in self.cursors])
 
     def items_of(self) -> dict[int, int]:
-        """How many items of each rank a queue holds."""
+        """Return how many items of each rank a queue holds."""
         counts = np.bincount(self.table.numbers() >> RANK_BITS, minlength=len(self.cursors))
         return dict(enumerate(counts.tolist()))
 
     def publish_needs(self, unfinished: np.ndarray) -> bool:
-        """Tells the writers of a queue what they must not overwrite yet. Returns whether that is less than before.
+        """Tell the writers of a queue what they must not overwrite yet. Return whether that is less than before.
 
         Args:
             unfinished: items that were drawn, and are still to be read.
@@ -301,7 +301,7 @@ class SegmentReader:
         return torn if torn.any() else None
 
     def numbers(self, keys: np.ndarray) -> np.ndarray:
-        """The items' numbers, of their keys [B, 3]; -1 for those that no such writer wrote."""
+        """Return the items' numbers, of their keys [B, 3]; -1 for those that no such writer wrote."""
         rank, incarnation, number = np.asarray(keys, np.int64).T
         known = (rank >= 0) & (rank < self._memory.num_writers) & (number >= 0) & (number <= NUMBER_MASK)
         numbers = np.where(known, rank << RANK_BITS | number, 0)

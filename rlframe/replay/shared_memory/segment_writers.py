@@ -31,7 +31,7 @@ class WriterTimeoutError(RlframeError, TimeoutError):
 
 
 class BufferPlan(NamedTuple):
-    """What all processes must know of a buffer to find their way in its memory."""
+    """The description of a buffer that all its processes share: where its memory is, and its layout."""
 
     name: Name
     spec: ReplaySpec
@@ -69,7 +69,7 @@ class SegmentWriters:
     # --- ranks
 
     def claim(self, num_envs: int | None, rank: int | None) -> tuple[int, int]:
-        """Returns (rank, incarnation); see `SharedMemReplayBuffer.claim_rank`."""
+        """Return (rank, incarnation); see `SharedMemReplayBuffer.claim_rank`."""
         memory, count = self._memory, self._plan.num_writers
         if rank is not None and not 0 <= rank < count:
             raise UsageError(
@@ -106,7 +106,7 @@ class SegmentWriters:
         )
 
     def open(self, rank: int, num_envs: int) -> None:
-        """Lays the segment out for a writer of `num_envs` environments; the caller holds the lock and the claims."""
+        """Lay the segment out for a writer of `num_envs` environments; the caller holds the lock and the claims."""
         plan, memory = self._plan, self._memory
         self._check_envs(num_envs)
         if rank not in self._incarnations or memory.writer(rank) != this_process():
@@ -138,7 +138,7 @@ class SegmentWriters:
     # --- adding
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
-        """Adds one step of the environments `env_ids`, once there is room."""
+        """Add one step of the environments `env_ids`, once there is room."""
         check_added(env_ids, step)
         writer, envs = self._writers.find(env_ids)
         segment = self._segments[writer.rank]
@@ -180,12 +180,12 @@ class SegmentWriters:
         return sampler != 0 or not self._is_makers
 
     def end_waits(self, rank: int) -> None:
-        """Ends what the writer `rank` of this process waits for."""
+        """End what the writer `rank` of this process waits for."""
         self._told_to_stop.add(rank)
         self._memory.room.wake()
 
     def _wait_for_room(self, segment: SegmentWriter, count: int) -> None:
-        """Waits while the writer is too far ahead to add `count` timesteps."""
+        """Wait while the writer is too far ahead to add `count` timesteps."""
         memory, spec, limiter = self._memory, self._plan.spec, self._limiter
         if spec.kind == "queue":
             floor = segment.gives_up(count)
