@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from dm_env import specs
 
+from rlframe.closing import Closing
 from rlframe.envs.checks import ActionCheck, FiniteCheck
 from rlframe.envs.codec import Codec
 from rlframe.envs.group import ANSWER_TIMEOUT
@@ -18,7 +19,7 @@ from rlframe.metrics.rows import Sums
 from rlframe.types import TimeStep
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 _LATER = 5.0  # seconds by which a pool that hangs may raise later than it should
 
@@ -84,7 +85,7 @@ class OwnPool:
         return getattr(self._pool, name, _OPTIONAL[name]) if name in _OPTIONAL else getattr(self._pool, name)
 
 
-class PoolHandle:
+class PoolHandle(Closing):
     """Holds a pool, shows its specs, and closes it."""
 
     def _attach(
@@ -137,12 +138,6 @@ class PoolHandle:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("This environment pool is closed: make a new one.")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self.close()
 
 
 def true_rewards(env: Any, timestep: TimeStep) -> np.ndarray:

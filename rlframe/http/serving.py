@@ -19,6 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from rlframe.closing import Closing
 from rlframe.errors import PeerError, UsageError
 from rlframe.interprocess.phases import Phase, advance
 
@@ -86,7 +87,7 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-class ServerThread:
+class ServerThread(Closing):
     """Serves an application in a thread, from construction until `close`. A context manager.
 
     Args:
@@ -128,12 +129,6 @@ class ServerThread:
             raise PeerError(f"The service at {self.url} did not begin within {_READY:g} s.")
         if self.failure is not None:
             raise self.failure
-
-    def __enter__(self) -> ServerThread:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Finish the requests that have begun, and end. May be called again."""

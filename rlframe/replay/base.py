@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from rlframe.closing import Closing
 from rlframe.errors import RlframeError, StoppedError, UsageError, suggest
 from rlframe.interprocess.heartbeat import patience
 from rlframe.types import Batch, ReplaySpec, Step
@@ -247,7 +248,7 @@ class DatasetTimeoutError(RlframeError, TimeoutError):
     """No batch came within the timeout."""
 
 
-class Dataset:
+class Dataset(Closing):
     """An endless iterator of batches. Use it as a context manager, or close it.
 
     Drawing ahead depends on timing. For results that repeat exactly, call `sample()` instead.
@@ -302,12 +303,6 @@ class Dataset:
         self._interrupt()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=10.0)
-
-    def __enter__(self) -> Dataset:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _run(self) -> None:
         try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from rlframe.closing import Closing
 from rlframe.coordinator.control.address import read_control
 from rlframe.coordinator.control.errors import ConflictError, FieldError
 from rlframe.errors import PeerError, RemoteError, UnavailableError, UsageError
@@ -18,7 +19,7 @@ _TIMEOUT = 15.0  # seconds for an answer: more than the service takes at most
 _SILENCE = 15.0  # seconds in which a stream of events shows that it is there, three times over
 
 
-class ControlClient:
+class ControlClient(Closing):
     """Calls a coordinator by its control API, with the coordinator's own methods. A context manager.
 
     Args:
@@ -49,12 +50,6 @@ class ControlClient:
         """The control of the run in a directory. Raises `UsageError` where it has none."""
         known = read_control(run_dir)
         return cls(known.url, read_token(known.token_file))
-
-    def __enter__(self) -> ControlClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the connections."""

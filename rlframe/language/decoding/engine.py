@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlframe.closing import Closing
 from rlframe.errors import PeerError, RlframeError, UnavailableError, UsageError
 from rlframe.interprocess.phases import COMPUTING
 from rlframe.language.decoding.ranking import Ranked
@@ -34,7 +35,7 @@ from rlframe.types import Params
 CLOSE_TIMEOUT = 60.0  # seconds
 
 
-class DecodeEngine:
+class DecodeEngine(Closing):
     """Decodes for any number of threads. A context manager; `close` ends it.
 
     A failure reaches whoever waits by their futures; then the engine is closed.
@@ -184,12 +185,6 @@ class DecodeEngine:
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise PeerError(f"The decode engine's thread did not end within {timeout:g} s.")
-
-    def __enter__(self) -> DecodeEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _run(self) -> None:
         try:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import anyio
 import httpx
 
+from rlframe.closing import Closing
 from rlframe.trajectories.client.calls import EnvironmentCalls, TrainerCalls
 from rlframe.trajectories.client.exchange import HttpReply, HttpRequest
 
@@ -19,7 +20,7 @@ _CONNECT_TIMEOUT = 5.0  # seconds
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=20)
 
 
-class TrajectoryClient(TrainerCalls, EnvironmentCalls):
+class TrajectoryClient(TrainerCalls, EnvironmentCalls, Closing):
     """A client whose calls block. Any thread may call it. Use it as a context manager, or close it.
 
     While the service cannot be reached, does not answer or says that it cannot now, a call is repeated, with pauses
@@ -49,12 +50,6 @@ class TrajectoryClient(TrainerCalls, EnvironmentCalls):
         """Close the connections. Calls under way in other threads end with StoppedError. Twice does nothing more."""
         self._stopped.set()
         self._http.close()
-
-    def __enter__(self) -> TrajectoryClient:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _run(self, method: Coroutine[Any, Any, T]) -> T:
         try:
