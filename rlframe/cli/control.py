@@ -144,7 +144,7 @@ def _stop(options: StopOptions, run_dir: str) -> tuple[dict[str, Any], str]:
     directory = RunDir(run_dir)
     holder = holder_of(directory.path)
     if holder is None or directory.holds is None:
-        directory.check_holds_run()
+        directory.check_holds()
     if holder is None:
         job = status_by_files(run_dir)()["job"]
         raise UsageError(f"The run in {run_dir} is over ({job['state']}: {job['reason']}): there is nothing to stop.")

@@ -16,7 +16,7 @@ from rlframe.engines.base import EngineOptions, Watch
 from rlframe.engines.supervision.node_main import pickle_node
 from rlframe.engines.supervision.placement import group_rules
 from rlframe.engines.supervision.running import GroupRules, SupervisedNode
-from rlframe.engines.supervision.served_node import MakeWorker, ServedEngine, ServedNode, pickle_worker
+from rlframe.engines.supervision.served_node import MakeWorker, ServedEngine, pickle_worker
 from rlframe.errors import UsageError
 from rlframe.transport.ray import RayTransport
 
@@ -76,7 +76,11 @@ class RayEngine(ServedEngine):
         """The nodes, and what each is to have of the cluster."""
         groups = self.groups
         rules_of = group_rules(groups, self._options)
-        pickled = {node.address: self._pickled(node) for nodes in self._nodes.values() for node in nodes}
+        pickled = {
+            node.address: (node.pickled(), refers_to(node, self._owned))
+            for nodes in self._nodes.values()
+            for node in nodes
+        }
         shares = self._shares(groups, any(bound for _, bound in pickled.values()))
         for group, nodes in self._nodes.items():
             for node in nodes:
@@ -107,10 +111,6 @@ class RayEngine(ServedEngine):
         cpus = self._cluster.cpus(sum(groups[group] for group in busy), is_bound)
         gpus = self._cluster.gpus(sum(groups[group] for group in served))
         return {group: (cpus * (group in busy), gpus * (group in served)) for group in groups}
-
-    def _pickled(self, node: ServedNode) -> tuple[bytes, bool]:
-        """(the node, whether it shares memory with this process)."""
-        return node.pickled(), refers_to(node, self._owned)
 
     def _address(self, group: str, index: int) -> str:
         return f"{group}/{index}"

@@ -31,7 +31,7 @@ from rlframe.programs.run_dir.status import StatusFile
 from rlframe.programs.session import Session
 from rlframe.programs.topologies import Topology
 from rlframe.programs.topologies.config import ProgramConfig, find_topology
-from rlframe.programs.topologies.parts import make_agent, read_codec
+from rlframe.programs.topologies.parts import check_answer_timeout, make_agent, read_codec
 from rlframe.programs.training.callbacks import Callback, Callbacks
 from rlframe.programs.training.profile import Profile
 from rlframe.programs.training.progress import Progress
@@ -129,6 +129,7 @@ def _check_can_run(experiment: Experiment, profile: Profile | None, *, with_cont
     if not experiment.topology_config.engine_class.in_process:
         check_main_is_guarded(filter(None, experiment.names.values()))
     check_extras(experiment, with_control=with_control)
+    check_answer_timeout(experiment)
     if profile is not None and isinstance(experiment.topology_config, ProgramConfig):
         raise UsageError(f"A profile is of a single process; the topology is {experiment.topology_config.name}.")
 
@@ -323,7 +324,7 @@ def open_session(
     if stop_at is not None and stop_at < 1:
         raise UsageError(f"stop_at must be at least 1 environment step, got {stop_at}.")
     if resume:
-        directory.check_holds_run()
+        directory.check_holds()
     elif take_over or resume_from is not None:
         raise UsageError("take_over and resume_from are of a run to go on with: they need resume.")
     else:

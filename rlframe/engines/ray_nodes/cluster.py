@@ -12,7 +12,7 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.engines.ray_nodes.host import HostedNode, Relay
-from rlframe.engines.ray_nodes.running import Hosts, RayNode
+from rlframe.engines.ray_nodes.running import RayNode
 from rlframe.errors import UsageError
 from rlframe.interprocess.memory import MACHINE
 from rlframe.transport.ray import Station, join
@@ -46,7 +46,8 @@ class RayCluster:
             relay = Relay(Station(Station.path(self.token, self._ray_node), _RELAY))
             opened.callback(relay.close)
             opened.enter_context(_at(relay.station, self._ray_node))
-            self._hosts = Hosts(relay.others)
+            self._hosts: list[tuple[str, Any]] = []
+            self._others = relay.others
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -67,7 +68,7 @@ class RayCluster:
         """
         affinity = NodeAffinitySchedulingStrategy(self._ray_node, soft=False)
         options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": affinity if is_bound else "SPREAD"}
-        return RayNode(hosted, options, self._hosts, end_program)
+        return RayNode(hosted, options, self._hosts, self._others, end_program)
 
     def cpus(self, nodes: int, is_bound: bool) -> float:
         """CPUs for each of so many nodes: one, or its share where there are fewer."""

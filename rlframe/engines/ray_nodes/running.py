@@ -20,28 +20,6 @@ with extras.needed("--engine ray", "ray"):
 _KILLED_WITHIN = 5.0  # seconds within which the actor of a killed node must confirm its end
 
 
-class Hosts:
-    """The actors of a program's nodes, in the order of their start.
-
-    Args:
-        others: is told of them as well: the launcher's own relay.
-    """
-
-    def __init__(self, others: dict[str, Any]) -> None:
-        self._all: list[tuple[str, Any]] = []
-        self._others = others
-
-    def add(self, address: str, host: Any) -> None:
-        """The node of this address has this actor from now on."""
-        self._all.append((address, host))
-        self._others[address] = host
-
-    def since(self, count: int) -> tuple[int, dict[str, Any]]:
-        """(how many there are, by address those that have come after the first `count`)."""
-        there = self._all[count:]
-        return count + len(there), dict(there)
-
-
 @dataclasses.dataclass(frozen=True)
 class RayNode:
     """A node of a program on Ray. See `SupervisedNode`.
@@ -49,13 +27,15 @@ class RayNode:
     Attributes:
         hosted: what its actor runs.
         options: of its actor.
-        hosts: of the program.
+        hosts: the address and the actor of each node of the program, in the order of their start.
+        others: the actors as the launcher's own relay has them: by address, the newest ones.
         end_program: is called when a node asks for the end.
     """
 
     hosted: HostedNode
     options: dict[str, Any]
-    hosts: Hosts
+    hosts: list[tuple[str, Any]]
+    others: dict[str, Any]
     end_program: Callable[[], None]
 
     @property
@@ -87,7 +67,8 @@ class RunningActor(RunningNode):
         self._node, self._lost, self._killed_at = node, "", float("inf")
         make: Any = ray.remote(concurrency_groups=CONCURRENCY)(NodeHost)  # type: ignore[call-overload]
         self._host = make.options(max_restarts=0, **node.options).remote(node.hosted)
-        node.hosts.add(node.hosted.address, self._host)
+        node.hosts.append((node.hosted.address, self._host))
+        node.others[node.hosted.address] = self._host
         self._watcher = threading.Thread(target=self._watch, args=(on_exit,), daemon=True)
         self._watcher.start()
 
@@ -108,9 +89,10 @@ class RunningActor(RunningNode):
     def _watch(self, on_exit: OnExit) -> None:
         count = known = 0
         while self.code is None:
-            known, others = self._node.hosts.since(known)
+            new = self._node.hosts[known:]
+            known += len(new)
             try:
-                seen = self._answer(self._host.watch.remote(count, others))
+                seen = self._answer(self._host.watch.remote(count, dict(new)))
             except ray.exceptions.RayError as error:
                 words = str(error).strip().splitlines()
                 self._lost = f"was lost with its Ray actor ({words[-1] if words else type(error).__name__})"

@@ -51,7 +51,7 @@ def policy_of_run(path: str | os.PathLike[str], tokenizer: str | None, learner: 
     """
     source = _at(learner)
     directory = RunDir(path)
-    directory.check_holds_run()
+    directory.check_holds()
     experiment = load_experiment(directory.config)
     if experiment.topology_config.learns_from != "trajectories":
         raise UsageError(f"The run in {path} learns no language model: its agent is {experiment.agent}.")

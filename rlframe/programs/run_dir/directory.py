@@ -104,11 +104,7 @@ class RunDir:
         found = [path for path in self.path.glob(pattern or "") if (path / RUN).is_file()] if pattern else []
         return sorted(found, key=lambda path: [int(n) for n in re.findall(r"\d+", str(path.relative_to(self.path)))])
 
-    def check_holds_run(self) -> None:
-        """Raise UsageError if the directory holds no run."""
-        self.check_holds(RUN)
-
-    def check_holds(self, wanted: str) -> None:
+    def check_holds(self, wanted: str = RUN) -> None:
         """Raise UsageError, with the command to use, if the kind of the directory is not `wanted`."""
         found = self.holds
         if found is None:
@@ -176,7 +172,7 @@ def open_run(run_dir: str | os.PathLike[str], given: Mapping[str, Any]) -> tuple
         UsageError: there is no such run.
     """
     directory = RunDir(run_dir)
-    directory.check_holds_run()
+    directory.check_holds()
     forget_changed()
     experiment = load_experiment(directory.config, given, replace=True)
     if experiment.topology_config.learns_from != "steps":

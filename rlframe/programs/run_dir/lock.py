@@ -18,6 +18,7 @@ import time
 from types import TracebackType
 from typing import Any
 
+from rlframe import retry
 from rlframe.errors import UsageError
 from rlframe.interprocess.processes import ProcessId, this_process
 
@@ -107,15 +108,14 @@ class RunLock:
         self._directory, self._path = directory, directory / NAME
         self._take_over = take_over
         self._descriptor = -1
-        self._settled_by = 0.0
         self._owner = os.getpid()
         self._holder = Holder.this(ends_within)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="rlframe lock", daemon=True)
 
     def __enter__(self) -> RunLock:
-        self._settled_by = time.monotonic() + _SETTLES
-        while not self._try():
+        settled_by = time.monotonic() + _SETTLES
+        while not self._try(settled_by):
             time.sleep(_LOOK)
         self._thread.start()
         return self
@@ -129,15 +129,19 @@ class RunLock:
             self._path.unlink()
         self._close()
 
-    def _try(self) -> bool:
-        """Try once to get the lock. Return False if the caller should try again."""
+    def _try(self, settled_by: float) -> bool:
+        """Try once to get the lock. Return False if the caller should try again.
+
+        Args:
+            settled_by: until this time, a lock whose holder is not alive may be changing hands.
+        """
         self._descriptor = _open(self._path)
         try:
             granted = _flock(self._descriptor)
             holder = _read(self._path)
             if granted is None:
                 _log.warning("The file system of %s has no locks: see to it that no other process writes to it.", self)
-            if granted is False and not _is_alive(holder) and time.monotonic() < self._settled_by:
+            if granted is False and not _is_alive(holder) and time.monotonic() < settled_by:
                 self._close()
                 return False
             elsewhere = holder is not None and (granted is None or not holder.is_of_this_kernel)
@@ -164,14 +168,13 @@ class RunLock:
         """Watch the holder's beat for up to 30 s. Return True as soon as it changes."""
         before = _text(self._path)
         _log.warning("%s may be in use by %s: watching for up to %g s.", self, holder, _STILL)
-        deadline = time.monotonic() + _STILL
-        while time.monotonic() < deadline:
+        for pause in retry.pauses(_LOOK, _LOOK, _STILL):
             now = _text(self._path)
             if self._is_ours() is None:
                 return False
             if now != before:
                 return True
-            time.sleep(_LOOK)
+            time.sleep(pause)
         return False
 
     def _end(self, holder: Holder | None) -> bool:
@@ -184,11 +187,10 @@ class RunLock:
             _log.warning("Taking %s over from %s: %s.", self, holder, number.name)
             with contextlib.suppress(ProcessLookupError):
                 holder.send(number)
-            deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline:
+            for pause in retry.pauses(_LOOK, _LOOK, seconds):
                 if _flock(self._descriptor):
                     return True
-                time.sleep(_LOOK)
+                time.sleep(pause)
         return False
 
     def _replace(self) -> None:

@@ -105,7 +105,7 @@ class StatusReader:
 
     def __init__(self, run_dir: str | os.PathLike) -> None:
         self._directory = RunDir(pathlib.Path(run_dir))
-        self._directory.check_holds_run()
+        self._directory.check_holds()
         self._rows = _Rows(self._directory.metrics)
 
     def __call__(self) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from rlframe.programs.topologies.config import GameProgram, configured_by
 from rlframe.programs.topologies.parts import (
     actor_options,
     add_replay,
-    check_answer_timeout,
     env_builder,
     inferencer_config,
     learner_config,
@@ -36,7 +35,6 @@ class HeavyEnv(GameProgram):
 @configured_by(HeavyEnv)
 def heavy_env(engine: Engine, session: Session) -> None:
     """Add the nodes: a learner, actors with an inferencer each, and the monitor."""
-    check_answer_timeout(engine, session.experiment)
     replay_buffer = add_replay(engine, session)
     learner = engine.add("learner", Learner, learner_config(session), session.agent, replay_buffer)
     actors = []

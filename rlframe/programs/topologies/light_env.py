@@ -22,7 +22,6 @@ from rlframe.programs.topologies.config import GameProgram, configured_by
 from rlframe.programs.topologies.parts import (
     actor_options,
     add_replay,
-    check_answer_timeout,
     env_builder,
     inferencer_config,
     learner_config,
@@ -71,7 +70,6 @@ class Distributed(LightEnv):
 def light_env(engine: Engine, session: Session) -> None:
     """Add the nodes: a learner, inference services, actors that call them, and the monitor."""
     config = session.experiment.topology_config
-    check_answer_timeout(engine, session.experiment)
     replay_buffer = add_replay(engine, session)
     learner = engine.add("learner", Learner, learner_config(session), session.agent, replay_buffer)
     inferencers = [

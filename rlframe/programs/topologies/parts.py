@@ -52,10 +52,11 @@ def env_builder(experiment: Experiment) -> functools.partial[Any]:
     return functools.partial(make_pool, experiment, experiment.envs_per_pool, experiment.env_kwargs)
 
 
-def check_answer_timeout(engine: Engine, experiment: Experiment) -> None:
-    """Raises UsageError for an answer_timeout where neither the pool nor the engine sees environments hang."""
-    default, value = GameConfig.answer_timeout, experiment.topology_config.answer_timeout
-    if value == default or "hang_timeout" in engine.options:
+def check_answer_timeout(experiment: Experiment) -> None:
+    """Raise UsageError for an answer_timeout where neither the pool nor the engine sees environments hang."""
+    config, default = experiment.topology_config, GameConfig.answer_timeout
+    value = getattr(config, "answer_timeout", default)
+    if value == default or "hang_timeout" in config.engine_class.options:
         return
     kind = pool_type(experiment, experiment.envs_per_pool, naming.env_name_or_builder(experiment.env))
     if kind in ("loop", "envpool"):

@@ -11,7 +11,6 @@ from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import GameConfig, configured_by
 from rlframe.programs.topologies.parts import (
     add_replay,
-    check_answer_timeout,
     env_builder,
     inferencer_config,
     learner_config,
@@ -32,7 +31,6 @@ class SingleProcess(GameConfig):
 @configured_by(SingleProcess)
 def single_process(engine: Engine, session: Session) -> None:
     """Add the one node: a loop over an actor and a learner."""
-    check_answer_timeout(engine, session.experiment)
     replay_buffer = add_replay(engine, session)
     learner = Learner(
         learner_config(session), session.agent, replay_buffer
