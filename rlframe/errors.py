@@ -9,7 +9,7 @@ from __future__ import annotations
 import copyreg
 import difflib
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -87,34 +87,33 @@ class JobFailedError(ProgramError):
 
 def check_at_least(config: object, least: float, *names: str) -> None:
     """Raise `UsageError` for the first of these fields that is below `least`. None is left alone."""
-    for name in names:
-        value = _number(config, name)
-        if value is not None and not value >= least:
+    for name, value in _numbers(config, names):
+        if not value >= least:
             raise UsageError(f"{type(config).__name__}.{name} must be at least {least}, got {value}.")
 
 
 def check_above(config: object, bound: float, *names: str) -> None:
     """Raise `UsageError` for the first of these fields that is not above `bound`. None is left alone."""
-    for name in names:
-        value = _number(config, name)
-        if value is not None and not value > bound:
+    for name, value in _numbers(config, names):
+        if not value > bound:
             raise UsageError(f"{type(config).__name__}.{name} must be above {bound}, got {value}.")
 
 
 def check_share(config: object, *names: str) -> None:
     """Raise `UsageError` for the first of these fields that is not between 0 and 1. None is left alone."""
-    for name in names:
-        value = _number(config, name)
-        if value is not None and not 0.0 <= value <= 1.0:  # NaN is not
+    for name, value in _numbers(config, names):
+        if not 0.0 <= value <= 1.0:  # NaN is not
             raise UsageError(f"{type(config).__name__}.{name} must be in [0, 1], got {value}.")
 
 
-def _number(config: object, name: str) -> Any:
-    """Return a field that is a number, or None. Raise `UsageError` for anything else."""
-    value = getattr(config, name)
-    if value is None or isinstance(value, numbers.Number) or getattr(value, "shape", None) == ():
-        return value
-    raise UsageError(f"{type(config).__name__}.{name} must be a number, got {value!r}.")
+def _numbers(config: object, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the fields that are not None. Raise `UsageError` for a field that is no number."""
+    values = {name: getattr(config, name) for name in names}
+    for name, value in values.items():
+        if value is not None:
+            if not isinstance(value, numbers.Number) and getattr(value, "shape", None) != ():
+                raise UsageError(f"{type(config).__name__}.{name} must be a number, got {value!r}.")
+            yield name, value
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ import dm_env
 import numpy as np
 from dm_env import specs
 
-from rlframe.errors import UsageError
+from rlframe.errors import UsageError, check_above, check_at_least, check_share
 
 Tree = Any  # a pytree of arrays
 Params = Any  # a pytree of parameters
@@ -152,8 +152,8 @@ class Transition:
     discount: float = 0.99  # gamma, used to sum the n rewards
 
     def __post_init__(self) -> None:
-        _check(self.n_step >= 1, f"Transition.n_step must be at least 1, got {self.n_step}.")
-        _check(0.0 <= self.discount <= 1.0, f"Transition.discount must be in [0, 1], got {self.discount}.")
+        check_at_least(self, 1, "n_step")
+        check_share(self, "discount")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +164,8 @@ class Sequence:
     period: int = 0  # 0: the length, so that items do not overlap
 
     def __post_init__(self) -> None:
-        _check(self.length >= 1, f"Sequence.length must be at least 1, got {self.length}.")
-        _check(self.period >= 0, f"Sequence.period must be at least 0, got {self.period}.")
+        check_at_least(self, 1, "length")
+        check_at_least(self, 0, "period")
         if self.period == 0:
             object.__setattr__(self, "period", self.length)
 
@@ -190,23 +190,17 @@ class ReplaySpec:
 
     def __post_init__(self) -> None:
         kinds = ("uniform", "prioritised", "queue")
-        _check(self.kind in kinds, f"ReplaySpec.kind must be one of {kinds}, got {self.kind!r}.")
-        _check(
-            self.batch_size is None or self.batch_size >= 1,
-            f"ReplaySpec.batch_size must be at least 1, got {self.batch_size}.",
-        )
-        _check(self.capacity >= 1, f"ReplaySpec.capacity must be at least 1 step, got {self.capacity}.")
-        _check(self.min_size >= 1, f"ReplaySpec.min_size must be at least 1 item, got {self.min_size}.")
-        _check(self.lapse_after > 0, f"ReplaySpec.lapse_after must be more than 0 s, got {self.lapse_after}.")
-        if self.max_staleness is None:
-            return
-        _check(self.max_staleness >= 0, f"ReplaySpec.max_staleness must be at least 0, got {self.max_staleness}.")
-        unrolls = isinstance(self.item, Sequence) and self.item.period == self.item.length
-        _check(
-            self.kind == "queue" and unrolls,
-            f"ReplaySpec.max_staleness={self.max_staleness} needs kind='queue' and a Sequence whose period is its "
-            f"length, got a {self.kind} of {self.item}. Leave it None for an off-policy agent.",
-        )
+        if self.kind not in kinds:
+            raise UsageError(f"ReplaySpec.kind must be one of {kinds}, got {self.kind!r}.")
+        check_at_least(self, 1, "batch_size", "capacity", "min_size")
+        check_above(self, 0, "lapse_after")
+        check_at_least(self, 0, "max_staleness")
+        holds_unrolls = isinstance(self.item, Sequence) and self.item.period == self.item.length
+        if self.max_staleness is not None and not (self.kind == "queue" and holds_unrolls):
+            raise UsageError(
+                f"ReplaySpec.max_staleness={self.max_staleness} needs kind='queue' and a Sequence whose period is its "
+                f"length, got a {self.kind} of {self.item}. Leave it None for an off-policy agent."
+            )
 
 
 class AgentSpecs(NamedTuple):
@@ -227,11 +221,6 @@ def global_env_ids(rank: int, indices: np.ndarray) -> np.ndarray:
 def split_env_ids(env_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the inverse of `global_env_ids`: (ranks [B], indices [B])."""
     return np.divmod(env_ids, ENVS_PER_RANK)
-
-
-def _check(condition: bool, message: str) -> None:
-    if not condition:
-        raise UsageError(message)
 
 
 __all__ = [

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Protocol
 
 from rlframe.coordinator.messages import Role, StartTask
-from rlframe.errors import UsageError
+from rlframe.errors import UsageError, check_above, check_at_least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,12 +108,8 @@ class TrainOne(StopConditions):
     eval_every: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("env_steps", "learner_steps", "seconds"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UsageError(f"TrainOne.{name} must be more than 0, got {value}.")
-        if self.eval_every < 0:
-            raise UsageError(f"TrainOne.eval_every must be at least 0, got {self.eval_every}.")
+        check_above(self, 0, "env_steps", "learner_steps", "seconds")
+        check_at_least(self, 0, "eval_every")
         if not self.are_set:
             raise UsageError("TrainOne needs a limit: env_steps, learner_steps, seconds or eval_return.")
 

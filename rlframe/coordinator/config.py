@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
-from rlframe.errors import UsageError
+from rlframe.errors import UsageError, check_above, check_at_least
 from rlframe.metrics.rows import ActorCounts
 
 
@@ -29,10 +29,8 @@ class Limits:
     row_every: int = 1000  # environment steps between two rows of the metrics
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value < 0 or (value == 0 and field.name != "max_failures"):
-                raise UsageError(f"Limits.{field.name} must be more than 0, got {value}.")
+        check_at_least(self, 0, "max_failures")
+        check_above(self, 0, *(field.name for field in dataclasses.fields(self) if field.name != "max_failures"))
         if not self.ping_every < self.suspect_after < self.lost_after <= self.lost_after_starting:
             raise UsageError(
                 "Limits must rise from ping_every over suspect_after and lost_after to lost_after_starting, got "

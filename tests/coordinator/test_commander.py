@@ -71,7 +71,7 @@ def test_a_stop_reason_survives_pickle_and_copy() -> None:
 
 @pytest.mark.parametrize("name", ["env_steps", "learner_steps", "seconds"])
 def test_limits_must_be_more_than_0(name: str) -> None:
-    with pytest.raises(UsageError, match=f"TrainOne.{name} must be more than 0, got 0"):
+    with pytest.raises(UsageError, match=f"TrainOne.{name} must be above 0, got 0"):
         TrainOne(**{name: 0})  # type: ignore[arg-type]
 
 

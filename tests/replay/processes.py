@@ -205,7 +205,7 @@ def write_until_told(buffer: Any, num_envs: int) -> None:
     """Writes until it waits for room, and has another thread end that."""
     rank, incarnation = buffer.claim_rank(num_envs)
     ids = first_id(rank, incarnation, np.arange(num_envs))
-    header = buffer._here().memory.headers[rank]
+    header = buffer._view().memory.headers[rank]
 
     def end() -> None:
         while not header[block.WAITS]:

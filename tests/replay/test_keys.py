@@ -76,7 +76,7 @@ def test_each_item_is_fetched_once_however_eager_the_writers_are(scene: Scene, i
     assert stats["added"] == len(expected)
     assert stats["sampled"] == len(seen) > len(expected) - 20
     assert stats["evicted"] == 0
-    assert buffer._here().memory.sampler.pid == drawer.popen.pid  # who fetches samples nothing
+    assert buffer._view().memory.sampler.pid == drawer.popen.pid  # who fetches samples nothing
     with pytest.raises(UsageError, match=f"process {drawer.popen.pid} takes its items"):
         buffer.draw()
 
@@ -87,7 +87,7 @@ def test_what_is_not_finished_holds_its_writer_up(scene: Scene) -> None:
     assert draw(drawer) is None
     writer = scene.process(processes.write, buffer, 1, 400)
     held = list(iter(lambda: draw(drawer), None))
-    memory = buffer._here().memory
+    memory = buffer._view().memory
     header = memory.headers[0]
     wait_until(lambda: header[block.WAITS] == 1)
     held += list(iter(lambda: draw(drawer), None))  # what came meanwhile; now there is no more
@@ -119,7 +119,7 @@ def test_what_a_dead_process_had_drawn_is_not_drawn_again(scene: Scene) -> None:
         if (drawn := draw(drawer)) is not None:
             taken.append(drawn)
     finish(drawer, taken[0])
-    header = buffer._here().memory.headers
+    header = buffer._view().memory.headers
     wait_until(lambda: header[0][block.WAITS] == header[1][block.WAITS] == 1)
     for drawn in taken[1:]:
         assert_whole(buffer.fetch(*drawn), item)
@@ -187,7 +187,7 @@ def test_what_waits_in_a_ring_that_came_round_is_there_for_the_next_process_that
         if (drawn := draw(drawer)) is not None:
             taken.append(drawn)
             finish(drawer, drawn)
-    header = buffer._here().memory.headers[0]
+    header = buffer._view().memory.headers[0]
     wait_until(lambda: header[block.WAITS] == 1)
     assert header[block.FLOOR] > header[block.SLOTS]
     taken.append(draw(drawer))  # of a full queue: most of it is known, and left
@@ -213,7 +213,7 @@ def test_a_late_fetch_is_whole_while_a_writer_comes_round(scene: Scene, kind: st
     drawer = scene.process(processes.draw_when_told, buffer)
     writer = scene.process(processes.write_until_stopped, buffer, 4)
     writer.hear()
-    memory = buffer._here().memory
+    memory = buffer._view().memory
     late = gone = whole = 0
     while not (late and gone and whole) or whole + late < 20:
         if (drawn := draw(drawer)) is None:
@@ -271,7 +271,7 @@ def test_the_share_of_a_writer_that_waits_for_what_is_unfinished_does_not_lapse(
     assert sorted(drawn.keys[:, 0].tolist()) == [0, 0, 0, 1, 1]
     for _ in range(2):
         buffer.add(*next(streams[0]))
-    header = buffer._here().memory.headers[1]
+    header = buffer._view().memory.headers[1]
     header[block.WAITS] = 1  # as if it could not go on before `finish`
     assert [buffer.draw(timeout=0.02) for _ in range(5)] == [None] * 5
     buffer.finish(drawn.keys)

@@ -142,7 +142,7 @@ def test_what_is_overwritten_while_it_is_copied_is_drawn_again(scene: Scene) -> 
     more = steps_of(0, 4, 10**6)
     for _ in range(100):
         buffer.add(*next(more))
-    sampler = buffer._here().sampler
+    sampler = buffer._view().sampler
     sampler.bind()
     reads, read = [], sampler.reader.read
 
@@ -219,7 +219,7 @@ def test_a_full_queue_holds_its_writers_back_until_something_is_sampled(scene: S
     assert buffer.sample() is None  # this process is the sampler
     writer = scene.process(processes.write, buffer, 1, 2000)
     writer.hear()
-    header = buffer._here().memory.headers[0]
+    header = buffer._view().memory.headers[0]
     wait_until(lambda: header[block.WAITS] == 1)
     assert 90 <= buffer.size == buffer.stats()["added"] < 200
     seen = sample_until(buffer, lambda: writer.popen.poll() is not None)
@@ -298,7 +298,7 @@ def test_close_ends_the_waits_of_writers_and_datasets(scene: Scene) -> None:
     assert reader.hear() == "reads"
     writer = scene.process(processes.write_until_stopped, buffer, 1)
     writer.hear()
-    control = buffer._here().memory.control
+    control = buffer._view().memory.control
     wait_until(lambda: control[block.SAMPLED] > 0)  # both are at it
     began = time.monotonic()
     buffer.close()
@@ -370,7 +370,7 @@ def test_nothing_is_left_of_a_maker_that_crashed(scene: Scene) -> None:
     buffer.claim_rank(1)
     steps = steps_of(0, 1, 10**6)
     buffer.add(*next(steps))
-    inode = os.fstat(buffer._here().memory._shared._descriptor).st_ino
+    inode = os.fstat(buffer._view().memory._shared._descriptor).st_ino
     assert inode in memories()
     maker.kill()
     with pytest.raises(BufferGoneError, match=f"process {maker.popen.pid} that made"):

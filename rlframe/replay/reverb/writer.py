@@ -49,7 +49,7 @@ class ReverbWriter:
         self._inserter: ReverbInserter | None = None
         self._claimed: dict[int, int] = {}  # rank -> its incarnation here
         self._assembler = ItemAssembler(agent)
-        self._told_to_stop: dict[int, threading.Event] = collections.defaultdict(threading.Event)  # by rank
+        self._stops: dict[int, threading.Event] = collections.defaultdict(threading.Event)  # by rank
         self._looked = 0.0
 
     def claim(self, block: int, num_envs: int | None, rank: int | None) -> tuple[int, int]:
@@ -73,7 +73,7 @@ class ReverbWriter:
             )
         with self._lock:
             self._block, incarnation = block, self._claimed[rank]
-            self._told_to_stop[rank] = threading.Event()
+            self._stops[rank] = threading.Event()
             self._assembler.open(rank, incarnation, num_envs)
             if self._agent.replay_spec.batch_size is None:
                 self._registry.open(rank, incarnation, num_envs)
@@ -81,7 +81,7 @@ class ReverbWriter:
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         """See `ReverbReplayBuffer.add`."""
         check_added(env_ids, step)
-        stop = self._told_to_stop[self._assembler.rank_of(env_ids)]
+        stop = self._stops[self._assembler.rank_of(env_ids)]
         with self._writing(stop):
             if self._connection.closed.is_set():
                 raise ReplayClosedError("The replay buffer is closed: nothing can be added.")
@@ -107,7 +107,7 @@ class ReverbWriter:
 
     def end_waits(self, rank: int) -> None:
         """See `ReverbReplayBuffer.end_waits`."""
-        self._told_to_stop[rank].set()
+        self._stops[rank].set()
 
     def close(self) -> None:
         """Give up what was not confirmed; the connection is closed already."""

@@ -59,7 +59,7 @@ class Outbox:
         self._number = 0  # of the first one
         self._why = ""  # the service holds the writer back
         self._error: BaseException | None = None
-        self._told_to_stop = self._closed = False
+        self._is_stopped = self._closed = False
         threading.Thread(target=self._run, name="rlframe replay outbox", daemon=True).start()
 
     def put(self, env_ids: np.ndarray, step: Step) -> None:
@@ -86,7 +86,7 @@ class Outbox:
     def end_waits(self) -> None:
         """End a `put` that waits, now or later, with StoppedError."""
         with self._moved:
-            self._told_to_stop = True
+            self._is_stopped = True
             self._moved.notify_all()
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class Outbox:
         with waiting_for("the replay service"):
             while not is_over():
                 self._check()
-                if self._told_to_stop:
+                if self._is_stopped:
                     raise StoppedError(
                         f"Told to stop while the replay service held back the writer {self._writer.rank}."
                     )

@@ -262,7 +262,7 @@ class SegmentWriter:
         log = self._log
         self._cursors.write(self._timeline.head, log.end, log.added, self._steps)
 
-    def gives_up(self, count: int) -> int:
+    def floor_after(self, count: int) -> int:
         """Return the floor after a step of `count` environments; 0 where it stays."""
         head, timeline = self._timeline.head + 2 * count, self._timeline
         return head - timeline.slots + timeline.chunk if head - timeline.floor > timeline.slots else 0

@@ -33,7 +33,7 @@ _LENT: set[SharedMemReplayBuffer] = set()  # made here and pickled: others look 
 
 
 class SharedMemReplayBuffer(KeyedReplayBuffer):
-    """Experience in memory that the processes of a machine here. Pass it (pickled) to actors and to the learner.
+    """Experience in memory that the processes of a machine share. Pass it (pickled) to actors and to the learner.
 
     The process that makes it must outlive the others' first use of it. The first process to sample is the sampler: it
     owns priorities, and takes a queue's items; others may read uniformly. A writer in another process than the
@@ -90,25 +90,25 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
 
     def __setstate__(self, plan: BufferPlan) -> None:
         self.spec, self._plan = plan.spec, plan
-        self._opened: _Opened | None = None
+        self._own_view: _View | None = None
 
-    def _here(self) -> _Opened:
+    def _view(self) -> _View:
         """Return this process's view of the buffer, opened on first use. All copies in the process share it."""
-        if self._opened is None:
+        if self._own_view is None:
             with _opening:
-                found = _in_process.get(self._plan.name.token)
+                found = _views.get(self._plan.name.token)
                 if found is None:
-                    found = _in_process[self._plan.name.token] = _Opened(self._plan)
-                self._opened = found
-        return self._opened
+                    found = _views[self._plan.name.token] = _View(self._plan)
+                self._own_view = found
+        return self._own_view
 
     @contextlib.contextmanager
     def _sampling(self) -> Iterator[Sampler]:
         """Make this process the sampler, and hold its lock. Raise `UsageError` if another process samples."""
-        here = self._here()
-        with here.lock:
-            here.sampler.bind_alone()
-            yield here.sampler
+        view = self._view()
+        with view.lock:
+            view.sampler.bind_alone()
+            yield view.sampler
 
     # --- writing
 
@@ -121,12 +121,12 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             UsageError: all ranks are taken, or `rank` is by a process that runs on.
             BufferGoneError: the process that made the buffer has ended.
         """
-        return self._here().writers.claim(num_envs, rank)
+        return self._view().writers.claim(num_envs, rank)
 
     def open_segment(self, rank: int, num_envs: int) -> None:
-        here = self._here()
-        with here.lock, here.memory.claims():
-            here.writers.open(rank, num_envs)
+        view = self._view()
+        with view.lock, view.memory.claims():
+            view.writers.open(rank, num_envs)
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         """Add one step of the environments `env_ids`; see `BaseReplayBuffer`. It may wait; see the class.
@@ -136,11 +136,11 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             BufferGoneError: the process that made the buffer ended while it waited.
             StoppedError: it was told to, by `end_waits`.
         """
-        (self._opened or self._here()).writers.add(env_ids, step)
+        (self._own_view or self._view()).writers.add(env_ids, step)
 
     def end_waits(self, rank: int) -> None:
         """See `BaseReplayBuffer`."""
-        self._here().writers.end_waits(rank)
+        self._view().writers.end_waits(rank)
 
     # --- reading
 
@@ -158,10 +158,10 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         Raises:
             UsageError: another process samples this queue.
         """
-        here = self._here()
-        with here.lock:
-            here.sampler.bind()
-            return None if self._closed else here.sampler.sample()
+        view = self._view()
+        with view.lock:
+            view.sampler.bind()
+            return None if self._closed else view.sampler.sample()
 
     def draw(self, timeout: float = 0.0) -> Draw | None:
         """See `KeyedReplayBuffer`. In the sampler's process.
@@ -182,9 +182,9 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         does not wait, came round.
         """
         keys, probabilities = check_keys(keys, probabilities)
-        here = self._here()
-        with here.fetching:
-            batch, gone = here.fetcher.fetch(keys, probabilities)
+        view = self._view()
+        with view.fetching:
+            batch, gone = view.fetcher.fetch(keys, probabilities)
         if self.spec.kind == "queue":
             return None if gone.any() else batch
         return batch if replace_gone(batch, gone) else None
@@ -204,11 +204,11 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         taken = take()
         if taken is not None or timeout <= 0 or self.closed:
             return taken
-        here = self._here()
-        memory = here.memory
+        view = self._view()
+        memory = view.memory
         value = memory.added.value
-        with here.lock:
-            memory.control[block.WANTED] = here.sampler.wanted()
+        with view.lock:
+            memory.control[block.WANTED] = view.sampler.wanted()
         try:
             taken = take()  # what came before the writers knew
             if taken is not None:
@@ -224,20 +224,20 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
 
     @property
     def size(self) -> int:
-        here = self._here()
-        with here.lock:
-            return here.sampler.size
+        view = self._view()
+        with view.lock:
+            return view.sampler.size
 
     def stats(self) -> dict[str, int]:
-        here = self._here()
-        with here.lock:
-            slots = sum(header[block.SLOTS] for header in here.memory.headers)
-            return here.sampler.stats(steps.bytes_needed(self.spec, self._plan.step_spec, slots))
+        view = self._view()
+        with view.lock:
+            slots = sum(header[block.SLOTS] for header in view.memory.headers)
+            return view.sampler.stats(steps.bytes_needed(self.spec, self._plan.step_spec, slots))
 
     @property
     def closed(self) -> bool:
         """Whether it, or the buffer that it is a copy of, was closed: nothing is sampled any more."""
-        return self._closed or (self._opened is not None and self._opened.memory.closed)
+        return self._closed or (self._own_view is not None and self._own_view.memory.closed)
 
     def close(self) -> None:
         """Stop the datasets. Where the buffer was made, for all processes: nobody samples or waits any more."""
@@ -258,7 +258,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             UsageError: another process samples.
         """
         with self._sampling() as sampler:
-            saving.save(path, self._here().memory, sampler, self.spec)
+            saving.save(path, self._view().memory, sampler, self.spec)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Go on with what was saved, in the sampler's process and before writers add.
@@ -269,12 +269,12 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             CheckpointError: the file is missing, damaged or of another agent, or writers have added already.
             UsageError: another process samples.
         """
-        memory = self._here().memory
+        memory = self._view().memory
         with self._sampling() as sampler, memory.claims():
             saving.restore(path, memory, sampler, self.spec)
 
 
-class _Opened:
+class _View:
     """One process's view of a buffer: its two halves, over the same memory.
 
     Attributes:
@@ -292,4 +292,4 @@ class _Opened:
 
 
 _opening = threading.Lock()
-_in_process: weakref.WeakValueDictionary[int, _Opened] = weakref.WeakValueDictionary()  # by the token of the memory
+_views: weakref.WeakValueDictionary[int, _View] = weakref.WeakValueDictionary()  # by the token of the memory

@@ -109,8 +109,8 @@ class Sampler:
             table.evicted_unsampled = table.evicted
 
     @property
-    def wants_to_know(self) -> bool:
-        """Whether another process samples or did, so that its counters are the buffer's."""
+    def is_sampled_elsewhere(self) -> bool:
+        """Whether another process samples, or did: then the counters in shared memory are the buffer's."""
         return not self.is_sampler and self._control[block.SAMPLER_PID] != 0
 
     def sample(self) -> Batch | None:
@@ -233,7 +233,7 @@ class Sampler:
     @property
     def size(self) -> int:
         """Items that can be sampled now; elsewhere than in the sampler of a queue, as of its last batch."""
-        if self._spec.kind == "queue" and self.wants_to_know:
+        if self._spec.kind == "queue" and self.is_sampled_elsewhere:
             return self._control[block.SIZE]
         self.reader.sync()
         return self.reader.table.size
@@ -243,7 +243,7 @@ class Sampler:
         size, control, memory = self.size, self._control, self._memory
         steps = sum(cursors.read()[3] for cursors in memory.cursors)
         stats = {**self.reader.table.stats(steps, self.sampled, bytes_taken), "items": size, "added": self.reader.added}
-        if self.wants_to_know:
+        if self.is_sampled_elsewhere:
             stats.update(
                 added=memory.added_items(),
                 sampled=control[block.SAMPLED],

@@ -64,7 +64,7 @@ class SegmentWriters:
         self._incarnations: dict[int, int] = {}  # of the ranks that this process claimed
         self._segments: dict[int, SegmentWriter] = {}
         self._writers = Writers[Fragments]()
-        self._told_to_stop: set[int] = set()  # ranks
+        self._stopped_ranks: set[int] = set()  # see `end_waits`
 
     # --- ranks
 
@@ -128,7 +128,7 @@ class SegmentWriters:
 
     def _begin(self, rank: int, num_envs: int) -> SegmentWriter:
         plan = self._plan
-        self._told_to_stop.discard(rank)
+        self._stopped_ranks.discard(rank)
         incarnation = self._incarnations[rank]
         segment = SegmentWriter(self._memory, rank, incarnation, num_envs, plan.spec, plan.step_spec)
         self._segments[rank] = segment
@@ -181,14 +181,14 @@ class SegmentWriters:
 
     def end_waits(self, rank: int) -> None:
         """End what the writer `rank` of this process waits for."""
-        self._told_to_stop.add(rank)
+        self._stopped_ranks.add(rank)
         self._memory.room.wake()
 
     def _wait_for_room(self, segment: SegmentWriter, count: int) -> None:
         """Wait while the writer is too far ahead to add `count` timesteps."""
         memory, spec, limiter = self._memory, self._plan.spec, self._limiter
         if spec.kind == "queue":
-            floor = segment.gives_up(count)
+            floor = segment.floor_after(count)
             if floor and segment.unsampled_below(floor):
                 what = "for items that it has not sampled yet to leave a full queue"
                 self._wait(segment, lambda: segment.unsampled_below(floor), what)
@@ -214,7 +214,7 @@ class SegmentWriters:
                     memory.added.wake()  # so that the sampler looks at what it may let go of
                 if not blocked() or not self.waits:
                     return
-                if rank in self._told_to_stop:
+                if rank in self._stopped_ranks:
                     raise StoppedError(f"Writer {rank} of the replay buffer was told to stop while it waited {what}.")
                 memory.check_maker()
                 if time.monotonic() > deadline:
