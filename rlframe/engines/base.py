@@ -90,6 +90,8 @@ class Engine(Protocol):
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
         """Add a Reverb server of `tables`, whose checkpoints lie in `path`; where `runs_reverb` is True."""
+        del group, tables, path
+        raise UsageError(f"{type(self).__name__} runs no Reverb server.")
 
     def worker_nodes(self, makers: Mapping[str, Callable[[str, int, int], Any]], most: Mapping[str, int]) -> Any:
         """Return the nodes that an operator of this engine starts as workers while the program runs.

@@ -17,7 +17,6 @@ from rlframe.engines.supervision.node_main import pickle_node
 from rlframe.engines.supervision.placement import group_rules
 from rlframe.engines.supervision.running import GroupRules, SupervisedNode
 from rlframe.engines.supervision.served_node import MakeWorker, ServedEngine, pickle_worker
-from rlframe.errors import UsageError
 from rlframe.transport.ray import RayTransport
 
 # The groups whose nodes are at work all the time: each node has a CPU, if there are enough.
@@ -40,10 +39,6 @@ class RayEngine(ServedEngine):
         self._owned: list[Any] = []
         self._cluster = RayCluster(options.ray_address)
         self._resources.callback(self._cluster.close)
-
-    def add_reverb(self, group: str, tables: Any, path: str) -> Any:
-        """See `Engine`: there is none."""
-        raise UsageError("The engine ray runs no Reverb server.")
 
     def worker_nodes(
         self, makers: Mapping[str, MakeWorker], most: Mapping[str, int]

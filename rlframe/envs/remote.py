@@ -189,10 +189,8 @@ class _Server:
         """Ask for environments that are ready, unless that was done."""
         if self.call is None:
             self._number += 1
-            self.call, self._asked_at = (
-                handles.Call(self._remote, "recv", (self._client, self._number)),
-                time.monotonic(),
-            )
+            self._asked_at = time.monotonic()
+            self.call = handles.Call(self._remote, "recv", (self._client, self._number))
 
     def has_answered(self) -> bool:
         """Return True if the answer is here or overdue: `take` does not wait then."""

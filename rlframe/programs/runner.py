@@ -111,7 +111,9 @@ def train(
             engine, next_program = _make_program(session, loggers, progress)
             if resume:
                 directory.write_config(experiment, directory.notes())
-            opened.enter_context(_serve_control(engine, session, control))
+            group = experiment.topology_config.control
+            coordinator = None if group is None else engine.handle_of(group)
+            opened.enter_context(serve_control_of(session.path, control, coordinator, quiet))
             undo.pop_all()
         status = StatusFile(directory, experiment, session.until + experiment.topology_config.steps_before(experiment))
         with status.until_the_end():
@@ -186,16 +188,6 @@ def _make_program(session: Session, loggers: list[Logger], progress: Logger | No
         session = dataclasses.replace(session, loggers=tuple(loggers), progress=progress)
     wire = find_topology(session.topology_config.name, session.topology_config.learns_from)
     return engine, wire(engine, session)
-
-
-def _serve_control(
-    engine: Engine, session: Session, control: Control | None
-) -> contextlib.AbstractContextManager[None]:
-    """Serve the control of a run: by its coordinator if it has one."""
-    coordinator = (
-        engine.handle_of(session.topology_config.control) if session.topology_config.control is not None else None
-    )
-    return serve_control_of(session.path, control, coordinator, session.quiet)
 
 
 def _run_programs(

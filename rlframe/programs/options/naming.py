@@ -50,12 +50,8 @@ NETWORKS = {
     "lstm": "rlframe.agents.recurrent:LSTMConfig",
     "gru": "rlframe.agents.recurrent:GRUConfig",
 }
-REPLAYS = (
-    "local",
-    "shared_memory",
-    "service",
-    "reverb",
-)  # each is made by `rlframe.programs.topologies.parts.add_replay`
+# Each is made by `rlframe.programs.topologies.parts.add_replay`.
+REPLAYS = ("local", "shared_memory", "service", "reverb")
 OPERATORS = {
     "local": "rlframe.coordinator.operators.local:LocalOperator",
     "ray": "rlframe.coordinator.operators.ray:RayOperator",

@@ -125,22 +125,18 @@ def make_workers(session: Session, replay_buffer: Any, param_store: Any) -> dict
 
 def add_replay(engine: Engine, session: Session) -> Any:
     """The replay that the experiment asks for: an object that finds it from any process of the run."""
-    most = session.topology_config.max_actors
+    config, experiment, most = session.topology_config, session.experiment, session.topology_config.max_actors
     # Each collector keeps its share of the steps as if there were num_actors of them: few keep as many as they do in
     # another topology, and many keep more.
-    capacity = (
-        replay_capacity(session.agent.replay_spec, session.experiment) * most // session.topology_config.num_actors
-    )
-    ahead = (
-        most * session.experiment.envs_per_actor,
-        Limits.grant,
-    )  # so that a learner finds as many batches as it is granted
-    if session.topology_config.replay_kind == "reverb":
+    capacity = replay_capacity(session.agent.replay_spec, experiment) * most // config.num_actors
+    # So far ahead that a learner finds as many batches as it is granted.
+    ahead = most * experiment.envs_per_actor, Limits.grant
+    if config.replay_kind == "reverb":
         from rlframe.replay.reverb import ReverbReplayBuffer
 
         add_reverb(engine, session, capacity, *ahead)
         return ReverbReplayBuffer(session.agent, engine.address_of("replay"))
-    if session.topology_config.replay_kind == "service":
+    if config.replay_kind == "service":
         return add_service(engine, session, capacity, *ahead)
     # A pause takes as long as it takes: a learner that hangs is the coordinator's to see.
     options: dict[str, Any] = {"timeout": math.inf, "rounds_ahead": Limits.grant, "come_and_go": True}

@@ -32,8 +32,7 @@ class SingleProcess(GameConfig):
 def single_process(engine: Engine, session: Session) -> None:
     """Add the one node: a loop over an actor and a learner."""
     replay_buffer = add_replay(engine, session)
-    learner = Learner(
-        learner_config(session), session.agent, replay_buffer
-    )  # restored, with the replay, in a resumed run
+    # In a resumed run, the constructor restores the learner and the replay.
+    learner = Learner(learner_config(session), session.agent, replay_buffer)
     inferencer = Inferencer(inferencer_config(session), session.agent, learner)
     engine.add("train", TrainingLoop, session, env_builder(session.experiment), inferencer, replay_buffer, learner)
