@@ -27,7 +27,7 @@ from typing import Any
 from rlframe import errors
 from rlframe.errors import NoMethodError, RemoteError, RlframeError, UnavailableError, UsageError
 from rlframe.transport import messages
-from rlframe.transport.base import CALL_TIMEOUT
+from rlframe.transport.base import CALL_TIMEOUT, Derived
 
 _BACKLOG = 1024  # connections that wait to be taken
 _ANSWER_WITHIN = 60  # seconds that a server gives a client to read an answer
@@ -74,20 +74,21 @@ class SocketClient:
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """See `Client`."""
-        return self._send(messages.pack((method, args, kwargs)), answered).result()
+        return answered(self._send(messages.pack((method, args, kwargs))).result())
 
-    def submit(self, method: str, /, *args: Any) -> SocketFuture:
+    def submit(self, method: str, /, *args: Any) -> Derived[SocketFuture]:
         """See `Client`."""
         try:
-            return self._send(messages.pack((method, args, {})), answered)
+            sent = self._send(messages.pack((method, args, {})))
         except UnavailableError as error:
-            return SocketFuture(None, self._idle, answered, error)
+            sent = SocketFuture(None, self._idle, error)
+        return Derived(sent, lambda future: answered(future.result()))
 
     def exchange(self, request: messages.Parts) -> messages.Parts:
         """Return the answer to a packed call (method, args, kwargs), for who passes it on: see `answered`."""
-        return self._send(request, lambda parts: parts).result()
+        return self._send(request).result()
 
-    def _send(self, parts: messages.Parts, read: Callable[[messages.Parts], Any]) -> SocketFuture:
+    def _send(self, parts: messages.Parts) -> SocketFuture:
         while True:
             try:
                 connection, is_new = self._idle.pop(), False
@@ -101,7 +102,7 @@ class SocketClient:
                 if is_new or isinstance(error, TimeoutError):
                     raise _unavailable(error) from None
                 continue  # the server has been restarted since this one was used
-            return SocketFuture(connection, self._idle, read)
+            return SocketFuture(connection, self._idle)
 
     def _connect(self) -> socket.socket:
         try:
@@ -111,26 +112,21 @@ class SocketClient:
 
 
 class SocketFuture:
-    """See `rlframe.transport.Future`.
+    """See `rlframe.transport.Future`. The result is the packed answer: see `answered`.
 
     Args:
         connection: by which the call was sent; None: it was not.
         idle: where the connection goes when the answer is there.
-        read: gives the result for the answer, or raises.
         error: why it was not sent.
     """
 
     def __init__(
-        self,
-        connection: socket.socket | None,
-        idle: list[socket.socket],
-        read: Callable[[messages.Parts], Any],
-        error: Exception | None = None,
+        self, connection: socket.socket | None, idle: list[socket.socket], error: Exception | None = None
     ) -> None:
-        self._connection, self._idle, self._read = connection, idle, read
+        self._connection, self._idle = connection, idle
         self._deadline = time.monotonic() + CALL_TIMEOUT
         self._lock = threading.Lock()  # of who reads the answer
-        self._value: Any = None
+        self._parts: messages.Parts = []
         self._error = error
 
     def done(self) -> bool:
@@ -145,19 +141,19 @@ class SocketFuture:
         except (OSError, ValueError):  # another thread has read the answer
             return True
 
-    def result(self) -> Any:
+    def result(self) -> messages.Parts:
         """See `Future`."""
         with self._lock:
             if self._connection is not None:
                 self._take(self._connection)
         if self._error is not None:
             raise self._error
-        return self._value
+        return self._parts
 
     def _take(self, connection: socket.socket) -> None:
         try:
             connection.settimeout(max(0.0, self._deadline - time.monotonic()))
-            parts = messages.receive(connection)
+            self._parts = messages.receive(connection)
         except (OSError, EOFError) as error:
             connection.close()
             self._error = _unavailable(error)
@@ -166,10 +162,6 @@ class SocketFuture:
                 self._idle.append(connection)
             else:
                 connection.close()
-            try:
-                self._value = self._read(parts)
-            except Exception as error:
-                self._error = error
         self._connection = None
 
 
