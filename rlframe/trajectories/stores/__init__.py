@@ -1,4 +1,16 @@
-"""Where the trajectory service keeps its log and its payloads: memory, SQLite, or Redis."""
+"""Where the trajectory service keeps its log and its payloads: memory, SQLite, or Redis.
+
+A store is an ordered log of records. A record may have a payload, the bytes of one group (`base.py: Store`).
+
+    store = open_store("sqlite:run.db")               # sqlite.py; others are base.py: MemoryStore, and redis.py
+    position = store.append(record, payload).result() # a future: it has the position once the record is durable
+      GroupCommit.append                              # group_commit.py: its thread commits all that waits at once
+        PayloadFile                                   # payload_file.py: payloads of SQLite lie in a file beside it
+    store.read(after=0)                               # the records after a position, in their order
+    store.payloads([position])                        # the bytes, when a batch needs them
+    store.forget([position])                          # when a learner has acknowledged the batch
+    store.snapshot(position, state)                   # replaces all records up to this position
+"""
 
 from __future__ import annotations
 
