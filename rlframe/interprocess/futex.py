@@ -73,7 +73,7 @@ _unused = ctypes.c_uint32()
 
 
 def fence() -> None:
-    """A full barrier, where one is needed: the kernel has one on the way to find that nobody sleeps on a word."""
+    """Execute a full memory barrier, if this machine needs one. (A system call that wakes nobody contains one.)"""
     if FENCED:
         number = ctypes.c_long(_NUMBERS[_MACHINE])
         _libc.syscall(number, ctypes.byref(_unused), ctypes.c_int(_WAKE), ctypes.c_int(1), None, None, ctypes.c_int(0))

@@ -1,8 +1,8 @@
-"""Heartbeats: a process says, as long as its interpreter runs, that it is alive and how long it has been at its work.
+"""Heartbeats: a thread of a process reports again and again that the process is alive, and in which phase it is.
 
-It writes them to a page, memory of the one that watches it and started it. A process that is stopped, or that a call
-into C keeps from running Python, falls silent; one that only works in vain goes on beating, and says in which phase
-(`rlframe.interprocess.phases`) it has been for how long.
+It writes to a page of shared memory, which belongs to the process that started and watches it. A process that is
+stopped, or whose interpreter is blocked by a call into C, writes no more. A process that makes no progress writes on:
+its beats say for how long it has been in which phase (`rlframe.interprocess.phases`).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class HeartbeatMonitor:
         os.pwrite(self.descriptor, written, 0)
 
     def problem(self, now: float) -> str:
-        """Why the process counts as hung; empty where it does not.
+        """Return why the process counts as hung; empty if it does not.
 
         Args:
             now: the time, by a clock that stands still while the watcher does (see `Clock`): what was asleep itself
@@ -114,7 +114,7 @@ class HeartbeatMonitor:
 
 
 def patience(seconds: float, watched: float = math.inf) -> float:
-    """For how long this process waits for others: `watched`, where somebody sees to it that none of them hangs."""
+    """Return how long this process waits for others: `watched` seconds if a supervisor kills those that hang."""
     return watched if _watched.is_set() else seconds
 
 
@@ -151,7 +151,7 @@ class HeartbeatSender:
             time.sleep(self._interval)
 
     def beat(self, now: float) -> None:
-        """One beat. Says where the process hangs, before the watcher ends it."""
+        """Write one beat. Print where the process hangs, before the watcher ends it."""
         self._beats += 1
         stay = self._progress.look(now)
         if stay is None:

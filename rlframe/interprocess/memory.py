@@ -129,7 +129,7 @@ class SharedArrays:
         return self.name is None or self.name.maker.is_alive
 
     def close(self) -> None:
-        """Let go of the memory, and say so to all who map it where this process created it. May be called again."""
+        """Release the memory. If this process created it, it is closed for all processes. May be called again."""
         if self._finalizer is not None:
             self._finalizer()
 

@@ -84,7 +84,7 @@ class Stay(NamedTuple):
 
     @property
     def overdue(self) -> float:
-        """Seconds by which it exceeds what is allowed; negative where it does not."""
+        """Seconds by which it exceeds what is allowed; negative if it does not."""
         return self.seconds - self.phase.allowed
 
     @property
@@ -105,7 +105,7 @@ class ThreadProgress:
         self._seen: dict[int, tuple[Any, Any, float]] = {}  # (within, how far it is, since when), by thread
 
     def look(self, now: float, ident: int | None = None) -> Stay | None:
-        """Return the stay that is nearest to its deadline, or furthest beyond it; None where no thread is in a phase.
+        """Return the stay that is nearest to its deadline, or furthest beyond it; None if no thread is in a phase.
 
         Args:
             now: in seconds, by a clock of the caller's.

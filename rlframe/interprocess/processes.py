@@ -24,12 +24,12 @@ class ProcessId(NamedTuple):
 
     @staticmethod
     def of(pid: int) -> ProcessId:
-        """Return the process that has this number now; `started` is -1 where none has, or what is left of one."""
+        """Return the process that has this number now; `started` is -1 if there is none, or only a zombie."""
         return ProcessId(pid, _started(pid))
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs (or is stopped, or sleeps): not where it ended, be it waited for or not."""
+        """Whether it runs, sleeps or is stopped. A zombie is not alive."""
         return self.pid > 0 and self.started >= 0 and _started(self.pid) == self.started
 
 

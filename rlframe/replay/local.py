@@ -161,7 +161,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         return keys
 
     def _numbers(self, keys: np.ndarray) -> np.ndarray:
-        """Return the first timesteps of the items `keys`; -1 where another than they say wrote there since."""
+        """Return the first timesteps of the items `keys`; -1 if another writer has written there since."""
         starts = keys[:, 2]
         written_by = np.asarray(self._origins).T
         if len(self._origins) > 1:
@@ -297,7 +297,7 @@ class ReplayBuffer(KeyedReplayBuffer):
                     writer.gather(timeline)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Go on where `save` was called: the same steps added give the very same batches.
+        """Continue from a saved buffer: the same steps then give the very same batches.
 
         Writers keep rank and incarnation; one whose environments do not go on where they were claims its rank again.
 

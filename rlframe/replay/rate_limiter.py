@@ -70,7 +70,7 @@ class RateLimiter:
         return count if count and self.may_sample(count, size, inserted, sampled) else 0
 
     def ahead(self, inserted: int, sampled: int) -> float:
-        """Samples by which the inserts are ahead of the ratio; 0 where there is none."""
+        """Samples by which the inserts are ahead of the ratio; 0 if there is none."""
         return 0.0 if self.ratio is None else self.ratio * (inserted - self._min_size) - sampled
 
     def may_sample(self, batch_size: int, size: int, inserted: int, sampled: int) -> bool:
@@ -161,7 +161,7 @@ class WriterQuorum:
         return 0 if waited_for else whole
 
     def expected(self, writers: Mapping[int, WriterState]) -> int:
-        """Return how many items of a batch of all that have not lapsed."""
+        """Return the number of items of a batch from all writers that have not lapsed."""
         return sum(writer.num_envs for rank, writer in writers.items() if rank not in self._lapsed)
 
     def _lapses(self, rank: int, writer: WriterState, now: float) -> bool:
@@ -191,7 +191,7 @@ def samples_of_rounds(spec: ReplaySpec, num_envs: int, rounds: int) -> float:
 
 
 def items_of_rounds(spec: ReplaySpec, num_envs: int, rounds: int) -> int | None:
-    """`samples_of_rounds` in items; None where inserts have no ratio to be ahead of."""
+    """`samples_of_rounds` in items; None if inserts have no ratio to be ahead of."""
     ratio = spec.samples_per_insert
     return None if ratio is None else math.ceil(samples_of_rounds(spec, num_envs, rounds) / ratio)
 

@@ -245,13 +245,13 @@ def bytes_needed(
 def check_fits(
     spec: ReplaySpec, step_spec: StepSpec, slots: int, num_envs: int = 1, single_frame: bool | None = False
 ) -> None:
-    """Raise `UsageError` where a buffer of `slots` timesteps does not fit into the memory that is left."""
+    """Raise `UsageError` if a buffer of `slots` timesteps does not fit into the memory that is left."""
     size = bytes_needed(spec, step_spec, slots, num_envs, single_frame)
     check_memory(size, slots, "observations and what the agent stores of each step")
 
 
 def check_room(spec: ReplaySpec, slots: int, chunk: int, all_envs: int) -> None:
-    """Raise `UsageError` where a buffer in use is too small for `all_envs` environments."""
+    """Raise `UsageError` if a buffer in use is too small for `all_envs` environments."""
     if needed(spec, all_envs) + chunk > slots:
         raise UsageError(
             f"The replay buffer keeps {slots - chunk} timesteps, but {all_envs} environments need "
@@ -299,7 +299,7 @@ class ItemAssembler:
         return self._writers.find(env_ids)[0].rank
 
     def add(self, env_ids: np.ndarray, step: Step) -> Batch | None:
-        """Add a step, and return the items that it completed, the oldest first; None where there are none.
+        """Add a step, and return the items that it completed, the oldest first; None if there are none.
 
         Their keys number the items of each writer (see `renumber`). Their `probabilities` mean nothing.
         """

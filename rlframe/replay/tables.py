@@ -29,7 +29,7 @@ class ItemTable(abc.ABC):
         self.added = self.evicted = self.evicted_unsampled = 0
 
     def append_block(self, first: int, index: Index, count: int, mask: np.ndarray | None, shared: bool = False) -> None:
-        """Note the items that start at the `count` numbers from `first`, where `mask` says so, in the slots `index`.
+        """Note the items that start at the `count` numbers from `first` (of these, the `mask`), in the slots `index`.
 
         `shared`: other items of the block may have been noted already.
         """
@@ -74,7 +74,7 @@ class ItemTable(abc.ABC):
         raise NotImplementedError
 
     def update(self, starts: np.ndarray, priorities: np.ndarray) -> None:
-        """Set the priorities of the items `starts`, where there are priorities."""
+        """Set the priorities of the items `starts`. Only a `PrioritisedTable` has priorities."""
         raise NotImplementedError
 
     def evict(self, index: Index) -> None:
@@ -190,7 +190,7 @@ class Ring(ItemTable):
             self._starts[np.arange(low, low + size) % len(self._starts)] = starts
 
     def _compact(self) -> None:
-        """Drop the dead entries; only where one of several writers pauses, its living items holding the tail."""
+        """Drop the dead entries. Needed only if a writer pauses, so that its living items hold the tail."""
         entries = np.arange(self.tail, self.end)
         living = self._starts[entries[self._living(entries)] % len(self._starts)]
         self.tail, self.end = 0, len(living)

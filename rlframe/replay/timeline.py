@@ -129,7 +129,7 @@ class Fragments:
         return {name: getattr(self, name) for name in names}
 
     def gather(self, timeline: Timeline) -> None:
-        """Enter lockstep where all that an environment has open lies beside its neighbours'."""
+        """Enter lockstep if the open timesteps of all environments lie side by side."""
         if self.open[0] < 0:
             return
         position = int(self.positions[0])
@@ -143,7 +143,7 @@ class Fragments:
             self.acting = [None if (acted := self.ages > k).all() else acted for k in range(self.history)]
 
     def begin(self, now: np.ndarray, envs: np.ndarray) -> None:
-        """Note the open timesteps `now` of `envs` as starts, where their position is a multiple of the period."""
+        """Note the open timesteps `now` of `envs` as starts, if their position is a multiple of the period."""
         if self.period == 1:
             self.starts[self.positions[envs] % self.history, envs] = now
         else:

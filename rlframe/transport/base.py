@@ -66,7 +66,7 @@ class Transport(Protocol):
         """Return a client of the node at this address. Do not wait for it."""
 
     def is_reachable(self, address: str) -> bool:
-        """Return whether somebody listens there: a call that failed is repeated only where that is so."""
+        """Return whether somebody listens there. If not, a call that failed is not repeated yet."""
 
     def serve(self, methods: Mapping[str, Callable[..., Any]], address: str | None = None) -> Server:
         """Serve these methods to other processes, several calls at a time.
@@ -77,7 +77,7 @@ class Transport(Protocol):
         """
 
     def check(self, by: str) -> None:
-        """Raise UsageError where a package that it needs is missing; `by` says who needs it, as a user knows it."""
+        """Raise UsageError if a package that it needs is missing. `by` names the user's option that needs it."""
 
 
 _Other = TypeVar("_Other", bound=Future)

@@ -61,7 +61,7 @@ class Station:
         return {STATION: f"{self.directory}:{self.relay}"}
 
     def open(self, *paths: str) -> Callable[[], None]:
-        """Make the directory, where no other process of the run has.
+        """Make the directory, unless another process of the run has.
 
         Args:
             *paths: of the sockets that are removed when this process has ended, whatever it dies of.
@@ -80,14 +80,14 @@ _joined: Station | None = None
 
 
 def join(station: Station | None) -> None:
-    """Say where this process is: for one that is no node (a node's finds it in its environment)."""
+    """Set the station of this process, if it is no node. (A node has it in its environment.)"""
     global _joined
     _joined = station
     _client.cache_clear()
 
 
 def here() -> Station:
-    """Where this process is. Raises UsageError where it is part of no program on Ray."""
+    """Return the station of this process. Raise UsageError if it is part of no program on Ray."""
     if _joined is not None:
         return _joined
     directory, _, relay = os.environ.get(STATION, "").partition(":")

@@ -254,7 +254,7 @@ def _connected(address: str, timeout: float) -> socket.socket:
 
 
 def _check_user(connection: socket.socket) -> None:
-    """Raise UnavailableError where the process at the other end is another user's."""
+    """Raise UnavailableError if the process at the other end is another user's."""
     if not hasattr(socket, "SO_PEERCRED"):  # beyond Linux the directory's mode has to do
         return
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
@@ -333,7 +333,7 @@ def remove_at_end(directory: str, *paths: str) -> Callable[[], None]:
 
 
 def place_of_sockets() -> str:
-    """Return the directory in which to make a `SocketDirectory`. Raises UsageError if none is suitable."""
+    """Return the directory in which to make a `SocketDirectory`. Raise UsageError if none is suitable."""
     place = next((each for each in (tempfile.gettempdir(), "/tmp", "/dev/shm") if _is_suitable(each)), None)
     if place is None:
         raise UsageError(

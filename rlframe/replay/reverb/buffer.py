@@ -167,7 +167,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             left = left - len(drawn) if drawn else 0
 
     def batch_size(self) -> int:
-        """Return how many items of a batch; 0 where it is one of each environment, and there are none yet."""
+        """Return the number of items of a full batch; 0 if that is one of each environment, and none is known yet."""
         if self.spec.batch_size is not None:
             return self.spec.batch_size
         self._envs = self._registry.envs()

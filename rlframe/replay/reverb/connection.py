@@ -80,7 +80,7 @@ class ReverbConnection:
             self._again(call, began)
 
     def look(self) -> dict[str, Any] | None:
-        """Like `info`, but asks once, and returns None where there is no answer within a second."""
+        """Like `info`, but ask once, and return None if there is no answer within a second."""
         client = self.client
         from reverb.cc import schema_pb2
 
@@ -92,7 +92,7 @@ class ReverbConnection:
         return {info.name: info for info in infos}
 
     def signature(self, table: str) -> Any:
-        """Return the only `TensorSpec` of a table's signature, or None where there is no such table."""
+        """Return the only `TensorSpec` of a table's signature, or None if there is no such table."""
         answers = self.info("server_info")
         if table not in answers:
             return None
@@ -186,7 +186,7 @@ class ReverbConnection:
         return not thread.is_alive()
 
     def _again(self, call: str, began: float) -> None:
-        """Pause before the next attempt. Raise where the time is up."""
+        """Pause before the next attempt. Raise if the time is up."""
         waited = time.monotonic() - began
         if waited >= self.timeout:
             raise self.silent(call, waited)

@@ -134,13 +134,13 @@ class RankRegistry:
             return self._highest[1]
 
     def raise_highest(self, priority: float, written: int) -> None:
-        """Make `priority` the highest so far, where it is."""
+        """Make `priority` the highest so far, if it is higher."""
         with self._lock:
             if priority > self.highest(written):
                 self._insert(HIGHEST, np.array([priority], np.float64))
 
     def _claims(self) -> dict[tuple[int, int], set[int]]:
-        """(rank, incarnation) -> the tokens of the claims to it that stand; empty where all were withdrawn."""
+        """(rank, incarnation) -> the tokens of the claims to it that stand; empty if all were withdrawn."""
         claims: dict[tuple[int, int], set[int]] = {}
         withdrawn = set()
         for rank, incarnation, token, what, _ in self._read():

@@ -307,7 +307,7 @@ class ReplayService:
         self._buffer.close()
 
     def _save(self) -> None:
-        """Write a checkpoint; warn where it cannot."""
+        """Write a checkpoint; warn if it cannot."""
         if self._path is not None and self._buffer.slots:  # an empty queue, too: what it had held was learned from
             try:
                 with SAVING:

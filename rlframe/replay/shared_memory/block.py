@@ -263,7 +263,7 @@ class SegmentWriter:
         self._cursors.write(self._timeline.head, log.end, log.added, self._steps)
 
     def floor_after(self, count: int) -> int:
-        """Return the floor after a step of `count` environments; 0 where it stays."""
+        """Return the floor after a step of `count` environments; 0 if it stays."""
         head, timeline = self._timeline.head + 2 * count, self._timeline
         return head - timeline.slots + timeline.chunk if head - timeline.floor > timeline.slots else 0
 

@@ -75,14 +75,14 @@ class Sampler:
         self._is_bound = True
 
     def bind_alone(self) -> None:
-        """As `bind`, but raises `UsageError` where another process samples."""
+        """Like `bind`, but raise `UsageError` if another process samples."""
         self.bind()
         if not self.is_sampler:
             pid = self._memory.sampler.pid
             raise UsageError(f"Process {pid} samples this replay buffer: call this there, this one only reads.")
 
     def _take_over(self) -> None:
-        """Go on where a process that sampled before stopped: with its counters, and a queue's place."""
+        """Take over from a process that sampled before: its counters, and its place in a queue."""
         reader = self.reader = SegmentReader(self._memory, self._spec, self._step_spec, self._spec.kind)
         self._unfinished = _NOTHING
         if isinstance(reader.table, QueueTable):
@@ -93,7 +93,7 @@ class Sampler:
         reader.table.dropped = self._control[block.DROPPED]
 
     def resume(self, numbers: np.ndarray, sampled: int, rng: Any, evicted_unsampled: int) -> None:
-        """Go on where a buffer was saved, whose segments have been filled."""
+        """Continue from a saved buffer, whose segments have been filled."""
         self.reader = SegmentReader(self._memory, self._spec, self._step_spec, self._spec.kind)
         self._unfinished = _NOTHING
         self.reader.resume(numbers)

@@ -237,7 +237,7 @@ class SegmentReader:
         return batch, ~known | ((numbers & NUMBER_MASK) < floors.take(ranks))
 
     def take_over(self) -> None:
-        """Begin a queue where the process that sampled it before stopped: what it took is gone."""
+        """Take over a queue from the process that sampled it before. The items that it took are gone."""
         for rank, header in enumerate(self._memory.headers):
             end, count = self._memory.taken[rank].read()
             if not end:
