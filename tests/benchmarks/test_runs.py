@@ -1,0 +1,42 @@
+"""Every benchmark of `rlframe bench` runs in its quickest setting, and takes each figure that needs no peer."""
+
+from __future__ import annotations
+
+import importlib
+import math
+
+import pytest
+
+from benchmarks.context import Context
+from benchmarks.report import Row
+from benchmarks.runner import BENCHMARKS, NEEDS
+from rlframe import extras
+
+FAST = {"actor", "calls", "replay"}  # these take a few seconds; the others compile more, or start processes
+NO_PEER = ("not measured", "--peers-python was not given", "--cleanrl was not given")
+DIFFERENCE = "the framework's tax"  # of two figures, so the noise of a short turn may put it below 0
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.system) for name in BENCHMARKS]
+)
+def test_a_benchmark_takes_all_figures_that_need_no_peer(name):
+    if not all(map(extras.is_installed, NEEDS.get(name, ()))):
+        pytest.skip(f"needs {NEEDS[name]}")
+    said: list[str] = []
+    tables = importlib.import_module(f"benchmarks.{name}").run(Context(repeats=1, quick=True), said.append)
+    assert tables and said
+    rows = [(table.title, row) for table in tables for row in (table.ours, *table.others)]
+    assert [(title, row) for title, row in rows if not _is_measured(row)] == []
+    for table in tables:
+        assert table.ours.value is not None, table.title
+
+
+def _is_measured(row: Row) -> bool:
+    """Return whether a row has its figures, or lacks them only because its peer is not installed."""
+    if row.value is None:
+        return row.note.removeprefix("not measured: ") in NO_PEER
+    if row.name == DIFFERENCE:
+        return math.isfinite(row.value)
+    return row.value > 0 and (row.processor is None or row.processor > 0)
