@@ -145,11 +145,11 @@ class ReadBody:
         if len(names) > _ENCODINGS:
             raise _Refused(f"A body has at most {_ENCODINGS} encodings; Content-Encoding names {len(names)}.", 415)
         for name in reversed(names):
-            if name not in _DECODERS:
+            if name not in _DECOMPRESSORS:
                 raise _Refused(f"Content-Encoding {name!r} is not known; gzip and zstd are.", 415)
             if not body:
                 continue
-            decode = functools.partial(_DECODERS[name], body, self._limit)
+            decode = functools.partial(decompressed, _DECOMPRESSORS[name], body, self._limit)
             try:  # in a thread: however small it is, it may become large
                 body = await asyncio.get_running_loop().run_in_executor(None, decode)
             except (zlib.error, zstandard.ZstdError, ValueError) as error:
@@ -192,9 +192,15 @@ def _as_json(body: bytes) -> bytes:
         raise _Refused(f"The body is no valid MessagePack: {error}.", 400) from None
 
 
-def _decompressed(start: Callable[[], Any], body: bytes, limit: int) -> bytes:
-    """At most 32 MB more than `limit`. Raises `ValueError` where it has more than so many parts: an empty one has 20
-    bytes or fewer, and takes as long as a kilobyte."""
+def decompressed(start: Callable[[], Any], body: bytes, limit: int) -> bytes:
+    """Decompress a body: at most 32 MB more than `limit`.
+
+    Raise `ValueError` if it has more than `_PARTS` parts: an empty one has 20 bytes or fewer, and takes as long as a
+    kilobyte.
+
+    Args:
+        start: makes a decompressor of one part.
+    """
     out, at = bytearray(), 0
     for _ in range(_PARTS):
         one = start()
@@ -209,12 +215,8 @@ def _decompressed(start: Callable[[], Any], body: bytes, limit: int) -> bytes:
     raise ValueError(f"it has more than {_PARTS} parts")
 
 
-def _gunzip(body: bytes, limit: int) -> bytes:
-    return _decompressed(lambda: zlib.decompressobj(wbits=31), body, limit)
-
-
-def _unzstd(body: bytes, limit: int) -> bytes:
-    return _decompressed(zstandard.ZstdDecompressor(max_window_size=1 << 23).decompressobj, body, limit)
-
-
-_DECODERS: dict[str, Callable[[bytes, int], bytes]] = {"gzip": _gunzip, "x-gzip": _gunzip, "zstd": _unzstd}
+# Makes a decompressor, by the name in Content-Encoding.
+_DECOMPRESSORS: dict[str, Callable[[], Any]] = {
+    **dict.fromkeys(("gzip", "x-gzip"), lambda: zlib.decompressobj(wbits=31)),
+    "zstd": lambda: zstandard.ZstdDecompressor(max_window_size=1 << 23).decompressobj(),
+}

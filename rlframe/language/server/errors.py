@@ -18,8 +18,7 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-
-
+RETRY = {"Retry-After": "1"}  # header of a refusal: the same request may be sent again
 _NO_FIELDS = ("body", "vllm", "sglang")  # places in a body that a client does not know by these names
 
 
@@ -27,15 +26,20 @@ class RefusedError(RlframeError):
     """A request that is answered with an HTTP status and a sentence."""
 
     def __init__(
-        self, message: str, status: int, *, param: str | None = None, code: str | None = None, retry: int | None = None
+        self,
+        message: str,
+        status: int,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code, self.retry = status, param, code, retry
+        self.status, self.param, self.code, self.headers = status, param, code, headers
 
     @property
     def response(self) -> Response:
-        headers = None if self.retry is None else {"Retry-After": str(self.retry)}
-        return answer(self.content, self.status, headers)
+        return answer(self.content, self.status, self.headers)
 
     @property
     def content(self) -> dict[str, Any]:
@@ -47,16 +51,13 @@ def refused(error: RlframeError) -> RefusedError:
     """Return the refusal that answers a request which raised this."""
     if isinstance(error, RefusedError):
         return error
-    return (
-        RefusedError(str(error), 503, retry=1) if isinstance(error, UnavailableError) else RefusedError(str(error), 400)
-    )
+    status, headers = (503, RETRY) if isinstance(error, UnavailableError) else (400, None)
+    return RefusedError(str(error), status, headers=headers)
 
 
 def refusal(error: str, status: int, headers: dict[str, str] | None = None) -> Response:
     """As `rlframe.http.bodies.Refusal`."""
-    response = RefusedError(error, status).response
-    response.headers.update(headers or {})
-    return response
+    return RefusedError(error, status, headers=headers).response
 
 
 def invalid(error: RequestValidationError, known: list[str]) -> RefusedError:

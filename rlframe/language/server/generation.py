@@ -14,7 +14,7 @@ from rlframe.errors import UnavailableError
 from rlframe.language.decoding import Answer, DecodeEngine
 from rlframe.language.decoding.ranking import PromptScores
 from rlframe.language.model.tokenizers import Tokenizer
-from rlframe.language.server.errors import RefusedError
+from rlframe.language.server.errors import RETRY, RefusedError
 from rlframe.language.server.requests import Asked
 
 _UNKNOWN = "\ufffd"  # an unfinished character is decoded as this
@@ -198,15 +198,19 @@ class Generation:
         streams: bool,
         timeout: float,
     ) -> None:
-        wanted, most = len(asked.prompts) * asked.n, engine.config.max_waiting
+        wanted, most = len(asked.prompts) * asked.fields.n, engine.config.max_waiting
         if wanted > most:
             raise RefusedError(f"{wanted} answers are asked for at once, of which there may be {most}.", 400)
         self._stop_tokens = asked.sampling.stop_tokens
         self._timeout = timeout
-        prompts = [prompt for prompt in asked.prompts for _ in range(asked.n)]
-        self._texts = [TextDecoder(tokenizer, asked.stops, asked.skip_special_tokens, asked.offsets) for _ in prompts]
+        prompts = [prompt for prompt in asked.prompts for _ in range(asked.fields.n)]
+        self._texts = [
+            TextDecoder(tokenizer, asked.fields.stops, asked.fields.skip_special_tokens, asked.offsets) for _ in prompts
+        ]
         # Without this each answer costs the event loop once, with it each piece does.
-        self._arrived: asyncio.Queue[tuple[int, Any]] | None = asyncio.Queue() if streams or asked.stops else None
+        self._arrived: asyncio.Queue[tuple[int, Any]] | None = (
+            asyncio.Queue() if streams or asked.fields.stops else None
+        )
         self._loop = asyncio.get_running_loop()
         on_tokens = None
         if self._arrived is not None:
@@ -216,7 +220,7 @@ class Generation:
         except UnavailableError as error:
             if engine.closed:
                 raise
-            raise RefusedError(str(error), 429, code="queue_full", retry=1) from error
+            raise RefusedError(str(error), 429, code="queue_full", headers=RETRY) from error
 
     async def whole(self) -> list[AnswerPiece]:
         """All answers, in their order. Raises as `pieces`."""

@@ -42,8 +42,7 @@ class VllmRequest(SamplingFields):
         given = self.prompt if isinstance(self.prompt, str) else self.prompt.prompt_token_ids
         prompts = prompts_of(given, tokenizer, "prompt")
         sampling = self.sampled(tokenizer, self.max_tokens, self.logprobs or 0, self.prompt_logprobs)
-        log_probs = self.logprobs is not None
-        return Asked(prompts, sampling, self.n, self.stops, [""], log_probs, self.skip_special_tokens)
+        return Asked(prompts, sampling, self, [""], self.logprobs is not None)
 
     def reply(self, asked: Asked, pieces: list[AnswerPiece], tokenizer: Tokenizer) -> dict[str, Any]:
         """Return the answer: lists with an entry for each of the `n` answers."""
@@ -99,12 +98,11 @@ class SglangRequest(StrictRequest):
         prompts, params = prompts_of(given, tokenizer, name), self.sampling_params
         sampling = params.sampled(tokenizer, params.max_new_tokens)
         texts = [""] * len(prompts)
-        skips = params.skip_special_tokens
-        return Asked(prompts, sampling, params.n, params.stops, texts, self.return_logprob, skips)
+        return Asked(prompts, sampling, params, texts, self.return_logprob)
 
     def reply(self, asked: Asked, pieces: list[AnswerPiece], tokenizer: Tokenizer) -> Any:
         """Return the answer: an object, or a list of them where there is more than one answer."""
-        several = isinstance(self.text if self.input_ids is None else self.input_ids[0], list) or asked.n > 1
+        several = isinstance(self.text if self.input_ids is None else self.input_ids[0], list) or asked.fields.n > 1
         answers = [self._answer(asked, piece, tokenizer) for piece in pieces]
         return answers if several else answers[0]
 
@@ -117,7 +115,7 @@ class SglangRequest(StrictRequest):
         info: dict[str, Any] = {
             "id": uuid.uuid4().hex,
             "finish_reason": reason,
-            "prompt_tokens": len(asked.prompts[piece.index // asked.n]),
+            "prompt_tokens": len(asked.prompts[piece.index // asked.fields.n]),
             "completion_tokens": len(piece.tokens),
             "policy_versions": piece.versions,
         }

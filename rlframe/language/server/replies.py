@@ -85,13 +85,13 @@ class Replies:
         if self._request.return_token_ids:
             choice["token_ids"] = piece.tokens
             if first:
-                choice["prompt_token_ids"] = self._asked.prompts[piece.index // self._asked.n]
+                choice["prompt_token_ids"] = self._asked.prompts[piece.index // self._asked.fields.n]
         return choice
 
     def _prompt_log_probs(self, piece: AnswerPiece) -> list[Any]:
         """As vLLM has them: by token id; null for the first token."""
         assert piece.prompt_scores is not None
-        prompt = self._asked.prompts[piece.index // self._asked.n]
+        prompt = self._asked.prompts[piece.index // self._asked.fields.n]
         places = piece.prompt_scores.places(prompt, self._request.prompt_logprobs or 0)
         return [
             None if place is None else {str(token): self._ranked(token, *place[token]) for token in place}
@@ -120,7 +120,7 @@ class CompletionReplies(Replies):
     partial = "bytes:"
 
     def _content(self, piece: AnswerPiece, streamed: bool, first: bool) -> dict[str, Any]:
-        return {"text": self._asked.texts[piece.index // self._asked.n] + piece.text if first else piece.text}
+        return {"text": self._asked.texts[piece.index // self._asked.fields.n] + piece.text if first else piece.text}
 
     def _choice(self, piece: AnswerPiece, streamed: bool) -> dict[str, Any]:
         choice = super()._choice(piece, streamed)
@@ -132,10 +132,10 @@ class CompletionReplies(Replies):
         assert isinstance(self._request, CompletionRequest)
         count, scores = self._request.likeliest, piece.prompt_scores
         tokens, log_probs, likeliest = piece.tokens, list[Any](piece.log_probs), list[Any](piece.likeliest)
-        text = self._asked.texts[piece.index // self._asked.n]
+        text = self._asked.texts[piece.index // self._asked.fields.n]
         offsets = [len(text) + offset for offset in piece.offsets]
         if self._request.echo and scores is not None:
-            prompt = self._asked.prompts[piece.index // self._asked.n]
+            prompt = self._asked.prompts[piece.index // self._asked.fields.n]
             tokens, offsets = prompt + tokens, self._offsets(prompt, text) + offsets
             log_probs = [None, *scores.log_probs, *log_probs]
             likeliest = [None, *scores.likeliest, *likeliest]

@@ -98,11 +98,9 @@ class Asked(NamedTuple):
 
     prompts: list[list[int]]
     sampling: SamplingParams
-    n: int  # of each prompt
-    stops: list[str]
+    fields: SamplingFields  # of the request
     texts: list[str]  # that answers begin with: those of the prompts, where they are to be echoed
     log_probs: bool
-    skip_special_tokens: bool
     offsets: bool = False  # whether the places of tokens in the text are asked for
 
 
@@ -206,11 +204,9 @@ class CompletionRequest(_Request):
         return Asked(
             prompts=prompts,
             sampling=self.sampled(tokenizer, self.max_tokens, self.likeliest, self._scored),
-            n=self.n,
-            stops=self.stops,
+            fields=self,
             texts=[self._text(i, tokens, tokenizer) if self.echo else "" for i, tokens in enumerate(prompts)],
             log_probs=self.logprobs is not None,
-            skip_special_tokens=self.skip_special_tokens,
             offsets=self.logprobs is not None,
         )
 
@@ -323,9 +319,7 @@ class ChatRequest(_Request):
         return Asked(
             prompts=[list(prompt)],
             sampling=self.sampled(tokenizer, both, self.top_logprobs, self.prompt_logprobs),
-            n=self.n,
-            stops=self.stops,
+            fields=self,
             texts=[""],
             log_probs=self.logprobs,
-            skip_special_tokens=self.skip_special_tokens,
         )

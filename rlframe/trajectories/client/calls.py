@@ -333,7 +333,9 @@ class EnvironmentCalls(BaseClient):
             ) from error
         headers = {"Content-Type": MSGPACK if binary else JSON, "Idempotency-Key": key or new_key()}
         if self._compress:
-            body, headers["Content-Encoding"] = _compressed(body), "zstd"
+            import zstandard  # no client needs it that does not compress
+
+            body, headers["Content-Encoding"] = zstandard.ZstdCompressor().compress(body), "zstd"
         request = HttpRequest("POST", "/scored_data" if one else "/scored_data_list", {}, headers, body)
         deadline, began = self._timeout if timeout is None else timeout, time.monotonic()
         pauses = retry.pauses(LONGEST_POLL, LONGEST_POLL, deadline, since=began)
@@ -352,9 +354,3 @@ class EnvironmentCalls(BaseClient):
         status = "buffered" if content.get("buffered") else str(content.get("status"))
         taken = content.get("groups_processed", 1)
         return Posted(status, taken, size, reply.headers.get("idempotent-replayed") == "true")
-
-
-def _compressed(body: bytes) -> bytes:
-    import zstandard  # no client needs it that does not compress
-
-    return zstandard.ZstdCompressor().compress(body)

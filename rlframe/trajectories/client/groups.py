@@ -15,7 +15,6 @@ from rlframe.errors import UsageError
 from rlframe.trajectories.messages import ANY_LENGTH, FLOATS, IGNORED, INTS, LARGEST
 
 _CARRIED = ("messages", "generation_params", "overrides", "group_overrides", "images")
-_REST = (*_CARRIED, "env_id")
 _DISTILL = ("distill_token_ids", "distill_logprobs")
 _KINDS = {
     np.dtype(np.int32): ("iu", "integers"),
@@ -25,7 +24,7 @@ _KINDS = {
 _LISTS = (list, tuple, np.ndarray)
 _ROWS = (*_LISTS, type(None))
 _LEAST_TEMPERATURE = 0.01
-_NAMES = (*INTS, "scores", *FLOATS, *_REST, *_DISTILL, "policy_version")
+_NAMES = (*INTS, "scores", *FLOATS, *_CARRIED, "env_id", *_DISTILL, "policy_version")
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,6 +49,12 @@ class Epoch:
         self.tally = reports.Tally()
         self.weights = WeightedShares(lambda env_id: self.envs.weight_of(self.envs.get(env_id)))
 
+    @property
+    def settings(self) -> Registration:
+        """The registration, for callers that know that there is one."""
+        assert self.registration is not None
+        return self.registration
+
     def settle(self, registration: Registration) -> None:
         """Go by these settings, with all that is here."""
         self.registration = registration
@@ -155,13 +161,12 @@ class Epoch:
 
     def _form(self, batch_id: int) -> LeasedBatch | None:
         """The next batch, counted as served, or None."""
-        assert self.registration is not None
         units: list[Taken] | None = None
         while not self.barren and units is None:
             self.barren = True  # unless a group that shared a unit with one too old is queued again
-            weights = self.weights if self.registration.mix == "weight" else None
+            weights = self.weights if self.settings.mix == "weight" else None
             shares = reports.shares(self)
-            units, dropped = form(self.registration.batch_size, self.lanes, shares, self._too_old, weights)
+            units, dropped = form(self.settings.batch_size, self.lanes, shares, self._too_old, weights)
             for env_id, _, unit in dropped:
                 self._discard(env_id, unit)
         if units is None:

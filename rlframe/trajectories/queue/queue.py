@@ -113,14 +113,13 @@ class Queue:
         )
         epoch.hear(env, self._now)
         epoch.regroup(env)
-        assert epoch.registration is not None
         return RegisteredEnv(
             env_id=env.env_id,
             wandb_name=env.wandb_name,
-            checkpoint_dir=epoch.registration.checkpoint_dir,
+            checkpoint_dir=epoch.settings.checkpoint_dir,
             starting_step=epoch.step,
-            checkpoint_interval=epoch.registration.save_checkpoint_interval,
-            num_steps=epoch.registration.num_steps,
+            checkpoint_interval=epoch.settings.save_checkpoint_interval,
+            num_steps=epoch.settings.num_steps,
             resume_token=env.resume_token,
         )
 

@@ -114,8 +114,7 @@ class Report(Counts):
 
 def share_of(epoch: Epoch, env: Env) -> int:
     """The sequences of each batch that an environment asked for."""
-    assert epoch.registration is not None
-    return int(epoch.registration.batch_size * (env.min_batch_allocation or 0))
+    return int(epoch.settings.batch_size * (env.min_batch_allocation or 0))
 
 
 def shares(epoch: Epoch) -> list[MinimumShare]:
@@ -244,8 +243,7 @@ def _batches_ahead(epoch: Epoch, env_id: int | None) -> int:
     """The batches before that of a group which comes now. What others sent does not count where a batch may be waiting
     for this very sender: none can be formed of all that is there, or it has a minimum share (and may have to send more
     than that, for the batch to be exact)."""
-    assert epoch.registration is not None
-    batch_size = epoch.registration.batch_size
+    batch_size = epoch.settings.batch_size
     sizes = flowing(epoch)
     own = sum(lane.sequences for lane in epoch.lanes.of_env(env_id) if lane.size in sizes)
     total = _sequences(epoch, sizes) if formable(epoch) else 0
@@ -256,8 +254,7 @@ def _batches_ahead(epoch: Epoch, env_id: int | None) -> int:
 
 def _ahead_of_trainer(epoch: Epoch, env: Env, own: int, total: int) -> bool:
     """Whether a group that this environment starts now would be too old by its turn, with the trainer's bound."""
-    registration = epoch.registration
-    assert registration is not None
+    registration = epoch.settings
     if registration.max_staleness is None:
         return False
     batches = registration.max_staleness + 1
@@ -306,14 +303,13 @@ def waiting(epoch: Epoch) -> list[Waiting]:
 
 def _holding_back(epoch: Epoch) -> Iterator[str]:
     """Why there is no batch, or nobody who sends groups for one; nothing about minimum shares."""
-    assert epoch.registration is not None
     if epoch.paused:
         yield "the run is paused: every environment holds (POST /resume)"
     if not epoch.started:
         yield "environments wait to register: the trainer has not asked for a batch yet (GET /batch)"
     if epoch.leases.returned or formable(epoch):
         return
-    batch_size, queued = epoch.registration.batch_size, _sequences(epoch, flowing(epoch))
+    batch_size, queued = epoch.settings.batch_size, _sequences(epoch, flowing(epoch))
     if queued < batch_size:
         yield f"the next batch waits for sequences: {queued} of {batch_size} are in the queue"
     else:

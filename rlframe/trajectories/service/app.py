@@ -169,13 +169,12 @@ async def _runs(request: Request) -> Response:
 
 def _invalid_request(error: RequestValidationError) -> Response:
     """Without what was sent: it may be long, or hold what JSON does not have."""
-    details = [{"loc": list(one["loc"]), "msg": _message(one), "type": one["type"]} for one in error.errors()]
+    details = [
+        # `ctx` has an error of ours, in its own words; `msg` is pydantic's sentence.
+        {"loc": list(one["loc"]), "msg": str(one.get("ctx", {}).get("error", one["msg"])), "type": one["type"]}
+        for one in error.errors()
+    ]
     return answer({"detail": details}, 422)
-
-
-def _message(error: dict[str, Any]) -> str:
-    """What pydantic says, or an error of ours, in its own words."""
-    return str(error.get("ctx", {}).get("error", error["msg"]))
 
 
 MAX_CONNECTIONS = 1024

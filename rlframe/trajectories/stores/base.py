@@ -106,7 +106,17 @@ def check_range(after: int, first: int | None, last: int, name: str) -> None:
         raise RecordsDroppedError(f"{name} no longer has the record at position {after + 1}: load the snapshot.")
 
 
-class MemoryStore:
+class UnlimitedStore:
+    """The part of `Store` about room, for a store that has no disk of its own to look at."""
+
+    def room(self) -> None:
+        return None
+
+    def check_room(self, size: int) -> None:
+        pass
+
+
+class MemoryStore(UnlimitedStore):
     """The contract of `Store` without durability: `snapshot` serves to drop records, nothing else."""
 
     shared = False
@@ -130,12 +140,6 @@ class MemoryStore:
                 self._payloads[self._last] = payload
             future.set_result(self._last)
         return future
-
-    def room(self) -> None:
-        return None
-
-    def check_room(self, size: int) -> None:
-        pass
 
     def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
         with self._lock:

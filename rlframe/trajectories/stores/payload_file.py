@@ -70,7 +70,9 @@ class PayloadFile:
         """
         offset = self._extents.take(len(value))
         try:
-            self._check_growth(offset + len(value) - self._size)
+            growth = offset + len(value) - self._size
+            if growth > 0 and growth > self._growth:
+                raise self._disk_full()
             self._write_all(value, offset)
         except BaseException:
             self._extents.give_back(offset, len(value))
@@ -81,13 +83,14 @@ class PayloadFile:
 
     def room(self) -> int:
         """Bytes of values that it can take. A long one may find no place among the values that were given back."""
-        return self._extents.free + max(0, self._size - self._extents.end) + max(0, self._growth())
+        return self._extents.free + max(0, self._size - self._extents.end) + max(0, self._growth)
 
     def check_room(self, length: int) -> None:
         """Raise `UnavailableError` where there is no room for values of so many bytes."""
         if length > self.room():
             raise self._disk_full()
 
+    @property
     def _growth(self) -> int:
         """Bytes by which it may grow, less than 0 where others have taken what is kept free."""
         left, reserved = self._disk()
@@ -97,10 +100,6 @@ class PayloadFile:
         """Bytes that its disk has left, and that are kept of them."""
         disk = os.fstatvfs(self._fd)
         return disk.f_bavail * disk.f_frsize, min(_RESERVED, disk.f_blocks * disk.f_frsize // 2)
-
-    def _check_growth(self, growth: int) -> None:
-        if growth > 0 and growth > self._growth():
-            raise self._disk_full()
 
     def _disk_full(self) -> UnavailableError:
         left, reserved = self._disk()

@@ -17,7 +17,7 @@ from redis.retry import Retry
 
 from rlframe import retry
 from rlframe.errors import PeerError, RlframeError, StoreError, UnavailableError, UsageError
-from rlframe.trajectories.stores.base import RecordsDroppedError
+from rlframe.trajectories.stores.base import RecordsDroppedError, UnlimitedStore
 from rlframe.trajectories.stores.group_commit import Append, Commit, GroupCommit
 
 DEADLINE = 15.0  # seconds: a server that is restarted is back by then, and HTTP clients still wait
@@ -94,7 +94,7 @@ _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
 
-class RedisStore:
+class RedisStore(UnlimitedStore):  # Redis refuses commands when its memory is full
     """The contract of `Store` for several processes. The server's persistence decides what survives its death.
 
     Calls are repeated while the server does not answer, until a deadline; an append is applied once all the same.
@@ -141,12 +141,6 @@ class RedisStore:
 
     def append(self, record: bytes, payload: bytes | None = None) -> Future[int]:
         return self._commits.append(record, payload)
-
-    def room(self) -> None:
-        return None  # Redis says it when its memory is full
-
-    def check_room(self, size: int) -> None:
-        pass
 
     def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
         # The record at `after` comes too: if it is not the one that was read, the server lost what it had acknowledged.
