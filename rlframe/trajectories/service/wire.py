@@ -6,7 +6,7 @@ of stored bytes. One that was sent as MessagePack is stored as it came. The firs
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar, Union
 
 import msgspec
@@ -73,15 +73,32 @@ class PackedGroup(PackedArrays, kw_only=True):
 
 KEYS = tuple(name for name in WireGroup.__struct_fields__ if name != "policy_version")  # of an item in a batch
 
-_json_group = msgspec.json.Decoder(JsonGroup)
-_text_group = msgspec.json.Decoder(TextGroup)
-_packed_group = msgspec.msgpack.Decoder(PackedGroup)
-_json_members = msgspec.json.Decoder(dict[str, Raw])
-_packed_members = msgspec.msgpack.Decoder(dict[str, Raw])
-_json_list = msgspec.json.Decoder(list[Raw])
-_packed_list = msgspec.msgpack.Decoder(list[Raw])
-_json = msgspec.json.Encoder()
-_packed = msgspec.msgpack.Encoder()
+
+class _Encoding(NamedTuple):
+    """How groups come: the structure of one, and functions that decode and encode."""
+
+    structure: type[Struct]
+    group: Callable[[bytes], Any]
+    members: Callable[[bytes], dict[str, Raw]]  # of a group, by name
+    items: Callable[[bytes], list[Raw]]
+    encode: Callable[[Any], bytes]
+
+
+_JSON = _Encoding(
+    structure=WireGroup,
+    group=msgspec.json.Decoder(TextGroup).decode,
+    members=msgspec.json.Decoder(dict[str, Raw]).decode,
+    items=msgspec.json.Decoder(list[Raw]).decode,
+    encode=msgspec.json.Encoder().encode,
+)
+_PACKED = _Encoding(
+    structure=PackedGroup,
+    group=msgspec.msgpack.Decoder(PackedGroup).decode,
+    members=msgspec.msgpack.Decoder(dict[str, Raw]).decode,
+    items=msgspec.msgpack.Decoder(list[Raw]).decode,
+    encode=msgspec.msgpack.Encoder().encode,
+)
+_decode_numbers = msgspec.json.Decoder(JsonGroup).decode  # of JSON, whose arrays `_JSON.group` leaves as text
 
 
 class Parsed(NamedTuple):
@@ -104,7 +121,7 @@ def parse_group(body: bytes, packed: bool) -> Parsed:
         InvalidGroupError: with the path to the first field that is wrong.
     """
     try:
-        return _parse_packed(body) if packed else _parse_json(body.strip())
+        return _parse(body, _PACKED) if packed else _parse(body.strip(), _JSON)
     except RecursionError:
         raise nested_too_deep() from None
     except UnicodeDecodeError as error:
@@ -114,7 +131,7 @@ def parse_group(body: bytes, packed: bool) -> Parsed:
 def parse_groups(body: bytes, packed: bool) -> Iterator[Parsed]:
     """Decode and check a list of groups, one after the other; as `parse_group`, with its place before each path."""
     try:
-        items = (_packed_list if packed else _json_list).decode(body)
+        items = (_PACKED if packed else _JSON).items(body)
     except RecursionError:
         raise nested_too_deep() from None
     except UnicodeDecodeError as error:
@@ -128,27 +145,34 @@ def parse_groups(body: bytes, packed: bool) -> Iterator[Parsed]:
             raise InvalidGroupError((i, *error.loc), str(error), error.kind) from None
 
 
-def _parse_json(body: bytes) -> Parsed:
+def _parse(body: bytes, encoding: _Encoding) -> Parsed:
+    packed = encoding is _PACKED
     try:
-        group: Any = _text_group.decode(body)
-        if _has_booleans(group.scores):
-            return _parse_json(_json.encode(_with_numbers(_json_members.decode(body), group.scores, _json)))
-        lengths = _lengths_of_text(group)
+        group = encoding.group(body)
+        if isinstance(group.scores, list) and any(isinstance(score, bool) for score in group.scores):
+            # Trainers get numbers, as from the published service.
+            scores = Raw(encoding.encode([float(score) for score in group.scores]))
+            return _parse(encoding.encode({**encoding.members(body), "scores": scores}), encoding)
+        lengths = lengths_of(group) if packed else _lengths_of_text(group)
         if lengths is None:  # a closer look, for whoever is to be told what is wrong
-            group = _json_group.decode(body)
+            group = _decode_numbers(body)
             lengths = lengths_of(group)
     except msgspec.ValidationError as error:
         if "unknown field" not in str(error):
-            raise explained(error, body, packed=False) from None
-        return _parse_json(_json.encode(_known(_json_members.decode(body), WireGroup)))
+            raise explained(error, body, packed) from None
+        known = encoding.structure.__struct_fields__
+        members = {name: value for name, value in encoding.members(body).items() if name in known}
+        return _parse(encoding.encode(members), encoding)
     except msgspec.DecodeError as error:
-        raise explained(error, body, packed=False) from None
+        raise explained(error, body, packed) from None
     check(group, lengths)
-    absent = [name for name in KEYS if getattr(group, name) is UNSET]
+    absent = [] if packed else [name for name in KEYS if getattr(group, name) is UNSET]
     if absent:
         nulls = "".join(f',"{name}":null' for name in absent)
         body = b"".join((memoryview(body)[:-1], nulls.encode(), b"}"))  # one copy
-    return _parsed(group, lengths, body)
+    env_id = None if group.env_id is UNSET else group.env_id
+    version = None if group.policy_version is UNSET else group.policy_version
+    return Parsed(len(lengths), sum(lengths), env_id, version, body)
 
 
 def _lengths_of_text(group: Any) -> list[int] | None:
@@ -167,41 +191,6 @@ def _lengths_of_text(group: Any) -> list[int] | None:
     return lengths
 
 
-def _parse_packed(body: bytes) -> Parsed:
-    try:
-        group = _packed_group.decode(body)
-    except msgspec.ValidationError as error:
-        if "unknown field" not in str(error):
-            raise explained(error, body, packed=True) from None
-        return _parse_packed(_packed.encode(_known(_packed_members.decode(body), PackedGroup)))
-    except msgspec.DecodeError as error:
-        raise explained(error, body, packed=True) from None
-    if _has_booleans(group.scores):
-        return _parse_packed(_packed.encode(_with_numbers(_packed_members.decode(body), group.scores, _packed)))
-    lengths = lengths_of(group)
-    check(group, lengths)
-    return _parsed(group, lengths, body)
-
-
-def _has_booleans(scores: list[float] | bytes) -> bool:
-    return isinstance(scores, list) and any(isinstance(score, bool) for score in scores)
-
-
-def _with_numbers(members: dict[str, Raw], scores: Any, encoder: Any) -> dict[str, Raw]:
-    """A group's members with its scores as numbers: trainers get those, as from the published service."""
-    return {**members, "scores": Raw(encoder.encode([float(score) for score in scores]))}
-
-
-def _known(members: dict[str, Raw], group: type[Struct]) -> dict[str, Raw]:
-    return {name: text for name, text in members.items() if name in group.__struct_fields__}
-
-
-def _parsed(group: Any, lengths: list[int], payload: bytes) -> Parsed:
-    env_id = None if group.env_id is UNSET else group.env_id
-    version = None if group.policy_version is UNSET else group.policy_version
-    return Parsed(len(lengths), sum(lengths), env_id, version, payload)
-
-
 # What consumers get
 
 
@@ -216,7 +205,7 @@ def join_json(payloads: Iterable[bytes]) -> bytes:
 
 def join_packed(payloads: Sequence[bytes]) -> bytes:
     """A MessagePack array of items."""
-    return _packed.encode([Raw(as_packed(payload)) for payload in payloads])
+    return _PACKED.encode([Raw(as_packed(payload)) for payload in payloads])
 
 
 def as_packed(payload: bytes) -> bytes:
@@ -224,16 +213,16 @@ def as_packed(payload: bytes) -> bytes:
     if is_packed(payload):
         return payload
     try:
-        return _packed.encode(msgspec.json.decode(payload))  # in half the time that it takes with types
+        return _PACKED.encode(msgspec.json.decode(payload))  # in half the time that it takes with types
     except OverflowError:  # where a float is meant, an integer may have more than the 64 bits of MessagePack's
-        return _packed.encode(_json_group.decode(payload))
+        return _PACKED.encode(_decode_numbers(payload))
 
 
 def as_json(payload: bytes) -> bytes:
     """A stored group as JSON, with all keys."""
     if not is_packed(payload):
         return payload
-    group = _packed_group.decode(payload)
+    group = _PACKED.group(payload)
     lengths = lengths_of(group)
     item: dict[str, Any] = {}
     for name in KEYS:
@@ -244,7 +233,7 @@ def as_json(payload: bytes) -> bytes:
         item[name] = None if value is UNSET else value
     if group.policy_version is not UNSET:
         item["policy_version"] = group.policy_version
-    return _json.encode(item)
+    return _JSON.encode(item)
 
 
 def _split(values: list[Any], lengths: list[int]) -> list[list[Any]]:

@@ -168,7 +168,7 @@ def test_an_optional_array_that_is_empty_is_none(name):
 @pytest.mark.parametrize("absent", [b"null", b"[]"])
 def test_arrays_beside_one_that_is_absent_are_not_decoded(absent, monkeypatch):
     """Which takes three times as long."""
-    monkeypatch.setattr(wire, "_json_group", None)
+    monkeypatch.setattr(wire, "_decode_numbers", None)
     body = b'{"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [1.0], "advantages": ' + absent + b"}"
     assert parse_group(body, packed=False).tokens == 2
 
