@@ -51,10 +51,7 @@ class Handle:
         self.request = request
         self.future: Future[Answer] = Future()
         self._on_tokens = on_tokens
-        self._tokens: list[int] = []
-        self._log_probs: list[float] = []
-        self._versions: list[int] = []
-        self._likeliest: list[dict[int, float]] = []
+        self._sampled = Answer([], [], [], finish_reason=None, likeliest=[], prompt_scores=None)  # grows
         self.prompt_scores: PromptScores | None = None  # the engine's
 
     def result(self, timeout: float = RESULT_TIMEOUT) -> Answer:
@@ -85,16 +82,16 @@ class Handle:
         """The engine's: tokens that were sampled. Returns whether the answer is complete."""
         if self.done:
             return True
-        start = len(self._tokens)
-        self._tokens += tokens
-        self._log_probs += log_probs
-        self._versions += [version] * len(tokens)
+        start = self.sampled
+        self._sampled.tokens.extend(tokens)
+        self._sampled.log_probs.extend(log_probs)
+        self._sampled.versions.extend([version] * len(tokens))
         if count := self.request.sampling.likeliest:
-            self._likeliest += ranked.first(count)
+            self._sampled.likeliest.extend(ranked.first(count))
         reason = None
-        if self._tokens and self._tokens[-1] in self.request.sampling.stop_tokens:
+        if self.sampled and self._sampled.tokens[-1] in self.request.sampling.stop_tokens:
             reason = "stop"
-        elif len(self._tokens) >= self.request.max_tokens:
+        elif self.sampled >= self.request.max_tokens:
             reason = "length"
         if self._on_tokens is not None:
             try:
@@ -114,14 +111,14 @@ class Handle:
     @property
     def sampled(self) -> int:
         """Tokens so far."""
-        return len(self._tokens)
+        return len(self._sampled.tokens)
 
     def _answer(self, start: int, reason: str | None) -> Answer:
         return Answer(
-            tokens=self._tokens[start:],
-            log_probs=self._log_probs[start:],
-            versions=self._versions[start:],
+            tokens=self._sampled.tokens[start:],
+            log_probs=self._sampled.log_probs[start:],
+            versions=self._sampled.versions[start:],
             finish_reason=reason,
-            likeliest=self._likeliest[start:],
+            likeliest=self._sampled.likeliest[start:],
             prompt_scores=self.prompt_scores if start == 0 else None,
         )

@@ -121,13 +121,10 @@ class SglangRequest(StrictRequest):
         }
         if asked.log_probs:
             info["output_token_logprobs"] = [
-                (log_prob, token, self._text(token, tokenizer))
+                (log_prob, token, tokenizer.decode([token]) if self.return_text_in_logprobs else None)
                 for token, log_prob in zip(piece.tokens, piece.log_probs)
             ]
         return {"text": piece.text, "output_ids": piece.tokens, "meta_info": info}
-
-    def _text(self, token: int, tokenizer: Tokenizer) -> str | None:
-        return tokenizer.decode([token], skip_special_tokens=False) if self.return_text_in_logprobs else None
 
 
 def _dialect(body: Any) -> str:
