@@ -6,6 +6,7 @@ step's arrays into a preallocated ring. They are measured in turns with the Acto
 
 from __future__ import annotations
 
+import importlib
 import pathlib
 import tempfile
 import time
@@ -20,7 +21,6 @@ from benchmarks.processor import Stopwatch
 from benchmarks.report import Row, Table
 from rlframe.engines import EngineOptions
 from rlframe.programs import make_experiment
-from rlframe.programs.session import Session
 from rlframe.programs.topologies.parts import make_agent
 from rlframe.programs.topologies.single_process import single_process
 
@@ -96,10 +96,24 @@ def _measure(workload: Workload, turns: int) -> Table:
 
 def _loop(experiment: Any) -> TrainingLoop:
     """The objects of a run in one process, in a directory that nothing is written to."""
-    engine = experiment.topology_config.engine_class(EngineOptions())
+    engine = _topology_config(experiment).engine_class(EngineOptions())
     path = pathlib.Path(tempfile.mkdtemp())
-    single_process(engine, Session(experiment, make_agent(experiment), path, until=experiment.steps, began=0.0))
+    session = _session_class()(experiment, make_agent(experiment), path, until=experiment.steps, began=0.0)
+    single_process(engine, session)
     return engine.handle_of("train")
+
+
+# With `--against`, this file also measures checkouts in which the next two had other names.
+
+
+def _topology_config(experiment: Any) -> Any:
+    return experiment.topology_config if hasattr(experiment, "topology_config") else experiment.topology
+
+
+def _session_class() -> Any:
+    from rlframe.programs import session
+
+    return session.Session if hasattr(session, "Session") else importlib.import_module("rlframe.programs.run").Run
 
 
 def _table(title: str, ours: dict[str, float], bare: dict[str, float], spent: tuple[float, float]) -> Table:
@@ -183,7 +197,7 @@ def _bare_env(described: Any, action: np.ndarray) -> Callable[[], Any]:
     from rlframe.envs.envpool import EnvPoolPool
 
     pool = EnvPoolPool(
-        described.env, described.num_envs, None, 1, described.topology_config.num_workers, described.env_kwargs
+        described.env, described.num_envs, None, 1, _topology_config(described).num_workers, described.env_kwargs
     )
     pool.reset()
     raw, ids = pool.pool, np.arange(described.num_envs, dtype=np.int32)
