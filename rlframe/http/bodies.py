@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anyio
@@ -173,14 +173,10 @@ class _Refused(Exception):
 
 def _handing(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that gives the body, and then the messages of the server."""
-    given = False
+    first: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def hand() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return next(first, None) or await receive()
 
     return hand
 

@@ -49,6 +49,9 @@ class DecodeEngine(Closing):
 
     Raises:
         UsageError: `EngineConfig.length` is more than the model's max_position_embeddings.
+
+    Attributes:
+        closed: why the engine answers no requests any more; empty while it does.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class DecodeEngine(Closing):
         self._seeds = np.random.default_rng(seed)
         self._changed = threading.Condition()  # guards what follows
         self._waiting: collections.deque[Handle] = collections.deque()
-        self._closed = ""  # why
+        self.closed = ""
         self._running: dict[int, Handle] = {}  # by slot
         self._counts = {"requests": 0, "tokens": 0, "prompt_tokens": 0, "calls": 0}
         self._thread = threading.Thread(target=self._run, name="decode engine", daemon=True)
@@ -124,8 +127,8 @@ class DecodeEngine(Closing):
             request = DecodeRequest(tuple(prompt), sampling, max_tokens, row_key(seed, i))
             handles.append(Handle(request, None if on_tokens is None else on_tokens[i]))
         with self._changed:
-            if self._closed:
-                raise UnavailableError(self._closed)
+            if self.closed:
+                raise UnavailableError(self.closed)
             if len(self._waiting) + len(handles) > self.config.max_waiting:
                 raise UnavailableError(
                     f"{len(self._waiting)} requests wait for the decode engine, which lets {self.config.max_waiting} "
@@ -157,11 +160,6 @@ class DecodeEngine(Closing):
     def version(self) -> int:
         """Version of the parameters that the next call decodes with."""
         return self._params[0]
-
-    @property
-    def closed(self) -> str:
-        """Why it answers nothing any more; empty while it does."""
-        return self._closed
 
     def stats(self) -> dict[str, int]:
         """Counts so far (requests, tokens sampled, prompt_tokens, calls) and now: version, running, waiting."""
@@ -200,8 +198,8 @@ class DecodeEngine(Closing):
     def _wait(self) -> bool:
         """Wait until there is something to do. False: the engine is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._waiting or self._running)
-            return not self._closed
+            self._changed.wait_for(lambda: self.closed or self._waiting or self._running)
+            return not self.closed
 
     def _fill(self) -> None:
         """Take requests from the queue into the free slots."""
@@ -267,7 +265,7 @@ class DecodeEngine(Closing):
     def _fail(self, error: RlframeError) -> None:
         """Let nothing wait any more, and nothing new come."""
         with self._changed:
-            self._closed = self._closed or str(error)
+            self.closed = self.closed or str(error)
             left = [*self._waiting, *self._running.values()]
             self._waiting.clear()
             self._running.clear()

@@ -108,11 +108,14 @@ class PublishedTokenizer:
         self._bytes = TokenBytes(self._tokenizer)
         config = _read(folder / "tokenizer_config.json")
         self._folder = folder
-        self._special = {name: _content(config[name]) for name in SPECIAL if config.get(name)}
+        named = {name: config[name] for name in SPECIAL if config.get(name)}
+        self._special = {name: one["content"] if isinstance(one, dict) else one for name, one in named.items()}
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size = 1 + max(ids, default=-1)  # they may have gaps
         self.bos_token_id, self.eos_token_id, self.pad_token_id = map(self._id, ("bos_token", "eos_token", "pad_token"))
-        self.stop_token_ids = self._stop_ids(_read(folder / "generation_config.json").get("eos_token_id"))
+        more = _read(folder / "generation_config.json").get("eos_token_id")
+        ends = (self.eos_token_id, *(more if isinstance(more, list) else [more]))
+        self.stop_token_ids = tuple(dict.fromkeys(token for token in ends if token is not None))
         self._template = _compile(_template(folder, config), folder)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -162,10 +165,6 @@ class PublishedTokenizer:
 
     def _id(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(self._special[name]) if name in self._special else None
-
-    def _stop_ids(self, more: int | list[int] | None) -> tuple[int, ...]:
-        listed = more if isinstance(more, list) else [more]
-        return tuple(dict.fromkeys(token for token in (self.eos_token_id, *listed) if token is not None))
 
 
 class _Generation(jinja2.ext.Extension):
@@ -246,10 +245,6 @@ def _template(folder: Path, config: dict[str, Any]) -> str | None:
     if isinstance(found, list):  # several, by name
         return {entry["name"]: entry["template"] for entry in found}.get("default")
     return found
-
-
-def _content(token: str | dict[str, Any]) -> str:
-    return token["content"] if isinstance(token, dict) else token
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -57,26 +57,6 @@ def _sendable(said: Any) -> Any:
 _Said = Annotated[str, AfterValidator(_sendable)]
 
 
-def without_neutral(fields: Any) -> Any:
-    """Leave out the fields that ask for nothing. Raise `RefusedError` for those that ask for what is not offered."""
-    if not isinstance(fields, dict):
-        return fields
-    kept = {}
-    for name, value in fields.items():
-        if value is None or name in _LABELS:
-            continue
-        if name in _NOT_OFFERED:
-            if value not in _NOT_OFFERED[name]:
-                raise RefusedError(f"{name} is not offered by this server.", 400, param=name)
-        elif name == "best_of":
-            if value != (fields.get("n") or 1):
-                message = "best_of is not offered by this server: ask for n, and choose."
-                raise RefusedError(message, 400, param="best_of")
-        else:
-            kept[name] = value
-    return kept
-
-
 def prompts_of(
     given: Any, tokenizer: Tokenizer, name: str = "prompt", add_special_tokens: bool = True
 ) -> list[list[int]]:
@@ -111,8 +91,24 @@ class StrictRequest(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _asks_for_nothing_else(cls, fields: Any) -> Any:
-        return without_neutral(fields)
+    def _without_neutral(cls, fields: Any) -> Any:
+        """Leave out fields that ask for nothing. Raise `RefusedError` for those that ask for what is not offered."""
+        if not isinstance(fields, dict):
+            return fields
+        kept = {}
+        for name, value in fields.items():
+            if value is None or name in _LABELS:
+                continue
+            if name in _NOT_OFFERED:
+                if value not in _NOT_OFFERED[name]:
+                    raise RefusedError(f"{name} is not offered by this server.", 400, param=name)
+            elif name == "best_of":
+                if value != (fields.get("n") or 1):
+                    message = "best_of is not offered by this server: ask for n, and choose."
+                    raise RefusedError(message, 400, param="best_of")
+            else:
+                kept[name] = value
+        return kept
 
 
 class StreamOptions(BaseModel):
