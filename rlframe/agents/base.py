@@ -36,6 +36,15 @@ class LearnerState(NamedTuple):
     rng: Any  # a key of jax.random
 
 
+class TargetState(NamedTuple):
+    """A `LearnerState`, with the parameters of target networks."""
+
+    opt_state: Any
+    steps: Any
+    rng: Any
+    target_params: Params
+
+
 class Agent:
     """Base class of agents.
 

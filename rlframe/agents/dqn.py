@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from rlframe.agents.base import TargetState
 from rlframe.agents.dqn_heads import Expectation, ReturnHead
 from rlframe.agents.net_factory import only_output
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.off_policy import check_replay_size, importance_weights, replay_spec
 from rlframe.agents.optimizers import clipped, interpolated, learning_rate_schedule
-from rlframe.agents.q_learning import ActorParams, TargetNetworkAgent, TargetState, epsilon_greedy
+from rlframe.agents.q_learning import ActorParams, TargetNetworkAgent, epsilon_greedy
 from rlframe.agents.trees import check_shapes
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import (

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from rlframe.agents.base import Agent, NetFactory, PolicyFactory
+from rlframe.agents.base import Agent, NetFactory, PolicyFactory, TargetState
 from rlframe.agents.net_factory import build_network, default_config
 from rlframe.agents.networks import action_values
 from rlframe.agents.recurrent import Core
@@ -79,15 +79,6 @@ class QLearning(Agent):
     def greedy(self, values: jax.Array) -> jax.Array:
         """[B]: the actions of the highest values [B, A]."""
         return jnp.argmax(values, axis=-1).astype(self.action_spec.dtype)
-
-
-class TargetState(NamedTuple):
-    """A `LearnerState`, with the target network's parameters."""
-
-    opt_state: Any
-    steps: Any
-    rng: Any
-    target_params: Params
 
 
 class TargetNetworkAgent(QLearning):

@@ -11,11 +11,12 @@ import numpy as np
 import optax
 
 from rlframe.agents import losses
+from rlframe.agents.base import TargetState
 from rlframe.agents.net_factory import only_output
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig, has_images
 from rlframe.agents.off_policy import check_replay_size, importance_weights, replay_spec, sequence_priorities
 from rlframe.agents.optimizers import clipped, learning_rate_schedule
-from rlframe.agents.q_learning import TargetNetworkAgent, TargetState, epsilon_greedy
+from rlframe.agents.q_learning import TargetNetworkAgent, epsilon_greedy
 from rlframe.agents.recurrent import GRUConfig, LSTMConfig
 from rlframe.agents.returns import n_step_returns, rescale, unscale
 from rlframe.agents.trees import time_first

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from rlframe.agents import losses
+from rlframe.agents.base import TargetState
 from rlframe.agents.critics import TwinCriticAgent, soft_targets, twin_td_error
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.off_policy import check_replay_size
@@ -67,15 +68,6 @@ class SACActorParams(NamedTuple):
     uniform: Any  # [] float32: 1 until the first update, while actions are uniform
 
 
-class SACState(NamedTuple):
-    """A `LearnerState`, with the parameters of the target critics."""
-
-    opt_state: Any
-    steps: Any
-    rng: Any
-    target_critics: Params
-
-
 class SAC(TwinCriticAgent):
     """Soft actor-critic with twin critics and a temperature that it learns, for bounded continuous actions.
 
@@ -103,7 +95,7 @@ class SAC(TwinCriticAgent):
     def greedy(self, policy_params: Params, observation: Tree) -> jax.Array:
         return jnp.tanh(self.policy.mode(self._nets.policy(policy_params, observation)))
 
-    def actor_params(self, params: SACParams, learner_state: SACState) -> SACActorParams:
+    def actor_params(self, params: SACParams, learner_state: TargetState) -> SACActorParams:
         return SACActorParams(params.policy, (learner_state.steps == 0).astype(jnp.float32))
 
     # Learning
@@ -120,18 +112,18 @@ class SAC(TwinCriticAgent):
     def _critic_learning_rate(self) -> float:
         return self.cfg.critic_learning_rate or self.cfg.learning_rate
 
-    def initial_learner_state(self, params: SACParams) -> SACState:
+    def initial_learner_state(self, params: SACParams) -> TargetState:
         opt_state, steps, rng = super().initial_learner_state(params)
-        return SACState(opt_state, steps, rng, target_critics=params.critics)
+        return TargetState(opt_state, steps, rng, target_params=params.critics)
 
-    def loss(self, params: SACParams, learner_state: SACState, batch: Batch) -> tuple[jax.Array, Logs]:
+    def loss(self, params: SACParams, learner_state: TargetState, batch: Batch) -> tuple[jax.Array, Logs]:
         """The losses of critics, policy and temperature, added: no parameter is in two of them, so one step serves."""
         data = batch.data
         rng, next_rng = jax.random.split(jax.random.fold_in(learner_state.rng, learner_state.steps))
         temperature = jnp.exp(jax.lax.stop_gradient(params.log_temperature))
 
         next_action, next_log_prob = self._act(next_rng, params.policy, data.next_observation)
-        next_values = self._nets.values(learner_state.target_critics, data.next_observation, next_action)
+        next_values = self._nets.values(learner_state.target_params, data.next_observation, next_action)
         targets = soft_targets(data.reward, data.discount, next_values, next_log_prob, temperature)
         values = self._nets.values(params.critics, data.observation, self._range.to_units(data.action))
         critic_loss = jnp.mean(twin_td_error(values, targets))
@@ -149,11 +141,11 @@ class SAC(TwinCriticAgent):
         }
         return critic_loss + policy_loss + temperature_loss, logs
 
-    def update_learner_state(self, params: SACParams, opt_state: Any, learner_state: SACState) -> SACState:
+    def update_learner_state(self, params: SACParams, opt_state: Any, learner_state: TargetState) -> TargetState:
         learner_state = super().update_learner_state(params, opt_state, learner_state)
         rate = self.cfg.target_update_rate
-        target = optax.incremental_update(params.critics, learner_state.target_critics, rate)
-        return learner_state._replace(target_critics=target)
+        target = optax.incremental_update(params.critics, learner_state.target_params, rate)
+        return learner_state._replace(target_params=target)
 
     @property
     def _target_entropy(self) -> float:

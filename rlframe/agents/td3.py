@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from rlframe.agents.base import TargetState
 from rlframe.agents.critics import TwinCriticAgent, soft_targets, twin_td_error
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.off_policy import check_replay_size
@@ -57,15 +58,6 @@ class TD3ActorParams(NamedTuple):
     noise: Any  # [] float32: standard deviation
 
 
-class TD3State(NamedTuple):
-    """A `LearnerState`, with the parameters of the targets."""
-
-    opt_state: Any  # of the two, a `TD3Params`
-    steps: Any
-    rng: Any
-    target: TD3Params
-
-
 class TD3(TwinCriticAgent):
     """Deterministic policy gradient with twin critics and a delayed policy, for bounded continuous actions.
 
@@ -87,40 +79,40 @@ class TD3(TwinCriticAgent):
     def greedy(self, policy_params: Params, observation: Tree) -> jax.Array:
         return jnp.tanh(self._nets.policy(policy_params, observation))
 
-    def actor_params(self, params: TD3Params, learner_state: TD3State) -> TD3ActorParams:
+    def actor_params(self, params: TD3Params, learner_state: TargetState) -> TD3ActorParams:
         uniform = (learner_state.steps == 0).astype(jnp.float32)
         return TD3ActorParams(params.policy, uniform, jnp.float32(self.cfg.exploration_noise))
 
     # Learning
 
-    def initial_learner_state(self, params: TD3Params) -> TD3State:
+    def initial_learner_state(self, params: TD3Params) -> TargetState:
         _, steps, rng = super().initial_learner_state(params)
         opt_state = TD3Params(self.optimizer.init(params.policy), self.optimizer.init(params.critics))
-        return TD3State(opt_state, steps, rng, target=params)
+        return TargetState(opt_state, steps, rng, target_params=params)
 
     def learner_step(
-        self, params: TD3Params, learner_state: TD3State, batch: Batch
-    ) -> tuple[TD3Params, TD3State, Logs]:
+        self, params: TD3Params, learner_state: TargetState, batch: Batch
+    ) -> tuple[TD3Params, TargetState, Logs]:
         """The critics learn; every `policy_period`-th time the policy does too, and the targets follow."""
         logs, grads = self.compute_gradients(params, learner_state, batch)
         critics, opt_state = self._descend(params.critics, grads.critics, learner_state.opt_state.critics)
         params, steps = params._replace(critics=critics), learner_state.steps
         state = learner_state._replace(opt_state=learner_state.opt_state._replace(critics=opt_state), steps=steps + 1)
 
-        def delayed(params: TD3Params, state: TD3State) -> tuple[TD3Params, TD3State]:
+        def delayed(params: TD3Params, state: TargetState) -> tuple[TD3Params, TargetState]:
             grads = jax.grad(self.policy_loss)(params.policy, params.critics, batch.data.observation)
             policy, opt_state = self._descend(params.policy, grads, state.opt_state.policy)
             params = params._replace(policy=policy)
-            target = optax.incremental_update(params, state.target, self.cfg.target_update_rate)
-            return params, state._replace(opt_state=state.opt_state._replace(policy=opt_state), target=target)
+            target = optax.incremental_update(params, state.target_params, self.cfg.target_update_rate)
+            return params, state._replace(opt_state=state.opt_state._replace(policy=opt_state), target_params=target)
 
         is_due = steps % self.cfg.policy_period == 0
         params, state = jax.lax.cond(is_due, delayed, lambda *unchanged: unchanged, params, state)
         return params, state, logs
 
-    def loss(self, params: TD3Params, learner_state: TD3State, batch: Batch) -> tuple[jax.Array, Logs]:
+    def loss(self, params: TD3Params, learner_state: TargetState, batch: Batch) -> tuple[jax.Array, Logs]:
         """The loss of the critics."""
-        data, cfg, target = batch.data, self.cfg, learner_state.target
+        data, cfg, target = batch.data, self.cfg, learner_state.target_params
         rng = jax.random.fold_in(learner_state.rng, learner_state.steps)
         next_action = self.greedy(target.policy, data.next_observation)
         noise = cfg.smoothing_noise * jax.random.normal(rng, next_action.shape)

@@ -102,7 +102,7 @@ def test_the_losses_are_those_of_a_loop_over_rows(entropy, bounds):
     params, learner_state = started(agent)
     params = params._replace(log_temperature=jnp.float32(-0.7))
     target = agent.initial_params(jax.random.PRNGKey(9)).critics
-    learner_state = learner_state._replace(target_critics=target, steps=jnp.int32(5))
+    learner_state = learner_state._replace(target_params=target, steps=jnp.int32(5))
     batch = batches.transitions(agent)
     rngs = jax.random.split(jax.random.fold_in(learner_state.rng, 5))
     noises = [np.asarray(jax.random.normal(rng, (16, 2)), np.float64) for rng in rngs]
@@ -151,8 +151,8 @@ def test_the_target_critics_follow_slowly():
     agent = make(target_update_rate=0.25)
     params, learner_state = started(agent)
     after, state, _ = learn(agent, params, learner_state, batches.transitions(agent))
-    expected = jax.tree.map(lambda new, old: 0.25 * new + 0.75 * old, after.critics, learner_state.target_critics)
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5), state.target_critics, expected)
+    expected = jax.tree.map(lambda new, old: 0.25 * new + 0.75 * old, after.critics, learner_state.target_params)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5), state.target_params, expected)
 
 
 def test_a_temperature_that_is_not_learned_stays():

@@ -57,7 +57,7 @@ def test_the_loss_is_that_of_a_loop_over_rows():
     agent = make(smoothing_noise=0.4, smoothing_clip=0.3)
     params, learner_state = started(agent)
     target = agent.initial_params(jax.random.PRNGKey(9))
-    learner_state = learner_state._replace(target=target, steps=jnp.int32(3))
+    learner_state = learner_state._replace(target_params=target, steps=jnp.int32(3))
     batch = batches.transitions(agent)
     data, expected, clipped = batch.data, 0.0, 0
     noise = 0.4 * np.asarray(jax.random.normal(jax.random.fold_in(learner_state.rng, 3), (16, 2)), np.float64)
@@ -112,11 +112,11 @@ def test_the_policy_and_the_targets_move_every_other_step():
         moved = any(jax.tree.leaves(jax.tree.map(lambda a, b: bool(np.any(a != b)), params.policy, before.policy)))
         assert moved == (number % 2 == 0)
         if not moved:
-            assert_trees_equal(learner_state.target, old.target)
+            assert_trees_equal(learner_state.target_params, old.target_params)
             assert_trees_equal(learner_state.opt_state.policy, old.opt_state.policy)
             continue
-        expected = jax.tree.map(lambda new, was: 0.25 * new + 0.75 * was, params, old.target)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), learner_state.target, expected)
+        expected = jax.tree.map(lambda new, was: 0.25 * new + 0.75 * was, params, old.target_params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), learner_state.target_params, expected)
     assert learner_state.steps == 4
 
 
