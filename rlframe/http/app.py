@@ -5,6 +5,7 @@ Pages are static files that load nothing from other sites. Their data comes from
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import pathlib
@@ -23,15 +24,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import rlframe
 from rlframe.http.access import RequireToken, SameOrigin
 from rlframe.http.bodies import ReadBody, Refusal, detail
-from rlframe.http.measuring import Measure, RequestMetrics
+from rlframe.http.measuring import Measure, ReadFamilies, RequestMetrics
 
 _DOCS = pathlib.Path(__file__).with_name("docs.html")  # asks for /openapi.json
+_TEXT = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 
 
 def make_app(
     title: str,
     description: str,
-    metrics: RequestMetrics,
+    metrics_prefix: str,
+    read_families: ReadFamilies,
     *,
     token: str | None,
     max_body: int,
@@ -46,11 +49,15 @@ def make_app(
     changing: tuple[str, ...] = (),
     page: pathlib.Path | None = None,
     stripped: str = "",
+    responses: dict[int | str, dict[str, Any]] | None = None,
 ) -> FastAPI:
-    """Make an application whose only endpoints are /openapi.json and /docs, which shows it.
+    """Make an application whose only endpoints are /metrics, /openapi.json and /docs, which shows the latter.
 
     Args:
-        metrics: note how long requests take; `stripped` as for `Measure`.
+        metrics_prefix: of the names at /metrics.
+        read_families: returns the service's numbers for /metrics, which also has the durations of requests.
+        stripped: as for `Measure`.
+        responses: documented refusals of /metrics.
         token: that requests carry, but for the page and the paths `without_token`; None: none is needed.
         max_body: bytes of a request, also decompressed; endpoints at the paths `raw` read it themselves.
         errors: how exceptions of endpoints are answered.
@@ -68,6 +75,14 @@ def make_app(
         redoc_url=None,
     )
     app.get("/docs", include_in_schema=False)(describe_endpoints)
+    metrics = RequestMetrics(metrics_prefix)
+
+    @app.get("/metrics", tags=["service"], response_class=Response, responses={200: _TEXT, **(responses or {})})
+    async def read_metrics() -> Response:
+        """The state of the service and durations of requests, as Prometheus reads them."""
+        # Written in a thread: the text of many runs takes long.
+        return await asyncio.to_thread(metrics.response, await read_families())
+
     for kind, respond in errors.items():
         app.add_exception_handler(kind, _handler(respond))
     if refusal is not None:

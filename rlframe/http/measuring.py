@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, GCCollector, Histogram, PlatformCollector, ProcessCollector
@@ -17,6 +17,7 @@ _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 1
 _METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 
 Table = Iterable[tuple[str, str, str]]  # name, help, and key of each number
+ReadFamilies = Callable[[], Awaitable[Iterable[Metric]]]  # reads a service's own numbers, on the event loop
 
 
 class RequestMetrics:

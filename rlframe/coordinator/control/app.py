@@ -16,13 +16,12 @@ from starlette.responses import Response
 
 from rlframe import handles
 from rlframe.coordinator.control.calls import CoordinatorCalls, EventLog
-from rlframe.coordinator.control.endpoints import REFUSED, command_router, reading_router
+from rlframe.coordinator.control.endpoints import REFUSED, command_router, read_families, reading_router
 from rlframe.coordinator.control.errors import refusal, refused
 from rlframe.errors import RlframeError
 from rlframe.http.access import check_guarded, read_token
 from rlframe.http.app import make_app as make_base_app
 from rlframe.http.bodies import answer
-from rlframe.http.measuring import RequestMetrics
 from rlframe.http.serving import ServerThread
 
 PAGE = pathlib.Path(__file__).with_name("page.html")  # asks for /status and /events/stream
@@ -100,7 +99,7 @@ def make_app(
 
     `app.state.let_go()` ends the event streams, so that a server that ends need not wait for their readers.
     """
-    calls, metrics = CoordinatorCalls(target), RequestMetrics(kind.prefix)
+    calls = CoordinatorCalls(target)
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -116,7 +115,8 @@ def make_app(
     app = make_base_app(
         kind.title,
         _DESCRIPTION,
-        metrics,
+        kind.prefix,
+        lambda: read_families(calls, kind.prefix),
         token=token,
         max_body=_MAX_BODY,
         errors={RequestValidationError: _invalid, RlframeError: refused},
@@ -124,6 +124,7 @@ def make_app(
         lifespan=life,
         without_token=_OPEN,
         page=PAGE,
+        responses=REFUSED,
     )
     app.state.let_go = log.close
 
@@ -132,7 +133,7 @@ def make_app(
         """The title of the service. A browser, which asks for text/html, gets the live page."""
         return answer({"message": kind.title})
 
-    app.include_router(reading_router(calls, log, metrics, kind.prefix), responses=REFUSED)
+    app.include_router(reading_router(calls, log), responses=REFUSED)
     app.include_router(command_router(calls, kind.commands), responses=REFUSED)
     return app
 

@@ -1,4 +1,4 @@
-"""The endpoints of the control API: each is one call of the coordinator. `/metrics` is its status for Prometheus."""
+"""The endpoints of the control API: each is one call of the coordinator; and its status for Prometheus."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlframe.coordinator.messages import ROLES, Role
 from rlframe.coordinator.states import JobState, WorkerState
 from rlframe.errors import RlframeError
 from rlframe.http.bodies import answer
-from rlframe.http.measuring import RequestMetrics, numbers
+from rlframe.http.measuring import numbers
 
 MOST_EVENTS = 1000  # in one answer
 Number = Annotated[int, Field(ge=0, le=2**53)]  # what a browser can count to
@@ -80,25 +80,15 @@ READS = _described(503)
 WRITES = _described(409, 422, 503)
 
 
-def reading_router(calls: CoordinatorCalls, log: EventLog, metrics: RequestMetrics, prefix: str) -> APIRouter:
+def reading_router(calls: CoordinatorCalls, log: EventLog) -> APIRouter:
     """Make the endpoints that only read."""
     router = APIRouter()
-    text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
     stream = {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "As they happen."}
 
     @router.get("/healthz", response_model=Health, tags=["service"])
     async def healthz() -> Response:
         """Whether this service runs, even if the coordinator does not answer. Needs no token."""
         return answer({"status": "ok"})
-
-    @router.get("/metrics", response_class=Response, responses={200: text}, tags=["service"])
-    async def read_metrics() -> Response:
-        """The status and durations of requests, as Prometheus reads them."""
-        try:
-            status: dict[str, Any] | None = await calls.status()
-        except RlframeError:
-            status = None
-        return metrics.response(families(prefix, status))
 
     @router.get("/status", response_model=dict[str, Any], responses=READS, tags=["job"])
     async def status() -> Response:
@@ -212,6 +202,15 @@ _GAUGES = (
     ("eval_return", "Newest evaluation.", "eval_return"),
     ("evaluated_version", "Version of the newest evaluation.", "evaluated_version"),
 )
+
+
+async def read_families(calls: CoordinatorCalls, prefix: str) -> Iterator[Metric]:
+    """Return the coordinator's status as metrics."""
+    try:
+        status: dict[str, Any] | None = await calls.status()
+    except RlframeError:
+        status = None
+    return families(prefix, status)
 
 
 def families(prefix: str, status: dict[str, Any] | None) -> Iterator[Metric]:

@@ -18,7 +18,7 @@ from rlframe.errors import UnavailableError, UsageError
 from rlframe.http.access import read_token
 from rlframe.http.app import make_app as make_base_app
 from rlframe.http.bodies import answer
-from rlframe.http.measuring import RequestMetrics, numbers
+from rlframe.http.measuring import numbers
 from rlframe.language.server.errors import RefusedError, invalid, refusal, refused
 from rlframe.language.server.generation import Generation
 from rlframe.language.server.native import GenerateRequest, SglangRequest, SglangSampling, VllmRequest
@@ -58,13 +58,18 @@ T = TypeVar("T")
 
 def make_app(server: PolicyServer) -> FastAPI:
     """The application. Raises `UsageError` where the token file cannot be read."""
-    cfg, metrics = server.cfg, RequestMetrics(_PREFIX)
+    cfg = server.cfg
     requests = (CompletionRequest, ChatRequest, VllmRequest, SglangRequest, SglangSampling)
     known = sorted({name for kind in requests for name in kind.model_fields})
+
+    async def read_families() -> Any:
+        return numbers(_PREFIX, _COUNTERS, _GAUGES, server.stats().get)
+
     app = make_base_app(
         "rlframe policy",
         _DESCRIPTION,
-        metrics,
+        _PREFIX,
+        read_families,
         token=read_token(cfg.token_file),
         max_body=cfg.max_body_mb << 20,
         errors={
@@ -87,11 +92,6 @@ def make_app(server: PolicyServer) -> FastAPI:
     async def health() -> Response:
         """200 once it can answer."""
         return answer({"status": "ok", "policy_version": server.live_engine().version})
-
-    @app.get("/metrics", tags=["server"], response_class=Response)
-    async def read_metrics() -> Response:
-        """Requests, tokens, what runs and waits, and the version, as Prometheus reads them."""
-        return metrics.response(numbers(_PREFIX, _COUNTERS, _GAUGES, server.stats().get))
 
     @app.get("/v1/models", tags=["OpenAI"])
     async def models() -> Response:

@@ -21,7 +21,6 @@ from rlframe.errors import PeerError, StoreError, UnavailableError, UsageError, 
 from rlframe.http.access import check_guarded, read_token, warn_of_no_token
 from rlframe.http.app import make_app as make_base_app
 from rlframe.http.bodies import answer, retry_later
-from rlframe.http.measuring import RequestMetrics
 from rlframe.http.serving import ServerThread
 from rlframe.trajectories.service.endpoints import (
     REFUSED,
@@ -93,7 +92,6 @@ Every path is there for the run `default`, and as `/runs/{run}/…` for any numb
 
 def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
     """The application. It opens the store when it starts, unless it is given a restored service, and closes it."""
-    metrics = RequestMetrics(PREFIX)
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -107,7 +105,8 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
     app = make_base_app(
         "rlframe trajectories",
         _DESCRIPTION,
-        metrics,
+        PREFIX,
+        lambda: live.read_families(app.state.service),
         token=read_token(settings.token_file),
         max_body=settings.max_body_mb << 20,
         errors={
@@ -126,11 +125,11 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
         changing=_CHANGING,
         page=PAGE,
         stripped="/runs/{run}",
+        responses=REFUSED,
     )
-    app.state.decode, app.state.metrics, app.state.reset = load_decode(settings.tokenizer), metrics, settings.reset
+    app.state.decode, app.state.reset = load_decode(settings.tokenizer), settings.reset
     app.get("/", response_model=dict[str, str], tags=["service"])(_root)
     app.get("/runs", response_model=dict[str, list[str]], tags=["service"])(_runs)
-    app.include_router(live.metrics_router, responses=REFUSED)
     # What is asked for most often comes first: the others are looked at one by one until one matches.
     for router in (groups.router, batches.router, registration.env_router, registration.router, live.router):
         app.include_router(router, responses=REFUSED)

@@ -91,7 +91,6 @@ _GAUGES = (
 
 
 router = APIRouter(tags=["live page"])
-metrics_router = APIRouter(tags=["service"])
 MAX_ENVS = 10_000  # in one report
 
 
@@ -118,18 +117,10 @@ async def previews(request: Request, count: Annotated[int, Query(ge=1, le=LATEST
     return Response(content, media_type="application/json")
 
 
-_TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
-
-
-@metrics_router.get("/metrics", response_class=Response, responses=_TEXT)
-async def read_metrics(request: Request) -> Response:
-    """The state of all runs, and durations of requests, as Prometheus reads them."""
-    service = service_of(request)
+async def read_families(service: Service) -> Iterator[Metric]:
+    """Return the state of all runs as metrics, read at once: on the event loop nothing changes meanwhile."""
     runs = service.runs
-    # Here, where nothing changes meanwhile; the text may take longer.
-    found = families(_of_service(service), {run: _report(service, run, 0, runs) for run in runs})
-    respond = request.app.state.metrics.response
-    return await asyncio.get_running_loop().run_in_executor(None, respond, found)
+    return families(_of_service(service), {run: _report(service, run, 0, runs) for run in runs})
 
 
 def _report(service: Service, run: str, envs: int, runs: list[str]) -> models.LiveReport:
