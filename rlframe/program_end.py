@@ -1,12 +1,17 @@
-"""The end of a program, as its nodes hear of it and bring it about."""
+"""Ends: of a program, as its nodes hear of it and bring it about; and of objects that a with statement closes."""
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,3 +83,17 @@ def stopped_by_program(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         left.set()
         watcher.join()
+
+
+class Closing(abc.ABC):
+    """A context manager whose end is `close()`."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Free what the object holds."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -17,8 +17,7 @@ from rlframe import extras, handles
 from rlframe.engines.base import GRACE, EngineOptions, ResourceEngine, Watch, pick_free_port, warn_of_open_ports
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.node_main import pickle_node, program_processes
-from rlframe.engines.supervision.placement import group_rules
-from rlframe.engines.supervision.program import STOP_SIGNAL, ProgramSupervisor
+from rlframe.engines.supervision.program import STOP_SIGNAL, ProgramSupervisor, group_rules
 from rlframe.engines.supervision.running import GroupRules
 from rlframe.errors import UsageError, suggest
 from rlframe.interprocess.heartbeat import TIMEOUT

@@ -11,7 +11,7 @@ from typing import Any
 from rlframe import extras
 from rlframe.engines.base import EngineOptions, Watch, pick_free_port, warn_of_open_ports
 from rlframe.engines.supervision.node_main import program_processes
-from rlframe.engines.supervision.placement import group_rules
+from rlframe.engines.supervision.program import group_rules
 from rlframe.engines.supervision.served_node import ServedEngine, run_node
 from rlframe.transport.sockets import SocketDirectory, SocketTransport
 

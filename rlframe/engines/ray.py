@@ -14,7 +14,7 @@ from typing import Any
 from rlframe import extras
 from rlframe.engines.base import EngineOptions, Watch
 from rlframe.engines.supervision.node_main import pickle_node
-from rlframe.engines.supervision.placement import group_rules
+from rlframe.engines.supervision.program import group_rules
 from rlframe.engines.supervision.running import GroupRules, SupervisedNode
 from rlframe.engines.supervision.served_node import MakeWorker, ServedEngine, pickle_worker
 from rlframe.transport.ray import RayTransport

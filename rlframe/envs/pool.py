@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from dm_env import specs
 
-from rlframe.closing import Closing
 from rlframe.envs.checks import ActionCheck, FiniteCheck
 from rlframe.envs.codec import Codec
 from rlframe.envs.group import ANSWER_TIMEOUT
@@ -16,6 +15,7 @@ from rlframe.envs.wrappers import FrameStack
 from rlframe.errors import UsageError
 from rlframe.interprocess.phases import Phase
 from rlframe.metrics.rows import Sums
+from rlframe.program_end import Closing
 from rlframe.types import TimeStep
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from rlframe.closing import Closing
 from rlframe.errors import PeerError, UsageError
 from rlframe.interprocess.phases import Phase, advance
+from rlframe.program_end import Closing
 
 _SERVING = Phase("serving", 300.0)
 DRAIN = 10  # seconds for the requests that have begun when the service ends

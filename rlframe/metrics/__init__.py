@@ -14,9 +14,8 @@ from __future__ import annotations
 from rlframe.metrics.base import CallbackLogger, LenientLogger, Logger, MultiLogger
 from rlframe.metrics.files import CSVLogger, JSONLLogger, read_jsonl
 from rlframe.metrics.plots import plot_learning_curve
-from rlframe.metrics.tensorboard import TensorBoardLogger
 from rlframe.metrics.terminal import TerminalLogger
-from rlframe.metrics.trackers import TrackioLogger, WandbLogger
+from rlframe.metrics.trackers import TensorBoardLogger, TrackioLogger, WandbLogger
 
 __all__ = [
     "CSVLogger",

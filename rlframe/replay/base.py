@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from rlframe.closing import Closing
 from rlframe.errors import RlframeError, StoppedError, UsageError, suggest
 from rlframe.interprocess.heartbeat import patience
+from rlframe.program_end import Closing
 from rlframe.types import Batch, ReplaySpec, Step
 
 STATS = ("items", "steps", "added", "sampled", "evicted", "evicted_unsampled", "dropped_priorities", "bytes")

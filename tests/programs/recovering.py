@@ -12,7 +12,7 @@ import launchpad as lp
 from rlframe import Actor, Inferencer, InferencerConfig, Learner, LearnerConfig, SharedMemReplayBuffer, SyncEnv
 from rlframe.agents import IMPALA, IMPALAConfig
 from rlframe.engines.launchpad import launch
-from rlframe.engines.supervision.placement import ON_CPU
+from rlframe.engines.supervision.program import ON_CPU
 from rlframe.engines.supervision.running import GroupRules
 from rlframe.errors import RlframeError
 from rlframe.replay.reverb import ReverbReplayBuffer

@@ -9,11 +9,11 @@ from typing import Any
 
 import httpx
 
-from rlframe.closing import Closing
 from rlframe.coordinator.control.address import read_control
 from rlframe.coordinator.control.errors import ConflictError, FieldError
 from rlframe.errors import PeerError, RemoteError, UnavailableError, UsageError
 from rlframe.http.access import read_token
+from rlframe.program_end import Closing
 
 _TIMEOUT = 15.0  # seconds for an answer: more than the service takes at most
 _SILENCE = 15.0  # seconds in which a stream of events shows that it is there, three times over

@@ -2,7 +2,7 @@
 
 In the order of an actor's life:
 
-- `placement.py` gives each group its rules: restarts, threads, the accelerator (`running.GroupRules`).
+- `program.py: group_rules` gives each group its rules: restarts, threads, the accelerator.
 - `node_main.py` describes the node's process, and is what it runs first. `served_node.py` is a node whose public
   methods are called by handles.
 - `running.py`: `NodeProcess.start` returns a `RunningProcess`, a `RunningNode`: its pid, heartbeat and exit code.

@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlframe.closing import Closing
 from rlframe.errors import PeerError, RlframeError, UnavailableError, UsageError
 from rlframe.interprocess.phases import COMPUTING
 from rlframe.language.decoding.ranking import Ranked
@@ -30,6 +29,7 @@ from rlframe.language.decoding.requests import Answer, DecodeRequest, Handle, On
 from rlframe.language.decoding.sampling import Sampled, SamplingParams, check_prompt, power_of_two, row_key
 from rlframe.language.decoding.slots import EngineConfig, Slots
 from rlframe.language.model.config import ModelConfig
+from rlframe.program_end import Closing
 from rlframe.types import Params
 
 CLOSE_TIMEOUT = 60.0  # seconds

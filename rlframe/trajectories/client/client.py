@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import anyio
 import httpx
 
-from rlframe.closing import Closing
+from rlframe.program_end import Closing
 from rlframe.trajectories.client.calls import EnvironmentCalls, TrainerCalls
 from rlframe.trajectories.client.exchange import HttpReply, HttpRequest
 
