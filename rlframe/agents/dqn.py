@@ -145,11 +145,6 @@ class DQN(TargetNetworkAgent):
         below = jnp.asarray(np.cumsum(chances)[:-1] / chances.sum(), jnp.float32)
         return 1 + jnp.searchsorted(below, jax.random.uniform(rng, shape)).astype(jnp.int32)
 
-    def eval_step(
-        self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
-    ) -> tuple[AgentOutput, AgentState]:
-        return AgentOutput(self.greedy(self._values(params.params, timestep.observation)), {}), state
-
     def actor_params(self, params: Params, learner_state: TargetState) -> ActorParams:
         cfg = self.cfg
         done = learner_state.steps * (cfg.update_period / max(cfg.epsilon_decay_steps, 1))

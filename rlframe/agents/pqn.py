@@ -13,7 +13,6 @@ import optax
 from rlframe.agents import losses
 from rlframe.agents.base import LearnerState
 from rlframe.agents.minibatches import MinibatchAgent
-from rlframe.agents.net_factory import only_output
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.optimizers import clipped, interpolated
 from rlframe.agents.q_learning import ActorParams, QLearning, epsilon_greedy
@@ -90,11 +89,6 @@ class PQN(QLearning, MinibatchAgent):
         action, _ = epsilon_greedy(rng, self.greedy(values), params.epsilon, self._num_actions)
         return AgentOutput(action, {"value": jnp.max(values, axis=-1)}), state
 
-    def eval_step(
-        self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
-    ) -> tuple[AgentOutput, AgentState]:
-        return AgentOutput(self.greedy(self._values(params.params, timestep.observation)), {}), state
-
     def actor_params(self, params: Params, learner_state: LearnerState) -> ActorParams:
         cfg = self.cfg
         if cfg.total_learner_steps is None:
@@ -131,7 +125,3 @@ class PQN(QLearning, MinibatchAgent):
         errors = rows.target - chosen
         mean = functools.partial(losses.masked_mean, mask=rows.mask)
         return mean(losses.huber(errors, None)), {"value": mean(chosen), "td_error": mean(jnp.abs(errors))}
-
-    def _values(self, params: Params, observation: Tree) -> jax.Array:
-        """[B, A]"""
-        return only_output(self.network.apply(params, observation))

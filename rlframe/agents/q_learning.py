@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory, TargetState
-from rlframe.agents.net_factory import build_network, default_config
+from rlframe.agents.net_factory import build_network, default_config, only_output
 from rlframe.agents.networks import action_values
 from rlframe.agents.recurrent import Core
 from rlframe.errors import UsageError
-from rlframe.types import Params, Tree, specs
+from rlframe.types import AgentOutput, AgentState, Params, TimeStep, Tree, specs
 
 
 class ActorParams(NamedTuple):
@@ -75,6 +75,15 @@ class QLearning(Agent):
     def outputs_per_action(self) -> int:
         """Numbers that the network gives for each action."""
         return 1
+
+    def eval_step(
+        self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
+    ) -> tuple[AgentOutput, AgentState]:
+        return AgentOutput(self.greedy(self._values(params.params, timestep.observation)), {}), state
+
+    def _values(self, params: Params, observation: Tree) -> jax.Array:
+        """[B, A]"""
+        return only_output(self.network.apply(params, observation))
 
     def greedy(self, values: jax.Array) -> jax.Array:
         """[B]: the actions of the highest values [B, A]."""
