@@ -58,8 +58,9 @@ def rows_of(path) -> list[dict]:
 @pytest.mark.system
 def test_all_services_in_one_process_learn_after_a_supervised_warm_up(tmp_path):
     agent = {"supervised_steps": 3, "supervised_batch_size": 4}
-    result = train(described(agent=agent, steps=4, eval_every=2), run_dir=tmp_path / "run")
-    assert result.learner_steps >= 4
+    # So many steps that the monitor, which looks ten times a second, evaluates before the last one.
+    result = train(described(agent=agent, steps=40, eval_every=2), run_dir=tmp_path / "run")
+    assert result.learner_steps >= 40
     assert result.env_steps == result.learner_steps * 8
     assert set(result.evaluation) == {"eval/exact_match"}
     rows = rows_of(tmp_path / "run")
