@@ -25,6 +25,7 @@ STARTED = float(os.environ.get("RLFRAME_BENCH_STARTED", time.time()))  # with th
 
 def experiment(name: str, seed: int, steps: int, log_every: int, eval_every: int, total: int) -> Any:
     """The experiment called `name`: the settings of the peers that it is compared with."""
+    from rlframe.agents import DQNConfig
     from rlframe.agents.networks import MLPConfig
     from rlframe.programs import make_experiment
 
@@ -44,6 +45,8 @@ def experiment(name: str, seed: int, steps: int, log_every: int, eval_every: int
         return make_experiment(
             "sac", "HalfCheetah-v4", preset="none", num_envs=1, env_type="envpool", eval_episodes=1, **common
         )
+    # With `--against`, this file also measures checkouts in which DQN had no heads.
+    huber = "head_huber_threshold" if "head" in DQNConfig.__dataclass_fields__ else "huber_threshold"
     # CleanRL, dqn_jax.py; its counts of environment steps are learner steps here, one every 10.
     return make_experiment(
         "dqn",
@@ -63,7 +66,7 @@ def experiment(name: str, seed: int, steps: int, log_every: int, eval_every: int
         epsilon_decay_steps=total // 2,
         optimizer="adam",
         learning_rate=2.5e-4,
-        head_huber_threshold=None,
+        **{huber: None},
         **common,
     )
 

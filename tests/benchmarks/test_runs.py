@@ -14,6 +14,7 @@ from rlframe import extras
 
 FAST = {"actor", "calls", "replay"}  # these take a few seconds; the others compile more, or start processes
 PEERS = ("--peers-python", "--cleanrl")  # what a note names if the peer of its row is not installed
+TOO_SHORT = "0 of 1 seeds solved it"  # a quick run ends before it solves the task
 DIFFERENCE = "the framework's tax"  # of two figures, so the noise of a short turn may put it below 0
 
 
@@ -29,14 +30,13 @@ def test_a_benchmark_takes_all_figures_that_need_no_peer(name):
     assert tables and said
     rows = [(table.title, row) for table in tables for row in (table.ours, *table.others)]
     assert [(title, row) for title, row in rows if not _is_measured(row)] == []
-    for table in tables:
-        assert table.ours.value is not None, table.title
+    assert [table.title for table in tables if table.ours.value is None and table.ours.note != TOO_SHORT] == []
 
 
 def _is_measured(row: Row) -> bool:
-    """Return whether a row has its figures, or lacks them only because its peer is not installed."""
+    """Return whether a row has its figures, or lacks them because its peer is not installed or the run is quick."""
     if row.value is None:
-        return row.note == "not measured" or any(option in row.note for option in PEERS)
+        return row.note in ("not measured", TOO_SHORT) or any(option in row.note for option in PEERS)
     if row.name == DIFFERENCE:
         return math.isfinite(row.value)
     return row.value > 0 and (row.processor is None or row.processor > 0)
