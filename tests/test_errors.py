@@ -54,7 +54,7 @@ def test_a_number_that_is_no_share_is_named(value):
         FieldError("count", "count must be a number"),
         InvalidGroupError(("tokens", 0), "There is no token.", "too_short"),
         MisfitError("observation", "2.0", "in [0, 1]", (0, 3)),
-        RefusedError("Too many requests.", 429, code="busy", retry=2),
+        RefusedError("Too many requests.", 429, code="busy", headers={"Retry-After": "2"}),
     ],
     ids=lambda error: type(error).__name__,
 )

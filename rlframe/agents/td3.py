@@ -19,7 +19,7 @@ from rlframe.types import Batch, Logs, Params, Tree
 
 @dataclasses.dataclass(frozen=True)
 class TD3Config:
-    """Defaults: Fujimoto et al. 2018, section 6.1 and appendix C. Noises are in units of half an action's range."""
+    """Defaults: Fujimoto et al. 2018, section 6.1 and appendix C. Noises are of actions scaled to [-1, 1]."""
 
     batch_size: int = 100
     replay_capacity: int = 1_000_000  # environment steps

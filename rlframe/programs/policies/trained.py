@@ -181,11 +181,8 @@ def trained(
     """Read an agent, the codec of its environments and its parameters from a checkpoint; arguments as for `load`."""
     checkpoint = convert(Union[int, None], checkpoint, "checkpoint")
     directory, experiment = open_run(run_dir, {"agent": agent, "network": network})
-    checkpointer = Checkpointer(directory.checkpoints)
-    try:
+    with contextlib.closing(Checkpointer(directory.checkpoints)) as checkpointer:
         codec = checkpointer.extras(checkpoint).get("codec")
-    finally:
-        checkpointer.close()
     if codec is None:
         raise CheckpointError(
             f"The checkpoint {'' if checkpoint is None else f'{checkpoint} '}in {directory.checkpoints} was written by "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 import warnings
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from rlframe.envs import SyncEnv, registered
 from rlframe.envs.names import backend, split, takes_seed
 from rlframe.envs.registered import gymnasium_ids
 from rlframe.errors import RlframeError, UsageError
+from rlframe.program_end import Closing
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import naming
 from rlframe.programs.presets import plain_name
@@ -23,7 +23,7 @@ _FORMATS = (".mp4", ".mkv", ".webm")
 _DEFAULT_FPS = 30
 
 
-class Film:
+class Film(Closing):
     """A video file, and a pool of one environment whose every step becomes a frame in it.
 
     Args:
@@ -50,10 +50,8 @@ class Film:
         if "DISPLAY" not in os.environ:
             os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 
-    def __enter__(self) -> Film:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def close(self) -> None:
+        """Close the pool, and end the file."""
         if self._pool is not None:
             self._pool.close()
         if self._writer is not None:
