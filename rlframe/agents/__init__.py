@@ -10,8 +10,8 @@ An agent holds no parameters. An `Inferencer` calls how it acts, a `Learner` how
 4. `learner_step(params, learner_state, batch)` returns new parameters, the next state, and logs. It differentiates
    `loss`, whose terms are in losses.py and returns.py (GAE).
 
-Base classes: `ActorCritic` (PPO, IMPALA), `MinibatchAgent` (PPO, PQN), `QLearning` (DQN, PQN, R2D2) and
-`TwinCriticAgent` (SAC, TD3). `Normalized` is an agent around an agent.
+Base classes: `ActorCritic` (PPO, IMPALA), `MinibatchAgent` (PPO, PQN), `QLearning` (PQN; DQN and
+R2D2 by `TargetNetworkAgent`) and `TwinCriticAgent` (SAC, TD3). `Normalized` is an agent around an agent.
 """
 
 from __future__ import annotations

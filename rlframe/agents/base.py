@@ -186,7 +186,10 @@ class Agent:
         return self.make_optimizer()
 
     def initial_learner_state(self, params: Params) -> Any:
-        """The state of learning at step 0: a `LearnerState`, or an agent's own with more fields."""
+        """The state of learning at step 0: a `LearnerState`, or an agent's own with more fields.
+
+        The key is set by `seeded`.
+        """
         return LearnerState(self.optimizer.init(params), jnp.zeros((), jnp.int32), jax.random.PRNGKey(0))
 
     def seeded(self, learner_state: Any, rng: jax.Array) -> Any:

@@ -239,15 +239,15 @@ class MinibatchAgent(Agent):
     def _minibatch_updates(self) -> MinibatchUpdates:
         cfg = self.cfg
         return MinibatchUpdates(
-            self, self._rollout_and_logs, cfg.num_epochs, cfg.num_minibatches, cfg.envs_per_batch, self._stops
+            self, self.rollout_and_logs, cfg.num_epochs, cfg.num_minibatches, cfg.envs_per_batch, self.stop_condition
         )
 
     @property
-    def _stops(self) -> Callable[[Logs], jax.Array] | None:
+    def stop_condition(self) -> Callable[[Logs], jax.Array] | None:
         """The argument `stops` of `MinibatchUpdates`."""
         return None
 
-    def _rollout_and_logs(self, params: Params, data: SequenceBatch) -> tuple[Any, Logs]:
+    def rollout_and_logs(self, params: Params, data: SequenceBatch) -> tuple[Any, Logs]:
         return self.rollout(params, data), {}
 
 

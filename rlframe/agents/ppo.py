@@ -131,7 +131,7 @@ class PPO(ActorCritic, MinibatchAgent):
         self._minibatch_updates.check_rows(num_envs * (1 if self._core.is_recurrent else self.cfg.unroll_length))
 
     @property
-    def _stops(self) -> Callable[[Logs], jax.Array] | None:
+    def stop_condition(self) -> Callable[[Logs], jax.Array] | None:
         return None if self.cfg.target_kl is None else self._is_above_target_kl
 
     def _is_above_target_kl(self, logs: Logs) -> jax.Array:
@@ -140,7 +140,7 @@ class PPO(ActorCritic, MinibatchAgent):
             raise UsageError(f"{type(self).__name__}: target_kl needs approx_kl among the logs of loss, got {given}.")
         return logs["approx_kl"] > self.cfg.target_kl
 
-    def _rollout_and_logs(self, params: Params, data: SequenceBatch) -> tuple[Rollout, Logs]:
+    def rollout_and_logs(self, params: Params, data: SequenceBatch) -> tuple[Rollout, Logs]:
         rollout = self.rollout(params, data)
         if missing := [name for name in ("value", "advantage", "mask") if not hasattr(rollout, name)]:
             raise UsageError(

@@ -55,7 +55,7 @@ def parse_seeds(text: str) -> list[int]:
     return seeds
 
 
-def run_seeds(experiment: Experiment, session: TrainOptions) -> int:
+def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
     """Train once for each seed, each in a process. Print a table and draw a plot of all runs.
 
     The runs are RUN_DIR/seed-1 and so on; RUN_DIR/logs has their output. `--resume` leaves finished runs alone and
@@ -65,29 +65,29 @@ def run_seeds(experiment: Experiment, session: TrainOptions) -> int:
     Returns:
         0 if all runs ended well; else 128 + the signal that ended them, or the exit code of the first that failed.
     """
-    assert session.seeds is not None
-    seeds = parse_seeds(session.seeds)
-    check_of_several(experiment, session, "--seeds")
-    directory = RunDir(session.run_dir if session.run_dir is not None else default_path(experiment))
-    if session.resume:
+    assert options.seeds is not None
+    seeds = parse_seeds(options.seeds)
+    check_of_several(experiment, options, "--seeds")
+    directory = RunDir(options.run_dir if options.run_dir is not None else default_path(experiment))
+    if options.resume:
         directory.check_holds(SEEDS)
         if experiment != load_experiment(directory.config):
             raise UsageError(
-                f"Runs that are gone on with keep their options: leave out of rlframe train --seeds {session.seeds} "
+                f"Runs that are gone on with keep their options: leave out of rlframe train --seeds {options.seeds} "
                 f"--resume --run-dir {directory.path} those of the experiment, or begin other runs."
             )
     else:
-        _check_begins(experiment, session)
+        _check_begins(experiment, options)
         directory.create()
-    with lock(directory, experiment, session):
-        if not session.resume:
+    with lock(directory, experiment, options):
+        if not options.resume:
             directory.create()  # check again: another process may have used it before the lock
             save_experiment(experiment, directory.config, {})
-        _note(directory, session.seeds, seeds)
-        runs = [SeedRun(directory.path, seed, session) for seed in seeds]
-        _check_free(runs, session)
-        stopped_by = _run(runs, session)
-        code = _report(directory.path, runs, session)
+        _note(directory, options.seeds, seeds)
+        runs = [SeedRun(directory.path, seed, options) for seed in seeds]
+        _check_free(runs, options)
+        stopped_by = _run(runs, options)
+        code = _report(directory.path, runs, options)
     if stopped_by is None:
         return code
     over = sum(run.result is not None for run in runs)
@@ -96,7 +96,7 @@ def run_seeds(experiment: Experiment, session: TrainOptions) -> int:
     return 128 + stopped_by
 
 
-def _check_begins(experiment: Experiment, session: TrainOptions) -> None:
+def _check_begins(experiment: Experiment, options: TrainOptions) -> None:
     """Raise what a run would raise before its first step."""
     import jax
 
@@ -105,8 +105,8 @@ def _check_begins(experiment: Experiment, session: TrainOptions) -> None:
     from rlframe.programs.topologies.parts import make_agent
     from rlframe.programs.training.updates import check_updates
 
-    check_trackers(session)
-    check_extras(experiment, with_control=control_of(experiment, session) is not None)
+    check_trackers(options)
+    check_extras(experiment, with_control=control_of(experiment, options) is not None)
     jax.config.update("jax_platforms", "cpu")  # the accelerator's memory is for the runs
     check_updates(experiment, make_agent(experiment))
 
@@ -120,22 +120,22 @@ def _note(directory: RunDir, text: str, seeds: list[int]) -> None:
     write_atomically(path, json.dumps({"seeds": text.replace(" ", "")}), "\n")
 
 
-def _check_free(runs: list[SeedRun], session: TrainOptions) -> None:
+def _check_free(runs: list[SeedRun], options: TrainOptions) -> None:
     """Raise UsageError if another process writes to one of the runs."""
     for run in runs:
-        if not session.take_over and (holder := holder_of(run.path)) is not None:
+        if not options.take_over and (holder := holder_of(run.path)) is not None:
             raise UsageError(
                 f"{run.path} is in use by {holder}: wait for its end, stop it (rlframe stop {run.path}), or have it "
                 "ended and gone on with by --resume --take-over."
             )
 
 
-def _run(runs: list[SeedRun], session: TrainOptions) -> int | None:
+def _run(runs: list[SeedRun], options: TrainOptions) -> int | None:
     """Run those that are not finished. Return the number of the signal that ended them, or None."""
     waiting = [run for run in runs if run.result is None]
 
     def say(run: SeedRun, text: str) -> None:
-        if not session.quiet:
+        if not options.quiet:
             print(f"seed {run.seed}: {text}", file=sys.stderr, flush=True)
 
     def next_run() -> SeedRun | None:
@@ -144,10 +144,10 @@ def _run(runs: list[SeedRun], session: TrainOptions) -> int | None:
         say(waiting[0], f"began, in {waiting[0].path}")
         return waiting.pop(0)
 
-    return run_all(next_run, lambda run: say(run, run.said()), session.at_once)
+    return run_all(next_run, lambda run: say(run, run.said()), options.at_once)
 
 
-def _report(directory: pathlib.Path, runs: list[SeedRun], session: TrainOptions) -> int:
+def _report(directory: pathlib.Path, runs: list[SeedRun], options: TrainOptions) -> int:
     done = [(run.seed, run.result) for run in runs if run.result is not None]
     failed = next((run for run in runs if run.result is None), None)
     if done:
@@ -156,9 +156,9 @@ def _report(directory: pathlib.Path, runs: list[SeedRun], session: TrainOptions)
         picture = directory / "learning_curve.png"
         plot_learning_curve([run.path for run in runs if run.result is not None], picture)
         summary = _summary(directory, done)
-        if not session.quiet:
+        if not options.quiet:
             _print_table(done, summary, picture)
-        if session.json:
+        if options.json:
             print(json.dumps(summary), flush=True)
     return 0 if failed is None else failed.code or 1
 
@@ -202,29 +202,29 @@ def _print_table(done: list[tuple[int, Result]], summary: dict[str, Any], pictur
 # --- the runs
 
 
-def check_of_several(experiment: Experiment, session: TrainOptions, by: str) -> None:
+def check_of_several(experiment: Experiment, options: TrainOptions, by: str) -> None:
     """Raise UsageError for options that several runs cannot share. `by` names the option or command of several runs."""
     for name in _SINGLE_RUN_ONLY:
-        if getattr(session, name) != getattr(TrainOptions, name):
+        if getattr(options, name) != getattr(TrainOptions, name):
             raise UsageError(f"--{name.replace('_', '-')} is of one run; {by} makes several.")
-    if session.take_over and not session.resume:
+    if options.take_over and not options.resume:
         raise UsageError("--take-over is of runs to go on with: it needs --resume.")
-    if isinstance(session.http, int) and session.http:
+    if isinstance(options.http, int) and options.http:
         raise UsageError(
-            f"--http {session.http} is a port for one run, and {by} makes several: --http 0 finds each one."
+            f"--http {options.http} is a port for one run, and {by} makes several: --http 0 finds each one."
         )
-    if session.at_once < 1:
-        raise UsageError(f"--at-once must be at least 1, got {session.at_once}.")
+    if options.at_once < 1:
+        raise UsageError(f"--at-once must be at least 1, got {options.at_once}.")
     if experiment.topology_config.learns_from != "steps":
         raise UsageError(f"{by} compares returns, and a run of --agent {experiment.agent} has none.")
     if not experiment.topology_config.eval_episodes:
         raise UsageError(f"{by} compares the returns of evaluations, and --eval-episodes 0 turns them off.")
 
 
-def lock(directory: RunDir, experiment: Experiment, session: TrainOptions) -> RunLock:
+def lock(directory: RunDir, experiment: Experiment, options: TrainOptions) -> RunLock:
     """Return the lock of a directory of several runs. Its holder waits until they have saved."""
     grace = getattr(experiment.topology_config, "grace_seconds", GRACE)
-    return RunLock(directory.path, session.take_over, ends_within=grace + 30.0)
+    return RunLock(directory.path, options.take_over, ends_within=grace + 30.0)
 
 
 def run_all(next_run: Callable[[], SeedRun | None], ended: Callable[[SeedRun], None], at_once: int) -> int | None:
@@ -271,10 +271,10 @@ class SeedRun:
         was_stopped: whether `stop` was called.
     """
 
-    def __init__(self, directory: pathlib.Path, seed: int, session: TrainOptions) -> None:
+    def __init__(self, directory: pathlib.Path, seed: int, options: TrainOptions) -> None:
         self.seed, self.path = seed, directory / f"seed-{seed}"
         self.log = directory / "logs" / f"seed-{seed}.log"  # not beside the run: `rlframe plot DIRECTORY/seed-*`
-        self._session = session
+        self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self.code: int | None = None
         self.was_stopped = False
@@ -289,12 +289,12 @@ class SeedRun:
     def start(self) -> None:
         """Start the run. With `--resume`, continue one that was started before."""
         command = [sys.executable, "-m", "rlframe", "train", "--run-dir", str(self.path), "--quiet"]
-        if self._session.resume and (self.path / "config.json").exists():
-            command += ["--resume", *["--take-over"] * self._session.take_over]
+        if self._options.resume and (self.path / "config.json").exists():
+            command += ["--resume", *["--take-over"] * self._options.take_over]
         else:
             command += ["--config", str(self.path.parent / "config.json"), "--seed", str(self.seed)]
         for field in dataclasses.fields(TrainOptions):
-            value = getattr(self._session, field.name)
+            value = getattr(self._options, field.name)
             if field.name not in _NOT_PASSED_ON and value != field.default:
                 name = f"--{field.name.replace('_', '-')}"
                 command += [name] if value is True else [name, str(value)]

@@ -35,28 +35,28 @@ def run(arguments: list[str]) -> int:
     """Run the command and return its exit code."""
     import setproctitle
 
-    experiment, session, preset = read_arguments(arguments, SweepOptions, PROG, DESCRIPTION)
-    assert isinstance(session, SweepOptions)
+    experiment, options, preset = read_arguments(arguments, SweepOptions, PROG, DESCRIPTION)
+    assert isinstance(options, SweepOptions)
     extras.require(PROG, "sweep")
-    check_of_several(experiment, session, PROG)
+    check_of_several(experiment, options, PROG)
     path = default_path(experiment)
-    directory = RunDir(session.run_dir if session.run_dir is not None else path.with_name(f"sweep-{path.name}"))
-    session = _settled(experiment, session, directory)
-    varied = _checked(arguments, experiment, session)
+    directory = RunDir(options.run_dir if options.run_dir is not None else path.with_name(f"sweep-{path.name}"))
+    options = _settled(experiment, options, directory)
+    varied = _checked(arguments, experiment, options)
     setproctitle.setproctitle("rlframe: sweep")
-    if preset is not None and not session.quiet:
+    if preset is not None and not options.quiet:
         print_preset(preset, experiment, sys.stderr)
-    if not session.resume:
+    if not options.resume:
         directory.create()
-    with lock(directory, experiment, session):
-        if not session.resume:
+    with lock(directory, experiment, options):
+        if not options.resume:
             directory.create()  # check again: another process may have used it before the lock
-        kept = {name: getattr(session, name) for name in _KEPT}
+        kept = {name: getattr(options, name) for name in _KEPT}
         write_atomically(directory.path / SWEEP, json.dumps(kept), "\n")
-        if not session.resume:
+        if not options.resume:
             save_experiment(experiment, directory.config, {})
-        trials = Trials(varied, functools.partial(_experiment, arguments), experiment, session, directory.path)
-        stopped_by = run_all(trials.next_run, trials.ended, session.at_once)
+        trials = Trials(varied, functools.partial(_experiment, arguments), experiment, options, directory.path)
+        stopped_by = run_all(trials.next_run, trials.ended, options.at_once)
     trials.report()
     if stopped_by is None:
         return 0
@@ -64,31 +64,31 @@ def run(arguments: list[str]) -> int:
     return 128 + stopped_by
 
 
-def _settled(experiment: Experiment, session: SweepOptions, directory: RunDir) -> SweepOptions:
+def _settled(experiment: Experiment, options: SweepOptions, directory: RunDir) -> SweepOptions:
     """Complete the options of the sweep: a resumed one keeps those that it began with.
 
     Raises:
         UsageError: they are of another sweep, or there is none in the directory.
     """
-    if not session.resume:
-        return dataclasses.replace(session, seeds=session.seeds or str(experiment.seed))
+    if not options.resume:
+        return dataclasses.replace(options, seeds=options.seeds or str(experiment.seed))
     directory.check_holds(SWEEP)
     kept = json.loads((directory.path / SWEEP).read_text())
     kept["vary"] = tuple(kept["vary"])
-    given = {name: getattr(session, name) for name in _KEPT if getattr(session, name) != getattr(SweepOptions, name)}
+    given = {name: getattr(options, name) for name in _KEPT if getattr(options, name) != getattr(SweepOptions, name)}
     changed = [name for name in _KEPT[:2] if given.get(name, kept[name]) != kept[name]]
     if changed or experiment != load_experiment(directory.config):
         raise UsageError(
             f"A resumed sweep keeps its options: leave out of {PROG} --resume --run-dir {directory.path} all but "
             "--trials, --sampler and --at-once, or begin another sweep."
         )
-    return dataclasses.replace(session, **{**kept, **given})
+    return dataclasses.replace(options, **{**kept, **given})
 
 
-def _checked(arguments: list[str], experiment: Experiment, session: SweepOptions) -> list[Varied]:
+def _checked(arguments: list[str], experiment: Experiment, options: SweepOptions) -> list[Varied]:
     """Return the options to vary. Raise UsageError unless `rlframe train` takes all of their values."""
-    parse_seeds(session.seeds or "")
-    varied = [parse_varied(text).typed(experiment) for text in session.vary]
+    parse_seeds(options.seeds or "")
+    varied = [parse_varied(text).typed(experiment) for text in options.vary]
     if not varied:
         raise UsageError(f"Name what to vary: --vary learning-rate=1e-4..1e-2:log. See `{PROG} --help`.")
     names = [each.name for each in varied]
@@ -100,15 +100,15 @@ def _checked(arguments: list[str], experiment: Experiment, session: SweepOptions
     rows = range(max(len(each.values) for each in varied))
     read = [_experiment(arguments, {each.name: (each.values * len(rows))[i] for each in varied}) for i in rows]
     ranges = [each.name for each in varied if each.is_range]
-    if session.sampler == "grid" or (session.sampler == "auto" and session.trials is None):
+    if options.sampler == "grid" or (options.sampler == "auto" and options.trials is None):
         if ranges:
             raise UsageError(
                 f"{ranges[0]} has a range, and a grid has none: say how many --trials, or list its values."
             )
-        if session.trials is not None:
+        if options.trials is not None:
             raise UsageError("--sampler grid makes every combination: leave --trials out.")
-    elif session.trials is None or session.trials < 1:
-        raise UsageError(f"--sampler {session.sampler} needs --trials, at least 1, got {session.trials}.")
+    elif options.trials is None or options.trials < 1:
+        raise UsageError(f"--sampler {options.sampler} needs --trials, at least 1, got {options.trials}.")
     return [each.typed(read[0]) for each in varied]
 
 

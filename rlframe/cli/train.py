@@ -19,20 +19,20 @@ def run(arguments: list[str]) -> int:
     """Run the command and return its exit code."""
     import setproctitle
 
-    experiment, session, preset = read_arguments(arguments)
+    experiment, options, preset = read_arguments(arguments)
     setproctitle.setproctitle("rlframe: train")
-    if preset is not None and not session.quiet:
+    if preset is not None and not options.quiet:
         print_preset(preset, experiment, sys.stderr)
-    if session.seeds is None:
-        return _run_session(experiment, session, preset)
+    if options.seeds is None:
+        return _run_session(experiment, options, preset)
     from rlframe.cli.seeds import run_seeds
 
     if peek(arguments, "seed") is not None:
-        raise UsageError(f"--seeds {session.seeds} makes a run for each of them: leave --seed out.")
-    return run_seeds(experiment, session)
+        raise UsageError(f"--seeds {options.seeds} makes a run for each of them: leave --seed out.")
+    return run_seeds(experiment, options)
 
 
-def _run_session(experiment: Experiment, session: TrainOptions, preset: Preset | None) -> int:
+def _run_session(experiment: Experiment, options: TrainOptions, preset: Preset | None) -> int:
     """Train, draw the learning curve and print the result. Return the exit code."""
     import jax
 
@@ -41,10 +41,10 @@ def _run_session(experiment: Experiment, session: TrainOptions, preset: Preset |
     if not experiment.topology_config.engine_class.in_process:
         # Leave the accelerator's memory to the learner: this process only looks at what the agent is made of.
         jax.config.update("jax_platforms", "cpu")
-    result = api.run_session(experiment, session, preset)
-    if not session.quiet:
+    result = api.run_session(experiment, options, preset)
+    if not options.quiet:
         _print_result(experiment, result)
-    if session.json:
+    if options.json:
         print(json.dumps(result.to_json()), flush=True)
     if result.signal is not None:
         return 128 + result.signal

@@ -127,7 +127,7 @@ class Trials:
         varied: the options that differ between trials.
         experiment_of: makes the experiment of a trial from its options. Raises UsageError if they do not fit.
         experiment: shared by all trials. Its seed is that of the sampler.
-        session: the options of the sweep, completed.
+        options: the options of the sweep, completed.
         directory: of the sweep.
     """
 
@@ -136,13 +136,13 @@ class Trials:
         varied: list[Varied],
         experiment_of: Callable[[dict[str, str]], Experiment],
         experiment: Experiment,
-        session: SweepOptions,
+        options: SweepOptions,
         directory: pathlib.Path,
     ) -> None:
         self._varied, self._experiment_of, self._experiment = varied, experiment_of, experiment
         # The runs of a killed sweep are still running: a resumed one ends them and continues them.
-        self._session = dataclasses.replace(session, take_over=session.resume)
-        self._directory, self._seeds = directory, parse_seeds(session.seeds or "")
+        self._options = dataclasses.replace(options, take_over=options.resume)
+        self._directory, self._seeds = directory, parse_seeds(options.seeds or "")
         with extras.needed("rlframe sweep", "sweep"):
             import optuna
             from optuna.storages.journal import JournalFileBackend
@@ -153,7 +153,7 @@ class Trials:
         self._study = optuna.create_study(
             storage=storage, study_name="sweep", direction="maximize", load_if_exists=True
         )
-        if session.trials is None:
+        if options.trials is None:
             for values in itertools.product(*(each.values for each in varied)):
                 self._study.enqueue_trial(dict(zip([each.name for each in varied], values)), skip_if_exists=True)
         self._unfinished = self._trials("RUNNING")
@@ -186,13 +186,13 @@ class Trials:
         self._study.sampler = self._sampler(count)
         if self._unfinished:
             optuna_trial = self._optuna.trial.Trial(self._study, self._unfinished.pop(0)._trial_id)
-        elif self._trials("WAITING") or count < (self._session.trials or 0):
+        elif self._trials("WAITING") or count < (self._options.trials or 0):
             optuna_trial = self._study.ask()
         else:
             return False
         options = {each.name: each.suggest(optuna_trial) for each in self._varied}
         path = self._directory / f"trial-{optuna_trial.number}"
-        runs = [SeedRun(path, seed, self._session) for seed in self._seeds]
+        runs = [SeedRun(path, seed, self._options) for seed in self._seeds]
         trial = _Trial(optuna_trial, runs, [run for run in runs if run.result is None])
         self._under_way.append(trial)
         values = [f"{name} {_short(value)}" for name, value in optuna_trial.params.items()]
@@ -204,7 +204,7 @@ class Trials:
             return True
         path.mkdir(exist_ok=True)
         save_experiment(experiment, path / "config.json", {})
-        write_atomically(path / SEEDS, json.dumps({"seeds": self._session.seeds}), "\n")
+        write_atomically(path / SEEDS, json.dumps({"seeds": self._options.seeds}), "\n")
         self._settle(trial)  # of one that was under way all runs may be over
         return True
 
@@ -238,13 +238,13 @@ class Trials:
         # One for each trial, so that a resumed sweep draws as one that was not interrupted, and not the same again.
         seed = int(np.random.SeedSequence([self._experiment.seed, number]).generate_state(1)[0])
         samplers = self._optuna.samplers
-        return (samplers.RandomSampler if self._session.sampler == "random" else samplers.TPESampler)(seed=seed)
+        return (samplers.RandomSampler if self._options.sampler == "random" else samplers.TPESampler)(seed=seed)
 
     def _trials(self, state: str) -> list[Any]:
         return [trial for trial in self._study.trials if trial.state.name == state]
 
     def _say(self, text: str) -> None:
-        if not self._session.quiet:
+        if not self._options.quiet:
             print(text, file=sys.stderr, flush=True)
 
     # --- the report
@@ -265,11 +265,11 @@ class Trials:
         rows = [self._row(trial) for trial in (*done, *failed)]
         fresh = max(self._seeds) + 1
         command = f"rlframe train --config {rows[0]['run_dir']}/config.json --seeds {fresh}-{fresh + 4}"
-        if not self._session.quiet:
+        if not self._options.quiet:
             self._print(rows)
             said = f"The best of {len(done)} trials on the seeds that chose it; see {self._directory / 'sweep.png'}."
             print(f"{said} Try it on others: {command}", file=sys.stderr)
-        if self._session.json:
+        if self._options.json:
             best = {**rows[0], "command": command}
             print(json.dumps({"best": best, "trials": rows, "run_dir": str(self._directory)}), flush=True)
 

@@ -13,6 +13,9 @@ The objects, by process:
   answer at once, and work in a thread of their own (`TaskWorker`).
 - The control (`control`). An HTTP service calls the coordinator's methods for people: status, scale, pause, stop.
 
+Words: a collector is a worker (a role) that does the task `collect` with an `Actor`; `--num-actors` and `--min-actors`
+are numbers of collectors. A job is what a session of `rlframe train` runs.
+
 Messages between coordinator and workers are in `messages.py`, the states of jobs, tasks and workers in `states.py`.
 Steps and parameters never pass through the coordinator.
 

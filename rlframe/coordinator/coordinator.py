@@ -111,7 +111,7 @@ class Coordinator:
             **dict.fromkeys((ev.DrawBatches, ev.Settle, ev.SaveReplay, ev.Pin, ev.Unpin), self._replay.put),
             ev.Note: lambda note: None,  # it is in the journal by now
             ev.Row: self._write_row,
-            ev.Over: self._finish,
+            ev.Over: self._write_result,
         }
         cores = len(os.sched_getaffinity(0)) if cfg.cores is None else cfg.cores
         self._scaling = Scaling(cfg.min_collectors, cfg.max_collectors, cores, cfg.max_staleness)
@@ -147,7 +147,7 @@ class Coordinator:
         Raises:
             JobFailedError: the job failed.
         """
-        with handles.stopped_by_program(lambda: self._stop("the program was told to stop")):
+        with handles.stopped_by_program(lambda: self._end_in_time("the program was told to stop")):
             if not is_over(self._job.state):
                 # All that was imported will not become garbage: to look through it now and again would take the
                 # coordinator's thread up to a tenth of a second.
@@ -156,8 +156,8 @@ class Coordinator:
                 self.submit()
                 self._over.wait()
             elif not self._is_finished:
-                self._finish_late()
-        self._end()
+                self._write_late_result()
+        self._tear_down()
         if self._failure is not None:
             raise self._failure
         if self._job.state is JobState.FAILED:
@@ -177,11 +177,11 @@ class Coordinator:
     def close(self) -> None:
         """End the job, if it still runs, and the workers, in bounded time. May be called again."""
         if self._thread is not None and not self._over.is_set():
-            self._stop("it was closed")
+            self._end_in_time("it was closed")
             self._over.wait(self._cfg.stop_within + _CLOSE_WITHIN)
-        self._end()
+        self._tear_down()
 
-    def _end(self) -> None:
+    def _tear_down(self) -> None:
         self._operator.close()
         self._replay.close()
         self._calls.close()
@@ -189,6 +189,9 @@ class Coordinator:
             self._journal.close()
 
     # --- what a person may ask for
+    #
+    # Ends: `cancel` and `end` ask the loop for the end of the job, `close` asks and waits. The core closes all tasks,
+    # and emits `Over`: then `_write_result` writes the result, and `_tear_down` frees threads and connections.
 
     def cancel(self, reason: str = "") -> None:
         """End the job for good: tasks are closed, the learner saves, nothing is evaluated any more."""
@@ -203,7 +206,7 @@ class Coordinator:
         """
         self._put(ev.EndAsked("a callback stopped it" if evaluate else "a callback raised", by, evaluate))
 
-    def _stop(self, reason: str) -> None:
+    def _end_in_time(self, reason: str) -> None:
         """As `cancel`, within the seconds that a program has when it ends."""
         self._put(ev.EndAsked(reason, within=self._cfg.stop_within))
 
@@ -366,14 +369,14 @@ class Coordinator:
             replay = {f"replay_{name}": stats[name] for name in stats if is_training and name != "kind"}
             self._recorder.write(row.env_steps, {**row.values, **replay}, self._job.accounts)
 
-    def _finish_late(self) -> None:
-        """Call `_finish` for a coordinator that was killed before it did."""
+    def _write_late_result(self) -> None:
+        """Call `_write_result` for a coordinator that was killed before it did."""
         self._replay.start()
         if self._recorder is not None:
             self._recorder.begin(self._job.accounts)
-        self._finish(ev.Over(self._job.state is JobState.FAILED, self._job.reason))
+        self._write_result(ev.Over(self._job.state is JobState.FAILED, self._job.reason))
 
-    def _finish(self, over: ev.Over) -> None:
+    def _write_result(self, over: ev.Over) -> None:
         """Write the result: all workers have stopped."""
         self._replay.close()
         with self._lock:

@@ -22,9 +22,10 @@ What happens then under the engine `local`, whose nodes are processes (folder `s
 Other engines differ in where a node is:
 
 - `launchpad`: the nodes are those of a `launchpad.Program`, under the same supervisor (`launch`).
-- `ray`: a `RunningActor` stands for the process, which a Ray actor starts beside itself, on any machine of the cluster
-  (folder `ray_nodes`).
-- `threads`: each node is a thread of this process; there are no restarts.
+- `ray`: a `RunningRayNode` stands for the process, which a Ray actor starts beside itself, on any machine of the
+  cluster (folder `ray_nodes`).
+- `threads`: each node is a thread of this process; there are no restarts. `InlineEngine`, in the same file, runs the
+  one node of `single_process`.
 
 Workers of elastic come and go while a program runs. A subclass of the same `Supervisor` keeps them running:
 `SupervisedOperator` in `rlframe.coordinator.operators`.

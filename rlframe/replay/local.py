@@ -109,7 +109,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             store = self._store
             slots = store.timeline.slot(starts)
             data, versions = store.read(slots)
-            return Batch(data, self._keys(slots, starts), probabilities, versions)
+            return Batch(data, self._keys_of(slots, starts), probabilities, versions)
 
     def _draw(self) -> tuple[np.ndarray, np.ndarray]:
         """Draw: (the first timesteps of the items, their probabilities); of none while there is too little."""
@@ -132,7 +132,9 @@ class ReplayBuffer(KeyedReplayBuffer):
                 self._held[batch.keys.tobytes()] = batch
                 return Draw(batch.keys.copy(), batch.probabilities.copy())
             starts, probabilities = self._draw()
-            return Draw(self._keys(self._store.timeline.slot(starts), starts), probabilities) if len(starts) else None
+            return (
+                Draw(self._keys_of(self._store.timeline.slot(starts), starts), probabilities) if len(starts) else None
+            )
 
     def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> Batch | None:
         keys, probabilities = check_keys(keys, probabilities)
@@ -140,7 +142,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             if self.spec.kind == "queue":
                 return self._held.get(keys.tobytes())
             store = self._store
-            if store is None or not replace_gone((keys, probabilities), ~store.timeline.holds(self._numbers(keys))):
+            if store is None or not replace_gone((keys, probabilities), ~store.timeline.holds(self._starts_of(keys))):
                 return None
             data, versions = store.read(store.timeline.slot(keys[:, 2]))
             return Batch(data, keys, probabilities, versions)
@@ -149,7 +151,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         with self._lock:
             self._held.pop(np.asarray(keys, np.int64).tobytes(), None)
 
-    def _keys(self, slots: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    def _keys_of(self, slots: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """[B, 3] int64: the rank and incarnation that wrote `slots`, and `starts`."""
         if len(self._origins) > 1:
             written_by = np.asarray(self._origins).take(self._store.origin.take(slots, mode="wrap"), axis=0)
@@ -160,7 +162,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         keys[:, 2] = starts
         return keys
 
-    def _numbers(self, keys: np.ndarray) -> np.ndarray:
+    def _starts_of(self, keys: np.ndarray) -> np.ndarray:
         """Return the first timesteps of the items `keys`; -1 if another writer has written there since."""
         starts = keys[:, 2]
         written_by = np.asarray(self._origins).T
@@ -212,7 +214,7 @@ class ReplayBuffer(KeyedReplayBuffer):
     def _set_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         with self._lock:
             if self._store is not None:
-                self._store.table.update(self._numbers(keys), priorities)
+                self._store.table.update(self._starts_of(keys), priorities)
 
     @property
     def size(self) -> int:

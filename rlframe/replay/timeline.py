@@ -1,6 +1,14 @@
 """Where timesteps live: a ring of slots that all writers share, and each writer's open fragments.
 
 Every timestep gets a number when it is allocated, and lives in the slot `number % slots` until the ring comes round.
+With 100 slots, two environments and an n-step of 3:
+
+    number  the name of a timestep: 412 and 413 are what the two environments saw last
+    slot    where it lies: 12 and 13; `index(412, 2)` is slice(12, 14)
+    floor   the lowest number that is still there: 314
+    span    how many numbers further an item's end lies: 6 from 406 to 412, three steps of two environments
+    start   the number of an item's first timestep: 406, by which tables and keys know the item
+
 Batches are allocated in one piece, so large arrays are always written with one copy, whichever environments they
 are of; an environment's next timestep is reached through a link. A writer whose every batch holds all its environments
 in order ("lockstep") needs no per-environment bookkeeping: its open timesteps are one block, known by one integer.
@@ -91,6 +99,8 @@ class Fragments:
         self.checked = False  # whether a first step was compared with the spec
         self.margin = 0  # an open block below head + margin may be overwritten by the next call
         self.origin = 0  # index of (rank, incarnation) in the buffer's table
+        # The same facts in two forms, of which one is in use: in lockstep block, type_bytes, position, blocks; and
+        # otherwise, for each environment, open, types, positions, starts.
         # Lockstep: the block of open timesteps, their step types, the position in the fragment, the starts' blocks.
         self.block = -1
         self.index: Index = slice(0, 0)  # the block's slots

@@ -37,7 +37,7 @@ class Results:
 class KilledAtTheEnd(Coordinator):
     """Is killed when the job is over, and before it has written what came of it."""
 
-    def _finish(self, over: ev.Over) -> None:
+    def _write_result(self, over: ev.Over) -> None:
         self._replay.close()
 
 

@@ -1,11 +1,12 @@
-"""The decisions of a coordinator, as pure code: events and the time come in, effects go out.
+"""The decisions of a coordinator, without I/O and without a clock: events and the time come in, effects go out.
 
-`machine.handle(job, event, now)` returns the effects of an event; `events.py` has both. All state is in a `TrainingJob`
-(`job.py`), whose workers and tasks are in `records.py` and whose counters are in `accounts.py`. The functions over it:
+`machine.handle(job, event, now)` changes the job, and returns the effects of an event; `events.py` has both. All state
+is in a `TrainingJob` (`job.py`), whose workers and tasks are in `records.py` and whose counters are in `accounts.py`.
+The functions over it:
 
 - `machine.py`: the state of the job, its end, and what people ask for;
 - `workers.py`: workers come, answer pings, are lost, and leave;
-- `protocol.py`: the next call of each worker, and which function takes its answer;
+- `next_calls.py`: the next call of each worker, and which function takes its answer;
 - `results.py`: the answers;
 - `tasks.py`: tasks end or are tried again; its docstring lists how tasks and workers go;
 - `evaluations.py`: which version an evaluation is of.

@@ -226,13 +226,13 @@ class TrainingJob:
     def call(self, worker: KnownWorker, task: Task, method: str, *args: Any) -> None:
         """Call a worker."""
         worker.call = ev.Send(worker.worker_id, worker.incarnation, method, self.header(worker, task), args)
-        worker.said_at = self.now
+        worker.called_at = self.now
         self.emit(worker.call)
 
     def call_again(self, worker: KnownWorker, call: ev.Send, delay: float) -> None:
         """Repeat a call, with the same number, after so many seconds."""
-        if self.now >= worker.said_at:  # else an answer came twice, and the call is about to be said already
-            worker.said_at = self.now + delay
+        if self.now >= worker.called_at:  # else an answer came twice, and the call is about to be said already
+            worker.called_at = self.now + delay
             self.emit(dataclasses.replace(call, delay=delay))
 
     def write_row(self) -> None:

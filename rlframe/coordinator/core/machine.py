@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlframe.coordinator.core import evaluations, protocol, results, tasks, workers
+from rlframe.coordinator.core import evaluations, next_calls, results, tasks, workers
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import JobEnding, TrainingJob
 from rlframe.coordinator.core.records import Task
@@ -30,7 +30,7 @@ def handle(job: TrainingJob, event: Any, now: float) -> list[Any]:
         _end_further(job, job.ending)
     to_call, job.to_call = job.to_call, []
     for worker in to_call:
-        protocol.call_next(job, worker)
+        next_calls.call_next(job, worker)
     _derive_state(job)
     return job.out
 
@@ -246,8 +246,8 @@ _HANDLERS: dict[type, Callable[[TrainingJob, Any], None]] = {
     ev.Submitted: _submitted,
     ev.OperatorAnswered: _operator_answered,
     ev.OperatorFailed: _operator_failed,
-    ev.Replied: protocol.replied,
-    ev.Unanswered: protocol.unanswered,
+    ev.Replied: next_calls.replied,
+    ev.Unanswered: next_calls.unanswered,
     ev.BatchesDrawn: results.drawn,
     ev.Pinned: evaluations.pinned,
     ev.Scaled: _scaled,

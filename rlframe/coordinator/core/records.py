@@ -31,7 +31,7 @@ class KnownWorker(Stateful):
     ping_out: bool = False
     task_id: str | None = None
     call: ev.Send | None = None  # the call that is out; None: none is
-    said_at: float = 0.0  # time at which the call was, or will be, sent
+    called_at: float = 0.0  # time at which the call was, or will be, sent
     leaves: bool = False  # it is to go once its task is closed
     counts: dict[str, float] = dataclasses.field(default_factory=dict)  # as it said last, since its task began
     collected: int = 0  # environment steps of a collector's rollouts

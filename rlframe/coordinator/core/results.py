@@ -90,7 +90,7 @@ def collected(job: TrainingJob, worker: KnownWorker, task: Task, reply: Collecte
 
 def note_pace(job: TrainingJob, worker: KnownWorker, waits: bool) -> None:
     """Note how long a collector's call took, and whether it waited."""
-    seconds, worker.waits = max(job.now - worker.said_at, 0.0), waits
+    seconds, worker.waits = max(job.now - worker.called_at, 0.0), waits
     job.collect_seconds, job.paced_seconds = job.collect_seconds + seconds, job.paced_seconds + seconds * waits
 
 

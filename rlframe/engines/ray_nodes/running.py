@@ -48,12 +48,12 @@ class RayNode:
         """See `SupervisedNode`."""
         return self.hosted.rules
 
-    def start(self, pulse: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine) -> RunningActor:
+    def start(self, pulse: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine) -> RunningRayNode:
         """See `SupervisedNode`."""
-        return RunningActor(self, pulse, on_exit, take_line)
+        return RunningRayNode(self, pulse, on_exit, take_line)
 
 
-class RunningActor(RunningNode):
+class RunningRayNode(RunningNode):
     """An actor, and the thread that watches it.
 
     Attributes:

@@ -8,4 +8,13 @@ In the order of an actor's life:
 - `running.py`: `NodeProcess.start` returns a `RunningProcess`, a `RunningNode`: its pid, heartbeat and exit code.
 - `supervisor.py`: `Supervisor` hears of exits, kills what hangs, and starts again after `Backoff`.
 - `program.py`: `ProgramSupervisor` decides what an exit means for the program, and ends all nodes together.
+
+The classes about one node:
+
+    what                                         a process of this machine    beside a Ray actor (`ray_nodes`)
+    the object to make and serve, pickled        ServedNode                   ServedNode, in a HostedNode
+    what can be started (`SupervisedNode`)       NodeProcess                  RayNode
+    what runs, for the supervisor (`RunningNode`) RunningProcess              RunningRayNode
+    what starts and watches the process          the launcher                 NodeHost, in the Ray actor
+    its place in the supervisor, over restarts   Slot                         Slot
 """

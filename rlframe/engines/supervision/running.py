@@ -48,7 +48,7 @@ class RunningNode(abc.ABC):
         pid: its number, on its machine; None where that is not known.
         host: the name of that machine.
         serves_at: the address at which it takes calls; None until it does, or if it takes none.
-        hangs: why it was killed before it ended by itself; empty where it was not.
+        hang_reason: why it was killed before it ended by itself; empty if it was not.
     """
 
     code: int | None = None

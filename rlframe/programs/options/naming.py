@@ -50,7 +50,7 @@ NETWORKS = {
     "lstm": "rlframe.agents.recurrent:LSTMConfig",
     "gru": "rlframe.agents.recurrent:GRUConfig",
 }
-# Each is made by `rlframe.programs.topologies.parts.add_replay`.
+# Made by `add_replay` in `rlframe/programs/topologies/parts.py`; for elastic by `add_elastic_replay`.
 REPLAYS = ("local", "shared_memory", "service", "reverb")
 OPERATORS = {
     "local": "rlframe.coordinator.operators.local:LocalOperator",

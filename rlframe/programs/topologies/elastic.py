@@ -94,7 +94,7 @@ class Elastic(GameProgram):
 @configured_by(Elastic)
 def elastic(engine: Engine, session: Session) -> None:
     """Add a coordinator, which starts and ends collectors as the learner needs them."""
-    replay_buffer = add_replay(engine, session)
+    replay_buffer = add_elastic_replay(engine, session)
     if session.topology_config.crosses_machines:
         param_store = engine.add("params", ParamStore, at_end=max(1.0, session.topology_config.grace_seconds - 1.0))
     else:
@@ -123,7 +123,7 @@ def make_workers(session: Session, replay_buffer: Any, param_store: Any) -> dict
     }
 
 
-def add_replay(engine: Engine, session: Session) -> Any:
+def add_elastic_replay(engine: Engine, session: Session) -> Any:
     """The replay that the experiment asks for: an object that finds it from any process of the run."""
     config, experiment, most = session.topology_config, session.experiment, session.topology_config.max_actors
     # Each collector keeps its share of the steps as if there were num_actors of them: few keep as many as they do in

@@ -86,5 +86,5 @@ def light_env(engine: Engine, session: Session) -> None:
 
 @configured_by(Distributed)
 def distributed(engine: Engine, session: Session) -> None:
-    """As `light_env`, whose replay `Distributed` keeps in Reverb."""
+    """As `light_env`, with the options of `Distributed`: the replay is a server that other machines reach."""
     light_env(engine, session)

@@ -79,7 +79,7 @@ def test_an_answer_that_comes_twice_is_asked_for_once() -> None:
     world = running(1)
     worker = world.m.roster.get("collector/0")
     assert worker is not None
-    assert world.run(5.0, lambda: worker.call is not None and worker.said_at <= world.now)
+    assert world.run(5.0, lambda: worker.call is not None and worker.called_at <= world.now)
     assert worker.call is not None
     not_yet = ev.Replied("collector/0", 0, worker.call.method, worker.call.header, NotReady("busy"))
     sent = len(world.sent)

@@ -65,7 +65,7 @@ def _call_running(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
     elif task.kind == "learn" and task.drawing is None and evaluations.needs_save(job, task):
         job.call(worker, task, "learn", Learn(0, save=True))
     elif job.paused or job.now < task.again_at or (task.kind == "learn" and _learner_waits(job, task)):
-        pass  # `look` asks again
+        pass  # `workers.check_all` asks again
     elif task.kind == "collect":
         job.call(worker, task, "get_data", GetData(seconds=job.limits.slice))
     elif task.drawing is None:
