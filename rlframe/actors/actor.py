@@ -289,17 +289,13 @@ class Actor:
     def _begin_service(self) -> None:
         if not self._has_begun:
             self._begin()
-        if self._max_staleness is not None and not self._is_sync:
+        if self._max_staleness is not None and any(isinstance(each, AsyncStepper) for each in self._steppers):
             raise UsageError(
                 "The environments of an AsyncEnv complete their unrolls at different times, so they cannot "
                 f"wait together for the next version, as max_staleness={self._max_staleness} asks. Use a "
                 "SyncEnv (two, by num_pools=2, overlap with an inference service), or an agent that learns "
                 "off-policy, as IMPALA does."
             )
-
-    @property
-    def _is_sync(self) -> bool:
-        return all(isinstance(stepper, SyncStepper) for stepper in self._steppers)
 
     def _run_until(self, env_steps: float, until: float) -> bool:
         """Step until `env_steps` were taken, or it is `until`. Return whether it was waiting for parameters then."""

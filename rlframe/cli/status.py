@@ -140,7 +140,8 @@ def _lines(status: dict[str, Any], job: dict[str, Any]) -> list[Any]:
         left = ""
         if job["state"] == "RUNNING" and job.get("env_steps_per_second"):
             left = f", about {_duration((job['until'] - job['env_steps']) / job['env_steps_per_second'])} left"
-        lines.append(f"{unit:14} {job['env_steps']:,} of {job['until']:,} ({_percent(job)} %{left})")
+        percent = min(100.0, 100.0 * job["env_steps"] / job["until"])
+        lines.append(f"{unit:14} {job['env_steps']:,} of {job['until']:,} ({percent:.1f} %{left})")
         steps = f"{_number(job, 'env_steps_per_second')} {unit}/s"
         if "updates_per_second" in job:
             steps += f", {_number(job, 'updates_per_second')} updates/s"
@@ -192,10 +193,6 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 def _number(values: dict[str, Any], key: str) -> str:
     value = values.get(key)
     return "-" if value is None else f"{value:,.1f}"
-
-
-def _percent(job: dict[str, Any]) -> str:
-    return f"{min(100.0, 100.0 * job['env_steps'] / job['until']):.1f}"
 
 
 def _duration(seconds: float) -> str:

@@ -42,7 +42,8 @@ def users_spec(task: str) -> Any:
     spec = spec_of(task)
     if spec is None or _fields(spec) == _original_fields(spec.id):
         return None
-    return None if _module(spec).partition(".")[0] in _plugins() else spec
+    package = describe(spec).partition(":")[0].partition(".")[0]
+    return None if package in _plugins() else spec
 
 
 def spec_of(task: str) -> Any:
@@ -74,10 +75,6 @@ def describe(spec: Any) -> str:
     made_by = getattr(made_by, "func", made_by)  # of a partial
     named = made_by if hasattr(made_by, "__qualname__") else type(made_by)
     return f"{named.__module__}:{named.__qualname__}"
-
-
-def _module(spec: Any) -> str:
-    return describe(spec).partition(":")[0]
 
 
 def _fields(spec: Any) -> str:

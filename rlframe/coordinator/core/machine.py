@@ -238,10 +238,6 @@ def _checkpoint_asked(job: TrainingJob, event: ev.CheckpointAsked) -> None:
     job.note("checkpoint", "The learner saves with its next update.")
 
 
-def _restore_asked(job: TrainingJob, event: ev.RestoreAsked) -> None:
-    tasks.restart_learners(job)
-
-
 _HANDLERS: dict[type, Callable[[TrainingJob, Any], None]] = {
     ev.Submitted: _submitted,
     ev.OperatorAnswered: _operator_answered,
@@ -255,7 +251,7 @@ _HANDLERS: dict[type, Callable[[TrainingJob, Any], None]] = {
     ev.EndAsked: _end_asked,
     ev.EvaluationAsked: _evaluation_asked,
     ev.CheckpointAsked: _checkpoint_asked,
-    ev.RestoreAsked: _restore_asked,
+    ev.RestoreAsked: lambda job, event: tasks.restart_learners(job),
     ev.Disconnected: _disconnected,
     ev.Ticked: _ticked,
 }

@@ -64,16 +64,14 @@ def _call_running(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
         job.call(worker, task, "get_data", GetData())
     elif task.kind == "learn" and task.drawing is None and evaluations.needs_save(job, task):
         job.call(worker, task, "learn", Learn(0, save=True))
-    elif job.paused or job.now < task.again_at or (task.kind == "learn" and _learner_waits(job, task)):
+    elif job.paused or job.now < task.again_at:
         pass  # `workers.check_all` asks again
+    elif task.kind == "learn" and (job.ending is not None or evaluations.holds_learner(job, task)):
+        pass  # the same
     elif task.kind == "collect":
         job.call(worker, task, "get_data", GetData(seconds=job.limits.slice))
     elif task.drawing is None:
         job.call(worker, task, "data_demand")
-
-
-def _learner_waits(job: TrainingJob, task: Task) -> bool:
-    return job.ending is not None or evaluations.holds_learner(job, task)
 
 
 def _close_task(job: TrainingJob, worker: KnownWorker, task: Task) -> None:

@@ -313,7 +313,7 @@ def _value(name: str, field: FieldInfo, values: list[str]) -> Any:
     if not values:
         if takes_bool(annotation):
             return True
-        raise UsageError(f"--{name} needs a value{_about(field)}.")
+        raise UsageError(f"--{name} needs a value" + (f" ({field.description})." if field.description else "."))
     if values == ["None"]:
         return None
     adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(annotation)
@@ -330,10 +330,6 @@ def _value(name: str, field: FieldInfo, values: list[str]) -> Any:
     if len(values) > 1:
         raise UsageError(f"--{name} does not take {len(values)} values; got {' '.join(values)}.")
     return values[0]  # and let the whole config say what is wrong
-
-
-def _about(field: FieldInfo) -> str:
-    return f" ({field.description})" if field.description else ""
 
 
 def _log() -> None:

@@ -54,7 +54,10 @@ class VllmRequest(SamplingFields):
             "policy_versions": [piece.versions for piece in pieces],
         }
         if asked.log_probs:
-            answer["logprobs"] = [[*map(_listed, piece.tokens, piece.log_probs, _likeliest(piece))] for piece in pieces]
+            answer["logprobs"] = [
+                [*map(_listed, piece.tokens, piece.log_probs, piece.likeliest or [{}] * len(piece.tokens))]
+                for piece in pieces
+            ]
             answer |= {"prompt_token_ids": prompt, "token_ids": [piece.tokens for piece in pieces]}
         if (scores := pieces[0].prompt_scores) is not None:
             places = scores.places(prompt, self.prompt_logprobs or 0)
@@ -63,10 +66,6 @@ class VllmRequest(SamplingFields):
                 for place in places
             ]
         return answer
-
-
-def _likeliest(piece: AnswerPiece) -> list[dict[int, float]]:
-    return piece.likeliest or [{}] * len(piece.tokens)
 
 
 def _listed(token: int, log_prob: float, likeliest: dict[int, float]) -> list[dict[str, float]]:

@@ -78,16 +78,13 @@ class RunDir:
             UsageError: it holds something already, or it cannot be made.
         """
         try:
-            if self.path.exists() and (not self.path.is_dir() or self._holds_anything()):
+            if self.path.exists() and (not self.path.is_dir() or {*os.listdir(self.path)} - {lock.NAME}):
                 raise UsageError(
                     f"{self.path} exists already. Choose another --run-dir, or go on with what is in it by --resume."
                 )
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"Cannot write to {self.path}: {error.strerror}.") from error
-
-    def _holds_anything(self) -> bool:
-        return any(entry.name != lock.NAME for entry in self.path.iterdir())
 
     def remove(self) -> None:
         """Remove the directory that `create` made: the run did not begin."""
