@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from rlframe.cli import main
-from rlframe.cli.names import print_preset
+from rlframe.cli.listings import print_preset
 from rlframe.cli.train_options import read_arguments
 from rlframe.errors import UsageError
 from tests.extras import needs
@@ -209,7 +209,7 @@ def test_a_bug_is_one_sentence_unless_the_traceback_is_asked_for(capsys, monkeyp
     def broken(arguments):
         raise KeyError("lost")
 
-    monkeypatch.setattr("rlframe.cli.names.agents", broken)
+    monkeypatch.setattr("rlframe.cli.listings.agents", broken)
     assert main(["agents"]) == 1
     assert capsys.readouterr().err == (
         "rlframe: KeyError: 'lost' (test_cli.py, line "
@@ -225,7 +225,7 @@ def test_a_bug_is_one_sentence_unless_the_traceback_is_asked_for(capsys, monkeyp
     [(None, 0, ""), (3, 3, ""), ("no licence", 1, "rlframe: no licence\n"), (2.5, 1, "rlframe: 2.5\n")],
 )
 def test_sys_exit_ends_a_command_as_it_ends_python(capsys, monkeypatch, code, exit_code, printed):
-    monkeypatch.setattr("rlframe.cli.names.agents", lambda arguments: sys.exit(code))
+    monkeypatch.setattr("rlframe.cli.listings.agents", lambda arguments: sys.exit(code))
     assert main(["agents"]) == exit_code
     assert capsys.readouterr().err == printed
 

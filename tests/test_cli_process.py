@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlframe.cli import names
+from rlframe.cli import listings
 from rlframe.cli.main import COMMANDS, main
 from rlframe.learners import Checkpointer
 from tests.pipes import piped_to_nobody
@@ -199,6 +199,6 @@ def test_a_broken_pipe_that_is_not_standard_output_is_a_failure(monkeypatch, cap
     def lost_connection(arguments):
         raise BrokenPipeError("the peer is gone")
 
-    monkeypatch.setattr(names, "envs", lost_connection)
+    monkeypatch.setattr(listings, "envs", lost_connection)
     assert main(["envs"]) == 1
     assert "BrokenPipeError: the peer is gone" in capsys.readouterr().err

@@ -29,7 +29,10 @@ def main() -> None:
 
 def measure(agent: str, topology: str, engine: str, steps: int) -> dict[str, float]:
     """Steps and updates a second once everything is compiled, and the seconds until the first update was told."""
-    from rlframe.programs import make_experiment, train
+    from rlframe import programs
+    from rlframe.programs import make_experiment
+
+    train = getattr(programs, "run_experiment", None) or programs.train  # its name in checkouts of before
 
     rows: list[dict[str, Any]] = []
     options = {"topology": topology, "engine": engine, "num_actors": 2, "log_every": steps // 50, "eval_episodes": 1}

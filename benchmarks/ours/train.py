@@ -139,7 +139,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
 
-    from rlframe.programs import train
+    from rlframe import programs
+
+    train = getattr(programs, "run_experiment", None) or programs.train  # its name in checkouts of before
 
     described = experiment(args.experiment, args.seed, args.steps, args.log_every, args.solve_every, args.total)
     watch = Watch(args.warm_up, bool(args.solve_every))

@@ -81,7 +81,7 @@ class Actor:
         self._steppers: list[SyncStepper | AsyncStepper] = []  # one for each pool
         self._has_begun = False
         self._max_staleness: int | None = None  # of the replay; known when the first step begins
-        self._taken, self._allowed = 0, threading.Event()
+        self._allowed = threading.Event()
         self._is_ready = False
         if rank is not None and incarnation is not None:
             self.rank, self.incarnation = rank, incarnation
@@ -90,6 +90,7 @@ class Actor:
         self._replay_buffer = replay_buffer
         # The total of environment steps it may take; and the most it can have taken, which is cheaper than `env_steps`.
         self._limit = budget if self.incarnation == 0 or budget == math.inf else 0
+        self._taken = 0
         try:
             # The inferencer is not called before the first step, except for specs: a node's constructor does not wait
             # for another node's.
@@ -303,7 +304,7 @@ class Actor:
         while not self._stop.is_set():
             if has_end and (self.env_steps >= env_steps or time.monotonic() >= until):
                 break
-            if self._has_used_budget():
+            if not self._take_from_budget():
                 self._wait_for_budget()
                 continue
             for gate in self._gates():
@@ -318,7 +319,7 @@ class Actor:
         """Step some environments while the inferencer, in another process, answers for others."""
         in_flight: collections.deque[tuple[Any, Request, handles.Call]] = collections.deque()  # oldest first
         while not self._stop.is_set():
-            steppers = [] if self._has_used_budget() else self._steppers
+            steppers = self._steppers if self._take_from_budget() else []
             if not steppers and not in_flight:
                 self._wait_for_budget()
                 continue
@@ -346,13 +347,12 @@ class Actor:
         if logs is not None and self._logger is not None:
             self._logger.write(self.env_steps, logs)
 
-    def _has_used_budget(self) -> bool:
-        """Return whether the next step would exceed the budget. Call it before each step."""
+    def _take_from_budget(self) -> bool:
+        """Count the next step of all environments. Return False if the budget does not allow it."""
         self._taken += self._num_envs
-        if self._taken < self._limit:
-            return False
-        self._taken = self.env_steps
-        return self._taken >= self._limit
+        if self._taken >= self._limit:
+            self._taken = self.env_steps
+        return self._taken < self._limit
 
     def _wait_for_budget(self) -> None:
         self._allowed.clear()

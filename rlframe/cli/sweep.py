@@ -8,7 +8,7 @@ import json
 import sys
 
 from rlframe import extras
-from rlframe.cli.names import print_preset
+from rlframe.cli.listings import print_preset
 from rlframe.cli.seeds import check_of_several, lock, parse_seeds, run_all
 from rlframe.cli.train_options import read_arguments
 from rlframe.cli.trials import SweepOptions, Trials, Varied, parse_varied

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from rlframe.cli.names import print_preset
+from rlframe.cli.listings import print_preset
 from rlframe.cli.parsing import peek
 from rlframe.cli.train_options import TrainOptions, read_arguments
 from rlframe.errors import UsageError

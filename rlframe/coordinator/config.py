@@ -49,7 +49,7 @@ class CoordinatorConfig:
     max_collectors: int = 8
     collectors: int = 0  # to begin with; 0: the least
     cores: int | None = None  # that collectors share: scaling starts no more collectors; None: this machine's
-    max_staleness: float | None = None  # versions, on average, above which there are fewer collectors; None: no bound
+    mean_staleness: float | None = None  # versions, on average, above which there are fewer collectors; None: no bound
     stop_within: float = 6.0  # seconds for tasks to close when the program ends
     evaluates: bool = True  # the last version, once the job is over
     describes: dict[str, Any] = dataclasses.field(default_factory=dict)  # agent, env, run_dir, until: for its status

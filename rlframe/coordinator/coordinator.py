@@ -114,7 +114,7 @@ class Coordinator:
             ev.Over: self._write_result,
         }
         cores = len(os.sched_getaffinity(0)) if cfg.cores is None else cfg.cores
-        self._scaling = Scaling(cfg.min_collectors, cfg.max_collectors, cores, cfg.max_staleness)
+        self._scaling = Scaling(cfg.min_collectors, cfg.max_collectors, cores, cfg.mean_staleness)
         self._rates = Rates(2)
         self._published = self._job.accounts.to_json()
         self._journaled_at = 0.0

@@ -33,7 +33,7 @@ class Scaling:
     """Chooses the number of collectors from the load in one window of time after another. Pure: it has no clock.
 
     - One more if the learner waited for data for more than `STARVED` of the window, and collectors did not wait.
-    - One fewer if the data is older than `max_staleness`, or collectors waited for more than `IDLE` of the window.
+    - One fewer if the data is older than `mean_staleness`, or collectors waited for more than `IDLE` of the window.
     - After a change the next window is not judged: a new collector compiles first.
     - If one more collector brought neither more steps nor a learner that waits less, it is removed. The next try comes
       after a pause, which doubles. On busy cores, or with a slow game, more collectors cannot feed the learner.
@@ -41,16 +41,16 @@ class Scaling:
     Args:
         least, most: bounds of the number of collectors.
         cores: of the machine, a second upper bound.
-        max_staleness: versions; None: no bound.
+        mean_staleness: versions; None: no bound.
     """
 
     STARVED, IDLE = 0.2, 0.5
     _PATIENCE = 4  # windows
     _SECONDS = 5.0  # of a window
 
-    def __init__(self, least: int, most: int, cores: int, max_staleness: float | None = None) -> None:
+    def __init__(self, least: int, most: int, cores: int, mean_staleness: float | None = None) -> None:
         self.least, self.most = least, max(least, min(most, cores))
-        self._max_staleness = max_staleness
+        self._mean_staleness = mean_staleness
         self._rests = 0  # windows to let pass
         self._before: Load | None = None  # a collector was added
         self._patience = self._PATIENCE
@@ -94,7 +94,7 @@ class Scaling:
         if before is not None and not _is_better(load, before):
             self._rests, self._patience = self._patience, 2 * self._patience
             return self._within(count - 1)  # it brought nothing
-        is_old = self._max_staleness is not None and (load.staleness or 0.0) > self._max_staleness
+        is_old = self._mean_staleness is not None and (load.staleness or 0.0) > self._mean_staleness
         if is_old or (load.paced > self.IDLE and waited < self.STARVED):
             return self._change(count - 1)
         if waited > self.STARVED and load.paced < self.IDLE and count < self.most:

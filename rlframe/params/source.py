@@ -131,7 +131,8 @@ class ParamReader:
             self._shared, self._looks_for_memory = self._find_shared(), False
         if self._shared is not None:
             version, packed = (-1, None) if self._shared.has_gone else self._shared.get_packed(known_version)
-            is_known, is_newer = version == known_version != -1, packed is not None and version > known_version
+            is_known = version == known_version and version != -1
+            is_newer = packed is not None and version > known_version
             if is_known or is_newer:
                 return version, packed
             self._shared, self._looks_for_memory = None, True  # the peer has gone, or begun anew
@@ -223,9 +224,9 @@ class Refresher:
         if packed is not None:
             self._take(version, packed)
 
-    def wait_for_version(self, known_version: int, timeout: float) -> None:
-        """Wait until the learner has a version above `known_version`. Raises as `refresh`."""
-        self._learner.wait_for_version(known_version, timeout)
+    def wait_for_version(self, known_version: int, timeout: float) -> int:
+        """See `ParamSource`. Raises as `refresh`."""
+        return self._learner.wait_for_version(known_version, timeout)
 
     def follow(self, interval: float, *, waits: bool = False, required: bool = True) -> None:
         """Refresh every `interval` seconds until `stop` is set, or the program ends.

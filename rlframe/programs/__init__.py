@@ -12,7 +12,7 @@
 1. `rlframe/cli/train_options.py` reads the options; in a script `api.py: train` does. An `Experiment` (`experiment.py`)
    holds those that decide the numbers, `SessionOptions` (`api.py`) the others. `presets/` has tuned values, and
    `options/` turns names into classes and values into JSON.
-2. `runner.py: train` locks the run directory and writes `config.json` (`run_dir/`). It makes the agent and a
+2. `runner.py: run_experiment` locks the run directory and writes `config.json` (`run_dir/`). It makes the agent and a
    `Session` (`session.py`), which every node gets.
 3. The topology adds nodes to an engine: `topologies/single_process.py` adds one, the `TrainingLoop`
    (`training/loop.py`). A topology of several processes adds a learner, actors and a `GameMonitor`
@@ -34,8 +34,8 @@ _PUBLIC = {
     "evaluate": "rlframe.programs.policies.evaluation",
     "make_experiment": "rlframe.programs.options.experiments",
     "load_experiment": "rlframe.programs.options.config_file",
-    "train": "rlframe.programs.runner",
+    "run_experiment": "rlframe.programs.runner",
 }
 
-__all__ = ["Experiment", "Result", "evaluate", "load_experiment", "make_experiment", "train"]
+__all__ = ["Experiment", "Result", "evaluate", "load_experiment", "make_experiment", "run_experiment"]
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

@@ -145,7 +145,7 @@ def run_session(
         profile = Profile(os.fspath(directory.path / "trace") if options.profile_trace else None)
     progress = None if options.quiet else progress_of(experiment, options.stop_at)
     try:
-        result = runner.train(
+        result = runner.run_experiment(
             experiment,
             run_dir=directory.path,
             resume=options.resume,

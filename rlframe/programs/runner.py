@@ -1,4 +1,4 @@
-"""`train`: one session of a run, from its start or its checkpoint to its result, in every topology."""
+"""`run_experiment`: one session of a run, from its start or its checkpoint to its result, in every topology."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from rlframe.user_files import check_main_is_guarded, check_not_loading, kept
 _log = logging.getLogger(__name__)
 
 
-def train(
+def run_experiment(
     experiment: Experiment,
     *,
     run_dir: str | os.PathLike | None = None,

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from rlframe.replay.layout import Allocate, OutputArrays, TreeLayout
-from rlframe.replay.stores import TreeStore
 from rlframe.replay.tables import ItemTable
 from rlframe.replay.timeline import Fragments, Index, Timeline
+from rlframe.replay.tree_store import TreeStore
 from rlframe.types import LAST, Sequence, SequenceBatch, Step, StepSpec, Transition, TransitionBatch
 
 # Step types as bytes: looking for a LAST costs a tenth of a comparison of arrays, which matters at 64 environments.

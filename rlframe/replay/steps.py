@@ -16,9 +16,9 @@ import numpy as np
 from rlframe.errors import UsageError
 from rlframe.replay.items import Sequences, Transitions
 from rlframe.replay.layout import Allocate, OutputArrays, check_step, no_memory, own_memory, step_layouts
-from rlframe.replay.stores import TreeStore, check_memory
 from rlframe.replay.tables import ItemTable, PrioritisedTable, QueueTable, UniformTable
 from rlframe.replay.timeline import Fragments, Index, Timeline
+from rlframe.replay.tree_store import TreeStore, check_memory
 from rlframe.types import AgentSpecs, Batch, ReplaySpec, Sequence, Step, StepSpec, Transition, split_env_ids
 
 _CHUNK = 1024  # timesteps that are given up at once

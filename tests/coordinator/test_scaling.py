@@ -28,7 +28,7 @@ def test_a_learner_that_waits_for_data_gets_a_collector_more_as_far_as_there_are
 def test_collectors_that_wait_for_the_learner_are_too_many():
     assert after(Scaling(1, 8, cores=8), window(3, paced=0.8)) == [2]
     assert after(Scaling(1, 8, cores=8), window(1, paced=0.8)) == [1]
-    assert after(Scaling(1, 8, cores=8, max_staleness=2.0), window(3, staleness=3.0)) == [2]
+    assert after(Scaling(1, 8, cores=8, mean_staleness=2.0), window(3, staleness=3.0)) == [2]
 
 
 def test_one_more_that_brings_steps_stays_though_the_learner_waits_nearly_as_long():
@@ -50,10 +50,10 @@ def test_the_patience_with_what_brings_nothing_doubles():
 
 
 def test_too_old_data_is_a_reason_for_fewer_even_where_the_learner_waits():
-    scaling = Scaling(1, 8, cores=8, max_staleness=2.0)
+    scaling = Scaling(1, 8, cores=8, mean_staleness=2.0)
     assert after(scaling, window(3, waited=0.9, staleness=2.1)) == [2]
-    assert after(Scaling(1, 8, cores=8, max_staleness=2.0), window(3, waited=0.1, staleness=2.0)) == [3]
-    assert after(Scaling(2, 8, cores=8, max_staleness=2.0), window(2, staleness=9.0)) == [2]
+    assert after(Scaling(1, 8, cores=8, mean_staleness=2.0), window(3, waited=0.1, staleness=2.0)) == [3]
+    assert after(Scaling(2, 8, cores=8, mean_staleness=2.0), window(2, staleness=9.0)) == [2]
 
 
 def test_there_are_never_fewer_than_the_least_though_there_are_fewer_cores():

@@ -15,7 +15,8 @@ from rlframe.cli import main
 from rlframe.cli.train_options import read_arguments
 from rlframe.envs import AsyncEnv
 from rlframe.errors import UsageError
-from rlframe.programs import evaluate, load_experiment, make_experiment, train
+from rlframe.programs import evaluate, load_experiment, make_experiment
+from rlframe.programs import run_experiment as train
 from rlframe.programs.topologies.parts import make_pool, replay_capacity
 from rlframe.replay import ReplayBuffer
 from rlframe.types import FIRST, MID, AgentOutput, Step, TimeStep, global_env_ids, specs

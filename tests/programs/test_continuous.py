@@ -7,7 +7,8 @@ import pytest
 
 import rlframe
 from rlframe.agents.networks import MLPConfig
-from rlframe.programs import evaluate, make_experiment, train
+from rlframe.programs import evaluate, make_experiment
+from rlframe.programs import run_experiment as train
 from rlframe.programs.experiment import Experiment
 from tests.extras import import_or_skip, needs
 from tests.programs.running import FOR_EACH_AGENT, RunningProgram, options_of

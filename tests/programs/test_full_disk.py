@@ -6,7 +6,7 @@ import pytest
 
 from rlframe.errors import CheckpointError
 from rlframe.learners import Checkpointer
-from rlframe.programs import train
+from rlframe.programs import run_experiment as train
 from tests.extras import needs
 from tests.programs.test_single_process import dqn, ppo
 from tests.small_disk import small_disk

@@ -21,7 +21,7 @@ from rlframe.programs.options.config_file import load_experiment
 from rlframe.programs.options.experiments import make_experiment
 from rlframe.programs.policies.evaluation import evaluate
 from rlframe.programs.run_dir.directory import RunDir
-from rlframe.programs.runner import train
+from rlframe.programs.runner import run_experiment as train
 from rlframe.programs.session import Session
 from rlframe.programs.topologies import language as topology
 from rlframe.programs.topologies.language_nodes import Environment, WarmUp, model_server, next_incarnation

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from rlframe.agents.networks import MLPConfig
-from rlframe.programs import make_experiment, train
+from rlframe.programs import make_experiment
+from rlframe.programs import run_experiment as train
 from rlframe.programs.options import naming
 
 RECORDING_PPO = """

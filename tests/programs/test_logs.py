@@ -13,7 +13,8 @@ import pytest
 from rlframe.engines import logs
 from rlframe.engines.supervision.program import ProgramSupervisor
 from rlframe.engines.supervision.running import GroupRules, NodeProcess
-from rlframe.programs import make_experiment, train
+from rlframe.programs import make_experiment
+from rlframe.programs import run_experiment as train
 from tests.programs.running import ROOT
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"

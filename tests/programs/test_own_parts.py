@@ -10,7 +10,8 @@ import pytest
 from rlframe.cli.main import main
 from rlframe.cli.train_options import read_arguments
 from rlframe.errors import UsageError
-from rlframe.programs import load_experiment, make_experiment, train
+from rlframe.programs import load_experiment, make_experiment
+from rlframe.programs import run_experiment as train
 
 OWN = """
 import dataclasses

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlframe.agents.networks import MLPConfig
-from rlframe.programs import make_experiment, train
+from rlframe.programs import make_experiment
+from rlframe.programs import run_experiment as train
 from tests.programs.running import FOR_EACH_AGENT, RunningProgram, options_of
 from tests.programs.test_single_process import assert_same_arrays
 

@@ -15,7 +15,8 @@ from rlframe.engines.threads import ThreadsEngine
 from rlframe.errors import CheckpointError, ProgramError, UsageError
 from rlframe.learners import Checkpointer
 from rlframe.metrics import read_jsonl
-from rlframe.programs import evaluate, load_experiment, make_experiment, train
+from rlframe.programs import evaluate, load_experiment, make_experiment
+from rlframe.programs import run_experiment as train
 from rlframe.programs.experiment import Experiment
 
 SMALL = {"network": "mlp", "network_config": MLPConfig((16,)), "env_type": "loop", "eval_episodes": 2, "num_envs": 4}

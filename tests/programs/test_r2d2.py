@@ -7,7 +7,8 @@ import pytest
 
 import rlframe
 from rlframe.agents.recurrent import GRUConfig
-from rlframe.programs import evaluate, make_experiment, train
+from rlframe.programs import evaluate, make_experiment
+from rlframe.programs import run_experiment as train
 from rlframe.programs.experiment import Experiment
 from tests.programs.running import FOR_EACH_AGENT, RunningProgram, options_of
 from tests.programs.test_single_process import assert_same_arrays

@@ -7,7 +7,8 @@ import pytest
 
 import rlframe
 from rlframe.agents.recurrent import GRUConfig
-from rlframe.programs import evaluate, make_experiment, train
+from rlframe.programs import evaluate, make_experiment
+from rlframe.programs import run_experiment as train
 from rlframe.programs.experiment import Experiment
 from tests.extras import needs
 from tests.programs.running import FOR_EACH_AGENT, ROOT, RunningProgram, options_of

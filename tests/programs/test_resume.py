@@ -9,7 +9,8 @@ import pytest
 
 from rlframe.errors import UsageError
 from rlframe.learners import Checkpointer
-from rlframe.programs import make_experiment, train
+from rlframe.programs import make_experiment
+from rlframe.programs import run_experiment as train
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.replay import ReplayBuffer
 from tests.fakes import counting_agent

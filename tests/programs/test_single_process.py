@@ -18,7 +18,8 @@ from rlframe.engines.threads import InlineEngine
 from rlframe.errors import EnvError, NonFiniteLossError, UsageError
 from rlframe.learners.checkpoints import Checkpointer
 from rlframe.metrics import CallbackLogger, read_jsonl
-from rlframe.programs import evaluate, load_experiment, make_experiment, train
+from rlframe.programs import evaluate, load_experiment, make_experiment
+from rlframe.programs import run_experiment as train
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.parts import make_agent

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import rlframe
-from rlframe.programs import evaluate, load_experiment, train
+from rlframe.programs import evaluate, load_experiment
+from rlframe.programs import run_experiment as train
 from tests.programs.test_single_process import assert_same_arrays, dqn
 
 WRAPPED = {"frame_stack": 3, "action_repeat": 2, "clip_rewards": 0.5}

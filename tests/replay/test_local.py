@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from rlframe.errors import UsageError
-from rlframe.replay import ReplayBuffer, stores
+from rlframe.replay import ReplayBuffer, tree_store
 from rlframe.replay.base import DatasetTimeoutError
 from rlframe.testing.streams import STEP_SPEC, ReplayTwin, StepStream, assert_batch_matches, fake_agent, first_ids
 from rlframe.types import AgentOutput, Sequence, Step, StepSpec, TimeStep, Transition, specs
 
 
 def test_more_memory_than_there_is_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "available_memory", lambda: 1_000_000)
+    monkeypatch.setattr(tree_store, "available_memory", lambda: 1_000_000)
     with pytest.raises(UsageError, match=r"100000 steps.*A capacity of \d+ steps would fit") as caught:
         ReplayBuffer(fake_agent("uniform", Transition(1), 8, 100_000))
     fits = int(str(caught.value).split("A capacity of ")[1].split()[0])
@@ -36,11 +36,11 @@ def test_the_limit_of_a_container_counts(version: int, tmp_path: pathlib.Path, m
     for directory, numbers in [(inner, ("9000000", "5000000", "1000000")), (inner.parent, ("8000000", "6000000", "0"))]:
         for name, number in zip((limit, usage, "memory.stat"), numbers, strict=True):
             (directory / name).write_text(f"anon 7\n{cache} {number}\n" if name == "memory.stat" else number + "\n")
-    monkeypatch.setattr(stores, "_OWN_CGROUPS", own)
-    monkeypatch.setattr(stores, "_CGROUPS", root)
-    assert stores.available_memory() == 2_000_000  # the pod's; the box alone could take 5,000,000
+    monkeypatch.setattr(tree_store, "_OWN_CGROUPS", own)
+    monkeypatch.setattr(tree_store, "_CGROUPS", root)
+    assert tree_store.available_memory() == 2_000_000  # the pod's; the box alone could take 5,000,000
     (inner.parent / limit).write_text("max\n" if version == 2 else f"{2**63 - 4096}\n")
-    assert stores.available_memory() == 5_000_000
+    assert tree_store.available_memory() == 5_000_000
 
 
 def test_learning_begins_where_as_much_is_asked_for_as_the_buffer_keeps() -> None:

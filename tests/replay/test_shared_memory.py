@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rlframe.errors import UsageError
-from rlframe.replay import SharedMemReplayBuffer, stores
+from rlframe.replay import SharedMemReplayBuffer, tree_store
 from rlframe.replay.shared_memory import block, segment_writers
 from rlframe.replay.shared_memory.block import BufferGoneError
 from rlframe.replay.shared_memory.segment_writers import WriterTimeoutError
@@ -403,7 +403,7 @@ def test_more_environments_than_were_planned_for_are_refused(scene: Scene) -> No
 
 
 def test_more_memory_than_there_is_is_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "available_memory", lambda: 1_000_000)
+    monkeypatch.setattr(tree_store, "available_memory", lambda: 1_000_000)
     with pytest.raises(UsageError, match=r"A capacity of \d+ steps would fit"):
         scene.buffer("uniform", Transition(1), 8, 100_000)
     buffer = scene.buffer("uniform", Transition(1), 8, 2_000)  # 0.9 MB

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.engines.ray_nodes.host import HostedNode, Relay
-from rlframe.engines.ray_nodes.running import RayNode
+from rlframe.engines.ray_nodes.running_ray_node import RayNode
 from rlframe.errors import UsageError
 from rlframe.interprocess.memory import MACHINE
 from rlframe.transport.ray import Station, join

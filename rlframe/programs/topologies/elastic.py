@@ -184,7 +184,7 @@ def make_coordinator(session: Session, replay_buffer: Any, param_store: Any, ope
         min_collectors=config.min_actors,
         max_collectors=config.max_actors,
         cores=config.max_actors if config.crosses_machines else None,
-        max_staleness=config.mean_staleness,
+        mean_staleness=config.mean_staleness,
         evaluates=config.eval_episodes > 0,
         stop_within=max(1.0, config.grace_seconds - 2.0),  # and then the workers have to end
         describes={

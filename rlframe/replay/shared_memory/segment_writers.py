@@ -18,8 +18,8 @@ from rlframe.replay.rate_limiter import RateLimiter, items_of_rounds
 from rlframe.replay.shared_memory import block
 from rlframe.replay.shared_memory.block import Block, SegmentWriter
 from rlframe.replay.steps import Writers
-from rlframe.replay.stores import check_memory
 from rlframe.replay.timeline import Fragments
+from rlframe.replay.tree_store import check_memory
 from rlframe.types import ReplaySpec, Step, StepSpec
 
 _LOOK = 0.2  # seconds between two looks of a writer that waits; wake-ups make the usual wait much shorter

@@ -32,14 +32,14 @@ NETWORKS = {"grpo": []}  # of agents that take no network; all others take mlp
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Calls of `runner.train`, which runs nothing here: (the experiment, the options)."""
+    """Calls of `runner.run_experiment`, which runs nothing here: (the experiment, the options)."""
     calls = []
 
     def train(experiment, **options):
         calls.append((experiment, options))
         return Result(0, 0, None, None, 0, 0.0, 0.0, 0, str(options["run_dir"]))
 
-    monkeypatch.setattr(runner, "train", train)
+    monkeypatch.setattr(runner, "run_experiment", train)
     return calls
 
 

@@ -18,7 +18,8 @@ import httpx
 from rlframe.cli import main
 from rlframe.coordinator.control.address import read_control
 from rlframe.engines.base import node_status
-from rlframe.programs import make_experiment, train
+from rlframe.programs import make_experiment
+from rlframe.programs import run_experiment as train
 from rlframe.programs.run_dir.control import Control, RunTarget, serve_control_of
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.run_dir.lock import RunLock

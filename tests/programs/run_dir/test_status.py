@@ -9,7 +9,8 @@ import pytest
 
 from rlframe.cli import main
 from rlframe.errors import ProgramError
-from rlframe.programs import make_experiment, train
+from rlframe.programs import make_experiment
+from rlframe.programs import run_experiment as train
 from rlframe.programs.run_dir.directory import Result, RunDir
 from rlframe.programs.run_dir.lock import RunLock, holder_of
 from rlframe.programs.run_dir.status import StatusFile, StatusReader

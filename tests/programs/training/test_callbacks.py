@@ -230,7 +230,7 @@ def test_a_function_that_takes_no_info_is_refused_before_the_run(tmp_path):
 @pytest.mark.parametrize("place", ["single_process", "threads"])
 def test_a_tracker_that_fails_does_not_end_a_run(tmp_path, caplog, place):
     from rlframe.programs import make_experiment
-    from rlframe.programs import train as session
+    from rlframe.programs import run_experiment as session
 
     class Broken:
         def write(self, step, values):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlframe.metrics import read_jsonl
-from rlframe.programs import make_experiment, train
+from rlframe.programs import make_experiment
+from rlframe.programs import run_experiment as train
 
 FIELDS = {"preset": "none", "steps": 3000, "num_envs": 4, "env_type": "loop", "network": "mlp", "eval_episodes": 1}
 
