@@ -104,12 +104,12 @@ def test_workers_are_replaced_adopted_and_ended(operator):
     successor = Driven(pickle.loads(handle))
     successor.connect()
     assert serving(successor, ("collector/0", 1), ("collector/1", 1)) == before
-    successor.request("collector", 1)
+    successor.scale("collector", 1)
     successor.release([before[0].key])
     assert [info.key for info in successor.list()] == [before[1].key]
     wait_until(lambda: is_gone(before[0].pid))
     assert "[collector/0] closed" in output.getvalue().splitlines()
-    successor.request("evaluator", 1)
+    successor.scale("evaluator", 1)
     *_, stubborn = serving(successor, before[1].key, ("evaluator/0", 0))
     successor.disconnect()
     assert is_gone(before[1].pid) and is_gone(stubborn.pid)  # one that does not close is killed
