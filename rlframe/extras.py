@@ -45,14 +45,14 @@ _MINOR = sys.version_info.minor
 
 
 def has(module: str) -> bool:
-    """Return whether a top-level module is installed here, be it broken."""
+    """Return whether a top-level module is installed here, even a broken one."""
     spec = importlib.util.find_spec(module)
     # A folder of that name in the working directory, such as W&B leaves, is no package: it has no `__init__`.
     return spec is not None and spec.origin is not None
 
 
 def is_installed(extra: str) -> bool:
-    """Return whether all packages of an extra are installed here, be they broken."""
+    """Return whether all packages of an extra are installed here, even broken ones."""
     return all(map(has, MODULES[extra]))
 
 

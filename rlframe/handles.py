@@ -1,7 +1,7 @@
 """Handles: an argument may be an object, or stand for an object in another process.
 
 `resolve` decides which it is. A handle becomes a `Remote`: each call has a deadline, and is repeated until it is
-answered, with every transport. An object is returned as it is, and costs nothing.
+answered, with every transport. An object is returned unchanged, and costs nothing.
 """
 
 from __future__ import annotations
@@ -47,16 +47,15 @@ def resolve(
     """Return an object to call, for an argument that may be the object itself or a handle to it.
 
     Args:
-        target: an object, which is returned as it is; a handle: a `Remote`, or what a launched program has for one (a
-            Launchpad handle, a Courier client); or a list of those, any of which can answer (of objects in this
-            process, one is taken).
+        target: an object, which is returned unchanged; or a handle (a `Remote`, a Launchpad handle, a Courier client);
+            or a list of those, any of which can answer (of objects in this process, one is taken).
         name: for messages.
         deadline: seconds after which a call that nobody answers is an error.
         stop: an event that also ends the wait.
         first: which of several to call as long as it answers (modulo how many there are).
 
     Returns:
-        The object, or a `Remote`. Whatever else a Launchpad handle leads to (a `reverb.Client`) is returned as it is.
+        The object, or a `Remote`. A Launchpad handle of another kind gives its client: a `reverb.Client`.
 
     Raises:
         UsageError: a list is empty, or holds something that is not in another process, or handles of two transports; or

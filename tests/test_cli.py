@@ -135,7 +135,7 @@ def test_a_config_is_repeated_and_changed(trained):
             f"train --agent {REMEMBERING} --env Pendulum-v1",
             "Remembering needs Discrete actions, got the action spec Bou",
         ),
-        (f"train --agent {REMEMBERING} --network mlp", "Remembering makes a network of its own and reads no net_fact"),
+        (f"train --agent {REMEMBERING} --network mlp", "Remembering makes its own network and reads no net_fact"),
         ("train --agent sac", "SAC needs continuous actions, a Box of floats; got the action spec DiscreteArray"),
         ("train --config nothing.json", "Cannot read nothing.json: No such file or directory."),
         ("train --resume", "--resume needs --run-dir"),

@@ -17,7 +17,7 @@ _RESTARTED = 1.0  # seconds after which a version older than the last one means 
 
 
 class UnrollGate:
-    """Closed after each unroll, until there is a version that is new enough when the learner learns from the next one.
+    """Opens for an unroll once there is a version that is new enough when the learner learns from it; then closes.
 
     A learner that takes one unroll for each version learns from this one at the version after that of the previous
     unroll. The version may never come (a replay server lost the unroll, or the learner was restarted). So the gate
@@ -47,7 +47,7 @@ class UnrollGate:
 
     @property
     def is_closed(self) -> bool:
-        """Whether to call `wait_until_open` before the next step."""
+        """True if the next step must wait: call `wait_until_open` first."""
         return not self._is_open
 
     @property

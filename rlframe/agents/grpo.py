@@ -70,7 +70,7 @@ class GRPOConfig:
     remat: bool = False  # compute layers a second time for the gradient, and keep less
     logits_chunk: Union[int, None] = None  # positions of a sequence whose logits are kept at once; None: all
     master_weights: bool = True  # of a bfloat16 model: the optimizer has a float32 copy, which small updates reach
-    # Of the supervised warm-up before all this, see `rlframe.language.warm_up`.
+    # The supervised warm-up, which comes first: `rlframe.language.warm_up`.
     supervised_steps: int = 0  # updates; 0: there is none
     supervised_batch_size: int = 64  # demonstrations for each
     supervised_learning_rate: float = 1e-5

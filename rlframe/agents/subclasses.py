@@ -1,4 +1,4 @@
-"""What is checked when a user subclasses or makes an `Agent`, and how an agent is pickled."""
+"""Checks for a user who subclasses or makes an `Agent`; and the pickling of agents."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_arguments(cls: Any, kwargs: Mapping[str, Any]) -> None:
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     if kwargs.get("net_factory") is not None and not takes_all and "net_factory" not in accepted:
         raise UsageError(
-            f"{cls.__name__} makes a network of its own and reads no net_factory: leave --network out, or have its "
+            f"{cls.__name__} makes its own network and reads no net_factory: leave --network out, or have its "
             "constructor take net_factory and build what that gives."
         )
     for name in kwargs:

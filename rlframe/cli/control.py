@@ -124,7 +124,7 @@ def stop(arguments: list[str]) -> int:
     if options.run_dir is None:
         _cancel(options)
         ended = {"status": "ok"}
-        message = "It is told to stop; `rlframe status --watch` shows its end."
+        message = "The run will stop soon; `rlframe status --watch` shows its end."
     else:
         ended, message = _stop(options, options.run_dir)
     print(json.dumps(ended) if options.json else message)

@@ -326,10 +326,8 @@ class SeedRun:
     def said(self) -> str:
         """Return how it ended, for a person."""
         result = self.result
-        if self.was_stopped and self.code in (
-            128 + signal.SIGINT,
-            -signal.SIGINT,
-        ):  # or so early that it took no signals yet
+        # A run that has just begun does not catch the signal yet, which then kills it.
+        if self.was_stopped and self.code in (128 + signal.SIGINT, -signal.SIGINT):
             return "stopped"
         if self.code or result is None:
             return f"ended with exit code {self.code}; see {self.log}: {self._last_words()}"

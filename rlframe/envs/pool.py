@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from dm_env import specs
@@ -17,9 +17,6 @@ from rlframe.interprocess.phases import Phase
 from rlframe.metrics.rows import Sums
 from rlframe.program_end import Closing
 from rlframe.types import TimeStep
-
-if TYPE_CHECKING:
-    pass
 
 _LATER = 5.0  # seconds by which a pool that hangs may raise later than it should
 

@@ -99,8 +99,8 @@ class HeartbeatMonitor:
         """Return why the process counts as hung; empty if it does not.
 
         Args:
-            now: the time, by a clock that stands still while the watcher does (see `Clock`): what was asleep itself
-                has heard nobody.
+            now: the time, by a clock that stands still while the watcher does (see `Clock`): a watcher that was
+                stopped has heard no beat.
         """
         beat, seconds, allowed, raw = _PAGE.unpack(self.page)
         name = raw.rstrip(b"\0").decode(errors="replace")

@@ -5,7 +5,7 @@ Work that should be done within a time is declared where it is done:
     with phases.COMPUTING:
         ...
 
-Who waits for another process declares no time, so the one that is waited for is judged, never the one that waits.
+A wait for another process has no limit: the process that hangs is judged, never the one that waits for it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ENDING = Phase("ending", 60.0)
 
 
 def waiting_for(name: str) -> Phase:
-    """Return the phase of who waits for another process: it is not the one that hangs."""
+    """Return the phase of a wait for another process, which has no limit."""
     return Phase(f"waiting for {name}", math.inf)
 
 
@@ -84,7 +84,7 @@ class Stay(NamedTuple):
 
     @property
     def overdue(self) -> float:
-        """Seconds by which it exceeds what is allowed; negative if it does not."""
+        """Seconds beyond the limit of the phase; negative before it."""
         return self.seconds - self.phase.allowed
 
     @property

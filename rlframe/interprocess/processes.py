@@ -29,7 +29,7 @@ class ProcessId(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs, sleeps or is stopped. A zombie is not alive."""
+        """True if it runs, sleeps or is stopped. A zombie is not alive."""
         return self.pid > 0 and self.started >= 0 and _started(self.pid) == self.started
 
 
@@ -45,9 +45,8 @@ def _started(pid: int) -> int:
     """Return when the process started; -1 if there is none, or only a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = (
-                file.read().rpartition(b")")[2].split()
-            )  # after its name, which may hold anything: state, parent, ...
+            # After its name in parentheses, which may hold anything: state, parent, ...
+            fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return -1
     return -1 if fields[0] in (b"Z", b"X") else int(fields[19])

@@ -151,7 +151,7 @@ def _params_of(pickled: bytes, arrays: list[np.ndarray]) -> PackedParams:
 
 
 def _packing_of(pickled: bytes) -> Packing:
-    return _load_packing(pickled)  # a function of its own: Launchpad changes how caches are pickled
+    return _load_packing(pickled)  # two functions, since Launchpad changes how caches are pickled
 
 
 @functools.lru_cache(maxsize=8)

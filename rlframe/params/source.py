@@ -135,7 +135,7 @@ class ParamReader:
             is_newer = packed is not None and version > known_version
             if is_known or is_newer:
                 return version, packed
-            self._shared, self._looks_for_memory = None, True  # the peer has gone, or begun anew
+            self._shared, self._looks_for_memory = None, True  # the peer has gone, or was restarted
         version, packed = self._call(known_version)
         if version < 0:  # a store that was restarted shares memory once it has a version
             self._looks_for_memory = isinstance(self._peer, Remote)

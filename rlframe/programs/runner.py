@@ -318,7 +318,7 @@ def open_session(
     if resume:
         directory.check_holds()
     elif take_over or resume_from is not None:
-        raise UsageError("take_over and resume_from are of a run to go on with: they need resume.")
+        raise UsageError("take_over and resume_from need resume: they continue a run.")
     else:
         directory.create()
     grace = getattr(experiment.topology_config, "grace_seconds", GRACE)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """What the nodes of a session share: the experiment, its agent, the run directory, and the last step.
+    """The values that the nodes of a session share: the experiment, its agent, the run directory, the last step.
 
     A run has one session, and another one each time it is resumed.
     """
@@ -36,7 +36,7 @@ class Session:
     resumes: bool = False  # continues the run in the directory
     resumed_at: int = 0  # environment steps of the sessions before
     quiet: bool = False  # prints nothing
-    # Of a single process:
+    # Only set in a single process:
     loggers: tuple[Logger, ...] = ()  # get each row as it is written
     progress: Logger | None = None  # the same, and without values, a few times a second
     profile: Profile | None = None
@@ -123,7 +123,7 @@ class Ending:
         by: why, if a process that was restarted had decided it before.
 
     Attributes:
-        by: why, as `Result.stopped_by`; None while the session goes on.
+        by: why, as `Result.stopped_by`; None until it is decided.
         evaluates: whether the final policy is evaluated.
     """
 

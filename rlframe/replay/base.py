@@ -147,7 +147,7 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called. Then nothing is sampled any more."""
+        """True after `close`. Then nothing is sampled any more."""
         return self._closed
 
     def close(self) -> None:

@@ -81,7 +81,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             store.marks_origin = len(self._origins) > 1
 
     def resume_rank(self, rank: int, incarnation: int, num_envs: int) -> None:
-        """Let a writer continue that claimed its rank elsewhere, or lost some steps. Its fragments begin anew."""
+        """Let a writer continue that claimed its rank elsewhere, or lost steps. Its open fragments are dropped."""
         with self._lock:
             self._incarnations[rank] = incarnation
             self.open_segment(rank, num_envs)
@@ -261,7 +261,7 @@ class ReplayBuffer(KeyedReplayBuffer):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write items, open fragments, priorities, counters and the state of the draws to the file `path`.
 
-        The file is streamed and renamed when complete. Adding and sampling wait meanwhile.
+        The file is streamed and renamed when complete. Adding and sampling wait for it.
 
         Raises:
             CheckpointError: it could not be written; what was there before is untouched.
@@ -301,7 +301,7 @@ class ReplayBuffer(KeyedReplayBuffer):
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Continue from a saved buffer: the same steps then give the very same batches.
 
-        Writers keep rank and incarnation; one whose environments do not go on where they were claims its rank again.
+        Writers keep rank and incarnation. A writer whose environments did not keep their state claims its rank again.
 
         Raises:
             CheckpointError: the file is missing, damaged or of another agent; this buffer is as it was.

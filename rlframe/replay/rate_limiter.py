@@ -182,7 +182,7 @@ def items_kept(spec: ReplaySpec) -> int:
 
 
 def samples_of_rounds(spec: ReplaySpec, num_envs: int, rounds: int) -> float:
-    """Return how many samples `rounds` batches are, or `rounds` items of every environment ask for, whichever is more.
+    """Return the samples in `rounds` batches, or those that `rounds` items of every environment allow, if that is more.
 
     It is what writers in other processes than the reader's may be ahead of `samples_per_insert`, so that neither waits
     for the other at each item, and hardly an update is left to do when the last item was inserted.

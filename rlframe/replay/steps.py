@@ -32,7 +32,7 @@ class StepStore:
         spec: what the agent learns from.
         step_spec: what a step holds.
         timeline: which timesteps there are, and where.
-        table: which items there are; it is told of each that is complete, and of those that are overwritten.
+        table: which items there are; the store reports each complete or overwritten one to it.
         num_envs: environments of the first writer.
         single_frame: keep frame-stacked pixels one frame per step; None: where they look like it.
         allocate: gives the arrays.
@@ -291,7 +291,7 @@ class ItemAssembler:
         self._writers.put(store.open(rank, incarnation, num_envs, origin=0))
 
     def drop(self, rank: int) -> None:
-        """Forget a writer, and what it left open."""
+        """Forget a writer and its open fragments."""
         self._writers.drop(rank)
 
     def rank_of(self, env_ids: np.ndarray) -> int:

@@ -158,7 +158,7 @@ def _stores_frames(leaf: Leaf, single_frame: bool | None) -> bool:
 
 
 def check_memory(needed: int, capacity: int, what: str) -> None:
-    """Raise `UsageError` if `needed` bytes for `capacity` steps exceed what is left.
+    """Raise `UsageError` if `needed` bytes for `capacity` steps exceed the available memory.
 
     Pages are touched only as the buffer fills, so nothing else would stop it before the machine is out of memory.
     """

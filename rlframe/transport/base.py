@@ -29,7 +29,7 @@ class Client(Protocol):
     """
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the node, and return what it returned.
+        """Call a method of the node, and return its result.
 
         Raises:
             UnavailableError: nobody answered within `CALL_TIMEOUT`, or the node said that it cannot just now: the same

@@ -140,7 +140,7 @@ def _result(future: _Raw) -> Any:
 
 
 def _raise(error: Exception) -> NoReturn:
-    """Raise what `Client` does for an error of Courier's; one of this side (what cannot be sent) as it is."""
+    """Raise an error of Courier's as `Client` says; one of this side (an argument cannot be sent) unchanged."""
     if isinstance(error, concurrent.futures.TimeoutError):
         raise UnavailableError(f"no answer within {CALL_TIMEOUT:g} s") from None
     code = getattr(getattr(error, "code", None), "name", None)

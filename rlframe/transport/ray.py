@@ -64,7 +64,7 @@ class Station:
         """Make the directory, unless another process of the run has.
 
         Args:
-            *paths: of the sockets that are removed when this process has ended, whatever it dies of.
+            *paths: of the sockets. They are removed when this process has ended, even if it is killed.
 
         Returns:
             What removes them now; the last one removes the directory.

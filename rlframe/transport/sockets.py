@@ -170,7 +170,7 @@ class SocketServer:
 
     Args:
         methods: by the names that they are called by.
-        path: of the socket; None: in a directory of its own.
+        path: of the socket; None: in a new directory.
         address: by which clients know it; None: its path.
     """
 
@@ -317,7 +317,7 @@ def remove_at_end(directory: str, *paths: str) -> Callable[[], None]:
     """
     ends, alive = os.pipe()  # the kernel closes this end of it with the process
     command, nowhere = ["/bin/sh", "-c", _REMOVE_AT_END, directory, *paths], subprocess.DEVNULL
-    # In a session of its own: Ctrl-C is not for it.
+    # A new session, so that Ctrl-C does not reach it.
     subprocess.run(command, stdin=ends, stdout=nowhere, stderr=nowhere, start_new_session=True, check=True)
     os.close(ends)
 

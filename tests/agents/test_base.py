@@ -398,6 +398,6 @@ def test_an_agent_that_reads_no_net_factory_refuses_one():
         def __init__(self, cfg, observation_spec, action_spec):
             super().__init__(cfg, observation_spec, action_spec)
 
-    with pytest.raises(UsageError, match="Own makes a network of its own .* leave --network out"):
+    with pytest.raises(UsageError, match="Own makes its own network .* leave --network out"):
         Own(MeanConfig(), VECTOR, DISCRETE, net_factory=MLPConfig())
     assert PPO(PPO_CONFIG, VECTOR, DISCRETE, net_factory=MLPConfig(hidden=(3,))).net_factory.hidden == (3,)

@@ -125,7 +125,7 @@ def test_a_program_that_is_stopped_has_ended_well_only_if_those_that_save_have()
     assert interrupted(node("learner", SERVES, saves=True), once="[learner] up")[0] == signal.SIGINT
     result, output = interrupted(node("actor", FAILS), node("learner", SERVES, saves=True), once="[actor] up")
     assert result == signal.SIGINT and "[actor] failed with exit code 1 while the program ended" in output
-    lost = "while the program ended: what it had not saved is lost. Its last lines:\n"
+    lost = "while the program ended: its unsaved work is lost. Its last lines:\n"
     with pytest.raises(ProgramError, match=rf"^The node learner failed with exit code 1 {lost}Traceback(.|\n)*ZeroDiv"):
         interrupted(node("learner", FAILS, saves=True), once="[learner] up")
     with pytest.raises(ProgramError, match=rf"^The node learner was killed by SIGKILL {lost}up"):

@@ -15,8 +15,7 @@ from rlframe.cli import main
 from rlframe.cli.train_options import read_arguments
 from rlframe.envs import AsyncEnv
 from rlframe.errors import UsageError
-from rlframe.programs import evaluate, load_experiment, make_experiment
-from rlframe.programs import run_experiment as train
+from rlframe.programs import evaluate, load_experiment, make_experiment, run_experiment
 from rlframe.programs.topologies.parts import make_pool, replay_capacity
 from rlframe.replay import ReplayBuffer
 from rlframe.types import FIRST, MID, AgentOutput, Step, TimeStep, global_env_ids, specs
@@ -53,13 +52,13 @@ def slow_env():
 
 def test_one_process_learns_from_the_environments_that_answer_first(tmp_path):
     described = experiment("impala", unroll_length=8, batch_size=4, wait_num=3)
-    result = train(described, run_dir=tmp_path / "run")
+    result = run_experiment(described, run_dir=tmp_path / "run")
     assert 1_000 <= result.env_steps < 1_003
     assert 26 <= result.learner_steps <= 36  # a batch is of 32 steps, and those in mid-unroll are in none yet
     assert load_experiment(tmp_path / "run") == described
     again = evaluate(tmp_path / "run", episodes=2)
     assert (again["return_mean"], again["params_version"]) == (result.return_mean, result.params_version)
-    more = train(dataclasses.replace(described, steps=1_500), run_dir=tmp_path / "run", resume=True)
+    more = run_experiment(dataclasses.replace(described, steps=1_500), run_dir=tmp_path / "run", resume=True)
     assert more.env_steps >= 1_500 and more.learner_steps > result.learner_steps
 
 
@@ -69,7 +68,7 @@ def test_actors_of_a_topology_act_on_what_answers_first(tmp_path, monkeypatch, t
     recv = AsyncEnv.recv
     monkeypatch.setattr(AsyncEnv, "recv", lambda self: (waited.append((self.num_envs, self.wait_num)), recv(self))[1])
     described = experiment("dqn", topology=topology, engine="threads", env_type="thread", min_replay_size=100)
-    result = train(described, run_dir=tmp_path / "run")
+    result = run_experiment(described, run_dir=tmp_path / "run")
     assert result.env_steps >= 1_000 and result.learner_steps > 50
     assert set(waited) == {(4, 2)}
 
@@ -89,10 +88,10 @@ def test_an_agent_that_needs_all_environments_in_step_is_refused_and_told_why(tm
     with pytest.raises(
         UsageError, match=r"ppo cannot learn from asynchronous .*max_staleness=0.* as impala and dqn do"
     ):
-        train(experiment("ppo"), run_dir=tmp_path / "run")
+        run_experiment(experiment("ppo"), run_dir=tmp_path / "run")
     reinforce = f"{ROOT}/examples/custom_agent.py:Reinforce"
     with pytest.raises(UsageError, match="max_staleness=0: actors wait"):  # by what it says of itself, not by its name
-        train(make_experiment(reinforce, async_envs=True, topology="heavy_env"), run_dir=tmp_path / "run")
+        run_experiment(make_experiment(reinforce, async_envs=True, topology="heavy_env"), run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -7,8 +7,7 @@ import pytest
 
 import rlframe
 from rlframe.agents.networks import MLPConfig
-from rlframe.programs import evaluate, make_experiment
-from rlframe.programs import run_experiment as train
+from rlframe.programs import evaluate, make_experiment, run_experiment
 from rlframe.programs.experiment import Experiment
 from tests.extras import import_or_skip, needs
 from tests.programs.running import FOR_EACH_AGENT, RunningProgram, options_of
@@ -27,9 +26,9 @@ def test_normalised_runs_repeat_exactly_and_their_statistics_are_saved(tmp_path)
     fields = {"unroll_length": 32, "num_minibatches": 2, "normalise_observations": True, "normalise_rewards": True}
     fields |= {"num_envs": 2, "steps": 600, "eval_episodes": 1, "env_type": "loop", "preset": "none", "num_epochs": 2}
     described = make_experiment("ppo", "Pendulum-v1", **fields)
-    whole = train(described, run_dir=tmp_path / "whole")
-    train(described, run_dir=tmp_path / "parts", stop_at=231)  # in the middle of an episode and of an unroll
-    train(described, run_dir=tmp_path / "parts", resume=True)
+    whole = run_experiment(described, run_dir=tmp_path / "whole")
+    run_experiment(described, run_dir=tmp_path / "parts", stop_at=231)  # in the middle of an episode and of an unroll
+    run_experiment(described, run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
     assert evaluate(tmp_path / "whole", episodes=1)["return_mean"] == whole.return_mean
 
@@ -38,9 +37,10 @@ def test_normalised_runs_repeat_exactly_and_their_statistics_are_saved(tmp_path)
 @pytest.mark.parametrize("agent", ["sac", "td3"])
 def test_a_run_may_be_stopped_and_resumed_and_its_policy_loaded(agent, tmp_path):
     described = experiment(agent)
-    whole = train(described, run_dir=tmp_path / "whole")
-    train(described, run_dir=tmp_path / "parts", stop_at=315)  # an odd number of updates, in the middle of an episode
-    train(described, run_dir=tmp_path / "parts", resume=True)
+    whole = run_experiment(described, run_dir=tmp_path / "whole")
+    # 315 steps: an odd number of updates, in the middle of an episode.
+    run_experiment(described, run_dir=tmp_path / "parts", stop_at=315)
+    run_experiment(described, run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
     assert 380 <= whole.learner_steps <= 402
     assert evaluate(tmp_path / "whole", episodes=1)["return_mean"] == whole.return_mean
@@ -53,7 +53,7 @@ def test_a_run_may_be_stopped_and_resumed_and_its_policy_loaded(agent, tmp_path)
 @pytest.mark.parametrize(("agent", "topology"), [("sac", "heavy_env"), ("td3", "light_env")])
 def test_a_program_learns_at_the_ratio_that_the_agent_asks_for(agent, topology, tmp_path):
     described = experiment(agent, topology=topology, engine="threads", num_envs=4, update_period=4, steps=1_000)
-    result = train(described, run_dir=tmp_path / "run")
+    result = run_experiment(described, run_dir=tmp_path / "run")
     due = (result.env_steps - 100) / 4
     assert 0.8 * due <= result.learner_steps <= 1.1 * due
 
@@ -72,7 +72,7 @@ def test_wherever_the_replay_lies_the_updates_that_are_due_are_made(replay, opti
         needs("reverb")
     fields = {"num_envs": 4, "min_replay_size": 500, "update_period": 1, "steps": 1_000}  # learns from the half on
     described = experiment("td3", topology="heavy_env", engine="threads", replay=replay, **fields, **options)
-    result = train(described, run_dir=tmp_path / "run")
+    result = run_experiment(described, run_dir=tmp_path / "run")
     due = result.env_steps - 500
     assert 0.9 * due <= result.learner_steps <= 1.1 * due
 
@@ -104,5 +104,5 @@ def test_processes_of_every_topology_learn_the_pendulum(agent, which, tmp_path):
 def test_robots_of_every_library(env, type, package, tmp_path):
     import_or_skip(package, "pip install 'rlframe[envs]'")
     described = experiment("sac", env, env_type=type, num_envs=1, steps=120)
-    result = train(described, run_dir=tmp_path / "run")
+    result = run_experiment(described, run_dir=tmp_path / "run")
     assert result.learner_steps >= 15

@@ -6,7 +6,7 @@ import pytest
 
 from rlframe.errors import CheckpointError
 from rlframe.learners import Checkpointer
-from rlframe.programs import run_experiment as train
+from rlframe.programs import run_experiment
 from tests.extras import needs
 from tests.programs.test_single_process import dqn, ppo
 from tests.small_disk import small_disk
@@ -27,7 +27,7 @@ def test_a_run_outlives_a_full_disk_and_saves_when_there_is_room_again(small_dis
             steps["free"] = Checkpointer(run_dir / "checkpoints").steps()
             small_disk.free()
 
-    result = train(ppo(steps=900, checkpoint_every=100, log_every=50), run_dir=run_dir, callbacks=[look])
+    result = run_experiment(ppo(steps=900, checkpoint_every=100, log_every=50), run_dir=run_dir, callbacks=[look])
     assert steps["free"] == steps["full"] and len(steps["full"]) > 0
     assert Checkpointer(run_dir / "checkpoints").steps()[-1] == result.learner_steps > steps["full"][-1]
     warnings = [record.getMessage() for record in caplog.records]
@@ -46,12 +46,12 @@ def test_a_last_checkpoint_that_cannot_be_written_fails_and_names_the_one_before
 
     described = make(steps=400, checkpoint_every=100, log_every=50)
     with pytest.raises(CheckpointError) as caught:
-        train(described, run_dir=run_dir, callbacks=[look])
+        run_experiment(described, run_dir=run_dir, callbacks=[look])
     newest = Checkpointer(run_dir / "checkpoints").steps()[-1]
     text = f"What was saved last is {run_dir}/checkpoints/{newest}. Go on from there: rlframe train --resume"
     assert text in str(caught.value) and caught.value.exit_code == 1
     small_disk.free()
-    assert train(described, run_dir=run_dir, resume=True).env_steps >= 400
+    assert run_experiment(described, run_dir=run_dir, resume=True).env_steps >= 400
 
 
 @pytest.mark.system

@@ -21,7 +21,7 @@ from rlframe.programs.options.config_file import load_experiment
 from rlframe.programs.options.experiments import make_experiment
 from rlframe.programs.policies.evaluation import evaluate
 from rlframe.programs.run_dir.directory import RunDir
-from rlframe.programs.runner import run_experiment as train
+from rlframe.programs.runner import run_experiment
 from rlframe.programs.session import Session
 from rlframe.programs.topologies import language as topology
 from rlframe.programs.topologies.language_nodes import Environment, WarmUp, model_server, next_incarnation
@@ -59,7 +59,7 @@ def rows_of(path) -> list[dict]:
 def test_all_services_in_one_process_learn_after_a_supervised_warm_up(tmp_path):
     agent = {"supervised_steps": 3, "supervised_batch_size": 4}
     # So many steps that the monitor, which looks ten times a second, evaluates before the last one.
-    result = train(described(agent=agent, steps=40, eval_every=2), run_dir=tmp_path / "run")
+    result = run_experiment(described(agent=agent, steps=40, eval_every=2), run_dir=tmp_path / "run")
     assert result.learner_steps >= 40
     assert result.env_steps == result.learner_steps * 8
     assert set(result.evaluation) == {"eval/exact_match"}
@@ -77,10 +77,10 @@ def test_all_services_in_one_process_learn_after_a_supervised_warm_up(tmp_path):
 
 @pytest.mark.system
 def test_a_run_goes_on_where_it_was_stopped(tmp_path):
-    train(described(steps=2), run_dir=tmp_path / "run")
+    run_experiment(described(steps=2), run_dir=tmp_path / "run")
     with pytest.raises(UsageError, match="rlframe serve policy --run-dir"):
         evaluate(tmp_path / "run")
-    result = train(described(steps=4), run_dir=tmp_path / "run", resume=True)
+    result = run_experiment(described(steps=4), run_dir=tmp_path / "run", resume=True)
     assert result.learner_steps >= 4
     steps = [row["step"] for row in rows_of(tmp_path / "run") if "reward" in row]
     assert steps == sorted(set(steps))
@@ -111,7 +111,7 @@ def test_an_environment_of_a_resumed_run_has_its_name_and_its_checkpoint(tmp_pat
     env = f"{tmp_path / 'counting.py'}:Counting"
     saved = []
     for steps in (6, 12):
-        train(dataclasses.replace(described(steps=steps), env=env), run_dir=tmp_path / "run", resume=steps > 6)
+        run_experiment(dataclasses.replace(described(steps=steps), env=env), run_dir=tmp_path / "run", resume=steps > 6)
         (folder,) = (tmp_path / "run" / "env_checkpoints").iterdir()
         newest = max(folder.iterdir(), key=lambda path: int(path.stem.removeprefix("step-")))
         saved.append((folder.name, json.loads(newest.read_text())["asked"]))
@@ -187,16 +187,16 @@ def test_what_is_wrong_is_said_before_anything_is_started(tmp_path):
 
     path = tmp_path / "run"
     with pytest.raises(UsageError, match="has no option 'group_sise'.*group_size"):
-        train(experiment(env_kwargs={"group_sise": 4}), run_dir=path)
+        run_experiment(experiment(env_kwargs={"group_sise": 4}), run_dir=path)
     with pytest.raises(UsageError, match="env_kwargs: batch_size .* --batch-size does"):
-        train(experiment(env_kwargs={"batch_size": 4}), run_dir=path)
+        run_experiment(experiment(env_kwargs={"batch_size": 4}), run_dir=path)
     with pytest.raises(UsageError, match="needs a subclass of rlframe.language.BaseEnv"):
-        train(experiment(env=f"{ROOT / 'examples/llm/reverse.py'}:held_out"), run_dir=path)
+        run_experiment(experiment(env=f"{ROOT / 'examples/llm/reverse.py'}:held_out"), run_dir=path)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="cannot be listened at"):
-        train(experiment(service_port=taken.getsockname()[1]), run_dir=path)
+        run_experiment(experiment(service_port=taken.getsockname()[1]), run_dir=path)
     with pytest.raises(UsageError, match="The tokenizer byte has 263 tokens, the model only 100"):
         config = GRPOConfig(model=ModelConfig(vocab_size=100))
-        train(experiment(agent_config=config), run_dir=path)
+        run_experiment(experiment(agent_config=config), run_dir=path)
     assert not path.exists()
 
 

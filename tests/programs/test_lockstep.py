@@ -8,8 +8,7 @@ import jax
 import numpy as np
 
 from rlframe.agents.networks import MLPConfig
-from rlframe.programs import make_experiment
-from rlframe.programs import run_experiment as train
+from rlframe.programs import make_experiment, run_experiment
 from rlframe.programs.options import naming
 
 RECORDING_PPO = """
@@ -34,7 +33,7 @@ def batches_of(tmp_path, topology: str, **fields: Any) -> list[Any]:
     values = {"num_envs": 4, "env_type": "loop", "eval_episodes": 2, "steps": 1_200, "unroll_length": 16}
     values |= {"num_epochs": 2, "num_minibatches": 2, "network": "mlp", "network_config": MLPConfig((16,)), "seed": 5}
     described = make_experiment(f"{path}:Recording", topology=topology, **values, **fields)
-    train(described, run_dir=tmp_path / topology)
+    run_experiment(described, run_dir=tmp_path / topology)
     return naming.load_object(f"{path}:batches", "agent")
 
 

@@ -13,8 +13,7 @@ import pytest
 from rlframe.engines import logs
 from rlframe.engines.supervision.program import ProgramSupervisor
 from rlframe.engines.supervision.running import GroupRules, NodeProcess
-from rlframe.programs import make_experiment
-from rlframe.programs import run_experiment as train
+from rlframe.programs import make_experiment, run_experiment
 from tests.programs.running import ROOT
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
@@ -59,7 +58,7 @@ def test_what_the_launcher_says_of_a_node_is_in_the_nodes_file(tmp_path):
 
 def test_a_single_process_keeps_its_warnings(tmp_path):
     described = make_experiment("dqn", num_envs=1, eval_episodes=1, min_replay_size=10_000)
-    train(described, run_dir=tmp_path / "run", stop_at=50)
+    run_experiment(described, run_dir=tmp_path / "run", stop_at=50)
     kept = (tmp_path / "run/logs/train.log").read_text()
     assert re.search(rf"^{STAMP} WARNING \[train\] No update was made in 50 environment steps", kept, re.MULTILINE)
     assert not logging.getLogger("rlframe").handlers

@@ -10,8 +10,7 @@ import pytest
 from rlframe.cli.main import main
 from rlframe.cli.train_options import read_arguments
 from rlframe.errors import UsageError
-from rlframe.programs import load_experiment, make_experiment
-from rlframe.programs import run_experiment as train
+from rlframe.programs import load_experiment, make_experiment, run_experiment
 
 OWN = """
 import dataclasses
@@ -117,4 +116,4 @@ def test_the_replay_store_of_the_example_serves_a_run_and_is_filled_again_when_t
 def test_a_replay_that_is_no_buffer_is_named(tmp_path):
     (tmp_path / "own.py").write_text("class Store: pass\n")
     with pytest.raises(UsageError, match="Store'>, which is not a subclass of rlframe.replay.BaseReplayBuffer"):
-        train(make_experiment("dqn", replay=f"{tmp_path / 'own.py'}:Store"), run_dir=tmp_path / "run")
+        run_experiment(make_experiment("dqn", replay=f"{tmp_path / 'own.py'}:Store"), run_dir=tmp_path / "run")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlframe.agents.networks import MLPConfig
-from rlframe.programs import make_experiment
-from rlframe.programs import run_experiment as train
+from rlframe.programs import make_experiment, run_experiment
 from tests.programs.running import FOR_EACH_AGENT, RunningProgram, options_of
 from tests.programs.test_single_process import assert_same_arrays
 
@@ -17,9 +16,9 @@ def test_a_run_may_be_stopped_and_resumed(tmp_path):
     options = {"network": "mlp", "network_config": network, "unroll_length": 16, "num_minibatches": 4}
     options |= {"num_envs": 4, "steps": 1_280, "log_every": 256, "eval_episodes": 1, "env_type": "loop"}
     described = make_experiment("pqn", "CartPole-v1", preset="none", **options)
-    whole = train(described, run_dir=tmp_path / "whole")
-    train(described, run_dir=tmp_path / "parts", stop_at=700)
-    train(described, run_dir=tmp_path / "parts", resume=True)
+    whole = run_experiment(described, run_dir=tmp_path / "whole")
+    run_experiment(described, run_dir=tmp_path / "parts", stop_at=700)
+    run_experiment(described, run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
     assert whole.learner_steps >= 20
 

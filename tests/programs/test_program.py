@@ -15,8 +15,7 @@ from rlframe.engines.threads import ThreadsEngine
 from rlframe.errors import CheckpointError, ProgramError, UsageError
 from rlframe.learners import Checkpointer
 from rlframe.metrics import read_jsonl
-from rlframe.programs import evaluate, load_experiment, make_experiment
-from rlframe.programs import run_experiment as train
+from rlframe.programs import evaluate, load_experiment, make_experiment, run_experiment
 from rlframe.programs.experiment import Experiment
 
 SMALL = {"network": "mlp", "network_config": MLPConfig((16,)), "env_type": "loop", "eval_episodes": 2, "num_envs": 4}
@@ -31,7 +30,9 @@ def experiment(agent: str, topology: str, **fields) -> Experiment:
 def test_a_program_has_the_files_and_the_result_of_a_single_process(tmp_path, topology, learning_curves):
     rows = []
     described = experiment("impala", topology, unroll_length=8, batch_size=4)
-    result = train(described, run_dir=tmp_path / "run", callbacks=[lambda info: rows.append((info.step, info.values))])
+    result = run_experiment(
+        described, run_dir=tmp_path / "run", callbacks=[lambda info: rows.append((info.step, info.values))]
+    )
     assert 1_000 <= result.env_steps < 3_000
     assert result.learner_steps == result.params_version - 1 > 10
     assert result.episodes == 2 and result.return_mean is not None and result.return_mean > 0
@@ -48,7 +49,7 @@ def test_a_program_has_the_files_and_the_result_of_a_single_process(tmp_path, to
 
 def test_a_program_learns_from_a_replay_at_the_ratio_that_the_agent_asks_for(tmp_path):
     values = {"min_replay_size": 100, "update_period": 4, "batch_size": 8, "prioritised": True, "n_step": 3}
-    result = train(experiment("dqn", "heavy_env", **values), run_dir=tmp_path / "run")
+    result = run_experiment(experiment("dqn", "heavy_env", **values), run_dir=tmp_path / "run")
     due = (result.env_steps - 100) / 4
     assert 0.8 * due <= result.learner_steps <= 1.1 * due
 
@@ -56,17 +57,17 @@ def test_a_program_learns_from_a_replay_at_the_ratio_that_the_agent_asks_for(tmp
 @pytest.mark.system
 def test_evaluations_go_on_beside_the_training(tmp_path):
     described = experiment("impala", "heavy_env", unroll_length=8, batch_size=4, eval_every=300, steps=10_000)
-    train(described, run_dir=tmp_path / "run")
+    run_experiment(described, run_dir=tmp_path / "run")
     evaluated = [row["step"] for row in read_jsonl(tmp_path / "run/metrics.jsonl") if "return_mean" in row]
     assert len(evaluated) >= 2
 
 
 def test_a_resumed_program_goes_on_with_its_counts(tmp_path):
     described = experiment("impala", "heavy_env", unroll_length=8, batch_size=4)
-    first = train(described, run_dir=tmp_path / "run", stop_at=500)
+    first = run_experiment(described, run_dir=tmp_path / "run", stop_at=500)
     assert first.env_steps >= 500
     more = dataclasses.replace(described, steps=first.env_steps + 500)
-    again = train(more, run_dir=tmp_path / "run", resume=True)
+    again = run_experiment(more, run_dir=tmp_path / "run", resume=True)
     assert again.env_steps >= first.env_steps + 500
     assert again.learner_steps > first.learner_steps
     assert again.params_version > first.params_version
@@ -90,7 +91,7 @@ def test_a_program_that_is_stopped_says_that_all_is_saved_only_if_it_is(tmp_path
                     monkeypatch.setattr(Checkpointer, "save", fail)
                 os.kill(os.getpid(), signal.SIGINT)
 
-        return train(described, run_dir=tmp_path / "run", callbacks=[callback], resume=resume)
+        return run_experiment(described, run_dir=tmp_path / "run", callbacks=[callback], resume=resume)
 
     first = session(resume=False)
     assert first.signal == signal.SIGINT
@@ -139,9 +140,8 @@ def test_environments_are_shared_out_evenly_among_actors_and_their_pools():
 
 
 def test_of_one_environment_there_is_one_actor_unless_more_are_asked_for():
-    assert (
-        make_experiment("sac", "Pendulum-v1", topology="heavy_env").topology_config.num_actors == 1
-    )  # its preset has one
+    preset = make_experiment("sac", "Pendulum-v1", topology="heavy_env")
+    assert preset.topology_config.num_actors == preset.num_envs == 1
     assert make_experiment("sac", "Pendulum-v1", topology="heavy_env", num_envs=4).topology_config.num_actors == 2
     with pytest.raises(UsageError, match="num_envs=1 cannot be shared evenly by num_actors=2 .* or change num_actors"):
         make_experiment("sac", "Pendulum-v1", topology="heavy_env", num_actors=2)

@@ -7,8 +7,7 @@ import pytest
 
 import rlframe
 from rlframe.agents.recurrent import GRUConfig
-from rlframe.programs import evaluate, make_experiment
-from rlframe.programs import run_experiment as train
+from rlframe.programs import evaluate, make_experiment, run_experiment
 from rlframe.programs.experiment import Experiment
 from tests.programs.running import FOR_EACH_AGENT, RunningProgram, options_of
 from tests.programs.test_single_process import assert_same_arrays
@@ -26,9 +25,9 @@ def experiment(**fields) -> Experiment:
 @pytest.mark.system
 def test_a_run_may_be_stopped_and_resumed_and_its_policy_loaded(tmp_path):
     described = experiment()
-    whole = train(described, run_dir=tmp_path / "whole")
-    train(described, run_dir=tmp_path / "parts", stop_at=315)  # in the middle of an episode, and of a sequence
-    train(described, run_dir=tmp_path / "parts", resume=True)
+    whole = run_experiment(described, run_dir=tmp_path / "whole")
+    run_experiment(described, run_dir=tmp_path / "parts", stop_at=315)  # in the middle of an episode, and of a sequence
+    run_experiment(described, run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
     assert 0.8 * (600 - 88) / 8 <= whole.learner_steps <= 1.2 * (600 - 88) / 8
     assert evaluate(tmp_path / "whole", episodes=1)["return_mean"] == whole.return_mean
@@ -38,7 +37,7 @@ def test_a_run_may_be_stopped_and_resumed_and_its_policy_loaded(tmp_path):
 @pytest.mark.system
 def test_a_program_learns_at_the_ratio_that_the_agent_asks_for(tmp_path):
     described = experiment(topology="heavy_env", engine="threads", num_envs=4, steps=1_000)
-    result = train(described, run_dir=tmp_path / "run")
+    result = run_experiment(described, run_dir=tmp_path / "run")
     due = (result.env_steps - 100) / 8
     assert 0.7 * due <= result.learner_steps <= 1.3 * due
 

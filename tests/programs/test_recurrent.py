@@ -7,8 +7,7 @@ import pytest
 
 import rlframe
 from rlframe.agents.recurrent import GRUConfig
-from rlframe.programs import evaluate, make_experiment
-from rlframe.programs import run_experiment as train
+from rlframe.programs import evaluate, make_experiment, run_experiment
 from rlframe.programs.experiment import Experiment
 from tests.extras import needs
 from tests.programs.running import FOR_EACH_AGENT, ROOT, RunningProgram, options_of
@@ -39,9 +38,9 @@ def experiment(agent: str, **fields) -> Experiment:
 )
 def test_a_run_may_be_stopped_and_resumed_and_its_policy_loaded(agent, fields, tmp_path):
     described = experiment(agent, **fields)
-    whole = train(described, run_dir=tmp_path / "whole")
-    train(described, run_dir=tmp_path / "parts", stop_at=420)  # in the middle of episodes and sequences
-    train(described, run_dir=tmp_path / "parts", resume=True)
+    whole = run_experiment(described, run_dir=tmp_path / "whole")
+    run_experiment(described, run_dir=tmp_path / "parts", stop_at=420)  # in the middle of episodes and sequences
+    run_experiment(described, run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
     assert whole.learner_steps >= 12
     assert evaluate(tmp_path / "whole", episodes=1)["return_mean"] == whole.return_mean
@@ -53,7 +52,7 @@ def test_a_run_may_be_stopped_and_resumed_and_its_policy_loaded(agent, fields, t
 @pytest.mark.parametrize(("agent", "topology"), [("ppo", "heavy_env"), ("impala", "light_env")])
 def test_a_program_carries_the_state(agent, topology, tmp_path):
     described = experiment(agent, topology=topology, engine="threads")
-    assert train(described, run_dir=tmp_path / "run").learner_steps >= 8
+    assert run_experiment(described, run_dir=tmp_path / "run").learner_steps >= 8
 
 
 STEPS = 10_000

@@ -9,8 +9,7 @@ import pytest
 
 from rlframe.errors import UsageError
 from rlframe.learners import Checkpointer
-from rlframe.programs import make_experiment
-from rlframe.programs import run_experiment as train
+from rlframe.programs import make_experiment, run_experiment
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.replay import ReplayBuffer
 from tests.fakes import counting_agent
@@ -25,24 +24,24 @@ def damage(run_dir: pathlib.Path, step: int) -> None:
 
 def test_a_damaged_checkpoint_is_refused_and_an_older_one_gone_on_from_by_name(tmp_path):
     run_dir, described = tmp_path / "run", dqn(steps=600, checkpoint_every=100)
-    first = train(described, run_dir=run_dir)
+    first = run_experiment(described, run_dir=run_dir)
     *_, good, bad = Checkpointer(run_dir / "checkpoints").steps()
     damage(run_dir, bad)
     before = sorted(path.name for path in run_dir.rglob("*"))
     refusal = f"{run_dir}/checkpoints/{bad} is damaged: .* newest good one is {good}: --resume --resume-from {good} "
     with pytest.raises(UsageError, match=refusal):
-        train(described, run_dir=run_dir, resume=True)
+        run_experiment(described, run_dir=run_dir, resume=True)
     assert sorted(path.name for path in run_dir.rglob("*")) == before
     with pytest.raises(UsageError, match=rf"There is no checkpoint 1 in .*; there are .*{good}, {bad}\."):
-        train(described, run_dir=run_dir, resume=True, resume_from=1)
+        run_experiment(described, run_dir=run_dir, resume=True, resume_from=1)
 
-    second = train(described, run_dir=run_dir, resume=True, resume_from=good)
+    second = run_experiment(described, run_dir=run_dir, resume=True, resume_from=good)
     assert (second.env_steps, second.learner_steps) == (first.env_steps, first.learner_steps)
     assert second.params_version > first.params_version  # never again a version that somebody knows
     (aside,) = (run_dir / "aside").iterdir()
     assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == sorted([str(bad), "replay"])
     assert [path.name for path in (aside / "checkpoints" / "replay").iterdir()] == [str(bad)]
-    train(described, run_dir=tmp_path / "other")
+    run_experiment(described, run_dir=tmp_path / "other")
     assert_same_arrays(run_dir, tmp_path / "other")
 
 
@@ -81,7 +80,7 @@ def test_the_processes_of_a_program_are_not_started_on_a_damaged_checkpoint(tmp_
     checkpointer.close()
     damage(directory.path, 2)
     with pytest.raises(UsageError, match=re.escape("--resume-from 1")):
-        train(described, run_dir=directory.path, resume=True)
+        run_experiment(described, run_dir=directory.path, resume=True)
     damage(directory.path, 1)
     with pytest.raises(UsageError, match="No other one is good"):
-        train(described, run_dir=directory.path, resume=True)
+        run_experiment(described, run_dir=directory.path, resume=True)

@@ -18,8 +18,7 @@ from rlframe.engines.threads import InlineEngine
 from rlframe.errors import EnvError, NonFiniteLossError, UsageError
 from rlframe.learners.checkpoints import Checkpointer
 from rlframe.metrics import CallbackLogger, read_jsonl
-from rlframe.programs import evaluate, load_experiment, make_experiment
-from rlframe.programs import run_experiment as train
+from rlframe.programs import evaluate, load_experiment, make_experiment, run_experiment
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.parts import make_agent
@@ -90,7 +89,7 @@ def assert_same_arrays(run_dir, other) -> None:
 
 
 def test_a_run_leaves_everything_in_its_directory(tmp_path, learning_curves):
-    result = train(ppo(), run_dir=tmp_path / "run")
+    result = run_experiment(ppo(), run_dir=tmp_path / "run")
     assert 600 <= result.env_steps < 602
     assert 18 <= result.learner_steps <= 20  # 600 // 32, and what steps after an episode's end add
     assert result.params_version == result.learner_steps + 1
@@ -104,7 +103,7 @@ def test_a_run_leaves_everything_in_its_directory(tmp_path, learning_curves):
 def test_an_agent_that_logs_an_array_is_told_which(tmp_path):
     (tmp_path / "agent.py").write_text(LOGS_AN_ARRAY)
     with pytest.raises(UsageError, match=r"logs 'td_errors' as float32 of shape \(8,\); a log is one number"):
-        train(
+        run_experiment(
             make_experiment(f"{tmp_path}/agent.py:Logs", steps=400, min_replay_size=50, batch_size=8),
             run_dir=tmp_path / "run",
         )
@@ -122,7 +121,7 @@ class Logs(DQN):
 
 
 def test_rows_carry_what_happened_since_the_row_before(tmp_path):
-    train(ppo(log_every=100), run_dir=tmp_path / "run")
+    run_experiment(ppo(log_every=100), run_dir=tmp_path / "run")
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] // 100 for row in rows] == [1, 2, 3, 4, 5, 6, 6]
     assert "return_mean" in rows[-1] and "return_mean" not in rows[-2]
@@ -133,7 +132,7 @@ def test_rows_carry_what_happened_since_the_row_before(tmp_path):
 
 
 def test_all_batches_that_one_step_completes_are_learned_from(tmp_path):
-    result = train(impala(num_envs=16, unroll_length=4, batch_size=2), run_dir=tmp_path / "run")
+    result = run_experiment(impala(num_envs=16, unroll_length=4, batch_size=2), run_dir=tmp_path / "run")
     assert result.learner_steps >= result.env_steps // (16 * 4) * 8
 
 
@@ -153,7 +152,9 @@ def test_an_inline_queue_has_room_for_every_unroll(num_envs, batch_size, tmp_pat
 
 def test_a_callback_sees_every_row(tmp_path):
     seen = []
-    train(ppo(log_every=300), run_dir=tmp_path / "run", callbacks=[lambda info: seen.append((info.step, info.values))])
+    run_experiment(
+        ppo(log_every=300), run_dir=tmp_path / "run", callbacks=[lambda info: seen.append((info.step, info.values))]
+    )
     assert [step // 300 for step, _ in seen] == [1, 2, 2]
     assert seen[-1][1]["eval_episodes"] == 2 and "episodes" not in seen[-1][1]
 
@@ -161,19 +162,19 @@ def test_a_callback_sees_every_row(tmp_path):
 def test_what_shows_progress_gets_every_row_once_and_the_steps_between(tmp_path):
     rows = []
     progress = CallbackLogger(lambda step, values: rows.append(tuple(values)))
-    train(ppo(log_every=300), run_dir=tmp_path / "run", progress=progress)
+    run_experiment(ppo(log_every=300), run_dir=tmp_path / "run", progress=progress)
     assert sum("return_mean" in row for row in rows) == 1
     assert sum("episode_return" in row for row in rows) == 2
 
 
 def test_evaluations_come_at_their_interval_and_at_the_end(tmp_path):
-    train(ppo(eval_every=250), run_dir=tmp_path / "run")
+    run_experiment(ppo(eval_every=250), run_dir=tmp_path / "run")
     rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "return_mean" in row]
     assert [row["step"] // 50 for row in rows] == [5, 10, 12]
 
 
 def test_evaluate_repeats_the_evaluation_of_the_run(tmp_path):
-    result = train(ppo(), run_dir=tmp_path / "run")
+    result = run_experiment(ppo(), run_dir=tmp_path / "run")
     again = evaluate(tmp_path / "run", episodes=2)
     assert again["return_mean"] == result.return_mean
     assert again["params_version"] == result.params_version
@@ -183,7 +184,7 @@ def test_evaluate_repeats_the_evaluation_of_the_run(tmp_path):
 @pytest.mark.parametrize("make", [ppo, dqn, impala])
 def test_one_seed_gives_the_same_numbers_twice_and_another_does_not(make, tmp_path):
     for name, seed in [("a", 1), ("b", 1), ("c", 2)]:
-        train(make(seed=seed), run_dir=tmp_path / name)
+        run_experiment(make(seed=seed), run_dir=tmp_path / name)
     assert_same_arrays(tmp_path / "a", tmp_path / "b")
     with pytest.raises(AssertionError):
         assert_same_arrays(tmp_path / "a", tmp_path / "c")
@@ -194,11 +195,11 @@ def test_one_seed_gives_the_same_numbers_twice_and_another_does_not(make, tmp_pa
 )
 def test_a_stopped_and_resumed_run_is_bit_for_bit_one_that_was_not(make, tmp_path):
     described = make(anneal_learning_rate=True)
-    train(described, run_dir=tmp_path / "whole")
+    run_experiment(described, run_dir=tmp_path / "whole")
     # In the middle of an episode, of an unroll, of an n-step window.
-    stopped = train(described, run_dir=tmp_path / "parts", stop_at=215)
+    stopped = run_experiment(described, run_dir=tmp_path / "parts", stop_at=215)
     assert 215 <= stopped.env_steps < 218
-    whole = train(described, run_dir=tmp_path / "parts", resume=True)
+    whole = run_experiment(described, run_dir=tmp_path / "parts", resume=True)
     assert whole.env_steps == json.loads((tmp_path / "whole" / "result.json").read_text())["env_steps"]
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
     rows, others = (
@@ -213,54 +214,54 @@ def test_a_stopped_and_resumed_run_is_bit_for_bit_one_that_was_not(make, tmp_pat
 
 def test_a_resumed_run_in_environments_that_cannot_be_saved_goes_on_after_a_reset(tmp_path):
     described = dqn(env_type="envpool")
-    stopped = train(described, run_dir=tmp_path / "run", stop_at=200)
-    result = train(described, run_dir=tmp_path / "run", resume=True)
+    stopped = run_experiment(described, run_dir=tmp_path / "run", stop_at=200)
+    result = run_experiment(described, run_dir=tmp_path / "run", resume=True)
     assert result.env_steps >= 400 > stopped.env_steps
     assert result.learner_steps > stopped.learner_steps > 0
 
 
 def test_more_steps_on_resume_do_not_move_the_schedules(tmp_path):
     described = ppo(anneal_learning_rate=True)
-    train(described, run_dir=tmp_path / "run")
-    train(dataclasses.replace(described, steps=700), run_dir=tmp_path / "run", resume=True)
+    run_experiment(described, run_dir=tmp_path / "run")
+    run_experiment(dataclasses.replace(described, steps=700), run_dir=tmp_path / "run", resume=True)
     assert load_experiment(tmp_path / "run").topology_config.schedule_steps == 600
     rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "learning_rate" in row]
     assert rows[-1]["step"] > 650 and rows[-1]["learning_rate"] == 0.0
 
 
 def test_nothing_is_left_to_do_in_a_finished_run(tmp_path, capsys):
-    first = train(ppo(), run_dir=tmp_path / "run", notes={"preset": "ppo/cartpole"})
+    first = run_experiment(ppo(), run_dir=tmp_path / "run", notes={"preset": "ppo/cartpole"})
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json*")}
     progress = CallbackLogger(lambda step, values: None)
-    assert train(ppo(), run_dir=tmp_path / "run", resume=True, progress=progress) == first
+    assert run_experiment(ppo(), run_dir=tmp_path / "run", resume=True, progress=progress) == first
     assert f"Nothing is left to do: {tmp_path}/run reached its 600 steps." in capsys.readouterr().err
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json*")}
     assert after == before and json.loads(before[tmp_path / "run" / "config.json"])["notes"]["preset"] == "ppo/cartpole"
     assert first.env_steps > 600  # of which each call makes some more than are left
     beyond = dataclasses.replace(ppo(), steps=first.env_steps)
-    assert train(beyond, run_dir=tmp_path / "run", resume=True) == first
+    assert run_experiment(beyond, run_dir=tmp_path / "run", resume=True) == first
     (tmp_path / "run").rename(tmp_path / "moved")
     moved = dataclasses.replace(first, run_dir=str(tmp_path / "moved"))
-    assert train(ppo(), run_dir=tmp_path / "moved", resume=True) == moved
+    assert run_experiment(ppo(), run_dir=tmp_path / "moved", resume=True) == moved
 
 
 def test_a_finished_run_is_evaluated_again_with_other_options_of_the_evaluation(tmp_path):
-    first = train(ppo(), run_dir=tmp_path / "run")
-    again = train(ppo(eval_episodes=3), run_dir=tmp_path / "run", resume=True)
+    first = run_experiment(ppo(), run_dir=tmp_path / "run")
+    again = run_experiment(ppo(eval_episodes=3), run_dir=tmp_path / "run", resume=True)
     assert (again.env_steps, again.learner_steps, again.episodes) == (first.env_steps, first.learner_steps, 3)
 
 
 def test_a_directory_with_a_run_in_it_is_not_touched(tmp_path):
-    train(ppo(), run_dir=tmp_path / "run")
+    run_experiment(ppo(), run_dir=tmp_path / "run")
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     with pytest.raises(UsageError, match="exists already"):
-        train(ppo(), run_dir=tmp_path / "run")
+        run_experiment(ppo(), run_dir=tmp_path / "run")
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_run_that_cannot_begin_leaves_no_directory(tmp_path):
     with pytest.raises(UsageError, match="Did you mean 'CartPole-v1'"):
-        train(ppo(env="CartPol-v1"), run_dir=tmp_path / "run")
+        run_experiment(ppo(env="CartPol-v1"), run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -286,13 +287,13 @@ def test_an_environment_that_raises_ends_the_run_with_all_saved_until_then(tmp_p
     (tmp_path / "env.py").write_text(BREAKING_ENV.format(reward="reward"))
     described = ppo(env=f"{tmp_path}/env.py:make", log_every=100)
     with pytest.raises(EnvError, match="the simulator is gone"):
-        train(described, run_dir=tmp_path / "run")
+        run_experiment(described, run_dir=tmp_path / "run")
     before = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] // 100 for row in before] == [1, 2]
     updates = before[-1]["learner_steps"]
     assert updates >= 6
 
-    result = train(described, run_dir=tmp_path / "run", resume=True)
+    result = run_experiment(described, run_dir=tmp_path / "run", resume=True)
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert rows[:2] == before  # steps are counted on from where it ended
     assert [row["step"] // 100 for row in rows[2:]] == [3, 4, 5, 6, 6]
@@ -305,8 +306,8 @@ def test_a_run_that_failed_before_its_first_checkpoint_starts_again(tmp_path, ca
     (tmp_path / "env.py").write_text(once)
     described = ppo(env=f"{tmp_path}/env.py:make", log_every=100, check_finite=False)
     with pytest.raises(NonFiniteLossError, match="Nothing was saved before"):
-        train(described, run_dir=tmp_path / "run")
-    result = train(described, run_dir=tmp_path / "run", resume=True)
+        run_experiment(described, run_dir=tmp_path / "run")
+    result = run_experiment(described, run_dir=tmp_path / "run", resume=True)
     assert "ended before its first checkpoint: it starts again" in caplog.text
     assert 600 <= result.env_steps < 602
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
@@ -339,11 +340,11 @@ def test_a_run_that_is_killed_while_its_parts_are_made_can_be_resumed(tmp_path, 
     assert subprocess.run(command, timeout=240).returncode == -signal.SIGKILL
     experiment = load_experiment(tmp_path / "run")
     assert (experiment.topology_config.name, experiment.steps) == (topology, 200)
-    assert train(experiment, run_dir=tmp_path / "run", resume=True).env_steps >= 200
+    assert run_experiment(experiment, run_dir=tmp_path / "run", resume=True).env_steps >= 200
 
 
 def test_a_run_in_which_nothing_was_learned_says_so(tmp_path, caplog):
-    result = train(dqn(min_replay_size=500, steps=1000), run_dir=tmp_path / "run", stop_at=400)
+    result = run_experiment(dqn(min_replay_size=500, steps=1000), run_dir=tmp_path / "run", stop_at=400)
     assert result.learner_steps == 0
     assert f"No update was made in {result.env_steps} environment steps: the first one needs 504." in caplog.text
 
@@ -354,7 +355,7 @@ def test_an_answer_timeout_that_no_pool_reads_is_refused(tmp_path, env, kind):
     read_by = "envpool" if kind == "auto" else kind
     message = f"answer_timeout=60 is for the env_type thread or process: {read_by}, in a single process, does not read"
     with pytest.raises(UsageError, match=message):
-        train(described, run_dir=tmp_path / "run")
+        run_experiment(described, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -363,7 +364,7 @@ def test_an_answer_timeout_that_no_engine_reads_is_refused(tmp_path):
         "ppo", "CartPole-v1", topology="heavy_env", engine="threads", env_type="loop", answer_timeout=60.0
     )
     with pytest.raises(UsageError, match="answer_timeout=60 is for the env_type thread or process: loop"):
-        train(described, run_dir=tmp_path / "run")
+        run_experiment(described, run_dir=tmp_path / "run")
 
 
 RECORDING_ENV = """
@@ -388,10 +389,10 @@ def make():
 def test_a_resumed_run_without_its_replay_fills_a_new_one_in_environments_of_new_seeds(tmp_path, caplog):
     (tmp_path / "env.py").write_text(RECORDING_ENV.format(path=str(tmp_path / "seeds")))
     described = dqn(env=f"{tmp_path}/env.py:make", prioritised=False)
-    stopped = train(described, run_dir=tmp_path / "run", stop_at=200)
+    stopped = run_experiment(described, run_dir=tmp_path / "run", stop_at=200)
     for path in (tmp_path / "run" / "checkpoints" / "replay").iterdir():
         path.unlink()
-    result = train(described, run_dir=tmp_path / "run", resume=True)
+    result = run_experiment(described, run_dir=tmp_path / "run", resume=True)
     assert "learning waits until the buffer has filled again" in caplog.text
     assert 400 <= result.env_steps < 403
     assert stopped.learner_steps + 30 < result.learner_steps <= stopped.learner_steps + 40  # (200 - 50) / 4
@@ -404,12 +405,12 @@ def test_a_resumed_run_without_its_replay_fills_a_new_one_in_environments_of_new
 
 def test_a_replay_that_belongs_to_no_checkpoint_is_not_taken_for_a_later_one(tmp_path):
     described = dqn(checkpoint_every=100)
-    train(described, run_dir=tmp_path / "whole")
-    train(described, run_dir=tmp_path / "run", stop_at=150)
+    run_experiment(described, run_dir=tmp_path / "whole")
+    run_experiment(described, run_dir=tmp_path / "run", stop_at=150)
     # As after a crash between the replay of a later checkpoint and the checkpoint itself.
     (tmp_path / "run" / "checkpoints" / "replay" / "399").write_bytes(b"unfinished")
-    train(described, run_dir=tmp_path / "run", resume=True, stop_at=250)
-    train(described, run_dir=tmp_path / "run", resume=True)
+    run_experiment(described, run_dir=tmp_path / "run", resume=True, stop_at=250)
+    run_experiment(described, run_dir=tmp_path / "run", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "run")
 
 
@@ -417,7 +418,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_at_the_last_good_checkpoint(tmp_
     (tmp_path / "env.py").write_text(BREAKING_ENV.format(reward="float('nan') if Breaks.steps > 200 else reward"))
     described = ppo(env=f"{tmp_path}/env.py:make", checkpoint_every=100, check_finite=False)
     with pytest.raises(NonFiniteLossError, match=r"The last good checkpoint is .*/checkpoints/\d+"):
-        train(described, run_dir=tmp_path / "run")
+        run_experiment(described, run_dir=tmp_path / "run")
     assert all(np.isfinite(array).all() for array in saved_arrays(tmp_path / "run"))
 
 
@@ -425,7 +426,7 @@ def test_a_profile_accounts_for_the_whole_time(tmp_path):
     from rlframe.programs.training.profile import Profile
 
     profile = Profile()
-    train(ppo(), run_dir=tmp_path / "run", profile=profile)
+    run_experiment(ppo(), run_dir=tmp_path / "run", profile=profile)
     lines = {line.name: line for line in profile.lines()}
     assert sum(line.share for line in lines.values()) == pytest.approx(1.0, abs=0.02)
     assert lines["learner"].calls in (17, 18)  # the first one is compilation

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 import rlframe
-from rlframe.programs import evaluate, load_experiment
-from rlframe.programs import run_experiment as train
+from rlframe.programs import evaluate, load_experiment, run_experiment
 from tests.programs.test_single_process import assert_same_arrays, dqn
 
 WRAPPED = {"frame_stack": 3, "action_repeat": 2, "clip_rewards": 0.5}
@@ -14,9 +13,9 @@ WRAPPED = {"frame_stack": 3, "action_repeat": 2, "clip_rewards": 0.5}
 
 def test_wrappers_are_kept_with_the_run_and_returns_are_of_true_rewards(tmp_path):
     described = dqn(**WRAPPED)
-    whole = train(described, run_dir=tmp_path / "whole")
-    train(described, run_dir=tmp_path / "parts", stop_at=215)  # in the middle of an episode
-    train(load_experiment(tmp_path / "parts"), run_dir=tmp_path / "parts", resume=True)
+    whole = run_experiment(described, run_dir=tmp_path / "whole")
+    run_experiment(described, run_dir=tmp_path / "parts", stop_at=215)  # in the middle of an episode
+    run_experiment(load_experiment(tmp_path / "parts"), run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
     # One policy stacks the frames itself, the other acts on what a pool has stacked.
     single, batched = rlframe.load(tmp_path / "whole"), rlframe.load(tmp_path / "whole")

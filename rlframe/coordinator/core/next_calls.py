@@ -64,14 +64,20 @@ def _call_running(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
         job.call(worker, task, "get_data", GetData())
     elif task.kind == "learn" and task.drawing is None and evaluations.needs_save(job, task):
         job.call(worker, task, "learn", Learn(0, save=True))
-    elif job.paused or job.now < task.again_at:
-        pass  # `workers.check_all` asks again
-    elif task.kind == "learn" and (job.ending is not None or evaluations.holds_learner(job, task)):
-        pass  # the same
+    elif _must_wait(job, task):
+        return  # `workers.check_all` makes this call again
     elif task.kind == "collect":
         job.call(worker, task, "get_data", GetData(seconds=job.limits.slice))
     elif task.drawing is None:
         job.call(worker, task, "data_demand")
+
+
+def _must_wait(job: TrainingJob, task: Task) -> bool:
+    return (
+        job.paused
+        or job.now < task.again_at
+        or (task.kind == "learn" and (job.ending is not None or evaluations.holds_learner(job, task)))
+    )
 
 
 def _close_task(job: TrainingJob, worker: KnownWorker, task: Task) -> None:

@@ -144,7 +144,7 @@ class ProgramSupervisor(Supervisor):
             self._terminate(slot)
 
     def _note_unsaved(self, slot: Slot, reason: str, last_words: str) -> None:
-        self._unsaved = f"The node {slot.name} {reason}: what it had not saved is lost.{last_words}"
+        self._unsaved = f"The node {slot.name} {reason}: its unsaved work is lost.{last_words}"
 
     def _on_signal(self, number: int) -> None:
         self._events.put(self._stop if number == STOP_SIGNAL else functools.partial(self._signalled, number))

@@ -27,8 +27,8 @@ EXIT_PERMANENT = 4  # the exit code of a process that would fail again after a r
 class GroupRules:
     """The rules for the nodes of one group (label) of a program."""
 
-    # How often each node may die and be started again, at the same address. The default is for programs of any kind,
-    # whose nodes may not bear a restart; the nodes of our topologies do (`NodeOptions.max_restarts`).
+    # Each node is started again, at the same address, until it has died more often than this. The default suits any
+    # program, since its nodes may not bear a restart; those of our topologies do (`NodeOptions.max_restarts`).
     max_restarts: int = 0
     decides: bool = False  # the program is over, and well, when the nodes of all such groups have ended well
     saves: bool = False  # when they end: a program that is stopped has ended well only if these nodes have

@@ -92,7 +92,7 @@ class StrictRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, fields: Any) -> Any:
-        """Leave out fields that ask for nothing. Raise `RefusedError` for those that ask for what is not offered."""
+        """Leave out fields that ask for nothing. Raise `RefusedError` for a field that this server does not offer."""
         if not isinstance(fields, dict):
             return fields
         kept = {}

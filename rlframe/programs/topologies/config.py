@@ -205,7 +205,7 @@ class GameConfig(TopologyConfig):
 
     @property
     def replay_kind(self) -> str:
-        """Where experience lies: local, shared_memory, service, reverb, or a class of the user's own."""
+        """The replay's kind: local, shared_memory, service, reverb, or the name of a user's class."""
         return self.replays[0] if self.replay == "auto" else self.replay
 
     def check(self, experiment: Experiment) -> None:

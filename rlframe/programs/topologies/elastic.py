@@ -129,7 +129,7 @@ def add_elastic_replay(engine: Engine, session: Session) -> Any:
     # Each collector keeps its share of the steps as if there were num_actors of them: few keep as many as they do in
     # another topology, and many keep more.
     capacity = replay_capacity(session.agent.replay_spec, experiment) * most // config.num_actors
-    # So far ahead that a learner finds as many batches as it is granted.
+    # Writers may be far enough ahead that a learner finds all the batches it is granted.
     ahead = most * experiment.envs_per_actor, Limits.grant
     if config.replay_kind == "reverb":
         from rlframe.replay.reverb import ReverbReplayBuffer

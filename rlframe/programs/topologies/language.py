@@ -141,7 +141,7 @@ def make_learner(session: Session) -> Any:
         )
     cfg = LearnerConfig(
         seed=experiment.seed,
-        max_learner_steps=session.until,  # whatever becomes of the monitor, which ends the program
+        max_learner_steps=session.until,  # a limit even if the monitor, which ends the program, fails
         ends_program=False,
         checkpoint_dir=str(session.directory.checkpoints),
         checkpoint_every=experiment.checkpoint_every or experiment.steps,

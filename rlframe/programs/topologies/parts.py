@@ -53,7 +53,7 @@ def env_builder(experiment: Experiment) -> functools.partial[Any]:
 
 
 def check_answer_timeout(experiment: Experiment) -> None:
-    """Raise UsageError for an answer_timeout where neither the pool nor the engine sees environments hang."""
+    """Raise UsageError if an answer_timeout is set that neither the pool nor the engine reads."""
     config, default = experiment.topology_config, GameConfig.answer_timeout
     value = getattr(config, "answer_timeout", default)
     if value == default or "hang_timeout" in config.engine_class.options:

@@ -50,11 +50,8 @@ class GameMonitor(Monitor):
         self._evaluations.stop()
 
     def _warn_of_missing_updates(self) -> None:
-        made, spec, num_envs = (
-            self._learned["learner_steps"],
-            self._session.agent.replay_spec,
-            self._experiment.num_envs,
-        )
+        made, num_envs = self._learned["learner_steps"], self._experiment.num_envs
+        spec = self._session.agent.replay_spec
         warn_if_none(spec, made, self.step, num_envs)
         if spec.samples_per_insert is not None and 0 < made < least_updates(spec, self.step, num_envs):
             _log.warning(

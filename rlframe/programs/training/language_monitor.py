@@ -85,7 +85,7 @@ class LanguageMonitor(Monitor):
             self._pause("the policy server had taken over the last version")
 
     def _ask_for_evaluation(self, *, final: bool) -> Logs:
-        """Have the first environment evaluate, and return the values."""
+        """Ask the first environment to evaluate, and return the values."""
         # From the clock: a number that an earlier monitor has used would name an earlier evaluation.
         number, deadline = time.time_ns(), time.monotonic() + _EVALUATE_WITHIN
         while time.monotonic() < deadline:

@@ -199,7 +199,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         return -(-(least - self._drawn.size) // self._block)
 
     def keep(self, drawn: list[Any]) -> None:
-        """Note what was drawn, for `take`."""
+        """Keep drawn items for `take`."""
         with self._read_lock:
             self._drawn.put(drawn)
 
@@ -215,9 +215,9 @@ class ReverbReplayBuffer(BaseReplayBuffer):
     def make_dataset(self, prefetch: int = 2, timeout: float | None = None, threads: int = 2) -> Dataset:
         """Return an endless iterator of batches, `prefetch` of which a thread draws ahead, beside Reverb itself.
 
-        Items come by `threads` of Reverb's samplers at once, those of a queue by one. What was drawn ahead from a queue
-        and not read goes with the dataset. Each `next` waits at most `timeout` seconds for its batch; None: see
-        `Dataset`. Close the dataset (or the buffer) to end it; any thread may.
+        Items come by `threads` of Reverb's samplers at once, those of a queue by one. Items that were drawn ahead from
+        a queue and not read are lost with the dataset. Each `next` waits at most `timeout` seconds for its batch; None:
+        see `Dataset`. Close the dataset (or the buffer) to end it; any thread may.
         """
         self._connect()
         dataset = ReverbDataset(self, self._connection, prefetch, timeout, threads)
@@ -290,7 +290,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             raise CheckpointError(f"The replay at {self._connection.address} could not be saved: {error}.") from error
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Make sure that the server holds what it held when `save` was called, or went on from there.
+        """Check that the server has read the checkpoint of this `save`, or has run on since.
 
         A Reverb server reads its latest checkpoint when it starts, and at no other time.
 
@@ -311,7 +311,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             )
 
     def close(self) -> None:
-        """End the datasets and every call that waits. The server goes on."""
+        """End the datasets and every call that waits. The server keeps running."""
         self._connection.closed.set()
         super().close()
         self._writer.close()

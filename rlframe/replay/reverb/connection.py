@@ -140,7 +140,7 @@ class ReverbConnection:
         return self.call("checkpoint", lambda: self.client.Checkpoint())
 
     def call(self, name: str, function: Callable[[], Any]) -> Any:
-        """Run a call that has no deadline of its own; repeat it while the server cannot be reached."""
+        """Run a call within a deadline, which Reverb's lack; repeat it while the server cannot be reached."""
         began, result = time.monotonic(), []
         while True:
             self.info(name)
@@ -167,7 +167,7 @@ class ReverbConnection:
     def _within(self, seconds: float, function: Callable[[], Any]) -> bool:
         """Run `function` in a thread for up to `seconds`, or until the buffer is closed.
 
-        Returns whether it ended. Raises what it raised.
+        Returns True if it ended. Raises its exceptions.
         """
         raised: list[BaseException] = []
 
@@ -216,7 +216,7 @@ class ReverbInserter:
         Args:
             arrays: of the shape and dtype of the table's signature.
             priority: of all of them.
-            stop: ends the waiting. What was not confirmed is sent on all the same, until this is closed.
+            stop: ends the waiting. Unconfirmed items are still sent, until this is closed.
 
         Raises:
             StoppedError: `stop` was set.

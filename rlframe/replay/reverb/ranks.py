@@ -46,7 +46,7 @@ class RankRegistry:
     def claim(self, rank: int | None) -> tuple[int, int]:
         """Return the (rank, incarnation) that nobody but the caller holds.
 
-        A claim that failed, since the server had gone, may be repeated: it goes on where it was.
+        A claim that failed because the server had gone may be repeated, and continues.
         """
         pauses = retry.pauses(0.05, 2.0, self._patience, since=time.monotonic(), jitter=1.0)
         with self._lock:
@@ -84,13 +84,13 @@ class RankRegistry:
             self._append(entry)
 
     def watch(self, tables: dict[str, Any]) -> None:
-        """Write again what the server has forgotten, where its counters say that it has lost something.
+        """Write lost entries again, if the server's counters say that it has lost some.
 
         Args:
             tables: what the server says of them now.
 
         Raises:
-            PeerError: another writer has claimed a rank of this process meanwhile.
+            PeerError: another writer has claimed a rank of this process since.
         """
         counters = [inserted(table) for _, table in sorted(tables.items())]
         with self._lock:

@@ -58,7 +58,7 @@ class ReverbTables:
             "prioritised": lambda: selectors.Prioritized(spec.priority_exponent),
             "queue": selectors.Fifo,
         }[spec.kind]()
-        # What the rows hold stands in the signature's name, which each client compares with what it expects.
+        # The signature's name describes the fields of a row; each client compares it with its own.
         signature = {"rows": tf.TensorSpec((self.block, rows.nbytes), tf.uint8, name=rows.description)}
         items = reverb.Table(
             REPLAY,

@@ -28,7 +28,7 @@ class ReverbWriter:
     """The writing side of `ReverbReplayBuffer`, which documents the methods. Any thread may call it.
 
     Args:
-        agent: what is learned from.
+        agent: the specs of the agent.
         connection: to the server.
         registry: of the ranks of all processes.
         rows: how an item is packed.
@@ -110,7 +110,7 @@ class ReverbWriter:
         self._stops[rank].set()
 
     def close(self) -> None:
-        """Give up what was not confirmed; the connection is closed already."""
+        """Give up unconfirmed items. The connection is closed already."""
         with self._lock:
             if self._inserter is not None:
                 self._inserter.close()

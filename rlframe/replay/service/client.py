@@ -246,7 +246,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
         """Add one step of the environments `env_ids`; see `ReplayWriter`. It may wait; see the class.
 
         Raises:
-            StoppedError: it was told to, by `end_waits`, or the rank was claimed anew, or the buffer is closed.
+            StoppedError: `end_waits` was called, or the rank was claimed again, or the buffer is closed.
         """
         check_added(env_ids, step)
         if self._closed:
@@ -303,7 +303,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
         return None
 
     def _order(self) -> Iterator[int]:
-        """Return the shards, as they are to be asked until one has a batch."""
+        """Return the shards in the order in which to ask them for a batch."""
         count = len(self._handles)
         if count == 1:
             return iter([0])
@@ -333,7 +333,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
         return {name: sum(each[name] for each in found) for name in found[0]}
 
     def close(self) -> None:
-        """End the datasets and every call that waits. The services go on."""
+        """End the datasets and every call that waits. The services keep running."""
         super().close()
         for outbox in self._writers.by_rank.values():
             outbox.close()

@@ -70,7 +70,7 @@ class Stage:
             rows[0] = leaf
 
     def takes(self, env_ids: np.ndarray, step: Step) -> bool:
-        """Return whether a step goes on from the last one, and there is room."""
+        """Return True if a step follows the last one, and there is room."""
         follows = self._next is step.timestep or self._next is None
         return follows and self.count < self._size and env_ids.tobytes() == self._id_bytes
 
@@ -254,7 +254,7 @@ class ReplayService:
         """Draw a batch, or return None while there is too little.
 
         Args:
-            reader: a number of its own.
+            reader: the number of this reader.
             number: of the draw, which rises by one with each batch that came: the same one gets the same batch.
             wait: seconds to wait for enough to be there, half a second at most.
         """

@@ -125,7 +125,7 @@ class Block:
         """Hold the lock of claims, which one process has at a time."""
         overdue = RlframeError(
             f"A process has held the claims of the shared replay buffer for {_CLAIM_TIMEOUT:.0f} s: it was stopped "
-            "(SIGSTOP) while it claimed a rank. Let it go on, or kill it."
+            "(SIGSTOP) while it claimed a rank. Continue it (SIGCONT), or kill it."
         )
         return self._shared.lock(_CLAIM_TIMEOUT, overdue)
 
@@ -200,7 +200,7 @@ def entries(starts: np.ndarray) -> np.ndarray:
 def segment_sizes(spec: ReplaySpec, num_writers: int, num_envs: int) -> tuple[int, int]:
     """Return (slots, chunk) of a segment that keeps its share of the capacity, for a writer of `num_envs`.
 
-    A segment of a queue holds what `sample` asks for by itself, so that no other writer must move for it to go on.
+    A segment of a queue holds what `sample` asks for by itself, so that no writer waits for another one.
     """
     share = -(-spec.capacity // num_writers)
     if spec.kind == "queue":
@@ -218,7 +218,7 @@ def segment_rows(spec: ReplaySpec, num_writers: int, max_envs: int) -> int:
 
 
 def lay_out(memory: Block, rank: int, spec: ReplaySpec, num_envs: int) -> None:
-    """Fit a segment to a writer of `num_envs` environments; one that holds something stays as it is."""
+    """Fit a segment to a writer of `num_envs` environments; one that holds items is left unchanged."""
     header = memory.headers[rank]
     if memory.cursors_of(rank).head == 0:
         header[SLOTS], header[CHUNK] = segment_sizes(spec, memory.num_writers, num_envs)

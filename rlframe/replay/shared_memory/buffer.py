@@ -261,7 +261,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             saving.save(path, self._view().memory, sampler, self.spec)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Go on with what was saved, in the sampler's process and before writers add.
+        """Continue from a saved buffer, in the sampler's process and before writers add.
 
         A learner that was restarted while the buffer lived on finds its items there: it gets their priorities back.
 

@@ -110,7 +110,7 @@ class Sampler:
 
     @property
     def is_sampled_elsewhere(self) -> bool:
-        """Whether another process samples, or did: then the counters in shared memory are the buffer's."""
+        """True if another process samples, or did: then the buffer's counters are those in shared memory."""
         return not self.is_sampler and self._control[block.SAMPLER_PID] != 0
 
     def sample(self) -> Batch | None:
@@ -159,7 +159,7 @@ class Sampler:
         return count, forgot > 0
 
     def forget_before(self, version: int) -> None:
-        """Drop the items of a queue that a version below `version` acted in, those that are to come too."""
+        """Drop the items of a queue that a version below `version` acted in, now and when they come."""
         self._oldest = max(self._oldest, version)
         self.reader.sync()
         self.publish(self.reader.store.forget_before(self._oldest) > 0)
@@ -206,7 +206,7 @@ class Sampler:
         )
 
     def publish(self, has_drawn: bool) -> None:
-        """Tell writers and other processes what was sampled, and wake the writers that wait for it."""
+        """Publish the counters of sampling, and wake the writers that wait for them."""
         control, table = self._control, self.reader.table
         if not has_drawn and not self._writers_wait():
             return

@@ -267,7 +267,7 @@ class SegmentReader:
         return dict(enumerate(counts.tolist()))
 
     def publish_needs(self, unfinished: np.ndarray) -> bool:
-        """Tell the writers of a queue what they must not overwrite yet. Return whether that is less than before.
+        """Tell the writers of a queue which items they must keep. Return True if these are fewer than before.
 
         Args:
             unfinished: items that were drawn, and are still to be read.

@@ -84,20 +84,18 @@ class _Encoding(NamedTuple):
     encode: Callable[[Any], bytes]
 
 
-_JSON = _Encoding(
-    structure=WireGroup,
-    group=msgspec.json.Decoder(TextGroup).decode,
-    members=msgspec.json.Decoder(dict[str, Raw]).decode,
-    items=msgspec.json.Decoder(list[Raw]).decode,
-    encode=msgspec.json.Encoder().encode,
-)
-_PACKED = _Encoding(
-    structure=PackedGroup,
-    group=msgspec.msgpack.Decoder(PackedGroup).decode,
-    members=msgspec.msgpack.Decoder(dict[str, Raw]).decode,
-    items=msgspec.msgpack.Decoder(list[Raw]).decode,
-    encode=msgspec.msgpack.Encoder().encode,
-)
+def _encoding(module: Any, structure: type[Struct], group: Any) -> _Encoding:
+    return _Encoding(
+        structure,
+        group=module.Decoder(group).decode,
+        members=module.Decoder(dict[str, Raw]).decode,
+        items=module.Decoder(list[Raw]).decode,
+        encode=module.Encoder().encode,
+    )
+
+
+_JSON = _encoding(msgspec.json, WireGroup, TextGroup)
+_PACKED = _encoding(msgspec.msgpack, PackedGroup, PackedGroup)
 _decode_numbers = msgspec.json.Decoder(JsonGroup).decode  # of JSON, whose arrays `_JSON.group` leaves as text
 
 

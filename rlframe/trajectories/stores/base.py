@@ -107,7 +107,7 @@ def check_range(after: int, first: int | None, last: int, name: str) -> None:
 
 
 class UnlimitedStore:
-    """The part of `Store` about room, for a store that has no disk of its own to look at."""
+    """The part of `Store` about room, for a store without a disk."""
 
     def room(self) -> None:
         return None

@@ -18,8 +18,7 @@ import httpx
 from rlframe.cli import main
 from rlframe.coordinator.control.address import read_control
 from rlframe.engines.base import node_status
-from rlframe.programs import make_experiment
-from rlframe.programs import run_experiment as train
+from rlframe.programs import make_experiment, run_experiment
 from rlframe.programs.run_dir.control import Control, RunTarget, serve_control_of
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.run_dir.lock import RunLock
@@ -152,7 +151,7 @@ def test_a_single_process_serves_while_it_trains(tmp_path):
             return http.get("/status").json()["job"]
 
     described = make_experiment("dqn", steps=300, num_envs=2, log_every=100, eval_episodes=1, min_replay_size=100)
-    train(described, run_dir=tmp_path / "run", callbacks=[look], control=Control())
+    run_experiment(described, run_dir=tmp_path / "run", callbacks=[look], control=Control())
     assert seen[0]["state"] == "RUNNING" and seen[0]["topology"] == "single_process"
     assert not (tmp_path / "run/control.json").exists()
 

@@ -9,8 +9,7 @@ import pytest
 
 from rlframe.cli import main
 from rlframe.errors import ProgramError
-from rlframe.programs import make_experiment
-from rlframe.programs import run_experiment as train
+from rlframe.programs import make_experiment, run_experiment
 from rlframe.programs.run_dir.directory import Result, RunDir
 from rlframe.programs.run_dir.lock import RunLock, holder_of
 from rlframe.programs.run_dir.status import StatusFile, StatusReader
@@ -102,7 +101,7 @@ def test_a_single_process_has_a_status_while_it_runs_and_after(tmp_path, capsys)
     seen = []
     described = make_experiment("dqn", steps=300, num_envs=1, log_every=100, eval_episodes=1, min_replay_size=100)
     look = lambda *_: seen.append(StatusReader(tmp_path / "run")())  # noqa: E731
-    train(described, run_dir=tmp_path / "run", callbacks=[look])
+    run_experiment(described, run_dir=tmp_path / "run", callbacks=[look])
     assert {one["job"]["state"] for one in seen} == {"RUNNING"} and seen[0]["job"]["topology"] == "single_process"
     assert [one["worker_id"] for one in seen[0]["workers"]] == ["train"]
     assert main(["status", str(tmp_path / "run")]) == 0

@@ -229,8 +229,7 @@ def test_a_function_that_takes_no_info_is_refused_before_the_run(tmp_path):
 
 @pytest.mark.parametrize("place", ["single_process", "threads"])
 def test_a_tracker_that_fails_does_not_end_a_run(tmp_path, caplog, place):
-    from rlframe.programs import make_experiment
-    from rlframe.programs import run_experiment as session
+    from rlframe.programs import make_experiment, run_experiment
 
     class Broken:
         def write(self, step, values):
@@ -242,7 +241,7 @@ def test_a_tracker_that_fails_does_not_end_a_run(tmp_path, caplog, place):
     where = {} if place == "single_process" else {"topology": "heavy_env", "engine": "threads"}
     fields = {"steps": 300, "num_envs": 4, "env_type": "loop", "network": "mlp", "eval_episodes": 1, "log_every": 100}
     described = make_experiment("impala", preset="none", unroll_length=8, batch_size=4, **fields, **where)
-    result = session(described, run_dir=tmp_path / "run", open_loggers=lambda path: [Broken()])
+    result = run_experiment(described, run_dir=tmp_path / "run", open_loggers=lambda path: [Broken()])
     assert result.return_mean is not None
     said = [record.getMessage() for record in caplog.records if "the tracker is away" in record.getMessage()]
     assert said == ["A row of the logs is lost: OSError: the tracker is away"]

@@ -49,7 +49,7 @@ def make_env(gate=None):
 """
 
 
-def make_run(tmp_path: pathlib.Path, **fields: Any) -> Session:
+def make_session(tmp_path: pathlib.Path, **fields: Any) -> Session:
     (tmp_path / "env.py").write_text(ENV)
     values = {"network": "mlp", "network_config": MLPConfig((16,)), "env_type": "loop", "num_envs": 2, **fields}
     values |= {"eval_episodes": 2, "eval_env_kwargs": {"gate": str(tmp_path / "gate")}, "topology": "heavy_env"}
@@ -123,7 +123,7 @@ def running(monitor: GameMonitor) -> Iterator[threading.Thread]:
 @pytest.mark.system
 @pytest.mark.parametrize("learns_on", [False, True])
 def test_what_is_evaluated_is_what_was_saved_though_the_learner_dies_meanwhile(tmp_path, learns_on):
-    session = make_run(tmp_path, steps=200)
+    session = make_session(tmp_path, steps=200)
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(Node(session))
         wait_until(lambda: first.learner.learner_steps > 0)
@@ -153,7 +153,7 @@ def test_what_is_evaluated_is_what_was_saved_though_the_learner_dies_meanwhile(t
 
 
 def test_a_learner_that_did_not_keep_up_is_named(tmp_path, caplog):
-    session = make_run(tmp_path, steps=100_000)
+    session = make_session(tmp_path, steps=100_000)
     (tmp_path / "gate").touch()
     with Node(session) as node:
         wait_until(lambda: node.learner.learner_steps > 0)
@@ -168,7 +168,7 @@ def test_a_learner_that_did_not_keep_up_is_named(tmp_path, caplog):
 
 
 def test_an_evaluation_that_was_under_way_when_a_monitor_died_is_made_by_the_next(tmp_path):
-    session = make_run(tmp_path, steps=100_000, eval_every=300)
+    session = make_session(tmp_path, steps=100_000, eval_every=300)
     with Node(session) as node:
         with running(GameMonitor(session, node.learner, [StoppedActor(350)])):
             wait_until((tmp_path / "reached").exists)
@@ -182,7 +182,7 @@ def test_an_evaluation_that_was_under_way_when_a_monitor_died_is_made_by_the_nex
 
 def test_a_monitor_that_has_just_restarted_says_nothing_of_a_learner_that_it_has_not_heard(tmp_path):
     """Its version would fall to 0."""
-    session = make_run(tmp_path, steps=100_000, log_every=100)
+    session = make_session(tmp_path, steps=100_000, log_every=100)
     path = RunDir(session.path).metrics
     with socket.socket() as silent:
         silent.bind(("localhost", 0))  # and nothing listens there
@@ -215,7 +215,7 @@ class LedActor(StoppedActor):
 
 @pytest.mark.system
 def test_actors_are_let_go_as_far_as_the_run_goes_whoever_of_them_is_silent(tmp_path):
-    session = make_run(tmp_path, steps=200)
+    session = make_session(tmp_path, steps=200)
     (tmp_path / "gate").touch()
     quick, silent = LedActor(), StoppedActor(20)
     silent.allow = lambda *_: {**StoppedActor(20).allow(0, 0), "rank": 1}  # it is heard, and takes nothing

@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 
 from rlframe.metrics import read_jsonl
-from rlframe.programs import make_experiment
-from rlframe.programs import run_experiment as train
+from rlframe.programs import make_experiment, run_experiment
 
 FIELDS = {"preset": "none", "steps": 3000, "num_envs": 4, "env_type": "loop", "network": "mlp", "eval_episodes": 1}
 
 
 def columns(path, **topology):
     experiment = make_experiment("dqn", min_replay_size=100, log_every=500, **FIELDS, **topology)
-    train(experiment, run_dir=path)
+    run_experiment(experiment, run_dir=path)
     rows = read_jsonl(path / "metrics.jsonl")
     training = [set(row) for row in rows if "steps_per_second" in row]
     (evaluation,) = [set(row) for row in rows if "steps_per_second" not in row]

@@ -10,7 +10,7 @@ import pytest
 from rlframe.cli.main import main
 from rlframe.errors import UsageError
 from rlframe.programs.options.experiments import make_experiment
-from rlframe.programs.runner import run_experiment as train
+from rlframe.programs.runner import run_experiment
 from rlframe.programs.topologies.parts import make_agent
 from rlframe.programs.training.updates import check_updates, first_update, least_updates
 from rlframe.types import ReplaySpec, Sequence, Transition
@@ -55,10 +55,10 @@ def test_a_run_makes_as_many_updates_as_were_said(agent, fields, tmp_path):
     said = re.fullmatch(SAID, check_updates(described, make_agent(described)))
     assert said is not None
     updates, _, first = (int(number.replace(",", "")) for number in said.groups())
-    result = train(described, run_dir=tmp_path / "run")
+    result = run_experiment(described, run_dir=tmp_path / "run")
     # Steps whose action is ignored are not counted, and some of them end items.
     assert updates <= result.learner_steps <= 1.2 * updates + 1
-    before = train(described, run_dir=tmp_path / "before", stop_at=int(0.8 * first))
+    before = run_experiment(described, run_dir=tmp_path / "before", stop_at=int(0.8 * first))
     assert before.learner_steps == 0
 
 
@@ -99,8 +99,8 @@ def test_a_recurrent_agent_of_fewer_environments_than_minibatches_is_refused(tmp
 
 def test_a_session_that_stops_before_the_first_update_is_not(tmp_path):
     described = make_experiment("ppo", preset="none", num_envs=2, unroll_length=64, steps=256, eval_episodes=1)
-    assert train(described, run_dir=tmp_path / "run", stop_at=32).learner_steps == 0
-    assert train(described, run_dir=tmp_path / "run", resume=True).learner_steps == 2
+    assert run_experiment(described, run_dir=tmp_path / "run", stop_at=32).learner_steps == 0
+    assert run_experiment(described, run_dir=tmp_path / "run", resume=True).learner_steps == 2
 
 
 QUIET_NETWORK = """

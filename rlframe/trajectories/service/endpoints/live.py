@@ -118,7 +118,7 @@ async def previews(request: Request, count: Annotated[int, Query(ge=1, le=LATEST
 
 
 async def read_families(service: Service) -> Iterator[Metric]:
-    """Return the state of all runs as metrics, read at once: on the event loop nothing changes meanwhile."""
+    """Return the state of all runs as metrics, read without an await, so that nothing changes in between."""
     runs = service.runs
     return families(_of_service(service), {run: _report(service, run, 0, runs) for run in runs})
 
