@@ -16,8 +16,8 @@ What happens then under the engine `local`, whose nodes are processes (folder `s
   prints, and hears of its end.
 - Restart. The actor dies, or is killed because it hangs. `ProgramSupervisor._decide_after_exit` starts it again
   after the pause of `Backoff`, or, after too many deaths, ends the program with an error. Its handle stays valid.
-- End. The learner's `run()` returns: its group is the one that decides (`deciding_group`). The supervisor sends
-  SIGTERM to all others, and SIGKILL after `grace_seconds`. `run` returns, or raises `ProgramError`.
+- End. The learner's `run()` returns: its group has the rule `ends_program` (`base.py: rules_by_group`). The
+  supervisor sends SIGTERM to all others, and SIGKILL after `grace_seconds`. `run` returns, or raises `ProgramError`.
 
 Other engines differ in where a node is:
 

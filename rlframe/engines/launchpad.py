@@ -14,11 +14,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from rlframe import extras, handles
-from rlframe.engines.base import GRACE, EngineOptions, ResourceEngine, Watch, pick_free_port, warn_of_open_ports
+from rlframe.engines.base import (
+    GRACE,
+    EngineOptions,
+    GroupRules,
+    ResourceEngine,
+    Watch,
+    pick_free_port,
+    rules_by_group,
+    warn_of_open_ports,
+)
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.node_main import pickle_node, program_processes
-from rlframe.engines.supervision.program import STOP_SIGNAL, ProgramSupervisor, group_rules
-from rlframe.engines.supervision.running import GroupRules
+from rlframe.engines.supervision.program import STOP_SIGNAL, ProgramSupervisor
 from rlframe.errors import UsageError, suggest
 from rlframe.interprocess.heartbeat import TIMEOUT
 from rlframe.interprocess.phases import STARTING
@@ -77,7 +85,7 @@ class LaunchpadEngine(ResourceEngine):
         with self._resources:
             return launch(
                 self.program,
-                group_rules(self.groups, self._options),
+                rules_by_group(self.groups, self._options),
                 ports=self._ports,
                 logs=self._options.logs,
                 output=self._options.output,
@@ -104,15 +112,15 @@ def launch(
 ) -> int | None:
     """Run every node of a program as a process, and return when it is over.
 
-    It is over when the nodes of the groups that decide have ended, when all nodes have, when a node calls
-    `lp.stop()`, or on Ctrl-C, SIGTERM and SIGHUP (unless that is ignored). Every process gets SIGTERM then
+    It is over when the nodes of the groups with the rule `ends_program` have ended, when all nodes have, when a node
+    calls `lp.stop()`, or on Ctrl-C, SIGTERM and SIGHUP (unless that is ignored). Every process gets SIGTERM then
     (`lp.stop_event()` is set) and is killed after `grace` seconds. No process outlives the caller.
 
     One line at the start names the nodes that listen: Courier and Reverb do so on all interfaces (SECURITY.md).
 
     Args:
         program: a `launchpad.Program`.
-        rules: by group label; a group without one has no restarts and decides nothing.
+        rules: by group label; a group without one has no restarts and does not end the program.
         output: where the nodes' lines go; stderr.
         ports: by group label, that of the group's first node (the next ones follow); others are picked.
         logs: the directory in which they are kept, too; None: they are not kept.
@@ -125,8 +133,8 @@ def launch(
         The number of the signal that ended the program, or None where it ended by itself.
 
     Raises:
-        ProgramError: a node failed for good, or one that `saves` while the program was stopped; the message names it
-            and has its traceback. A second Ctrl-C kills those that have not ended.
+        ProgramError: a node failed for good, or, with the rule `must_save`, while the program was stopped; the message
+            names it and has its traceback. A second Ctrl-C kills those that have not ended.
         UsageError: the rules are of a group that the program has not, or a node cannot be pickled.
     """
     rules = rules or {}

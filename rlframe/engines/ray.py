@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlframe import extras
-from rlframe.engines.base import EngineOptions, Watch
+from rlframe.engines.base import EngineOptions, GroupRules, Watch, rules_by_group
 from rlframe.engines.supervision.node_main import pickle_node
-from rlframe.engines.supervision.program import group_rules
-from rlframe.engines.supervision.running import GroupRules, SupervisedNode
+from rlframe.engines.supervision.running import SupervisedNode
 from rlframe.engines.supervision.served_node import MakeWorker, ServedEngine, pickle_worker
 from rlframe.transport.ray import RayTransport
 
@@ -44,7 +43,7 @@ class RayEngine(ServedEngine):
         self, makers: Mapping[str, MakeWorker], most: Mapping[str, int]
     ) -> dict[str, Callable[[int, int], SupervisedNode]]:
         """See `Engine`."""
-        rules_of = group_rules(most, self._options)
+        rules_of = rules_by_group(most, self._options)
         are_bound = {role: refers_to(make, self._owned) for role, make in makers.items()}
         shares = self._shares(most, any(are_bound.values()))
 
@@ -70,7 +69,7 @@ class RayEngine(ServedEngine):
     def _program_nodes(self, end_program: Callable[[], None]) -> Iterator[SupervisedNode]:
         """The nodes, and what each is to have of the cluster."""
         groups = self.groups
-        rules_of = group_rules(groups, self._options)
+        rules_of = rules_by_group(groups, self._options)
         pickled = {
             node.address: (node.pickled(), refers_to(node, self._owned))
             for nodes in self._nodes.values()

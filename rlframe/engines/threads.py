@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlframe import extras
-from rlframe.engines.base import SAVING_GROUPS, EngineOptions, ResourceEngine, Watch, deciding_group, node_status
+from rlframe.engines.base import SAVING_GROUPS, EngineOptions, ResourceEngine, Watch, ending_group, node_status
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import ProgramError
 from rlframe.interprocess.inbox import Inbox
@@ -93,12 +93,12 @@ class ThreadsEngine(ResourceEngine):
         return stop.number
 
     def _wait_for_end(self, stop: StopSignal) -> tuple[str, BaseException | None] | None:
-        """Return the end that ends the program, of the deciding node or with an error; None: a signal came first."""
-        decides = deciding_group(self.groups)
+        """Return (the group, its error) of the node whose end is the program's; None: a signal came first."""
+        ending = ending_group(self.groups)
         while stop.number is None:
             with contextlib.suppress(queue.Empty):
                 group, error = self._ended.get(0.1)
-                if error is not None or group == decides:
+                if error is not None or group == ending:
                     return group, error
         return None
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.engines import Engine, EngineOptions, logs
-from rlframe.engines.base import GRACE, deciding_group
+from rlframe.engines.base import GRACE, ending_group
 from rlframe.envs.names import split
 from rlframe.errors import ProgramError, UsageError
 from rlframe.learners import Checkpointer
@@ -195,7 +195,7 @@ def _run_programs(
 ) -> int | None:
     """Run a program, then the next one, if any. Return the number of the signal that ended one, or None."""
     if callbacks:  # they end the node whose end is the program's
-        group = deciding_group(engine.groups) or next(iter(engine.groups))
+        group = ending_group(engine.groups) or next(iter(engine.groups))
         callbacks.connect(engine.handle_of(group), group)
     try:
         number = engine.run(status.watch)

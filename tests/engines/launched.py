@@ -9,8 +9,8 @@ from typing import Any
 
 import launchpad as lp
 
+from rlframe.engines.base import GroupRules
 from rlframe.engines.launchpad import launch
-from rlframe.engines.supervision.running import GroupRules
 from rlframe.errors import RlframeError
 
 
@@ -64,7 +64,7 @@ def main(what: str) -> None:
             program.add_node(lp.PyNode(client, server, what))
     rules = {
         "server": GroupRules(max_restarts=1, env={"WHERE": "here"}),
-        "client": GroupRules(decides=True),
+        "client": GroupRules(ends_program=True),
     }
     try:
         print("launched:", launch(program, rules))

@@ -18,9 +18,10 @@ from typing import Any
 import psutil
 import pytest
 
+from rlframe.engines.base import GroupRules
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.program import ProgramSupervisor
-from rlframe.engines.supervision.running import GroupRules, NodeProcess
+from rlframe.engines.supervision.running import NodeProcess
 from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.errors import ProgramError
 from tests.waiting import wait_until

@@ -14,9 +14,10 @@ import threading
 import psutil
 import pytest
 
+from rlframe.engines.base import GroupRules
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.program import STOP_SIGNAL, ProgramSupervisor
-from rlframe.engines.supervision.running import GroupRules, NodeProcess
+from rlframe.engines.supervision.running import NodeProcess
 from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.errors import ProgramError
 from tests.waiting import still_runs, wait_until
@@ -57,7 +58,9 @@ def test_a_program_is_over_when_all_its_nodes_have_ended_well():
 
 
 def test_the_end_of_the_node_that_decides_ends_the_others():
-    result, output = run(node("learner", "print('done')", decides=True), node("actor/0", SERVES), node("b", FOREVER))
+    result, output = run(
+        node("learner", "print('done')", ends_program=True), node("actor/0", SERVES), node("b", FOREVER)
+    )
     assert result is None and "[learner] done" in output
     assert "did not end within" not in output
 
@@ -74,7 +77,7 @@ def test_a_node_that_dies_is_started_again_until_its_restarts_are_used_up(tmp_pa
     count = f"with open({str(tmp_path / 'lives')!r}, 'a') as f: f.write('x')\n"
     dies = count + "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     with pytest.raises(ProgramError, match=r"The node actor/1 was killed by SIGKILL \(and 2 times before\)"):
-        run(node("actor/1", dies, max_restarts=2), node("learner", SERVES, decides=True), backoff=Backoff(0.01))
+        run(node("actor/1", dies, max_restarts=2), node("learner", SERVES, ends_program=True), backoff=Backoff(0.01))
     assert (tmp_path / "lives").read_text() == "xxx"
 
 
@@ -82,7 +85,7 @@ def test_a_node_that_recovers_lets_the_program_end_well(tmp_path: pathlib.Path):
     path = str(tmp_path / "been")
     once = f"import os, sys\nif not os.path.exists({path!r}):\n  open({path!r}, 'w'); sys.exit(3)\nprint('back')"
     result, output = run(
-        node("learner", once, max_restarts=1, decides=True), node("actor", SERVES), backoff=Backoff(0.01)
+        node("learner", once, max_restarts=1, ends_program=True), node("actor", SERVES), backoff=Backoff(0.01)
     )
     assert result is None
     assert "[learner] failed with exit code 3: restart 1 of 1 in 0.01 s" in output and "[learner] back" in output
@@ -122,22 +125,22 @@ def interrupted(
 
 
 def test_a_program_that_is_stopped_has_ended_well_only_if_those_that_save_have():
-    assert interrupted(node("learner", SERVES, saves=True), once="[learner] up")[0] == signal.SIGINT
-    result, output = interrupted(node("actor", FAILS), node("learner", SERVES, saves=True), once="[actor] up")
+    assert interrupted(node("learner", SERVES, must_save=True), once="[learner] up")[0] == signal.SIGINT
+    result, output = interrupted(node("actor", FAILS), node("learner", SERVES, must_save=True), once="[actor] up")
     assert result == signal.SIGINT and "[actor] failed with exit code 1 while the program ended" in output
     lost = "while the program ended: its unsaved work is lost. Its last lines:\n"
     with pytest.raises(ProgramError, match=rf"^The node learner failed with exit code 1 {lost}Traceback(.|\n)*ZeroDiv"):
-        interrupted(node("learner", FAILS, saves=True), once="[learner] up")
+        interrupted(node("learner", FAILS, must_save=True), once="[learner] up")
     with pytest.raises(ProgramError, match=rf"^The node learner was killed by SIGKILL {lost}up"):
-        interrupted(node("learner", DEAF, saves=True), once="[learner] up", grace=0.5)
+        interrupted(node("learner", DEAF, must_save=True), once="[learner] up", grace=0.5)
 
 
 def test_a_second_ctrl_c_has_ended_a_program_well_only_if_those_that_save_had_saved():
     with pytest.raises(ProgramError, match="^The node learner was killed by SIGKILL while the program ended"):
-        interrupted(node("learner", DEAF, saves=True), once="[learner] up", times=2)
+        interrupted(node("learner", DEAF, must_save=True), once="[learner] up", times=2)
     output = io.StringIO()
     program = ProgramSupervisor(
-        [node("learner", SERVES, saves=True), node("actor", DEAF)], NodeLogs(None, output), grace=PATIENCE
+        [node("learner", SERVES, must_save=True), node("actor", DEAF)], NodeLogs(None, output), grace=PATIENCE
     )
 
     def interrupt() -> None:
@@ -154,7 +157,7 @@ def test_a_second_ctrl_c_has_ended_a_program_well_only_if_those_that_save_had_sa
 
 
 def test_who_should_save_and_is_not_back_from_its_death_is_named_when_the_program_is_stopped():
-    dies = node("learner", "1 / 0", saves=True, max_restarts=1)
+    dies = node("learner", "1 / 0", must_save=True, max_restarts=1)
     with pytest.raises(ProgramError, match="The node learner had died, and was not back yet when the program was stop"):
         interrupted(dies, node("actor", SERVES), once="restart 1 of 1", backoff=Backoff(PATIENCE, PATIENCE))
 
@@ -162,8 +165,8 @@ def test_who_should_save_and_is_not_back_from_its_death_is_named_when_the_progra
 def test_who_saved_before_the_program_was_complete_need_not_end_well(tmp_path: pathlib.Path):
     path = str(tmp_path / "up")
     fails = FAILS.replace("print(", f"open({path!r}, 'w'); print(")
-    ends = node("monitor", f"import os, time\nwhile not os.path.exists({path!r}): time.sleep(0.01)", decides=True)
-    result, output = run(ends, node("learner", fails, saves=True))
+    ends = node("monitor", f"import os, time\nwhile not os.path.exists({path!r}): time.sleep(0.01)", ends_program=True)
+    result, output = run(ends, node("learner", fails, must_save=True))
     assert result is None and "[learner] failed with exit code 1 while the program ended" in output
 
 

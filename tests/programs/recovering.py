@@ -11,9 +11,8 @@ import launchpad as lp
 
 from rlframe import Actor, Inferencer, InferencerConfig, Learner, LearnerConfig, SharedMemReplayBuffer, SyncEnv
 from rlframe.agents import IMPALA, IMPALAConfig
+from rlframe.engines.base import ON_CPU, GroupRules
 from rlframe.engines.launchpad import launch
-from rlframe.engines.supervision.program import ON_CPU
-from rlframe.engines.supervision.running import GroupRules
 from rlframe.errors import RlframeError
 from rlframe.replay.reverb import ReverbReplayBuffer
 
@@ -82,7 +81,7 @@ def make_program(topology: str, directory: pathlib.Path, steps: int) -> tuple[lp
 def main(topology: str, directory: str, steps: str) -> None:
     program, memory = make_program(topology, pathlib.Path(directory), int(steps))
     rules = {
-        label: GroupRules(max_restarts=0 if label == "actor" else 2, decides=label == "learner", env=ON_CPU)
+        label: GroupRules(max_restarts=0 if label == "actor" else 2, ends_program=label == "learner", env=ON_CPU)
         for label in program.groups
     }
     try:

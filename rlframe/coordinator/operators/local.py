@@ -9,10 +9,10 @@ from typing import TextIO
 
 from rlframe.coordinator.messages import ROLES, Role, worker_id_of
 from rlframe.coordinator.operators.supervised import BACKOFF, SupervisedOperator
+from rlframe.engines.base import ON_CPU, GroupRules
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.node_main import node_process, pickle_node
-from rlframe.engines.supervision.program import ON_CPU
-from rlframe.engines.supervision.running import GroupRules, NodeProcess
+from rlframe.engines.supervision.running import NodeProcess
 from rlframe.engines.supervision.served_node import MakeWorker, pickle_worker, run_node
 from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.interprocess.heartbeat import TIMEOUT

@@ -19,9 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlframe import extras
+from rlframe.engines.base import GroupRules
 from rlframe.engines.ray_nodes.params import FetchedVersions, Policy, PublishedVersions
 from rlframe.engines.supervision.node_main import node_process
-from rlframe.engines.supervision.running import GroupRules, RunningNode
+from rlframe.engines.supervision.running import RunningNode
 from rlframe.engines.supervision.served_node import run_node
 from rlframe.errors import UnavailableError
 from rlframe.interprocess.heartbeat import HeartbeatMonitor

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rlframe import extras
+from rlframe.engines.base import GroupRules
 from rlframe.engines.ray_nodes.host import CONCURRENCY, HostedNode, NodeHost, Seen
-from rlframe.engines.supervision.running import GroupRules, OnExit, RunningNode, TakeLine
+from rlframe.engines.supervision.running import OnExit, RunningNode, TakeLine
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
 
 with extras.needed("--engine ray", "ray"):

@@ -2,7 +2,7 @@
 
 In the order of an actor's life:
 
-- `program.py: group_rules` gives each group its rules: restarts, threads, the accelerator.
+- `engines/base.py: rules_by_group` gives each group its `GroupRules`: restarts, threads, the accelerator.
 - `node_main.py` describes the node's process, and is what it runs first. `served_node.py` is a node whose public
   methods are called by handles.
 - `running.py`: `NodeProcess.start` returns a `RunningProcess`, a `RunningNode`: its pid, heartbeat and exit code.

@@ -20,7 +20,8 @@ from typing import Any, NoReturn
 
 from rlframe import streams
 from rlframe.engines import logs
-from rlframe.engines.supervision.running import EXIT_PERMANENT, GroupRules, NodeProcess
+from rlframe.engines.base import GroupRules
+from rlframe.engines.supervision.running import EXIT_PERMANENT, NodeProcess
 from rlframe.errors import CheckpointError, JobFailedError, NonFiniteLossError, UsageError
 from rlframe.interprocess import heartbeat
 from rlframe.interprocess.malloc import use_one_arena
@@ -58,7 +59,7 @@ def program_processes(
     Args:
         run: see `node_process`.
         groups: by label, the pickled nodes of each group.
-        rules: by label; a group without one has no restarts and decides nothing.
+        rules: by label; a group without one has no restarts and does not end the program.
     """
     return [
         node_process(f"{label}/{index}" if len(group) > 1 else label, run, pickled, rules.get(label, GroupRules()))
@@ -138,7 +139,7 @@ def begin_process(name: str) -> None:
     """
     import setproctitle
 
-    if name.partition("/")[0] == "learner":
+    if name.partition("/")[0] == "learner":  # it writes the checkpoints, whose threads `malloc.py` is about
         use_one_arena()
     faulthandler.enable()
     setproctitle.setproctitle(f"rlframe: {name.replace('/', ' ')}")

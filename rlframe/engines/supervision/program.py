@@ -1,45 +1,25 @@
-"""The supervisor of a program: it runs all nodes until the program is over, and ends them together.
-
-`group_rules` has the rules of each group: accelerators, threads, restarts, and what its end means.
-"""
+"""The supervisor of a program: it runs all nodes until the program is over, and ends them together."""
 
 from __future__ import annotations
 
 import functools
 import math
-import os
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from rlframe.engines.base import GRACE, SAVING_GROUPS, EngineOptions, Watch, deciding_group, node_status
+from rlframe.engines.base import GRACE, Watch, node_status
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.stopping import handling, stop_signals
-from rlframe.engines.supervision.running import EXIT_PERMANENT, GroupRules, RunningNode, SupervisedNode
+from rlframe.engines.supervision.running import EXIT_PERMANENT, RunningNode, SupervisedNode
 from rlframe.engines.supervision.supervisor import Backoff, Slot, Supervisor
 from rlframe.errors import ProgramError
 
 STOP_SIGNAL = signal.SIGUSR1  # sent to the launcher by a node that ends the program (`lp.stop()`)
 
-NO_ACCELERATOR = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-
-# JAX and numerical libraries with one thread, on the CPU.
-ON_CPU = {
-    **NO_ACCELERATOR,
-    "NPROC": "1",  # XLA's threads; its flag for a single one takes slower kernels too
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-}
-
-_PREALLOCATES = "XLA_PYTHON_CLIENT_PREALLOCATE"
-
-# Groups that have the cores which the others leave: more threads than cores slow each other. They work in turns.
-_WIDE_GROUPS = ("learner", "policy")
-
 
 class ProgramSupervisor(Supervisor):
-    """Runs nodes until the deciding ones or all have ended, one fails for good, or `stop` or a signal comes.
+    """Runs nodes until those that end the program or all have ended, one fails for good, or `stop` or a signal comes.
 
     Args:
         nodes: the nodes.
@@ -64,7 +44,7 @@ class ProgramSupervisor(Supervisor):
         self._exited_well: set[str] = set()
         self._signal: int | None = None
         self._is_stopping = False
-        self._is_complete = False  # the nodes that decide have ended well
+        self._is_complete = False  # the nodes that end the program have ended well
         self._failure: str | None = None
         self._unsaved: str | None = None
         self.add(*nodes)
@@ -72,7 +52,7 @@ class ProgramSupervisor(Supervisor):
     def add(self, *nodes: SupervisedNode) -> None:
         """Add nodes that need this object to be made. Call it before `run`."""
         for node in nodes:
-            self._slots[node.name] = Slot(node.name, functools.partial(_same, node), node.rules)
+            self._slots[node.name] = _slot_of(node)
 
     def stop(self) -> None:
         """End the program, and well. Any thread may call it."""
@@ -114,13 +94,13 @@ class ProgramSupervisor(Supervisor):
         if self._is_stopping:
             if code not in (0, -signal.SIGTERM, -signal.SIGKILL):
                 self._logs.warn(slot.name, f"{reason} while the program ended")
-            if rules.saves and code not in (0, -signal.SIGTERM):  # a node that SIGTERM kills had not begun
+            if rules.must_save and code not in (0, -signal.SIGTERM):  # a node that SIGTERM kills had not begun
                 self._note_unsaved(slot, f"{reason} while the program ended", running.last_words())
             return
         if code == 0:
             self._exited_well.add(slot.name)
-            deciding = [each.name for each in self._slots.values() if each.rules.decides]
-            if rules.decides and self._exited_well.issuperset(deciding):
+            ending = [each.name for each in self._slots.values() if each.rules.ends_program]
+            if rules.ends_program and self._exited_well.issuperset(ending):
                 self._is_complete = True
                 self._stop()
             return
@@ -138,7 +118,7 @@ class ProgramSupervisor(Supervisor):
             return
         self._is_stopping = True
         for slot in self._slots.values():
-            if slot.rules.saves and slot.restart_at < math.inf:
+            if slot.rules.must_save and slot.restart_at < math.inf:
                 self._note_unsaved(slot, "had died, and was not back yet when the program was stopped", "")
             slot.restart_at = math.inf
             self._terminate(slot)
@@ -179,46 +159,5 @@ class ProgramSupervisor(Supervisor):
         return status
 
 
-def _same(node: SupervisedNode, incarnation: int) -> SupervisedNode:
-    del incarnation
-    return node
-
-
-# --- the rules of groups
-
-
-def group_rules(groups: Mapping[str, int], options: EngineOptions) -> dict[str, GroupRules]:
-    """Return the rules of each group.
-
-    Args:
-        groups: how many nodes each has.
-        options: of the engine.
-    """
-    decides = deciding_group(groups)
-    return {
-        group: GroupRules(
-            max_restarts=options.max_restarts,
-            decides=group == decides,
-            saves=group in SAVING_GROUPS,
-            env=_variables(group, groups, options.accelerators),
-        )
-        for group in groups
-    }
-
-
-def _variables(group: str, groups: Mapping[str, int], accelerators: Iterable[str]) -> dict[str, str]:
-    found = {"NPROC": str(_cores_left(groups))} if group in _WIDE_GROUPS else dict(ON_CPU)
-    if group not in accelerators:
-        return {**found, **NO_ACCELERATOR}
-    for name in NO_ACCELERATOR:
-        found.pop(name, None)
-    # If several nodes share an accelerator, none may take all of its memory.
-    if sum(count for name, count in groups.items() if name in accelerators) > 1 and _PREALLOCATES not in os.environ:
-        found[_PREALLOCATES] = "false"
-    return found
-
-
-def _cores_left(groups: Mapping[str, int]) -> int:
-    idle = (*_WIDE_GROUPS, deciding_group(groups))
-    busy = sum(count for name, count in groups.items() if name not in idle)
-    return max(1, len(os.sched_getaffinity(0)) - busy)
+def _slot_of(node: SupervisedNode) -> Slot:
+    return Slot(node.name, lambda _: node, node.rules)

@@ -12,27 +12,16 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+from rlframe.engines.base import GroupRules
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
 from rlframe.interprocess.processes import start_process
 
 _KEPT_LINES = 80  # of each node's output, for its traceback
 
 EXIT_PERMANENT = 4  # the exit code of a process that would fail again after a restart
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupRules:
-    """The rules for the nodes of one group (label) of a program."""
-
-    # Each node is started again, at the same address, until it has died more often than this. The default suits any
-    # program, since its nodes may not bear a restart; those of our topologies do (`NodeOptions.max_restarts`).
-    max_restarts: int = 0
-    decides: bool = False  # the program is over, and well, when the nodes of all such groups have ended well
-    saves: bool = False  # when they end: a program that is stopped has ended well only if these nodes have
-    env: Mapping[str, str | None] = dataclasses.field(default_factory=dict)  # environment variables; None: removed
 
 
 class RunningNode(abc.ABC):
@@ -127,7 +116,7 @@ class NodeProcess:
 
     name: str  # "actor/1"
     command: Sequence[str]
-    rules: GroupRules = GroupRules()
+    rules: GroupRules = dataclasses.field(default_factory=GroupRules)
     content: bytes | None = None  # that it reads from a descriptor, whose number is appended to the command
     address: str | None = None  # path of the socket at which it takes calls
 

@@ -17,9 +17,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from rlframe.engines.base import GRACE
+from rlframe.engines.base import GRACE, GroupRules
 from rlframe.engines.logs import NodeLogs
-from rlframe.engines.supervision.running import GroupRules, RunningNode, SupervisedNode
+from rlframe.engines.supervision.running import RunningNode, SupervisedNode
 from rlframe.interprocess.heartbeat import Clock, HeartbeatMonitor, interval_of
 from rlframe.interprocess.inbox import Inbox
 

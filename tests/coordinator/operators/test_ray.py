@@ -16,8 +16,8 @@ import pytest
 
 from rlframe import handles
 from rlframe.coordinator.operators.ray import RayOperator
+from rlframe.engines.base import GroupRules
 from rlframe.engines.supervision.node_main import pickle_node
-from rlframe.engines.supervision.running import GroupRules
 from rlframe.engines.supervision.served_node import pickle_worker
 from rlframe.errors import UsageError
 from rlframe.transport.ray import RayTransport
