@@ -63,7 +63,7 @@ def unpause(arguments: list[str]) -> int:
     """Run `rlframe unpause` and return its exit code."""
     prog = "rlframe unpause"
     options = parse(RunOptions, arguments, prog, "Continue a run of the topology elastic after `rlframe pause`.")
-    return _call(prog, options, lambda client: client.resume(), "The run continues.")
+    return _call(prog, options, lambda client: client.unpause(), "The run continues.")
 
 
 def scale(arguments: list[str]) -> int:

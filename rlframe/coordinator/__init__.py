@@ -1,4 +1,6 @@
-"""Elastic training: workers come and go while it continues. See docs/coordinator.md.
+"""The topology elastic: workers come and go while training continues. See docs/coordinator.md.
+
+No other topology has a coordinator (`rlframe.programs.topologies.elastic` makes it).
 
 The objects, by process:
 
@@ -13,8 +15,15 @@ The objects, by process:
   answer at once, and work in a thread of their own (`TaskWorker`).
 - The control (`control`). An HTTP service calls the coordinator's methods for people: status, scale, pause, stop.
 
-Words: a collector is a worker (a role) that does the task `collect` with an `Actor`; `--num-actors` and `--min-actors`
-are numbers of collectors. A job is what a session of `rlframe train` runs.
+Words. A job is one session of `rlframe train`, as its coordinator sees it. It has tasks, and each task a kind. A worker
+has a role, and works at tasks of one kind at a time:
+
+    role         kind of task    works with                   options of the command line
+    learner      `learn`         a `Learner`
+    collector    `collect`       an `Actor`                   `--num-actors`, `--min-actors`, `--max-actors`
+    evaluator    `evaluate`      an `Evaluator`, no buffer    `--eval-every`, `--eval-episodes`
+
+An incarnation is one process of a worker, an attempt is one try at a task: both are counted from 0.
 
 Messages between coordinator and workers are in `messages.py`, the states of jobs, tasks and workers in `states.py`.
 Steps and parameters never pass through the coordinator.

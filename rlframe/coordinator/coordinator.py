@@ -52,6 +52,15 @@ class Coordinator:
     Metadata alone passes through it: experience goes through the replay buffer, parameters through the param store.
     `run()` is the job from its start, or from where the journal ends, to its end. Any thread may call the others.
 
+    The end of a job, in order:
+
+        `cancel`, `end`                 a person or a callback asks for it, by the event `EndAsked`
+        `close`                         the program asks for it in bounded time, and waits
+        `TrainingJob.begin_ending`      the core begins it: it was asked for, the commander stops, or the job failed
+        `EndingStep`                    the core closes the tasks, step by step; its last effect is `Over`
+        `_write_result`                 carries out `Over`: journal, status and recorder have the result
+        `_tear_down`                    ends the threads and the connections
+
     Args:
         commander: decides the workers' tasks, and when the job is over.
         operator: starts the workers.
@@ -147,7 +156,7 @@ class Coordinator:
         Raises:
             JobFailedError: the job failed.
         """
-        with handles.stopped_by_program(lambda: self._end_in_time("the program was told to stop")):
+        with handles.stopped_by_program(lambda: self._cancel_in_time("the program was told to stop")):
             if not is_over(self._job.state):
                 # All that was imported will not become garbage: to look through it now and again would take the
                 # coordinator's thread up to a tenth of a second.
@@ -177,7 +186,7 @@ class Coordinator:
     def close(self) -> None:
         """End the job, if it still runs, and the workers, in bounded time. May be called again."""
         if self._thread is not None and not self._over.is_set():
-            self._end_in_time("it was closed")
+            self._cancel_in_time("it was closed")
             self._over.wait(self._cfg.stop_within + _CLOSE_WITHIN)
         self._tear_down()
 
@@ -189,13 +198,10 @@ class Coordinator:
             self._journal.close()
 
     # --- what a person may ask for
-    #
-    # Ends: `cancel` and `end` ask the loop for the end of the job, `close` asks and waits. The core closes all tasks,
-    # and emits `Over`: then `_write_result` writes the result, and `_tear_down` frees threads and connections.
 
     def cancel(self, reason: str = "") -> None:
         """End the job for good: tasks are closed, the learner saves, nothing is evaluated any more."""
-        self._put(ev.EndAsked(reason or "it was cancelled"))
+        self._request(ev.EndAsked(reason or "it was cancelled"))
 
     def end(self, by: str, evaluate: bool = True) -> None:
         """End the job as at its last step, for a callback. Repeated calls change nothing.
@@ -204,19 +210,19 @@ class Coordinator:
             by: the reason's name, for `Result.stopped_by`.
             evaluate: whether the last version is evaluated.
         """
-        self._put(ev.EndAsked("a callback stopped it" if evaluate else "a callback raised", by, evaluate))
+        self._request(ev.EndAsked("a callback stopped it" if evaluate else "a callback raised", by, evaluate))
 
-    def _end_in_time(self, reason: str) -> None:
+    def _cancel_in_time(self, reason: str) -> None:
         """As `cancel`, within the seconds that a program has when it ends."""
-        self._put(ev.EndAsked(reason, within=self._cfg.stop_within))
+        self._request(ev.EndAsked(reason, within=self._cfg.stop_within))
 
     def pause(self) -> None:
         """Pause collectors and the learner after their present call."""
-        self._ask(ev.PauseAsked(True))
+        self._request_change(ev.PauseAsked(True))
 
-    def resume(self) -> None:
+    def unpause(self) -> None:
         """Continue after `pause`."""
-        self._ask(ev.PauseAsked(False))
+        self._request_change(ev.PauseAsked(False))
 
     def scale(self, role: Role, n: int) -> None:
         """Set the number of workers of a role. The number of collectors is no longer chosen automatically then.
@@ -230,7 +236,7 @@ class Coordinator:
         if isinstance(n, bool) or not isinstance(n, int) or not least <= n <= most:
             bounds = f"{least} to {most}" if least < most else f"{least}"
             raise UsageError(f"There can be {bounds} workers of the role {role}, not {n!r}.")
-        self._ask(ev.Scaled(role, n))
+        self._request_change(ev.Scaled(role, n))
 
     def evaluate_now(self) -> None:
         """Evaluate the newest version."""
@@ -239,18 +245,18 @@ class Coordinator:
         with self._lock:
             if self._job.tasks.open("evaluate"):
                 raise UsageError("An evaluation is under way already.")
-        self._ask(ev.EvaluationAsked())
+        self._request_change(ev.EvaluationAsked())
 
     def checkpoint(self) -> None:
         """Save the learner with its next update, and the replay where this coordinator keeps it."""
-        self._ask(ev.CheckpointAsked())
+        self._request_change(ev.CheckpointAsked())
 
     def restore(self) -> None:
         """Send the learner back to its latest checkpoint. Versions keep rising."""
-        self._ask(ev.RestoreAsked())
+        self._request_change(ev.RestoreAsked())
 
-    def _ask(self, event: Any) -> None:
-        """As `_put`, for what would be dropped where the job does not run."""
+    def _request_change(self, event: Any) -> None:
+        """As `_request`, for events that a job which has not begun, ends or is over would drop."""
         if self._thread is None:
             raise UsageError("The job is not submitted: there is nothing to change.")
         if is_over(self._job.state):
@@ -259,9 +265,9 @@ class Coordinator:
             )
         if self._job.ending is not None:
             raise UsageError(f"The job is about to end: nothing can be changed any more. {self._job.reason}".rstrip())
-        self._put(event)
+        self._request(event)
 
-    def _put(self, event: Any) -> None:
+    def _request(self, event: Any) -> None:
         """Hand a request to the loop, and wait until it is in the journal, so that it is not forgotten."""
         written = threading.Event()
         self._events.put(event)

@@ -1,4 +1,4 @@
-"""The states of jobs, tasks and workers, and which may follow which."""
+"""The states of jobs, tasks and workers, and which may follow which; the steps of a job's ending."""
 
 from __future__ import annotations
 
@@ -56,6 +56,15 @@ class WorkerState(_State):
     LOST = "LOST"
     DRAINING = "DRAINING"  # it is to go
     GONE = "GONE"
+
+
+class EndingStep(_State):
+    """The steps of a job's ending, in their order. Each begins when the one before is done, or took too long."""
+
+    COLLECTORS = "collectors"  # close their tasks
+    LEARNER = "learner"  # saves, and closes its task
+    EVALUATION = "evaluation"  # of the last version
+    DISCONNECT = "disconnect"  # from all workers: the operator ends them
 
 
 _J, _T, _W = JobState, TaskState, WorkerState

@@ -244,7 +244,7 @@ def test_a_stop_is_sticky(stage: Stage) -> None:
     coordinator._events.put(ev.EndAsked("another reason"))
     assert (finish(coordinator)["state"], job(coordinator)["reason"]) == ("CLOSED", "enough")
     with pytest.raises(UsageError, match=r"over: CLOSED \(enough\)"):
-        coordinator.resume()
+        coordinator.unpause()
     with pytest.raises(UsageError, match="is over"):
         stage.coordinator()
 

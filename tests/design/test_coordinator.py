@@ -239,7 +239,7 @@ def test_the_states_are_the_documents(kind: Any, paths: list[str]) -> None:
     [
         (
             Coordinator,
-            "submit cancel pause resume scale evaluate_now status events checkpoint restore wait close",
+            "submit cancel pause unpause scale evaluate_now status events checkpoint restore wait close",
         ),
         (LearnerWorker, "ping resources start_task data_demand learn close_task"),
         (CollectorWorker, "ping resources start_task get_data close_task"),

@@ -108,7 +108,7 @@ def test_a_paused_run_stands_still_and_goes_on(tmp_path: pathlib.Path) -> None:
         assert paused["job"]["state"] == "PAUSED" and paused["job"]["waits_for"] == "paused"
         assert seen[-1][0] - seen[1][0] < 5.0
         assert paused["job"]["restarts"] == 0
-        program.ask(lambda client: client.resume())
+        program.ask(lambda client: client.unpause())
         later = program.wait_for(lambda status: status["job"]["learner_steps"] > paused["job"]["learner_steps"] + 20)
         assert (later["job"]["state"], later["job"]["restarts"]) == ("RUNNING", 0)
         program.ask(lambda client: client.cancel("seen enough"))

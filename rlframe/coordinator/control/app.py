@@ -44,7 +44,7 @@ class Kind:
 COORDINATOR = Kind(
     "rlframe coordinator",
     "rlframe_coordinator_",
-    ("cancel", "pause", "resume", "scale", "evaluate_now", "checkpoint", "restore"),
+    ("cancel", "pause", "unpause", "scale", "evaluate_now", "checkpoint", "restore"),
 )
 RUN = Kind("rlframe run", "rlframe_run_", ("cancel",))  # without a coordinator
 

@@ -79,19 +79,19 @@ class ControlClient(Closing):
             raise self._away(error) from error
 
     def cancel(self, reason: str = "") -> Any:
-        """Ends the job, in good order."""
+        """End the job, in good order."""
         return self._post("/stop", {"reason": reason})
 
     def pause(self) -> Any:
         """Pause the job."""
         return self._post("/pause")
 
-    def resume(self) -> Any:
-        """Ends a pause."""
+    def unpause(self) -> Any:
+        """End a pause."""
         return self._post("/resume")
 
     def scale(self, role: str, n: int) -> Any:
-        """So many workers of this role from now on."""
+        """Set the number of workers of this role."""
         return self._post("/scale", {"role": role, "n": n})
 
     def evaluate_now(self) -> Any:

@@ -121,7 +121,7 @@ def reading_router(calls: CoordinatorCalls, log: EventLog) -> APIRouter:
 # Path -> method of the coordinator, without arguments, and its description.
 _PLAIN_COMMANDS = {
     "/pause": ("pause", "Pause the learner and the collectors."),
-    "/resume": ("resume", "End a pause."),
+    "/resume": ("unpause", "End a pause."),
     "/evaluate": ("evaluate_now", "Evaluate the newest version, beside the training."),
     "/checkpoint": ("checkpoint", "Save the learner."),
     "/restore": ("restore", "Send the learner back to its latest checkpoint; versions keep rising."),

@@ -1,10 +1,18 @@
 """The decisions of a coordinator, without I/O and without a clock: events and the time come in, effects go out.
 
-`machine.handle(job, event, now)` changes the job, and returns the effects of an event; `events.py` has both. All state
-is in a `TrainingJob` (`job.py`), whose workers and tasks are in `records.py` and whose counters are in `accounts.py`.
-The functions over it:
+Deterministic: the same events at the same times give the same effects. `machine.handle(job, event, now)` takes one
+event (`events.py` has all events and effects):
 
-- `machine.py`: the state of the job, its end, and what people ask for;
+1. The event's handler changes the job. `job.emit` collects effects, `job.queue_call` collects workers whose next call
+   must be chosen.
+2. `handle` begins the job's ending if it is due, or advances it.
+3. `next_calls.call_next` chooses the next call of each collected worker, an effect too.
+4. `handle` derives the job's state, and returns the effects. The coordinator carries them out.
+
+All state is in a `TrainingJob` (`job.py`), whose workers and tasks are in `records.py` and whose counters are in
+`accounts.py`. The functions over it:
+
+- `machine.py`: the state of the job, its ending, and what people ask for;
 - `workers.py`: workers come, answer pings, are lost, and leave;
 - `next_calls.py`: the next call of each worker, and which function takes its answer;
 - `results.py`: the answers;

@@ -11,7 +11,7 @@ from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.accounts import Accounts
 from rlframe.coordinator.core.records import KnownWorker, Roster, Task, Tasks
 from rlframe.coordinator.messages import ROLES, Header, Role, WorkerInfo
-from rlframe.coordinator.states import JobState, check, is_over
+from rlframe.coordinator.states import EndingStep, JobState, check, is_over
 from rlframe.metrics.rows import ActorCounts, Rows
 
 _SAVED = ("reason", "manual", "began", "paused", "learner_came", "min_version", "evaluated_at")
@@ -20,17 +20,14 @@ _CALLS_PER_START = 2**32  # numbers of calls between two starts of a coordinator
 
 @dataclasses.dataclass
 class JobEnding:
-    """The end of a job: collectors close, then the learner, then the last version is evaluated.
-
-    The first reason to end stays the job's reason.
-    """
+    """How a job ends, and how far it has come. The first reason to end stays the job's reason."""
 
     failed: bool
     evaluates: bool  # the last version
     since: float  # when `step` began
     close_within: float  # seconds that tasks have to close
     stopped_by: str = ""  # the name of the condition that began it, as `Result.stopped_by`
-    step: str = "collectors"  # then learner, evaluation, disconnect
+    step: EndingStep = EndingStep.COLLECTORS
     evaluation: dict[str, Any] | None = None  # what the evaluation of the last version gave
     task_id: str | None = None  # of that
     evaluation_error: str | None = None  # why that failed
@@ -38,26 +35,26 @@ class JobEnding:
     @property
     def wants_learner(self) -> bool:
         """Return True if a learner must still save: a lost learner is started again then."""
-        return self.step in ("collectors", "learner") and not self.failed
+        return self.step in (EndingStep.COLLECTORS, EndingStep.LEARNER) and not self.failed
 
     def replaces(self, role: Role) -> bool:
         """Return True if a worker of this role is replaced when it is lost now."""
         if role == "evaluator":
-            return self.step != "disconnect"
+            return self.step is not EndingStep.DISCONNECT
         return role == "learner" and self.wants_learner
 
-    def closes(self, task: Task) -> bool:
+    def must_close(self, task: Task) -> bool:
         """Return True if the task must be closed now."""
         if task.kind == "collect":
             return True
         if task.kind == "learn":
-            return self.step != "collectors"
+            return self.step is not EndingStep.COLLECTORS
         return task.task_id != self.task_id
 
     def to_json(self) -> dict[str, Any]:
         """Return the state for the journal. Deadlines start again with the next coordinator."""
-        names = ("failed", "evaluates", "stopped_by", "step", "evaluation", "task_id", "evaluation_error")
-        return {name: getattr(self, name) for name in names}
+        names = ("failed", "evaluates", "stopped_by", "evaluation", "task_id", "evaluation_error")
+        return {**{name: getattr(self, name) for name in names}, "step": self.step.value}
 
 
 class LearnerWaits:
@@ -183,7 +180,8 @@ class TrainingJob:
         self.state = state if is_over(state) else JobState.INIT
         self.accounts.coordinator_restarts += 1
         if saved["ending"] is not None:
-            self.ending = JobEnding(**saved["ending"], since=self.now, close_within=self.limits.close_deadline)
+            ending = {**saved["ending"], "step": EndingStep(saved["ending"]["step"])}
+            self.ending = JobEnding(**ending, since=self.now, close_within=self.limits.close_deadline)
 
     @property
     def view(self) -> View:
@@ -256,10 +254,10 @@ class TrainingJob:
             before, self.state = self.state, state
             self.note("job", f"{before.value} → {state.value}", before=before.value, after=state.value)
 
-    def is_to_close(self, worker: KnownWorker, task: Task) -> bool:
+    def must_close(self, worker: KnownWorker, task: Task) -> bool:
         """Return True if the worker must close the task as soon as it can."""
         if self.ending is not None:
-            return worker.leaves or self.ending.closes(task)
+            return worker.leaves or self.ending.must_close(task)
         return worker.leaves or (task.kind != "evaluate" and not self._is_still_wanted(worker.role, task))
 
     def _is_still_wanted(self, role: Role, task: Task) -> bool:
@@ -267,7 +265,7 @@ class TrainingJob:
         now, then = self.commander.task(role, task.index, self.view), task.start
         return now is not None and (now.policy_id, now.overrides) == (then.policy_id, then.overrides)
 
-    def end(self, failed: bool, reason: str, evaluates: bool = False, by: str = "") -> None:
+    def begin_ending(self, failed: bool, reason: str, evaluates: bool = False, by: str = "") -> None:
         """Begin the ending, which the condition `by` asks for. An ending under way becomes a failure if this is one.
 
         The first failure is kept.

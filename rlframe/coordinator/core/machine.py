@@ -1,6 +1,6 @@
 """The state machine of a job: events come in, effects go out, and nothing else happens.
 
-`handle` is the only entry. This file has the state of the job, its end, and the requests of people.
+`handle` is the only entry. This file has the state of the job, its ending, and the requests of people.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import JobEnding, TrainingJob
 from rlframe.coordinator.core.records import Task
 from rlframe.coordinator.messages import ROLES
-from rlframe.coordinator.states import JobState, TaskState, WorkerState, is_over
-
-_STEPS = ("collectors", "learner", "evaluation", "disconnect")  # of the ending
+from rlframe.coordinator.states import EndingStep, JobState, TaskState, WorkerState, is_over
 
 
 def handle(job: TrainingJob, event: Any, now: float) -> list[Any]:
@@ -27,7 +25,7 @@ def handle(job: TrainingJob, event: Any, now: float) -> list[Any]:
     if job.ending is None and job.state is not JobState.INIT:
         _check_stop(job)
     if job.ending is not None and not is_over(job.state):
-        _end_further(job, job.ending)
+        _advance_ending(job, job.ending)
     to_call, job.to_call = job.to_call, []
     for worker in to_call:
         next_calls.call_next(job, worker)
@@ -42,7 +40,7 @@ def _check_stop(job: TrainingJob) -> None:
     view = job.view
     reason = job.commander.stop(view)
     if reason is not None:
-        job.end(False, reason, evaluates=job.evaluates, by=getattr(reason, "by", "commander"))
+        job.begin_ending(False, reason, evaluates=job.evaluates, by=getattr(reason, "by", "commander"))
     elif job.accounts.params_version >= 0 and not job.tasks.open("evaluate"):
         policy_id = job.commander.evaluation(view)
         if policy_id is not None:
@@ -68,30 +66,31 @@ def _derive_state(job: TrainingJob) -> None:
         job.become(JobState.WAITING)
 
 
-# --- its end
+# --- its ending
 
 
-def _end_further(job: TrainingJob, ending: JobEnding) -> None:
+def _advance_ending(job: TrainingJob, ending: JobEnding) -> None:
     """Begin the next steps of the ending, as far as the earlier ones are done."""
     if job.state is JobState.CONNECTING:  # restarted in the middle of it
         job.become(JobState.DRAINING)
         _begin_step(job, ending)
-    while ending.step != "disconnect" and _is_done(job, ending):
-        ending.step = _STEPS[_STEPS.index(ending.step) + 1]
+    steps = list(EndingStep)
+    while ending.step is not EndingStep.DISCONNECT and _is_step_done(job, ending):
+        ending.step = steps[steps.index(ending.step) + 1]
         ending.since = job.now
         _begin_step(job, ending)
     deadline = job.limits.close_deadline
-    if ending.step == "disconnect" and job.now - ending.since > deadline:
+    if ending.step is EndingStep.DISCONNECT and job.now - ending.since > deadline:
         _disconnected(job, ev.Disconnected(f"it did not answer within {deadline:g} s"))
 
 
 def _begin_step(job: TrainingJob, ending: JobEnding) -> None:
     is_evaluated = ending.evaluates and not ending.failed and job.accounts.params_version >= 0
-    if ending.step == "evaluation":
+    if ending.step is EndingStep.EVALUATION:
         job.write_row()  # the last one of the training: it took no more time than that did
         if is_evaluated and job.tasks.get(ending.task_id) is None:
             ending.task_id = evaluations.evaluate(job, job.commander.final_policy()).task_id
-    elif ending.step == "disconnect":
+    elif ending.step is EndingStep.DISCONNECT:
         for task in job.tasks:
             tasks.cancel(job, task)
         workers.disconnect(job)
@@ -99,12 +98,12 @@ def _begin_step(job: TrainingJob, ending: JobEnding) -> None:
     job.queue_call(*job.roster)
 
 
-def _is_done(job: TrainingJob, ending: JobEnding) -> bool:
+def _is_step_done(job: TrainingJob, ending: JobEnding) -> bool:
     waited = job.now - ending.since
-    if ending.step == "evaluation":
+    if ending.step is EndingStep.EVALUATION:
         return _is_evaluated(job, ending, waited)
-    left = job.tasks.open("collect" if ending.step == "collectors" else "learn")
-    if ending.step == "collectors" or not ending.wants_learner or not job.learner_came:
+    left = job.tasks.open("collect" if ending.step is EndingStep.COLLECTORS else "learn")
+    if ending.step is EndingStep.COLLECTORS or not ending.wants_learner or not job.learner_came:
         left = [task for task in left if task.is_live or _may_be_at_work(job, task)]
     if not left:
         return True
@@ -112,8 +111,8 @@ def _is_done(job: TrainingJob, ending: JobEnding) -> bool:
         return False
     overdue = f"{', '.join(task.task_id for task in left)} did not close within {ending.close_within:g} s"
     job.note("overdue", f"{overdue}.")
-    if ending.step == "learner" and job.learner_came:
-        job.end(True, overdue)
+    if ending.step is EndingStep.LEARNER and job.learner_came:
+        job.begin_ending(True, overdue)
     for task in left:
         tasks.cancel(job, task)
     return True
@@ -167,7 +166,7 @@ def _submitted(job: TrainingJob, event: ev.Submitted) -> None:
 
 
 def _operator_answered(job: TrainingJob, event: ev.OperatorAnswered) -> None:
-    if job.ending is not None and job.ending.step == "disconnect":
+    if job.ending is not None and job.ending.step is EndingStep.DISCONNECT:
         return  # it lists those that it is to end
     if not job.operator_answered or job.operator_problem:
         if job.operator_problem:
@@ -180,7 +179,7 @@ def _operator_answered(job: TrainingJob, event: ev.OperatorAnswered) -> None:
 
 def _operator_failed(job: TrainingJob, event: ev.OperatorFailed) -> None:
     if event.for_good:
-        job.end(True, f"the operator raised {event.why}")
+        job.begin_ending(True, f"the operator raised {event.why}")
         return
     if not job.operator_problem:
         job.note("operator", f"The operator cannot be reached; the workers go on. {event.why}")
@@ -192,7 +191,7 @@ def _ticked(job: TrainingJob, event: ev.Ticked) -> None:
     evaluations.end_overdue_waits(job)
     why = workers.why_nobody_comes(job)
     if why and job.ending is None:
-        job.end(True, why)
+        job.begin_ending(True, why)
 
 
 # --- what a person asks for
@@ -220,7 +219,7 @@ def _pause_asked(job: TrainingJob, event: ev.PauseAsked) -> None:
 
 
 def _end_asked(job: TrainingJob, event: ev.EndAsked) -> None:
-    job.end(False, event.reason, evaluates=event.evaluates and job.evaluates, by=event.by)
+    job.begin_ending(False, event.reason, evaluates=event.evaluates and job.evaluates, by=event.by)
     if job.ending is not None:
         if job.ending.evaluates and not event.evaluates:  # it was about to end with an evaluation
             job.ending.evaluates, job.ending.stopped_by = False, event.by

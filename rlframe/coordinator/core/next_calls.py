@@ -56,7 +56,7 @@ def call_next(job: TrainingJob, worker: KnownWorker) -> None:
 
 
 def _call_running(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
-    if job.is_to_close(worker, task):
+    if job.must_close(worker, task):
         if task.drawing is None:
             task.become(TaskState.CLOSING)
             _close_task(job, worker, task)
@@ -114,7 +114,7 @@ def _task_for(job: TrainingJob, worker: KnownWorker) -> Task | None:
     for task in open_tasks:
         is_meant = kind != "collect" or task.index == worker.index
         is_known = kind != "evaluate" or evaluations.has_version(task)
-        if kind == "evaluate" and ending is not None and ending.closes(task):
+        if kind == "evaluate" and ending is not None and ending.must_close(task):
             continue
         if task.state is TaskState.PENDING and is_meant and is_known:
             return task
@@ -211,4 +211,4 @@ def _is_put_off(job: TrainingJob, worker: KnownWorker, task: Task, call: ev.Send
     """Return True if a call that waits for data is given up for something more urgent."""
     if call.method == "learn" and not task.batches and evaluations.needs_save(job, task):
         return True
-    return call.method in ("learn", "get_data") and job.is_to_close(worker, task)
+    return call.method in ("learn", "get_data") and job.must_close(worker, task)

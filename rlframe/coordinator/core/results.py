@@ -59,7 +59,7 @@ def closed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Closed) -> 
         )
     # An evaluation without a result was closed early.
     is_done = task.kind != "evaluate" or task.has_result
-    tasks.end(job, task, TaskState.SUCCEEDED if is_done else TaskState.CANCELLED)
+    tasks.finish(job, task, TaskState.SUCCEEDED if is_done else TaskState.CANCELLED)
     told = {name: value for name, value in reply.result.items() if name not in ("rank", "incarnation")}  # its Actor's
     job.note("closed", f"{worker.worker_id} has closed {task.task_id}.", worker_id=worker.worker_id, **told)
     tasks.free(job, worker)
@@ -100,7 +100,7 @@ def note_pace(job: TrainingJob, worker: KnownWorker, waits: bool) -> None:
 def demanded(job: TrainingJob, worker: KnownWorker, task: Task, reply: Demand) -> None:
     """Draw or grant as many batches as the learner can take."""
     count = min(reply.batches, job.limits.grant)
-    if count <= 0 or job.is_to_close(worker, task) or job.paused:
+    if count <= 0 or job.must_close(worker, task) or job.paused:
         task.again_at = job.now + _LATER
     elif job.by_key:
         task.drawing = job.header(worker, task)
@@ -140,7 +140,7 @@ def _judge_replay(job: TrainingJob, event: ev.BatchesDrawn) -> None:
         job.draw_fails_since = job.now
         job.note("replay", f"The replay buffer gives no batches; it is asked again. {event.why}")
     elif job.now - job.draw_fails_since > deadline:
-        job.end(True, f"the replay buffer has given no batches for {deadline:g} s: {event.why}")
+        job.begin_ending(True, f"the replay buffer has given no batches for {deadline:g} s: {event.why}")
 
 
 def _learn(job: TrainingJob, worker: KnownWorker, task: Task, learn: Learn) -> None:
@@ -175,7 +175,7 @@ def take_up_evaluations(job: TrainingJob) -> None:
     """Continue the evaluations that a killed coordinator had begun."""
     for task in job.tasks.open("evaluate"):
         if task.has_result:
-            tasks.end(job, task, TaskState.SUCCEEDED)
+            tasks.finish(job, task, TaskState.SUCCEEDED)
         elif not evaluations.has_version(task):  # one may be pinned, but the journal does not name it
             evaluations.choose_version(job, task)
 

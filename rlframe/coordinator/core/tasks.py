@@ -1,7 +1,7 @@
 """The lives of tasks, and of the workers that do them: they end, are tried again, or let go.
 
 function              of whom   its state after                              when
-`end`                 task      SUCCEEDED, FAILED, CANCELLED                  its work is done, or given up
+`finish`              task      SUCCEEDED, FAILED, CANCELLED                  its work is done, or given up
 `retry`               task      PENDING; FAILED after too many failures       its worker failed, or was lost
 `cancel`              task      CANCELLED                                     the job ends without it
 `restart_learners`    task      PENDING, from the latest checkpoint           a person asked for it
@@ -22,7 +22,7 @@ from rlframe.coordinator.messages import KINDS
 from rlframe.coordinator.states import TaskState, WorkerState
 
 
-def end(job: TrainingJob, task: Task, state: TaskState) -> None:
+def finish(job: TrainingJob, task: Task, state: TaskState) -> None:
     """End a task, and what waits for it."""
     task.become(state)
     evaluations.unpin(job, task)
@@ -44,22 +44,22 @@ def retry(job: TrainingJob, task: Task, why: str, *, counts: bool, for_good: boo
     if task.kind == "learn":
         job.learner_waits.note("learner", job.now)
     if task.has_result:  # it was lost after it had done its work
-        end(job, task, TaskState.SUCCEEDED)
+        finish(job, task, TaskState.SUCCEEDED)
         return
     is_surplus = task.index >= job.wanted["collector"]
     if task.kind == "collect" and (job.ending is not None or is_surplus):
-        end(job, task, TaskState.CANCELLED)
+        finish(job, task, TaskState.CANCELLED)
         return
     task.failures += counts
     if for_good or task.failures > job.limits.max_failures:
-        end(job, task, TaskState.FAILED)
+        finish(job, task, TaskState.FAILED)
         if task.kind == "evaluate":
             job.note("evaluation", f"{task.task_id} was given up: {why}.")
             if job.ending is not None and task.task_id == job.ending.task_id:
                 evaluations.note_failure(job, why)
         else:
             times = "" if for_good else f" {task.failures} times"
-            job.end(True, f"{task.task_id} failed{times}: {why}")
+            job.begin_ending(True, f"{task.task_id} failed{times}: {why}")
         return
     job.accounts.retries += 1
     task.become(TaskState.RETRYING)
@@ -71,7 +71,7 @@ def cancel(job: TrainingJob, task: Task) -> None:
     """Cancel a task."""
     if not task.is_over:
         lose_grant(job, task)
-        end(job, task, TaskState.CANCELLED)
+        finish(job, task, TaskState.CANCELLED)
 
 
 def restart_learners(job: TrainingJob) -> None:

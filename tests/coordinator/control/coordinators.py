@@ -147,8 +147,8 @@ class ScriptedCoordinator:
         self.job["waits_for"] = "paused"
         self.become(JobState.PAUSED)
 
-    def resume(self) -> None:
-        self._command("resume")
+    def unpause(self) -> None:
+        self._command("unpause")
         if self.job["state"] != JobState.PAUSED.name:
             raise UsageError("The job is not paused.")
         self.job["waits_for"] = None

@@ -125,7 +125,7 @@ def test_the_buttons_call_the_coordinator(coordinator, server, open_page):
     page.get_by_role("button", name="One collector fewer").click()
     expect(page.locator("#workers tbody tr")).to_have_count(4)
     called = [call for call in coordinator.calls if call[0] != "scale"]
-    assert called == [("pause",), ("resume",), ("evaluate_now",), ("checkpoint",)]
+    assert called == [("pause",), ("unpause",), ("evaluate_now",), ("checkpoint",)]
     assert [call for call in coordinator.calls if call[0] == "scale"] == [
         ("scale", "collector", 3),
         ("scale", "collector", 2),
@@ -160,7 +160,7 @@ def test_stop_asks_first(coordinator, server, open_page):
 def test_a_refusal_is_shown_with_its_sentence(coordinator, server, open_page):
     page = open_page(server.url)
     expect(page.locator("#state")).to_have_text("RUNNING")
-    coordinator.checkpoint = lambda: coordinator.resume()
+    coordinator.checkpoint = lambda: coordinator.unpause()
     page.get_by_role("button", name="Checkpoint").click()
     expect(page.locator("#said")).to_have_text("The job is not paused.")
 
