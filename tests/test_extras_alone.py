@@ -15,8 +15,8 @@ from rlframe import extras
 from rlframe.cli.main import COMMANDS
 from rlframe.cli.serve import SERVICES
 from rlframe.errors import UsageError
-from rlframe.programs.options import naming
-from rlframe.programs.options.experiments import make_experiment
+from rlframe.programs.options import registry
+from rlframe.programs.options.make_experiment import make_experiment
 from tests import hiding
 from tests.extras import needs
 
@@ -177,7 +177,7 @@ def made(calls: dict[str, list[Call]], folder) -> dict[str, list[tuple[int, str]
 
 def test_every_topology_and_every_replay_of_one_is_tried():
     tried = {call.by for call in TOPOLOGIES}
-    for topology, replay in itertools.product(naming.TOPOLOGIES["steps"], ("auto", *naming.REPLAYS)):
+    for topology, replay in itertools.product(registry.TOPOLOGIES["steps"], ("auto", *registry.REPLAYS)):
         if topology == "single_process":  # of the core
             continue
         try:

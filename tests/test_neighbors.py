@@ -9,7 +9,8 @@ import types
 import cloudpickle
 import pytest
 
-from rlframe.programs.options import naming
+from rlframe.programs.options import registry
+from rlframe.programs.options.object_names import load_object
 from rlframe.user_files import forget_changed, kept
 
 
@@ -26,7 +27,7 @@ def imports():
 
 
 def load(directory, name="env.py:VALUE"):
-    return naming.load_object(f"{directory}/{name}", "environment")
+    return load_object(f"{directory}/{name}", "environment")
 
 
 def write(directory, **files):
@@ -54,7 +55,7 @@ def test_a_file_and_a_module_of_two_directories_have_neighbors_of_the_same_name(
     for directory, name in ((a, "module_a:VALUE"), (b, "module_b:VALUE")):
         monkeypatch.chdir(directory)
         forget_changed()
-        found.append(naming.load_object(name, "thing"))
+        found.append(load_object(name, "thing"))
     assert [*found, load(c)] == ["a", "b", "c"]
 
 
@@ -97,7 +98,7 @@ def test_a_neighbor_that_is_broken_on_disk_is_loaded_once_it_is_mended(tmp_path)
     assert load(tmp_path) == 1
     write(tmp_path, env="import beside\nVALUE = beside.VALUE + 1 / beside.VALUE\n", beside="VALUE = 0\n")
     forget_changed()
-    with pytest.raises(naming.UsageError, match="ZeroDivisionError: division by zero"):
+    with pytest.raises(registry.UsageError, match="ZeroDivisionError: division by zero"):
         load(tmp_path)
     write(tmp_path, beside="VALUE = 1\n")
     forget_changed()
@@ -137,12 +138,12 @@ def test_a_module_that_is_named_and_that_the_script_imported_is_loaded_again_if_
     import pack.agent
     import pack.env
 
-    assert naming.load_object("pack.env:VALUE", "thing") == 1 and sys.modules["pack.env"] is pack.env
+    assert load_object("pack.env:VALUE", "thing") == 1 and sys.modules["pack.env"] is pack.env
     before = sys.modules["pack.agent"]
     write(tmp_path / "pack", beside="VALUE = 22\n")
     forget_changed()
-    assert naming.load_object("pack.env:VALUE", "thing") == sys.modules["pack.env"].VALUE == 22
-    assert naming.load_object("pack.env:VALUE", "thing") == 22 and sys.modules["pack.agent"] is before
+    assert load_object("pack.env:VALUE", "thing") == sys.modules["pack.env"].VALUE == 22
+    assert load_object("pack.env:VALUE", "thing") == 22 and sys.modules["pack.agent"] is before
 
 
 def test_a_directory_below_another_has_neighbors_of_its_own(tmp_path):

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from rlframe.interprocess.files import NativePath, printable
-from rlframe.programs.options import naming
+from rlframe.programs.options.object_names import load_object
 from tests.extras import needs
 from tests.programs.running import WITH_ELASTIC, options_of
 
@@ -122,7 +122,7 @@ def test_ray_refuses_a_directory_that_is_not_utf_8_in_one_sentence(tmp_path):
 def test_a_file_is_loaded(tmp_path):
     (directory := pathlib.Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xff"))).mkdir()
     (directory / "own.py").write_text("VALUE = 7\n")
-    assert naming.load_object(f"{directory}/own.py:VALUE", "thing") == 7
+    assert load_object(f"{directory}/own.py:VALUE", "thing") == 7
 
 
 def test_other_bytes_are_printed_as_escapes():

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rlframe.errors import UnavailableError
-from rlframe.programs.options import naming
+from rlframe.programs.options.object_names import load_object
 from rlframe.transport import messages, sockets
 from rlframe.transport.sockets import SocketDirectory, SocketTransport
 from tests.waiting import wait_until
@@ -153,7 +153,7 @@ def test_large_arrays_lie_behind_the_pickle_and_arrive_as_they_were():
 def test_what_a_file_of_the_user_s_own_defines_travels_whole(server, tmp_path):
     path = tmp_path / "own.py"
     path.write_text("class Own:\n    def __init__(self, value):\n        self.value = value\n")
-    own = naming.load_object(f"{path}:Own", "thing")
+    own = load_object(f"{path}:Own", "thing")
     assert TRANSPORT.connect(server.address).call("echo", own(5)).value == 5
     # And to a process that has not loaded the file.
     reader = """

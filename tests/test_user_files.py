@@ -11,7 +11,7 @@ import pytest
 
 import rlframe
 from rlframe.errors import UsageError
-from rlframe.programs.options import naming
+from rlframe.programs.options.object_names import load_object
 from rlframe.user_directories import import_path
 from rlframe.user_files import forget_changed, kept
 
@@ -103,18 +103,18 @@ def test_a_child_process_finds_modules_that_an_interactive_session_imported_in_a
 def test_a_changed_file_of_any_kind_is_loaded_again(what, tmp_path):
     path = tmp_path / f"{what}.py"
     path.write_text("VALUE = 1\n")
-    assert naming.load_object(f"{path}:VALUE", what) == 1
+    assert load_object(f"{path}:VALUE", what) == 1
     path.write_text("VALUE = 2\n")
-    assert naming.load_object(f"{path}:VALUE", what) == 1  # not in the middle of a run
+    assert load_object(f"{path}:VALUE", what) == 1  # not in the middle of a run
     with kept():
         forget_changed()
-        assert naming.load_object(f"{path}:VALUE", what) == 1
+        assert load_object(f"{path}:VALUE", what) == 1
     forget_changed()
-    assert naming.load_object(f"{path}:VALUE", what) == 2
+    assert load_object(f"{path}:VALUE", what) == 2
 
 
 def test_a_file_that_has_not_changed_stays_the_same_module(tmp_path):
     (tmp_path / "own.py").write_text("class Own: ...\n")
-    before = naming.load_object(f"{tmp_path}/own.py:Own", "agent")
+    before = load_object(f"{tmp_path}/own.py:Own", "agent")
     forget_changed()
-    assert naming.load_object(f"{tmp_path}/own.py:Own", "agent") is before
+    assert load_object(f"{tmp_path}/own.py:Own", "agent") is before

@@ -14,7 +14,7 @@ import pytest
 
 import rlframe
 from rlframe.errors import UsageError
-from rlframe.programs.options import naming
+from rlframe.programs.options.object_names import load_object
 from rlframe.programs.options.resume import is_other_backend
 from rlframe.user_files import forget_changed
 from tests.programs.running import WITH_ELASTIC, options_of
@@ -146,7 +146,7 @@ def test_an_agents_module_is_loaded_again_and_a_module_of_a_package_too(tmp_path
     for value in (1, 22):
         (tmp_path / "own_package" / "part.py").write_text(f"VALUE = {value}\n")
         forget_changed()
-        assert naming.load_object("own_package.part:VALUE", "thing") == value
+        assert load_object("own_package.part:VALUE", "thing") == value
 
 
 SCRIPT = """

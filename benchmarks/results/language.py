@@ -146,7 +146,7 @@ def imitate(task: LanguageTask, seed: int, seconds: float) -> list[list[float]]:
     from rlframe import compilation
     from rlframe.agents.grpo import GRPO
     from rlframe.language.warm_up import demonstration_batch
-    from rlframe.programs.options.experiments import make_experiment
+    from rlframe.programs.options.make_experiment import make_experiment
     from rlframe.programs.topologies.language_nodes import env_class
 
     began = time.monotonic()

@@ -14,9 +14,9 @@ import tyro
 from rlframe.cli.parsing import parse
 from rlframe.errors import UsageError, suggest
 from rlframe.metrics.terminal import console, table
-from rlframe.programs.options import naming
-from rlframe.programs.options.experiments import option_value
+from rlframe.programs.options import registry
 from rlframe.programs.options.fields import option_names, to_jsonable
+from rlframe.programs.options.make_experiment import option_value
 from rlframe.programs.presets import PRESETS, Preset
 
 _ENVS = (
@@ -69,7 +69,7 @@ class AgentsOptions:
 def agents(arguments: list[str]) -> int:
     """Run the command and return its exit code."""
     options = parse(AgentsOptions, arguments, "rlframe agents", _AGENTS)
-    names = [options.agent] if options.agent else sorted(naming.AGENTS)
+    names = [options.agent] if options.agent else sorted(registry.AGENTS)
     if options.json:
         print(json.dumps({name: _description(name) for name in names}))
         return 0
@@ -79,7 +79,7 @@ def agents(arguments: list[str]) -> int:
 
 
 def _description(name: str) -> dict[str, object]:
-    config_cls = naming.agent_class(name).config_cls
+    config_cls = registry.agent_class(name).config_cls
     presets = {
         preset.name: {key: to_jsonable(setting.value) for key, setting in preset.fields.items()}
         for preset in PRESETS
@@ -89,7 +89,7 @@ def _description(name: str) -> dict[str, object]:
 
 
 def _print_agent(name: str, *, every: bool) -> None:
-    agent_cls = naming.agent_class(name)
+    agent_cls = registry.agent_class(name)
     summary = (agent_cls.__doc__ or "").strip().split("\n")[0]
     print(f"{name}: {summary}")
     presets = [preset for preset in PRESETS if preset.agent == name]

@@ -26,9 +26,16 @@ from rlframe.cli.parsing import parse, peek
 from rlframe.errors import UsageError
 from rlframe.programs.api import SessionOptions, starting_point
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.options import naming
-from rlframe.programs.options.experiments import config_classes, fill_configs, from_flat, to_flat, where_is, with_fields
+from rlframe.programs.options import registry
 from rlframe.programs.options.fields import choices_of, field_names, hints_of, with_choices
+from rlframe.programs.options.make_experiment import (
+    config_classes,
+    fill_configs,
+    from_flat,
+    to_flat,
+    where_is,
+    with_fields,
+)
 from rlframe.programs.presets import Preset
 
 PROG = "rlframe train"
@@ -152,9 +159,9 @@ def _flat_class(defaults: Experiment, arguments: list[str]) -> Any:
     widest = [cls for cls in every if not any(other is not cls and issubclass(other, cls) for other in every)]
     choices: dict[str, Iterable[str]] = {
         "topology": classes,
-        "engine": ("auto", *naming.ENGINES),
-        "operator": ("auto", *naming.OPERATORS),
-        "replay": ("auto", *naming.REPLAYS),
+        "engine": ("auto", *registry.ENGINES),
+        "operator": ("auto", *registry.OPERATORS),
+        "replay": ("auto", *registry.REPLAYS),
     }
     hidden = Annotated[Any, tyro.conf.Suppress]
     # `async` is a keyword of Python.

@@ -24,7 +24,7 @@ from rlframe.metrics.curves import interquartile_mean, run_name
 from rlframe.metrics.plots import OptionPanel, plot_options
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.config_file import save_experiment
-from rlframe.programs.options.experiments import option_value
+from rlframe.programs.options.make_experiment import option_value
 from rlframe.programs.run_dir.directory import SEEDS
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"

@@ -32,7 +32,7 @@ _PUBLIC = {
     "Experiment": "rlframe.programs.experiment",
     "Result": "rlframe.programs.run_dir.directory",
     "evaluate": "rlframe.programs.policies.evaluation",
-    "make_experiment": "rlframe.programs.options.experiments",
+    "make_experiment": "rlframe.programs.options.make_experiment",
     "load_experiment": "rlframe.programs.options.config_file",
     "run_experiment": "rlframe.programs.runner",
 }

@@ -15,9 +15,9 @@ from rlframe.metrics import Logger, TerminalLogger, TrackioLogger, WandbLogger
 from rlframe.programs import runner
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.config_file import experiment_values, load_experiment
-from rlframe.programs.options.experiments import change_options, default_experiment
 from rlframe.programs.options.fields import field_names, with_options
-from rlframe.programs.options.object_names import name_objects, name_of
+from rlframe.programs.options.make_experiment import change_options, default_experiment
+from rlframe.programs.options.registry import name_objects, name_of
 from rlframe.programs.options.resume import import_env
 from rlframe.programs.presets import Preset
 from rlframe.programs.run_dir.control import Control

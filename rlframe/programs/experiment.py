@@ -8,9 +8,9 @@ from typing import Any
 from rlframe.envs.names import backend, registration
 from rlframe.envs.registered import restore
 from rlframe.errors import UsageError
-from rlframe.programs.options import naming
-from rlframe.programs.options.naming import is_live
-from rlframe.programs.options.object_names import OPTIONS, check_can_leave
+from rlframe.programs.options import registry
+from rlframe.programs.options.object_names import check_can_leave, is_live
+from rlframe.programs.options.registry import OPTIONS
 from rlframe.programs.topologies.config import TopologyConfig, check_limits, find_topology
 from rlframe.user_files import look_in, places
 
@@ -65,7 +65,7 @@ class Experiment:
 
     def __getstate__(self) -> dict[str, Any]:
         # A node in another process lacks what the user registered with Gymnasium in this one.
-        is_game = self.topology_config.learns_from == "steps" and naming.is_library_env(self.env)
+        is_game = self.topology_config.learns_from == "steps" and registry.is_library_env(self.env)
         of_gymnasium = is_game and backend(self.env) == "gymnasium"
         spec = registration(self.env) if of_gymnasium else None
         return {**vars(self), "registered": spec, "places": places(self.names.values())}

@@ -21,7 +21,7 @@ from rlframe.learners import Checkpointer
 from rlframe.metrics import LenientLogger, Logger, MultiLogger, plot_learning_curve
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.config_file import load_experiment
-from rlframe.programs.options.experiments import fill_configs, with_fields
+from rlframe.programs.options.make_experiment import fill_configs, with_fields
 from rlframe.programs.options.resume import backend_note, check_backend, continue_experiment, import_env
 from rlframe.programs.policies.evaluation import describe_evaluation
 from rlframe.programs.run_dir.control import Control, serve_control_of

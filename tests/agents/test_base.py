@@ -41,7 +41,7 @@ from rlframe.agents.networks import MLPConfig
 from rlframe.agents.policies import default_policy
 from rlframe.agents.recurrent import LSTMConfig
 from rlframe.errors import UsageError
-from rlframe.programs.options import naming
+from rlframe.programs.options import registry
 from rlframe.replay import ReplayBuffer
 from rlframe.types import AgentOutput, Transition
 from tests.agents import batches
@@ -371,7 +371,7 @@ class Own(PPO):
 
 def test_an_agent_of_a_users_file_may_have_cached_properties(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    agent = naming.agent_class(f"{tmp_path}/own.py:Own")(PPO_CONFIG, VECTOR, DISCRETE)
+    agent = registry.agent_class(f"{tmp_path}/own.py:Own")(PPO_CONFIG, VECTOR, DISCRETE)
     code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).halved)"
     done = subprocess.run([sys.executable, "-c", code], input=cloudpickle.dumps(agent), capture_output=True, check=True)
     assert float(done.stdout) == agent.halved == PPO_CONFIG.discount / 2

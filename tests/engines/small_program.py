@@ -15,7 +15,7 @@ from rlframe.handles import resolve
 from rlframe.interprocess.memory import MACHINE
 from rlframe.params.source import NewestParams
 from rlframe.program_end import program_stop, stop_program
-from rlframe.programs.options import naming
+from rlframe.programs.options import registry
 
 REPORTS = 4
 VERSIONS = 5
@@ -119,7 +119,7 @@ class Client:
 
 
 def main(what: str, name: str, ray_address: str | None = None) -> None:
-    engine = naming.engine_class(name)(EngineOptions(max_restarts=int(what != "raise"), ray_address=ray_address))
+    engine = registry.engine_class(name)(EngineOptions(max_restarts=int(what != "raise"), ray_address=ray_address))
     server = engine.add("server", Server)
     engine.add("monitor", Client, server, what)
     if what == "wait":

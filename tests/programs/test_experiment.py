@@ -6,7 +6,7 @@ import pytest
 
 from rlframe.errors import UsageError
 from rlframe.programs.options.config_file import load_experiment, save_experiment
-from rlframe.programs.options.experiments import make_experiment
+from rlframe.programs.options.make_experiment import make_experiment
 from rlframe.programs.options.resume import continue_experiment
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.parts import learner_config, make_agent

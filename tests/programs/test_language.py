@@ -18,7 +18,7 @@ from rlframe.language.model import weights
 from rlframe.language.server import PolicyServerConfig
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.config_file import load_experiment
-from rlframe.programs.options.experiments import make_experiment
+from rlframe.programs.options.make_experiment import make_experiment
 from rlframe.programs.policies.evaluation import evaluate
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.runner import run_experiment
@@ -87,7 +87,7 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path):
 
 
 COUNTING = f"""
-from rlframe.programs.options.naming import load_object
+from rlframe.programs.options.object_names import load_object
 Reverse = load_object({REVERSE!r}, "environment")
 
 class Counting(Reverse):
@@ -137,7 +137,7 @@ def test_the_page_of_a_run_has_the_run_s_tokenizer(tmp_path):
 
 
 EXAMINED = f"""
-from rlframe.programs.options.naming import load_object
+from rlframe.programs.options.object_names import load_object
 Reverse = load_object({REVERSE!r}, "environment")
 
 class Examined(Reverse):

@@ -9,7 +9,7 @@ import numpy as np
 
 from rlframe.agents.networks import MLPConfig
 from rlframe.programs import make_experiment, run_experiment
-from rlframe.programs.options import naming
+from rlframe.programs.options.object_names import load_object
 
 RECORDING_PPO = """
 import jax
@@ -34,7 +34,7 @@ def batches_of(tmp_path, topology: str, **fields: Any) -> list[Any]:
     values |= {"num_epochs": 2, "num_minibatches": 2, "network": "mlp", "network_config": MLPConfig((16,)), "seed": 5}
     described = make_experiment(f"{path}:Recording", topology=topology, **values, **fields)
     run_experiment(described, run_dir=tmp_path / topology)
-    return naming.load_object(f"{path}:batches", "agent")
+    return load_object(f"{path}:batches", "agent")
 
 
 def test_one_actor_in_threads_gives_the_batches_of_a_single_process(tmp_path):

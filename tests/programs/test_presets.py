@@ -9,8 +9,8 @@ from gymnasium.envs.registration import EnvSpec
 from rlframe.agents.dqn_heads import Categories
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.options import naming
-from rlframe.programs.options.experiments import apply_preset, make_experiment, option_value
+from rlframe.programs.options import registry
+from rlframe.programs.options.make_experiment import apply_preset, make_experiment, option_value
 from rlframe.programs.presets import PRESETS, find_preset
 from tests.agents.batches import BOX, DISCRETE, IMAGE, VECTOR
 
@@ -80,7 +80,7 @@ def test_the_preset_of_an_agent_and_environment(agent, env, name):
 
 def test_one_preset_at_most_fits():
     for env in ("CartPole-v1", "Pong-v5", "Ant-v4", "Pendulum-v1", "MountainCar-v0", "Acrobot-v1"):
-        for agent in naming.AGENTS:
+        for agent in registry.AGENTS:
             assert (
                 len([preset for preset in PRESETS if preset.agent == agent and preset.automatic and preset.fits(env)])
                 <= 1
@@ -89,7 +89,7 @@ def test_one_preset_at_most_fits():
 
 def test_none_switches_presets_off():
     assert find_preset("none", "ppo", "CartPole-v1") is None
-    config_cls = naming.agent_class("ppo").config_cls
+    config_cls = registry.agent_class("ppo").config_cls
     assert make_experiment("ppo", "CartPole-v1", preset="none").agent_config == config_cls()
 
 
@@ -147,7 +147,7 @@ def test_a_misspelt_field_is_refused():
 )
 def test_a_named_network_begins_with_the_agents_own_values(agent, network, observation, action):
     config = make_experiment(agent, preset="none", network=network).topology_config.network_config
-    cls = naming.agent_class(agent)
+    cls = registry.agent_class(agent)
     by_name, by_default = (cls(cls.config_cls(), observation, action, each) for each in (config, None))
     drawn = [each.initial_params(jax.random.PRNGKey(0)) for each in (by_name, by_default)]
     jax.tree.map(np.testing.assert_array_equal, *drawn)

@@ -12,10 +12,11 @@ from typing import Any
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.options import naming
-from rlframe.programs.options.experiments import fill_configs
+from rlframe.programs.options import registry
 from rlframe.programs.options.fields import from_jsonable, to_jsonable
-from rlframe.programs.options.object_names import name_objects, remember, with_given
+from rlframe.programs.options.make_experiment import fill_configs
+from rlframe.programs.options.object_names import remember
+from rlframe.programs.options.registry import name_objects, with_given
 from rlframe.programs.topologies.config import find_topology
 from rlframe.user_files import look_in, places
 
@@ -64,8 +65,8 @@ def load_experiment(
     look_in(modules if isinstance(modules, dict) else {})
     values = with_given(content["experiment"], path, given or {}, replace)
     agent = values.get("agent", Experiment.agent)
-    agent_cls = naming.agent_class(agent if isinstance(agent, str) else Experiment.agent)
-    topology = values.pop("topology", {"name": next(iter(naming.TOPOLOGIES[agent_cls.learns_from]))})
+    agent_cls = registry.agent_class(agent if isinstance(agent, str) else Experiment.agent)
+    topology = values.pop("topology", {"name": next(iter(registry.TOPOLOGIES[agent_cls.learns_from]))})
     if not isinstance(topology, dict) or not isinstance(topology.get("name"), str):
         raise UsageError(f'{path}: experiment.topology: expected {{"name": ...}}, got {topology!r}.')
     topology = with_given(topology, path, given or {}, replace)
@@ -73,7 +74,7 @@ def load_experiment(
     topology = from_jsonable(topology_cls, topology, f"{path}: topology")
     if isinstance(values.get("agent_config"), dict):
         values["agent_config"] = from_jsonable(agent_cls.config_cls, values["agent_config"], f"{path}: agent_config")
-    network_cls = naming.network_config_class(getattr(topology, "network", None))
+    network_cls = registry.network_config_class(getattr(topology, "network", None))
     if network_cls is not None and isinstance(topology.network_config, dict):
         network = from_jsonable(network_cls, topology.network_config, f"{path}: network_config")
         topology = dataclasses.replace(topology, network_config=network)

@@ -1,6 +1,16 @@
-"""From a class or function that a user gives in place of a name to its name: `file.py:NAME`, `module:NAME`, or live.
+"""Names of classes and functions: `file.py:NAME`, `module:NAME`, or a live name.
 
-The first two can be loaded again, in any process. `rlframe.programs.options.naming` loads them.
+`object_name` names an object. `config.json` keeps the name, and `load_object` finds the object by it, in this process
+or in another one. A live name stands for an object that no file defines: `__main__:NAME` is defined in a notebook or
+another interactive session, `__live__:NAME` is a lambda, a local class, a partial or another object that only its own
+process has.
+
+>>> object_name(Maze)  # a class of my_env.py
+'/home/me/my_env.py:Maze'
+>>> load_object("/home/me/my_env.py:Maze", "environment") is Maze
+True
+>>> object_name(lambda: Maze(size=3))
+'__live__:lambda'
 """
 
 from __future__ import annotations
@@ -17,114 +27,100 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlframe.envs import snapshot
-from rlframe.errors import UsageError
-from rlframe.programs.options import naming
-from rlframe.programs.options.naming import LIVE, MAIN, ObjectName, attribute_of, find_live, is_live
+from rlframe.errors import UsageError, suggest
 from rlframe.user_directories import INSTALLED
-from rlframe.user_files import is_guard, pickle_by_value
+from rlframe.user_files import import_module, is_guard, load_file, pickle_by_value
+
+MAIN, LIVE = "__main__", "__live__"  # the places of live names
 
 # By the path of a run's config.json, the live objects of runs in this process, by option.
 _of_runs: dict[str, dict[str, ObjectName]] = {}
 
-OPTIONS = ("agent", "env", "network", "topology", "engine", "operator", "replay")
 
-_WANTED = {
-    "agent": "a subclass of rlframe.Agent",
-    "env": "a class of environments, or a function that makes one",
-    "network": "a function make_net(observation_spec, action_spec)",
-}
+class ObjectName(str):
+    """A name together with its object: this process uses the object, another process loads it by the name."""
+
+    target: Any
+
+    def __new__(cls, name: str, target: Any) -> ObjectName:
+        """Make the name of `target`."""
+        made = super().__new__(cls, name)
+        made.target = target
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str(self),)
+
+    def __deepcopy__(self, memo: Any) -> ObjectName:
+        return self
 
 
-def name_of(option: str, given: Any) -> Any:
-    """Name what a user gave for one of `OPTIONS`: by a name of ours, `file.py:NAME`, `module:NAME` or a live one.
+# --- from a name to its object
+
+
+def load_object(name: str, what: str) -> Any:
+    """What `file.py:Name` or `package.module:Name` names.
 
     Args:
-        option: which.
-        given: for an agent, environment or network a class or function; a name, in which the path of a file is made
-            absolute; None stays None.
+        name: the file (relative to the working directory) or module, a colon, and a name in it.
+        what: named in errors: agent, network, environment.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: no such file or name, or the file does not import.
     """
-    if given is None or is_live(given) or isinstance(given, ObjectName):
-        return given
-    if isinstance(given, (str, os.PathLike)):
-        return naming.absolute_name(os.fspath(given))
-    if option not in _WANTED:
-        return given  # refused with its type, as any other option
-    if not callable(given) or (option == "env" and _is_one_environment(given)):
-        raise _not_nameable(option, given)
-    name = object_name(given)
-    tables = {"agent": naming.AGENTS, "network": naming.NETWORKS}
-    ours = {where: each for each, where in tables.get(option, {}).items()}
-    return ours.get(name, name)
+    if isinstance(name, ObjectName):
+        return name.target
+    if is_live(name):
+        return find_live(name, what)
+    source, _, attribute = name.rpartition(":")
+    if not is_file_name(name) and not (source and attribute):
+        raise UsageError(f"The {what} {name!r} should read file.py:Name.")
+    module = load_file(pathlib.Path(source), what) if source.endswith(".py") else load_module(source, name)
+    try:
+        return attribute_of(module, attribute)
+    except AttributeError:
+        names = [each for each in vars(module) if not each.startswith("_")]
+        raise UsageError(f"{source} defines no {attribute!r}.{suggest(attribute, names)}") from None
 
 
-def name_objects(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, with names where `name_of` gives any."""
-    return {option: name_of(option, value) if option in OPTIONS else value for option, value in values.items()}
+def is_file_name(name: str) -> bool:
+    """Whether a name is `file.py:NAME`. Raises UsageError for a file without :NAME."""
+    source, _, attribute = name.rpartition(":")
+    if name.endswith(".py") or (source.endswith(".py") and not attribute):
+        raise UsageError(f"{name!r} names a file, but nothing in it: write {_example(name.rstrip(':'))}.")
+    return source.endswith(".py")
 
 
-def with_given(saved: dict[str, Any], config: pathlib.Path, given: Mapping[str, Any], replace: bool) -> dict[str, Any]:
-    """Return the fields of a saved config with names that hold objects: those given, or those of a run in this process.
-
-    Args:
-        saved: by field.
-        config: the path of the config.
-        given: by option, as for `name_of`; in place of live names.
-        replace: whether in place of others as well.
-    """
-    values = dict(saved)
-    for field, name in saved.items():
-        option = "topology" if field == "name" else field
-        wanted = name_of(option, given.get(option)) if option in OPTIONS else None
-        if wanted is not None and (replace or is_live(name) or wanted == name):
-            values[field] = wanted
-        elif option in OPTIONS and is_live(name):
-            values[field] = recall(config, option, name)
-    return values
+def _example(file: str) -> str:
+    """`file.py:NAME`, with the names that the file defines, if it can be read."""
+    with contextlib.suppress(OSError, ValueError, SyntaxError):
+        defined = (ast.ClassDef, ast.FunctionDef)
+        tree = ast.parse(pathlib.Path(file).read_bytes())
+        names = [node.name for node in tree.body if isinstance(node, defined) and not node.name.startswith("_")]
+        if names:
+            return " or ".join(f"{file}:{name}" for name in names[-3:])
+    return f"{file}:NAME"
 
 
-def check_can_leave(names: Mapping[str, Any], topology: str) -> None:
-    """Raise UsageError if an object is live: a topology of several processes cannot send it by its name."""
-    for option, name in names.items():
-        if not is_live(name):
-            continue
-        label = name.partition(":")[2].rpartition(".")[2]
-        raise UsageError(
-            f"{option}={label} is defined in a notebook, in an interactive session or inside a function, and the "
-            f"processes of the topology {topology} cannot import it from there. Move it to a file, as in "
-            f"my_{option}.py, and give {option}='my_{option}.py:{label}'; or use the topology single_process."
-        )
+def absolute_name(name: str) -> str:
+    """`name` with the path of a `file.py:Name` made absolute, so that it means the same from every directory."""
+    source, colon, attribute = name.rpartition(":")
+    return f"{os.path.abspath(source)}:{attribute}" if colon and source.endswith(".py") else name
 
 
-def _is_one_environment(given: Any) -> bool:
-    return not isinstance(given, type) and hasattr(given, "reset") and hasattr(given, "step")
+def load_module(module: str, name: str) -> types.ModuleType:
+    main = sys.modules["__main__"]
+    if getattr(getattr(main, "__spec__", None), "name", None) == module:
+        return main  # as `load_file`, of `python -m package.module`
+    return import_module(module, name)
 
 
-def _not_nameable(option: str, given: Any) -> UsageError:
-    kind = type(given).__name__
-    wanted = f"{option} takes {_WANTED[option]}, or its name, as file.py:NAME"
-    if option == "env" and _is_one_environment(given):
-        spec = getattr(given, "spec", None)
-        instead = kind if spec is None else repr(spec.id)
-        return UsageError(
-            f"{wanted}; got one environment, of {kind}. A run makes several of them: give env={instead}, or a function "
-            "that makes one, as in env=lambda: ..."
-        )
-    if option == "agent" and hasattr(given, "config_cls"):
-        return UsageError(f"{wanted}; got one agent. Give agent={kind}, and the fields of its config as options.")
-    if option == "network" and hasattr(given, "init") and hasattr(given, "apply"):
-        return UsageError(
-            f"{wanted}; got a network, of {kind}. Give a function that returns it: network=lambda observation_spec, "
-            "action_spec: ..."
-        )
-    if option == "network" and hasattr(given, "build"):
-        return UsageError(f"{wanted}; got the config of one. Give its name, as in network='mlp', network_config=...")
-    return UsageError(f"{wanted}; got {given!r}.")
+def attribute_of(module: Any, attribute: str) -> Any:
+    """Get `Name` or `Outer.Inner` of a module. Raises AttributeError if there is none."""
+    return functools.reduce(getattr, attribute.split("."), module)
 
 
-# --- the name of an object
+# --- from an object to its name
 
 
 def object_name(target: Any) -> ObjectName:
@@ -146,29 +142,6 @@ def object_name(target: Any) -> ObjectName:
             pickle_by_value(module)
         return ObjectName(f"{os.path.abspath(file)}:{attribute}", target)
     return ObjectName(f"{module_name}:{attribute}", target)
-
-
-# --- the live objects of runs
-
-
-def remember(config: str | os.PathLike[str], names: Mapping[str, Any]) -> None:
-    """Remember the live objects of a run, by option, as long as this process runs."""
-    live = {option: name for option, name in names.items() if is_live(name) and isinstance(name, ObjectName)}
-    _of_runs[os.path.abspath(config)] = live
-
-
-def recall(config: str | os.PathLike[str], option: str, name: str) -> str:
-    """Return a saved live name with its object, if the run was in this process; else the name alone.
-
-    What a notebook defines now comes first: a cell may have been run again.
-    """
-    with contextlib.suppress(UsageError):
-        find_live(name, option)
-        return name
-    return _of_runs.get(os.path.abspath(config), {}).get(option, name)
-
-
-# --- where an object is defined
 
 
 def _label(target: Any) -> str:
@@ -228,3 +201,62 @@ def _codes(target: Any) -> Iterator[types.CodeType]:
             code = getattr(inspect.unwrap(member), "__code__", None)
             if isinstance(code, types.CodeType):
                 yield code
+
+
+# --- live names
+
+
+def is_live(name: Any) -> bool:
+    """Whether a name is that of an object which only its own process has."""
+    return isinstance(name, str) and name.partition(":")[0] in (MAIN, LIVE)
+
+
+def find_live(name: str, what: str) -> Any:
+    """Find what a live name means in this process; `what` (agent, network, environment) is named in the error.
+
+    Raises:
+        UsageError: this process has no such object.
+    """
+    place, _, label = name.partition(":")
+    if place == MAIN:
+        with contextlib.suppress(AttributeError):
+            return attribute_of(sys.modules[MAIN], label)
+    option = "env" if what == "environment" else what
+    where, again = "the Python process that used it", "Pass"
+    if place == MAIN:
+        where, again = "a notebook or another interactive session", "Define it in this session, or pass"
+    raise UsageError(
+        f"The {what} {label} was defined in {where}, not in a file. {again} the class or function as {option}=... . "
+        f'For the command line move it to a file, and put "{option}": "/path/to/file.py:{label}" into the config.json '
+        "of the run."
+    )
+
+
+def check_can_leave(names: Mapping[str, Any], topology: str) -> None:
+    """Raise UsageError if an object is live: a topology of several processes cannot send it by its name."""
+    for option, name in names.items():
+        if not is_live(name):
+            continue
+        label = name.partition(":")[2].rpartition(".")[2]
+        raise UsageError(
+            f"{option}={label} is defined in a notebook, in an interactive session or inside a function, and the "
+            f"processes of the topology {topology} cannot import it from there. Move it to a file, as in "
+            f"my_{option}.py, and give {option}='my_{option}.py:{label}'; or use the topology single_process."
+        )
+
+
+def remember(config: str | os.PathLike[str], names: Mapping[str, Any]) -> None:
+    """Remember the live objects of a run, by option, as long as this process runs."""
+    live = {option: name for option, name in names.items() if is_live(name) and isinstance(name, ObjectName)}
+    _of_runs[os.path.abspath(config)] = live
+
+
+def recall(config: str | os.PathLike[str], option: str, name: str) -> str:
+    """Return a saved live name with its object, if the run was in this process; else the name alone.
+
+    What a notebook defines now comes first: a cell may have been run again.
+    """
+    with contextlib.suppress(UsageError):
+        find_live(name, option)
+        return name
+    return _of_runs.get(os.path.abspath(config), {}).get(option, name)

@@ -8,10 +8,10 @@ from typing import Any
 from rlframe.envs.names import CHANGED, describe_backend, registration, split
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.options import naming
-from rlframe.programs.options.experiments import to_flat, with_fields
+from rlframe.programs.options import registry
 from rlframe.programs.options.fields import to_jsonable
-from rlframe.programs.options.object_names import OPTIONS, name_of
+from rlframe.programs.options.make_experiment import to_flat, with_fields
+from rlframe.programs.options.registry import OPTIONS, name_of
 
 # Options that a resumed run may change: they do not change the numbers, except `steps`, whose schedules are kept.
 _CHANGEABLE = {
@@ -63,13 +63,13 @@ def _first_difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
 def import_env(experiment: Experiment) -> None:
     """Import the module of an environment `module:Id` before the run, which would keep an older module of this name."""
     is_game = experiment.topology_config.learns_from == "steps"
-    if is_game and naming.is_library_env(experiment.env) and ":" in split(experiment.env)[1]:
+    if is_game and registry.is_library_env(experiment.env) and ":" in split(experiment.env)[1]:
         registration(experiment.env)
 
 
 def backend_note(experiment: Experiment) -> dict[str, str]:
     """Return the note for the config that names the library which makes the environment; {} for a file's."""
-    if experiment.topology_config.learns_from != "steps" or not naming.is_library_env(experiment.env):
+    if experiment.topology_config.learns_from != "steps" or not registry.is_library_env(experiment.env):
         return {}
     return {"env_backend": describe_backend(experiment.env)}
 

@@ -16,7 +16,7 @@ from rlframe.envs.registered import gymnasium_ids
 from rlframe.errors import RlframeError, UsageError
 from rlframe.program_end import Closing
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.options import naming
+from rlframe.programs.options import registry
 from rlframe.programs.presets import plain_name
 
 _FORMATS = (".mp4", ".mkv", ".webm")
@@ -125,7 +125,7 @@ class _Filmed:
 
 def _rendering_env(experiment: Experiment, seed: int) -> Any:
     """One gymnasium environment that renders: the one trained on, or the twin of an EnvPool task."""
-    target = naming.env_name_or_builder(experiment.env)
+    target = registry.env_name_or_builder(experiment.env)
     if not isinstance(target, str):
         return _from_builder(target, experiment, seed)
     where = backend(target)

@@ -7,7 +7,7 @@ A class's defaults are its paper's; a preset is applied on top, printed when it 
 from __future__ import annotations
 
 from rlframe.errors import UsageError, suggest
-from rlframe.programs.options import naming
+from rlframe.programs.options import registry
 from rlframe.programs.presets import continuous, grpo, impala, ppo, q_learning
 from rlframe.programs.presets.table import Preset, Setting, plain_name
 
@@ -48,7 +48,7 @@ def find_preset(name: str, agent: str, env: str) -> Preset | None:
 
 def _is_kind_of(agent: str, named: str) -> bool:
     """Whether an agent is the one of this name, or a user's own subclass of it."""
-    return agent == named or (":" in agent and issubclass(naming.agent_class(agent), naming.agent_class(named)))
+    return agent == named or (":" in agent and issubclass(registry.agent_class(agent), registry.agent_class(named)))
 
 
 __all__ = ["PRESETS", "Preset", "Setting", "find_preset", "plain_name"]

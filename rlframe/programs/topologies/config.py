@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union
 
 from rlframe.engines.base import NodeOptions
 from rlframe.errors import UsageError, check_above, check_at_least
-from rlframe.programs.options import naming
+from rlframe.programs.options import registry
 from rlframe.programs.options.fields import field_names
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class TopologyConfig:
     @property
     def engine_class(self) -> type[Engine]:
         """The class that runs its nodes."""
-        return naming.engine_class(self.engine_name)
+        return registry.engine_class(self.engine_name)
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -120,7 +120,7 @@ class ProgramConfig(NodeOptions, TopologyConfig):
         for name, value in self.node_options.items():
             default = getattr(NodeOptions, name)
             if value != default and name not in read:
-                by = [each for each in naming.ENGINES if name in naming.engine_class(each).options]
+                by = [each for each in registry.ENGINES if name in registry.engine_class(each).options]
                 raise UsageError(
                     f"{name}={value} is for the engine {' or '.join(by)}: {self.engine_name} does not read it. "
                     f"Leave it at {default}, or choose another engine."
@@ -271,7 +271,7 @@ def find_topology(name: str, learns_from: str = "steps") -> Any:
     Raises:
         UsageError: there is none for agents that learn from `learns_from`.
     """
-    found = naming.find(name, naming.TOPOLOGIES[learns_from], "topology", "file.py:function")
+    found = registry.find(name, registry.TOPOLOGIES[learns_from], "topology", "file.py:function")
     if not callable(found):
         raise UsageError(f"{name} is {found!r}; a topology is a function of an engine and a session.")
     if not hasattr(found, "config_cls"):

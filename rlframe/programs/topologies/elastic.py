@@ -30,7 +30,7 @@ from rlframe.errors import PeerError, StoppedError, UsageError
 from rlframe.metrics.rows import ActorCounts
 from rlframe.params import ParamStore
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.options import naming
+from rlframe.programs.options import registry
 from rlframe.programs.policies.evaluation import Evaluations, explain
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import GameProgram, configured_by
@@ -77,12 +77,12 @@ class Elastic(GameProgram):
                 f"{self.engine_name}. Add --engine ray (and --ray-address for a cluster that is there), or leave "
                 "--operator out."
             )
-        if self.operator_name not in naming.OPERATORS and ":" not in self.operator:
-            naming.operator_class(self.operator)
+        if self.operator_name not in registry.OPERATORS and ":" not in self.operator:
+            registry.operator_class(self.operator)
 
     @property
     def operator_name(self) -> str:
-        """The operator, as `naming.operator_class` takes it."""
+        """The operator, as `registry.operator_class` takes it."""
         return self.operator if self.operator != "auto" else self.engine_class.operator or "local"
 
     @property
@@ -156,7 +156,7 @@ def add_operator(engine: Engine, session: Session, makers: Mapping[Any, MakeWork
         operator: Operator = RayOperator(engine.worker_nodes(makers, most), **options)
     else:
         env = {} if "learner" in config.accelerators else {"learner": NO_ACCELERATOR}
-        operator = naming.operator_class(config.operator_name)(makers, env=env, **options)
+        operator = registry.operator_class(config.operator_name)(makers, env=env, **options)
     return engine.own(operator)
 
 

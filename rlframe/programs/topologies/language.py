@@ -1,4 +1,4 @@
-"""The topology in which a language model learns: light_env for an agent that learns from trajectories.
+"""The topology `language`: a language model learns from trajectories. Its name as an option is `--topology light_env`.
 
 environments ──groups──▶ trajectory service ──batches──▶ learner
      ▲                                                     │
@@ -25,7 +25,7 @@ ENV_CHECKPOINT_EVERY = 50  # learner steps between two checkpoints of environmen
 
 @dataclasses.dataclass(frozen=True)
 class Language(ProgramConfig):
-    """Options of light_env with a language model."""
+    """Options of language."""
 
     learns_from = "trajectories"
     unit = "learner steps"
@@ -37,7 +37,7 @@ class Language(ProgramConfig):
         "log_every": 1,
     }
 
-    name: str = "light_env"
+    name: str = "light_env"  # as in `TOPOLOGIES`
     tokenizer: Union[str, None] = None  # byte, or a folder with a tokenizer.json; None: that of the weights, or byte
     max_staleness: Union[int, None] = None  # policy versions that a group may be behind the learner; None: any
     slots: int = 32  # sequences that the policy server decodes at once

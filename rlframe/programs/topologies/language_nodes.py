@@ -25,7 +25,7 @@ from rlframe.language.model import weights
 from rlframe.language.model.tokenizers import load_tokenizer
 from rlframe.language.warm_up import warm_up
 from rlframe.metrics import MultiLogger
-from rlframe.programs.options import naming
+from rlframe.programs.options.object_names import load_object
 
 if TYPE_CHECKING:
     from rlframe.programs.session import Session
@@ -51,7 +51,7 @@ _NOT_OPTIONS = {  # of an environment in a program, and what says it instead
 
 def env_class(name: str) -> type[BaseEnv]:
     """The `BaseEnv` that `file.py:Class` or `package.module:Class` names. Raises UsageError where it names none."""
-    found = naming.load_object(name, "environment")
+    found = load_object(name, "environment")
     if not (isinstance(found, type) and issubclass(found, BaseEnv)):
         raise UsageError(f"{name} is {found!r}; a language model needs a subclass of rlframe.language.BaseEnv.")
     return found

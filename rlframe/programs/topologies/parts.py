@@ -17,7 +17,8 @@ from rlframe.errors import UsageError
 from rlframe.inferencers import InferencerConfig
 from rlframe.learners import LearnerConfig
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.options import naming
+from rlframe.programs.options import registry
+from rlframe.programs.options.object_names import load_object
 from rlframe.programs.run_dir.directory import CHECKPOINTS_KEPT
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import GameConfig
@@ -32,7 +33,7 @@ from rlframe.types import AgentSpecs, ReplaySpec, Sequence
 def make_pool(experiment: Experiment, num_envs: int, env_kwargs: dict[str, Any], seed: int) -> Any:
     """Make a pool of `num_envs` of an experiment's environments."""
     config = experiment.topology_config
-    what = naming.env_name_or_builder(experiment.env)
+    what = registry.env_name_or_builder(experiment.env)
     options: dict[str, Any] = {"type": pool_type(experiment, num_envs, what), "env_kwargs": env_kwargs}
     shared = ("num_workers", "answer_timeout", "check_finite", "frame_stack", "action_repeat", "clip_rewards")
     options.update({name: getattr(config, name) for name in shared})
@@ -58,7 +59,7 @@ def check_answer_timeout(experiment: Experiment) -> None:
     value = getattr(config, "answer_timeout", default)
     if value == default or "hang_timeout" in config.engine_class.options:
         return
-    kind = pool_type(experiment, experiment.envs_per_pool, naming.env_name_or_builder(experiment.env))
+    kind = pool_type(experiment, experiment.envs_per_pool, registry.env_name_or_builder(experiment.env))
     if kind in ("loop", "envpool"):
         raise UsageError(
             f"answer_timeout={value:g} is for the env_type thread or process: {kind}, in a single "
@@ -76,7 +77,7 @@ def actor_options(session: Session) -> dict[str, Any]:
 
 def read_codec(experiment: Experiment) -> Codec | None:
     """Read the codec of an experiment's environments from one that is opened and closed; None if there are none."""
-    agent_cls: Any = naming.agent_class(experiment.agent)
+    agent_cls: Any = registry.agent_class(experiment.agent)
     if agent_cls.learns_from != "steps":
         return None
     seed = env_seed(experiment.seed, 0, 0)
@@ -91,14 +92,14 @@ def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
         experiment: the experiment.
         codec: of its environments; None: read from one that is opened and closed.
     """
-    agent_cls: Any = naming.agent_class(experiment.agent)
+    agent_cls: Any = registry.agent_class(experiment.agent)
     config, topology = experiment.agent_config, experiment.topology_config
     if agent_cls.learns_from != "steps":
         return agent_cls(config)
     codec = codec or read_codec(experiment)
     assert codec is not None
     observation_spec = stacked_spec(codec.observation_spec, topology.frame_stack)
-    net_factory = naming.network_factory(topology.network, topology.network_config)
+    net_factory = registry.network_factory(topology.network, topology.network_config)
     networks = {} if net_factory is None else {"net_factory": net_factory}
 
     def make(cfg: Any) -> Agent:
@@ -177,7 +178,7 @@ def add_replay(engine: Engine, session: Session) -> Any:
         return add_shared_memory(
             engine, session, session.topology_config.num_actors, capacity, timeout=max(600.0, session.peer_deadline)
         )
-    replay_cls = ReplayBuffer if kind == "local" else naming.load_object(kind, "replay")
+    replay_cls = ReplayBuffer if kind == "local" else load_object(kind, "replay")
     if not (isinstance(replay_cls, type) and issubclass(replay_cls, BaseReplayBuffer)):
         raise UsageError(
             f"--replay {kind} is {replay_cls!r}, which is not a subclass of rlframe.replay.BaseReplayBuffer. It is "

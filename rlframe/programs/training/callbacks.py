@@ -13,7 +13,7 @@ import numpy as np
 from rlframe import handles
 from rlframe.errors import NoMethodError, RlframeError, UsageError
 from rlframe.metrics.base import Values, on_host
-from rlframe.programs.options import naming
+from rlframe.programs.options import registry
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Callbacks:
             raise UsageError(f"callbacks is a list of functions, callbacks=[{functions!r}]; got {functions!r}.")
         self._functions = list(functions)
         for function in self._functions:
-            if not naming.takes(function, 1):
+            if not registry.takes(function, 1):
                 raise UsageError(
                     f"A callback takes one argument, callback(info), with info.step, info.values and info.stop(); got "
                     f"{function!r}."

@@ -9,7 +9,7 @@ import math
 from rlframe.agents import Agent
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.options import naming
+from rlframe.programs.options import registry
 from rlframe.replay.rate_limiter import ROUNDS_AHEAD, samples_of_rounds
 from rlframe.types import ReplaySpec, Sequence
 
@@ -97,7 +97,7 @@ def _check_explores(experiment: Experiment, agent: Agent) -> None:
     config = experiment.agent_config
     chances = [getattr(config, name, None) for name in ("epsilon_begin", "epsilon_end")]
     network = getattr(getattr(agent, "agent", agent), "network", None)  # `Normalized` holds its agent
-    if experiment.agent in naming.AGENTS and chances == [0.0, 0.0] and getattr(network, "sample", None) is None:
+    if experiment.agent in registry.AGENTS and chances == [0.0, 0.0] and getattr(network, "sample", None) is None:
         raise UsageError(
             f"{experiment.agent} would never explore: epsilon_begin and epsilon_end are 0, and its network has no "
             "noise. Raise --epsilon-begin and --epsilon-end, or use a noisy network: --network mlp "

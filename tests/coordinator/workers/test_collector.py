@@ -15,7 +15,7 @@ from rlframe.coordinator.workers.collector import CollectorWorker
 from rlframe.envs import SyncEnv
 from rlframe.errors import EnvError, StoppedError
 from rlframe.params import ParamStore
-from rlframe.programs.options.experiments import make_experiment
+from rlframe.programs.options.make_experiment import make_experiment
 from rlframe.programs.policies.evaluation import Evaluations
 from rlframe.replay import ReplayBuffer
 from tests.coordinator.workers.calling import Caller

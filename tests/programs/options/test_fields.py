@@ -19,10 +19,10 @@ from rlframe.cli.train_options import TrainOptions, read_arguments
 from rlframe.errors import UsageError
 from rlframe.programs import api, make_experiment, runner
 from rlframe.programs.api import SessionOptions
-from rlframe.programs.options import naming
+from rlframe.programs.options import registry
 from rlframe.programs.options.config_file import load_experiment, save_experiment
-from rlframe.programs.options.experiments import config_classes, to_flat
 from rlframe.programs.options.fields import field_names, flat_fields, from_jsonable, to_jsonable, with_choices
+from rlframe.programs.options.make_experiment import config_classes, to_flat
 from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.topologies.config import find_topology
 
@@ -187,7 +187,7 @@ def test_the_next_run_uses_the_new_version_of_an_agents_a_networks_and_a_topolog
                       topology=f"{files['topology']}:wire")  # fmt: skip
         experiment, _ = asked[-1]
         assert experiment.agent_config.learning_rate == value
-        assert naming.network_factory(experiment.topology_config.network, None)(None, None) == value
+        assert registry.network_factory(experiment.topology_config.network, None)(None, None) == value
         assert find_topology(experiment.topology_config.name)(None, None) == value
 
 

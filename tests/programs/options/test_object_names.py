@@ -12,9 +12,8 @@ import types
 import gymnasium
 import pytest
 
-from rlframe.programs.options import naming
-from rlframe.programs.options.naming import ObjectName, is_live
-from rlframe.programs.options.object_names import object_name
+from rlframe.programs.options import registry
+from rlframe.programs.options.object_names import ObjectName, is_live, load_object, object_name
 
 FILE = """
 class Maze:
@@ -38,7 +37,7 @@ from rlframe.agents.ppo import PPO
 from rlframe.errors import UsageError
 from rlframe.programs import load_experiment, make_experiment
 from rlframe.programs.options import object_names
-from rlframe.programs.options.object_names import name_of
+from rlframe.programs.options.registry import name_of
 from tests.extras import import_or_skip
 from tests.programs.notebook import AGENT, ENV, NETWORK, SMALL, Notebook
 
@@ -60,21 +59,21 @@ def test_what_a_file_defines_is_named_by_the_file_and_keeps_its_object(maze, tmp
     ]:
         named = object_name(target)
         assert named == f"{tmp_path}/own_maze.py:{name}" and not is_live(named)
-        assert naming.load_object(named, "environment") is target
-        assert naming.load_object(str(named), "environment").__qualname__ == name  # as another process does
+        assert load_object(named, "environment") is target
+        assert load_object(str(named), "environment").__qualname__ == name  # as another process does
 
 
 def test_what_a_file_loaded_by_its_name_defines_has_that_name(tmp_path):
     (tmp_path / "own.py").write_text(FILE)
     name = f"{tmp_path}/own.py:Maze"
-    assert object_name(naming.load_object(name, "environment")) == name
+    assert object_name(load_object(name, "environment")) == name
 
 
 def test_what_a_package_defines_is_named_by_its_module():
     assert object_name(gymnasium.Wrapper) == "gymnasium.core:Wrapper"
     assert object_name(functools.partial) == "functools:partial"
     assert object_name(len) == "builtins:len"
-    assert object_name(ObjectName) == "rlframe.programs.options.naming:ObjectName"
+    assert object_name(ObjectName) == "rlframe.programs.options.object_names:ObjectName"
 
 
 def test_what_no_file_defines_is_live(maze):
@@ -94,7 +93,7 @@ def test_what_no_file_defines_is_live(maze):
         (made_by_hand.Maze, "Maze"),
     ]:
         named = object_name(target)
-        assert is_live(named) and naming.load_object(named, "environment") is target
+        assert is_live(named) and load_object(named, "environment") is target
         assert named in (f"__live__:{label}", f"{maze.__file__}:Maze.small")
 
 
@@ -112,7 +111,7 @@ def test_what_a_script_defines_is_named_by_its_file_unless_its_guard_or_a_prompt
     main = script(monkeypatch, tmp_path)
     assert object_name(main.Maze) == f"{tmp_path}/script.py:Maze"
     assert object_name(main.make_maze) == f"{tmp_path}/script.py:make_maze"
-    assert naming.load_object(f"{tmp_path}/script.py:Maze", "environment") is main.Maze
+    assert load_object(f"{tmp_path}/script.py:Maze", "environment") is main.Maze
     assert object_name(main.Hidden) == "__main__:Hidden"
     exec(compile(FILE, "<stdin>", "exec"), vars(main))  # `python -i script.py`
     assert object_name(main.make_maze) == object_name(main.make_maze) == "__main__:make_maze"
@@ -121,7 +120,7 @@ def test_what_a_script_defines_is_named_by_its_file_unless_its_guard_or_a_prompt
 def test_what_python_m_runs_is_named_by_its_module(monkeypatch, tmp_path):
     main = script(monkeypatch, tmp_path, spec=types.SimpleNamespace(name="package.script"))
     assert object_name(main.Maze) == "package.script:Maze"
-    assert naming.load_object("package.script:Maze", "environment") is main.Maze
+    assert load_object("package.script:Maze", "environment") is main.Maze
 
 
 def test_another_process_gets_the_name_alone(maze):
@@ -131,12 +130,12 @@ def test_another_process_gets_the_name_alone(maze):
 
 
 def test_an_environment_of_a_module_is_found_by_its_name_and_a_registered_id_comes_first(maze, monkeypatch):
-    assert naming.env_name_or_builder("gymnasium.envs.classic_control:CartPoleEnv").__name__ == "CartPoleEnv"
-    assert naming.is_library_env("gymnasium:CartPole-v1") and not naming.is_library_env("__main__:Maze")
+    assert registry.env_name_or_builder("gymnasium.envs.classic_control:CartPoleEnv").__name__ == "CartPoleEnv"
+    assert registry.is_library_env("gymnasium:CartPole-v1") and not registry.is_library_env("__main__:Maze")
     maze.Maze.reset = maze.Maze.step = None
-    assert naming.env_name_or_builder("own_maze:Maze") is maze.Maze
+    assert registry.env_name_or_builder("own_maze:Maze") is maze.Maze
     monkeypatch.setitem(gymnasium.registry, "Maze", gymnasium.envs.registration.EnvSpec("Maze", maze.Maze))
-    assert naming.env_name_or_builder("own_maze:Maze") == "own_maze:Maze"
+    assert registry.env_name_or_builder("own_maze:Maze") == "own_maze:Maze"
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from rlframe.agents import GRPO, GRPOConfig
 from rlframe.errors import PeerError, UsageError
 from rlframe.language.model import weights
 from rlframe.learners import Learner, LearnerConfig
-from rlframe.programs.options.experiments import make_experiment
+from rlframe.programs.options.make_experiment import make_experiment
 from rlframe.programs.policies.served import policy_of_folder, policy_of_run
 from rlframe.programs.run_dir.directory import RunDir
 from tests.agents.token_batches import token_batch

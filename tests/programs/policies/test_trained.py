@@ -12,8 +12,8 @@ from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.errors import CheckpointError, RlframeError, UsageError
 from rlframe.learners.checkpoints import Checkpointer
-from rlframe.programs.options import naming
-from rlframe.programs.options.experiments import make_experiment
+from rlframe.programs.options import registry
+from rlframe.programs.options.make_experiment import make_experiment
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.types import FIRST, LAST
 from tests.programs.running import ROOT
@@ -134,7 +134,7 @@ def run(request, tmp_path_factory):
 def played(env, act, type="loop", **env_kwargs):
     """The return of the first episode in each of `EPISODES` environments, which are those of an evaluation."""
     seed = env_seed(SEED, EVALUATOR_RANK)
-    pool = rlframe.SyncEnv(naming.env_name_or_builder(env), EPISODES, type, seed=seed, env_kwargs=env_kwargs)
+    pool = rlframe.SyncEnv(registry.env_name_or_builder(env), EPISODES, type, seed=seed, env_kwargs=env_kwargs)
     timestep, returns, over = pool.reset(), np.zeros(EPISODES), np.zeros(EPISODES, bool)
     while not over.all():
         timestep = pool.step(act(timestep.observation, timestep.step_type == FIRST))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlframe.programs.options.experiments import make_experiment
+from rlframe.programs.options.make_experiment import make_experiment
 from rlframe.programs.policies.video import Film
 from tests.extras import needs
 

@@ -10,7 +10,14 @@ import pytest
 from rlframe.envs import registered
 from rlframe.envs.names import check_name
 from rlframe.errors import UsageError
-from rlframe.programs.options import naming
+from rlframe.programs.options.object_names import absolute_name
+from rlframe.programs.options.registry import (
+    agent_class,
+    engine_class,
+    env_name_or_builder,
+    network_config_class,
+    network_factory,
+)
 from rlframe.programs.topologies.config import find_topology
 
 AGENT_FILE = """
@@ -44,27 +51,27 @@ def agent_file(tmp_path):
 def test_a_name_means_the_class():
     from rlframe.agents.ppo import PPO
 
-    assert naming.agent_class("ppo") is PPO
+    assert agent_class("ppo") is PPO
 
 
 def test_a_class_is_loaded_from_a_file_that_imports_its_neighbour(agent_file):
-    cls = naming.agent_class(f"{agent_file}:Mine")
+    cls = agent_class(f"{agent_file}:Mine")
     assert cls.config_cls().rate == 0.25
 
 
 def test_a_file_is_loaded_once(agent_file):
-    assert naming.agent_class(f"{agent_file}:Mine") is naming.agent_class(f"{agent_file}:Mine")
+    assert agent_class(f"{agent_file}:Mine") is agent_class(f"{agent_file}:Mine")
 
 
 def test_two_files_of_one_name_are_two_modules(agent_file, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "agent.py").write_text(AGENT_FILE)
-    assert naming.agent_class(f"{agent_file}:Mine") is not naming.agent_class(f"{other / 'agent.py'}:Mine")
+    assert agent_class(f"{agent_file}:Mine") is not agent_class(f"{other / 'agent.py'}:Mine")
 
 
 def test_a_class_from_a_file_reaches_a_process_that_cannot_import_it(agent_file, tmp_path):
-    config = naming.agent_class(f"{agent_file}:Mine").config_cls(0.75)
+    config = agent_class(f"{agent_file}:Mine").config_cls(0.75)
     pickled = tmp_path / "config.pickle"
     pickled.write_bytes(cloudpickle.dumps(config))
     code = f"import pickle; print(pickle.load(open({str(pickled)!r}, 'rb')).rate)"
@@ -73,15 +80,15 @@ def test_a_class_from_a_file_reaches_a_process_that_cannot_import_it(agent_file,
 
 
 def test_a_class_from_a_file_is_pickled_here_too(agent_file):
-    config = naming.agent_class(f"{agent_file}:Mine").config_cls(0.75)
+    config = agent_class(f"{agent_file}:Mine").config_cls(0.75)
     assert pickle.loads(pickle.dumps(config)) == config
 
 
 def test_paths_are_made_absolute_and_names_are_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert naming.absolute_name("a.py:B") == f"{tmp_path}/a.py:B"
-    assert naming.absolute_name("ppo") == "ppo"
-    assert naming.absolute_name("gymnasium:CartPole-v1") == "gymnasium:CartPole-v1"
+    assert absolute_name("a.py:B") == f"{tmp_path}/a.py:B"
+    assert absolute_name("ppo") == "ppo"
+    assert absolute_name("gymnasium:CartPole-v1") == "gymnasium:CartPole-v1"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +113,7 @@ def test_a_name_that_means_nothing_is_explained(agent_file, tmp_path, name, mess
     (tmp_path / "broken.py").write_text("class class\n")
     (tmp_path / "raises.py").write_text("1 / 0\n")
     with pytest.raises(UsageError) as raised:
-        naming.agent_class(name.format(dir=tmp_path))
+        agent_class(name.format(dir=tmp_path))
     assert str(raised.value) == message.format(dir=tmp_path)
 
 
@@ -121,7 +128,12 @@ def test_a_name_that_means_nothing_is_explained(agent_file, tmp_path, name, mess
 def test_a_module_that_cannot_be_imported_is_explained_wherever_it_is_named(tmp_path, monkeypatch, text, message):
     (tmp_path / "unloadable.py").write_text(text)
     monkeypatch.chdir(tmp_path)
-    for load in (naming.env_name_or_builder, check_name, lambda name: registered.make(name, {}), naming.agent_class):
+    for load in (
+        env_name_or_builder,
+        check_name,
+        lambda name: registered.make(name, {}),
+        agent_class,
+    ):
         with pytest.raises(UsageError) as raised:
             load("unloadable:Own")
         assert str(raised.value).startswith(message.format(name="unloadable:Own"))
@@ -129,32 +141,32 @@ def test_a_module_that_cannot_be_imported_is_explained_wherever_it_is_named(tmp_
 
 def test_a_class_that_is_no_agent_is_refused(agent_file):
     with pytest.raises(UsageError, match=r"not a subclass of rlframe\.Agent"):
-        naming.agent_class(f"{agent_file}:Config")
+        agent_class(f"{agent_file}:Config")
 
 
 def test_an_agent_without_a_config_is_refused(agent_file):
     with pytest.raises(UsageError, match="config_cls must be the dataclass"):
-        naming.agent_class(f"{agent_file}:NoConfig")
+        agent_class(f"{agent_file}:NoConfig")
 
 
 def test_networks_are_named_or_files(agent_file):
     from rlframe.agents.networks import MLPConfig
 
-    assert naming.network_config_class("mlp") is MLPConfig
-    assert naming.network_config_class(None) is None
-    assert naming.network_factory("mlp", MLPConfig((3,))) == MLPConfig((3,))
-    assert naming.network_factory(f"{agent_file}:make_net", None).__name__ == "make_net"
+    assert network_config_class("mlp") is MLPConfig
+    assert network_config_class(None) is None
+    assert network_factory("mlp", MLPConfig((3,))) == MLPConfig((3,))
+    assert network_factory(f"{agent_file}:make_net", None).__name__ == "make_net"
     with pytest.raises(UsageError, match="Did you mean 'mlp'"):
-        naming.network_config_class("mpl")
+        network_config_class("mpl")
 
 
 def test_an_environment_is_a_name_or_a_function_in_a_file(tmp_path):
     (tmp_path / "env.py").write_text("def make():\n    return 7\n")
-    assert naming.env_name_or_builder("gymnasium:CartPole-v1") == "gymnasium:CartPole-v1"
-    assert naming.env_name_or_builder(f"{tmp_path}/env.py:make")() == 7
+    assert env_name_or_builder("gymnasium:CartPole-v1") == "gymnasium:CartPole-v1"
+    assert env_name_or_builder(f"{tmp_path}/env.py:make")() == 7
 
 
-@pytest.mark.parametrize("load", [naming.agent_class, naming.env_name_or_builder, find_topology, naming.engine_class])
+@pytest.mark.parametrize("load", [agent_class, env_name_or_builder, find_topology, engine_class])
 def test_a_file_without_a_name_in_it_is_answered_with_the_names_that_it_defines(load, tmp_path):
     (tmp_path / "own.py").write_text("import os\n\ndef _hidden(): ...\n\nclass Maze: ...\n\ndef make_maze(): ...\n")
     with pytest.raises(

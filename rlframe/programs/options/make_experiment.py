@@ -23,7 +23,7 @@ from rlframe.envs.names import split
 from rlframe.envs.registered import users_spec
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.options import naming
+from rlframe.programs.options import registry
 from rlframe.programs.options.fields import (
     choices_of,
     convert,
@@ -35,7 +35,7 @@ from rlframe.programs.options.fields import (
     with_choices,
     with_options,
 )
-from rlframe.programs.options.object_names import name_objects, name_of
+from rlframe.programs.options.registry import name_objects, name_of
 from rlframe.programs.presets import Preset, find_preset
 from rlframe.programs.topologies.config import TopologyConfig, find_topology
 from rlframe.user_files import forget_changed
@@ -147,13 +147,13 @@ def where_is(agent: str, option: str, form: str = "{}={!r}") -> str:
     """
     choices = [
         form.format(field, name)
-        for field, hint in hints_of(naming.agent_class(agent).config_cls).items()
+        for field, hint in hints_of(registry.agent_class(agent).config_cls).items()
         for name, cls in choices_of(hint).items()
         if re.sub(rf"^{field}[._]", "", option) in field_names(cls)
     ]
     if choices:
         return f" It is an option of {' or '.join(choices)}."
-    agents = [each for each in naming.AGENTS if option in field_names(naming.agent_class(each).config_cls)]
+    agents = [each for each in registry.AGENTS if option in field_names(registry.agent_class(each).config_cls)]
     return f" Agents that have it: {', '.join(agents)}." if agents else ""
 
 
@@ -173,13 +173,13 @@ def default_experiment(agent: str | None, env: str | None, preset: str) -> tuple
 
 def apply_preset(preset: Preset | None, agent: str, env: str) -> Experiment:
     """Return the defaults of an agent on an environment, changed as the preset says."""
-    config_cls = naming.agent_class(agent).config_cls
+    config_cls = registry.agent_class(agent).config_cls
     values = {**next(iter(config_classes(agent).values())).defaults, "agent": agent, "env": env}
     if preset is None:
         return fill_configs(from_flat(values))
     values.update(preset.values("run"), agent_config=with_options(config_cls(), preset.values("agent")))
     of_env = {"env_kwargs", "eval_env_kwargs"} & values.keys()
-    if of_env and naming.is_library_env(env) and split(env)[0] != "envpool" and users_spec(split(env)[1]) is not None:
+    if of_env and registry.is_library_env(env) and split(env)[0] != "envpool" and users_spec(split(env)[1]) is not None:
         values = {name: value for name, value in values.items() if name not in of_env}  # they are EnvPool's
     described = fill_configs(from_flat(values))
     network = preset.values("network")
@@ -194,11 +194,11 @@ def fill_configs(experiment: Experiment) -> Experiment:
     """Fill in `agent_config` and `network_config` where they are None."""
     from rlframe.agents.net_factory import own_config  # imports JAX, as any agent does
 
-    agent_cls = naming.agent_class(experiment.agent)
+    agent_cls = registry.agent_class(experiment.agent)
     if experiment.agent_config is None:
         experiment = dataclasses.replace(experiment, agent_config=agent_cls.config_cls())
     config = experiment.topology_config
-    network_cls = naming.network_config_class(getattr(config, "network", None))
+    network_cls = registry.network_config_class(getattr(config, "network", None))
     if network_cls is not None and config.network_config is None:
         config = dataclasses.replace(config, network_config=own_config(network_cls, agent_cls.networks))
     return dataclasses.replace(experiment, topology_config=config)
@@ -252,8 +252,8 @@ def config_classes(agent: str, own: str | None = None) -> dict[str, type[Topolog
         agent: the agent's name.
         own: a topology that is among them if it is one of the user's own, `file.py:function`.
     """
-    learns_from = naming.agent_class(agent).learns_from
-    names = dict.fromkeys([*naming.TOPOLOGIES[learns_from], *([] if own is None else [own])])
+    learns_from = registry.agent_class(agent).learns_from
+    names = dict.fromkeys([*registry.TOPOLOGIES[learns_from], *([] if own is None else [own])])
     return {name: find_topology(name, learns_from).config_cls for name in names}
 
 

@@ -1,27 +1,31 @@
-"""From a name to the class or function that it means: a name of ours, `file.py:NAME`, `module:NAME`, or a live one.
+"""Options that name a class or function: the names of ours, how each is found, and the name of what a user gives.
 
-A live name stands for an object that no file defines: `__main__:NAME` is defined in a notebook or another interactive
-session, `__live__:NAME` is a lambda, a local class, a partial or another object that only its own process has.
+`agent_class("ppo")` finds `PPO` in the table `AGENTS`, `agent_class("my_agent.py:Mine")` loads a file. `name_of` is the
+inverse: `name_of("agent", PPO)` is "ppo", and `name_of("agent", Mine)` is "/home/me/my_agent.py:Mine".
 """
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import dataclasses
-import functools
 import inspect
 import os
 import pathlib
-import sys
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rlframe.envs.names import PREFIXES
 from rlframe.envs.registered import spec_of
 from rlframe.errors import UsageError, suggest
-from rlframe.user_files import import_module, load_file
+from rlframe.programs.options.object_names import (
+    ObjectName,
+    absolute_name,
+    is_file_name,
+    is_live,
+    load_module,
+    load_object,
+    object_name,
+    recall,
+)
 
 if TYPE_CHECKING:
     from rlframe.agents import Agent
@@ -65,28 +69,20 @@ TOPOLOGIES = {
         "distributed": "rlframe.programs.topologies.light_env:distributed",
         "elastic": "rlframe.programs.topologies.elastic:elastic",
     },
+    # Named light_env, since a policy server infers for many environments. Its nodes are those of `language.py`.
     "trajectories": {"light_env": "rlframe.programs.topologies.language:language"},
 }
 
-MAIN, LIVE = "__main__", "__live__"  # the places of live names
+# Options that name a class or function. The first three also take the class or function itself.
+OPTIONS = ("agent", "env", "network", "topology", "engine", "operator", "replay")
+_WANTED = {
+    "agent": "a subclass of rlframe.Agent",
+    "env": "a class of environments, or a function that makes one",
+    "network": "a function make_net(observation_spec, action_spec)",
+}
 
 
-class ObjectName(str):
-    """A name together with its object: this process uses the object, another process loads it by the name."""
-
-    target: Any
-
-    def __new__(cls, name: str, target: Any) -> ObjectName:
-        """Make the name of `target`."""
-        made = super().__new__(cls, name)
-        made.target = target
-        return made
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return str, (str(self),)
-
-    def __deepcopy__(self, memo: Any) -> ObjectName:
-        return self
+# --- from a name to what it means
 
 
 def find(name: str, table: Mapping[str, str], what: str, form: str = "file.py:Class") -> Any:
@@ -197,95 +193,83 @@ def _is_in_module(name: str) -> bool:
     module, _, attribute = name.rpartition(":")
     if not module or name.partition(":")[0] in PREFIXES or spec_of(name) is not None:
         return False
-    return hasattr(_load_module(module, "environment"), attribute.partition(".")[0])
+    return hasattr(load_module(module, "environment"), attribute.partition(".")[0])
 
 
-def is_file_name(name: str) -> bool:
-    """Whether a name is `file.py:NAME`. Raises UsageError for a file without :NAME."""
-    source, _, attribute = name.rpartition(":")
-    if name.endswith(".py") or (source.endswith(".py") and not attribute):
-        raise UsageError(f"{name!r} names a file, but nothing in it: write {_example(name.rstrip(':'))}.")
-    return source.endswith(".py")
+# --- from what a user gives to its name
 
 
-def _example(file: str) -> str:
-    """`file.py:NAME`, with the names that the file defines, if it can be read."""
-    with contextlib.suppress(OSError, ValueError, SyntaxError):
-        defined = (ast.ClassDef, ast.FunctionDef)
-        tree = ast.parse(pathlib.Path(file).read_bytes())
-        names = [node.name for node in tree.body if isinstance(node, defined) and not node.name.startswith("_")]
-        if names:
-            return " or ".join(f"{file}:{name}" for name in names[-3:])
-    return f"{file}:NAME"
-
-
-def load_object(name: str, what: str) -> Any:
-    """What `file.py:Name` or `package.module:Name` names.
+def name_of(option: str, given: Any) -> Any:
+    """Name what a user gave for one of `OPTIONS`: by a name of ours, `file.py:NAME`, `module:NAME` or a live one.
 
     Args:
-        name: the file (relative to the working directory) or module, a colon, and a name in it.
-        what: named in errors: agent, network, environment.
+        option: which.
+        given: for an agent, environment or network a class or function; a name, in which the path of a file is made
+            absolute; None stays None.
 
     Raises:
-        UsageError: no such file or name, or the file does not import.
+        UsageError: it is none of these.
     """
-    if isinstance(name, ObjectName):
-        return name.target
-    if is_live(name):
-        return find_live(name, what)
-    source, _, attribute = name.rpartition(":")
-    if not is_file_name(name) and not (source and attribute):
-        raise UsageError(f"The {what} {name!r} should read file.py:Name.")
-    module = load_file(pathlib.Path(source), what) if source.endswith(".py") else _load_module(source, name)
-    try:
-        return attribute_of(module, attribute)
-    except AttributeError:
-        names = [each for each in vars(module) if not each.startswith("_")]
-        raise UsageError(f"{source} defines no {attribute!r}.{suggest(attribute, names)}") from None
+    if given is None or is_live(given) or isinstance(given, ObjectName):
+        return given
+    if isinstance(given, (str, os.PathLike)):
+        return absolute_name(os.fspath(given))
+    if option not in _WANTED:
+        return given  # refused with its type, as any other option
+    if not callable(given) or (option == "env" and _is_one_environment(given)):
+        raise _not_nameable(option, given)
+    name = object_name(given)
+    tables = {"agent": AGENTS, "network": NETWORKS}
+    ours = {where: each for each, where in tables.get(option, {}).items()}
+    return ours.get(name, name)
 
 
-def absolute_name(name: str) -> str:
-    """`name` with the path of a `file.py:Name` made absolute, so that it means the same from every directory."""
-    source, colon, attribute = name.rpartition(":")
-    return f"{os.path.abspath(source)}:{attribute}" if colon and source.endswith(".py") else name
+def _is_one_environment(given: Any) -> bool:
+    return not isinstance(given, type) and hasattr(given, "reset") and hasattr(given, "step")
 
 
-def _load_module(module: str, name: str) -> ModuleType:
-    main = sys.modules["__main__"]
-    if getattr(getattr(main, "__spec__", None), "name", None) == module:
-        return main  # as `load_file`, of `python -m package.module`
-    return import_module(module, name)
+def _not_nameable(option: str, given: Any) -> UsageError:
+    kind = type(given).__name__
+    wanted = f"{option} takes {_WANTED[option]}, or its name, as file.py:NAME"
+    if option == "env" and _is_one_environment(given):
+        spec = getattr(given, "spec", None)
+        instead = kind if spec is None else repr(spec.id)
+        return UsageError(
+            f"{wanted}; got one environment, of {kind}. A run makes several of them: give env={instead}, or a function "
+            "that makes one, as in env=lambda: ..."
+        )
+    if option == "agent" and hasattr(given, "config_cls"):
+        return UsageError(f"{wanted}; got one agent. Give agent={kind}, and the fields of its config as options.")
+    if option == "network" and hasattr(given, "init") and hasattr(given, "apply"):
+        return UsageError(
+            f"{wanted}; got a network, of {kind}. Give a function that returns it: network=lambda observation_spec, "
+            "action_spec: ..."
+        )
+    if option == "network" and hasattr(given, "build"):
+        return UsageError(f"{wanted}; got the config of one. Give its name, as in network='mlp', network_config=...")
+    return UsageError(f"{wanted}; got {given!r}.")
 
 
-# --- live names
+def name_objects(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, with names where `name_of` gives any."""
+    return {option: name_of(option, value) if option in OPTIONS else value for option, value in values.items()}
 
 
-def is_live(name: Any) -> bool:
-    """Whether a name is that of an object which only its own process has."""
-    return isinstance(name, str) and name.partition(":")[0] in (MAIN, LIVE)
+def with_given(saved: dict[str, Any], config: pathlib.Path, given: Mapping[str, Any], replace: bool) -> dict[str, Any]:
+    """Return the fields of a saved config with names that hold objects: those given, or those of a run in this process.
 
-
-def find_live(name: str, what: str) -> Any:
-    """Find what a live name means in this process; `what` (agent, network, environment) is named in the error.
-
-    Raises:
-        UsageError: this process has no such object.
+    Args:
+        saved: by field.
+        config: the path of the config.
+        given: by option, as for `name_of`; in place of live names.
+        replace: whether in place of others as well.
     """
-    place, _, label = name.partition(":")
-    if place == MAIN:
-        with contextlib.suppress(AttributeError):
-            return attribute_of(sys.modules[MAIN], label)
-    option = "env" if what == "environment" else what
-    where, again = "the Python process that used it", "Pass"
-    if place == MAIN:
-        where, again = "a notebook or another interactive session", "Define it in this session, or pass"
-    raise UsageError(
-        f"The {what} {label} was defined in {where}, not in a file. {again} the class or function as {option}=... . "
-        f'For the command line move it to a file, and put "{option}": "/path/to/file.py:{label}" into the config.json '
-        "of the run."
-    )
-
-
-def attribute_of(module: Any, attribute: str) -> Any:
-    """Get `Name` or `Outer.Inner` of a module. Raises AttributeError if there is none."""
-    return functools.reduce(getattr, attribute.split("."), module)
+    values = dict(saved)
+    for field, name in saved.items():
+        option = "topology" if field == "name" else field
+        wanted = name_of(option, given.get(option)) if option in OPTIONS else None
+        if wanted is not None and (replace or is_live(name) or wanted == name):
+            values[field] = wanted
+        elif option in OPTIONS and is_live(name):
+            values[field] = recall(config, option, name)
+    return values
