@@ -1,4 +1,4 @@
-"""The protocols of a replay for writers and readers, the base class of buffers, and `Dataset`, which draws ahead."""
+"""The protocols of a replay for writers and readers, the base classes of buffers, and `Dataset`, which draws ahead."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ from rlframe.program_end import Closing
 from rlframe.types import Batch, ReplaySpec, Step
 
 STATS = ("items", "steps", "added", "sampled", "evicted", "evicted_unsampled", "dropped_priorities", "bytes")
+WAKE = 0.2  # seconds between two checks of a dataset whether it was closed; a batch ends the wait sooner
 _LOOK_AGAIN = 0.01  # seconds
+_TIMEOUT = 600.0  # seconds that a dataset waits for a batch before `next` raises
 
 
 class ReplayClosedError(StoppedError):
     """The replay buffer was closed while a call waited."""
 
 
-class Draw(NamedTuple):
-    """The items of a batch by their keys. Another process can `fetch` them."""
-
-    keys: np.ndarray  # [B, 3] int64, see `Batch`
-    probabilities: np.ndarray  # [B] float32
+# --- the protocols: what an Actor and a Learner need of a replay
 
 
 @runtime_checkable
@@ -88,6 +86,9 @@ class ReplayReader(Protocol):
     @abc.abstractmethod
     def stats(self) -> dict[str, int]:
         """Return counters: items, steps, added, sampled, evicted, evicted_unsampled, dropped_priorities, bytes."""
+
+
+# --- the base classes of buffers
 
 
 class BaseReplayBuffer(ReplayWriter, ReplayReader):
@@ -162,6 +163,13 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
         return []
 
 
+class Draw(NamedTuple):
+    """The items of a batch by their keys. Another process can `fetch` them."""
+
+    keys: np.ndarray  # [B, 3] int64, see `Batch`
+    probabilities: np.ndarray  # [B] float32
+
+
 class KeyedReplayBuffer(BaseReplayBuffer):
     """A buffer whose items can be drawn in one process and read in another. See `docs/data.md`."""
 
@@ -193,55 +201,7 @@ class KeyedReplayBuffer(BaseReplayBuffer):
         """Release the items `keys` of a `Draw`: they were learned from, or are lost. May be called again."""
 
 
-def check_keys(keys: np.ndarray, probabilities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return copies as [B, 3] int64 and [B] float32. Raise `UsageError` if the shapes are others."""
-    keys, probabilities = np.array(keys, np.int64), np.array(probabilities, np.float32)
-    if keys.ndim != 2 or keys.shape[1] != 3 or not len(keys) or probabilities.shape != (len(keys),):
-        raise UsageError(
-            f"fetch expected keys [B, 3] and probabilities [B], as `draw` gives them; got {list(keys.shape)} and "
-            f"{list(probabilities.shape)}."
-        )
-    return keys, probabilities
-
-
-def check_priorities(priorities: np.ndarray, count: int) -> np.ndarray:
-    """Return `priorities` as [count] float64. Raise `UsageError` unless they are finite and not negative."""
-    priorities = np.asarray(priorities, np.float64)
-    lowest, highest = priorities.min(initial=np.inf), priorities.max(initial=0.0)
-    if priorities.shape != (count,) or not lowest >= 0 or not highest < np.inf:  # also where one is NaN
-        raise UsageError(
-            f"update_priorities expected {count} finite priorities that are not negative, one for each key; "
-            f"got shape {priorities.shape}, from {lowest} to {highest}."
-        )
-    return priorities
-
-
-def replace_gone(batch: Any, gone: np.ndarray) -> bool:
-    """Replace the rows of the arrays in `batch` that are `gone` [B] by other rows. Return False if all are gone.
-
-    Draws are independent, so a row of the batch is as good as a new draw.
-    """
-    if gone.all():
-        return False
-    if gone.any():
-        rows, others = gone.nonzero()[0], np.resize((~gone).nonzero()[0], np.count_nonzero(gone))
-        for array in jax.tree_util.tree_leaves(batch):
-            array[rows] = array[others]
-    return True
-
-
-def override(spec: ReplaySpec, overrides: dict[str, Any]) -> ReplaySpec:
-    """Return `spec` with some fields replaced. Raise `UsageError` for an unknown name."""
-    known = [field.name for field in dataclasses.fields(ReplaySpec)]
-    for name in overrides:
-        if name not in known:
-            options = ", ".join(known)
-            raise UsageError(f"A replay buffer has no option {name!r}; it has {options}.{suggest(name, known)}")
-    return dataclasses.replace(spec, **overrides)
-
-
-_TIMEOUT = 600.0  # seconds without a batch, after which `next` raises
-WAKE = 0.2  # seconds between two checks of `_stop`; a batch ends the wait sooner
+# --- drawing ahead
 
 
 class DatasetTimeoutError(RlframeError, TimeoutError):
@@ -333,3 +293,53 @@ class Dataset(Closing):
                 return
             except queue.Full:
                 continue
+
+
+# --- the arguments of their methods
+
+
+def check_keys(keys: np.ndarray, probabilities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return copies as [B, 3] int64 and [B] float32. Raise `UsageError` if the shapes are others."""
+    keys, probabilities = np.array(keys, np.int64), np.array(probabilities, np.float32)
+    if keys.ndim != 2 or keys.shape[1] != 3 or not len(keys) or probabilities.shape != (len(keys),):
+        raise UsageError(
+            f"fetch expected keys [B, 3] and probabilities [B], as `draw` gives them; got {list(keys.shape)} and "
+            f"{list(probabilities.shape)}."
+        )
+    return keys, probabilities
+
+
+def check_priorities(priorities: np.ndarray, count: int) -> np.ndarray:
+    """Return `priorities` as [count] float64. Raise `UsageError` unless they are finite and not negative."""
+    priorities = np.asarray(priorities, np.float64)
+    lowest, highest = priorities.min(initial=np.inf), priorities.max(initial=0.0)
+    if priorities.shape != (count,) or not lowest >= 0 or not highest < np.inf:  # also where one is NaN
+        raise UsageError(
+            f"update_priorities expected {count} finite priorities that are not negative, one for each key; "
+            f"got shape {priorities.shape}, from {lowest} to {highest}."
+        )
+    return priorities
+
+
+def replace_gone(batch: Any, gone: np.ndarray) -> bool:
+    """Replace the rows of the arrays in `batch` that are `gone` [B] by other rows. Return False if all are gone.
+
+    Draws are independent, so a row of the batch is as good as a new draw.
+    """
+    if gone.all():
+        return False
+    if gone.any():
+        rows, others = gone.nonzero()[0], np.resize((~gone).nonzero()[0], np.count_nonzero(gone))
+        for array in jax.tree_util.tree_leaves(batch):
+            array[rows] = array[others]
+    return True
+
+
+def override(spec: ReplaySpec, overrides: dict[str, Any]) -> ReplaySpec:
+    """Return `spec` with some fields replaced. Raise `UsageError` for an unknown name."""
+    known = [field.name for field in dataclasses.fields(ReplaySpec)]
+    for name in overrides:
+        if name not in known:
+            options = ", ".join(known)
+            raise UsageError(f"A replay buffer has no option {name!r}; it has {options}.{suggest(name, known)}")
+    return dataclasses.replace(spec, **overrides)

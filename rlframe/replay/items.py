@@ -95,7 +95,7 @@ class Transitions(_Items):
         if self._n == 1:
             self._table.append_block(now, writer.index, count, acting)
             return
-        writer.blocks[writer.position % self._n] = now
+        writer.start_blocks[writer.position % self._n] = now
         writer.acting.insert(0, acting)
         writer.acting.pop()
         within, start = acting, now
@@ -103,7 +103,7 @@ class Transitions(_Items):
         for k in range(1, self._n):
             within = _both(within, writer.acting[k])
             unbroken.append(within)
-            start = writer.blocks[(writer.position - k) % self._n]
+            start = writer.start_blocks[(writer.position - k) % self._n]
             if start < self._timeline.floor:
                 within = _both(within, start + writer.range >= max(0, self._timeline.floor))
             self._extend(k, self._timeline.index(start, count), new - start, after.reward, discount, within)
@@ -135,7 +135,7 @@ class Transitions(_Items):
         envs = ended.nonzero()[0]
         shorter = []
         for k in range(min(len(unbroken), self._n - 1) - 1, -1, -1):
-            start, within = writer.blocks[(writer.position - k) % self._n], unbroken[k]
+            start, within = writer.start_blocks[(writer.position - k) % self._n], unbroken[k]
             shorter.append(start + (envs if within is None else envs[within[envs]]))
         self._table.append(np.concatenate(shorter))
 
@@ -214,10 +214,10 @@ class Sequences(_Items):
         self._store(index, self._timeline.index(new, count), new - now, step)
         j, rest = divmod(writer.position, self.period)
         if rest == 0:
-            writer.blocks[j % self.history] = now
+            writer.start_blocks[j % self.history] = now
         j, rest = divmod(writer.position + 1 - self._length, self.period)
         if j >= 0 and rest == 0:
-            start = writer.blocks[j % self.history]
+            start = writer.start_blocks[j % self.history]
             self._table.append_block(start, self._timeline.index(start, count), count, None)
 
     def put_scattered(self, writer: Fragments, envs: np.ndarray, now: np.ndarray, new: np.ndarray, step: Step) -> None:

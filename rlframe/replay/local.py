@@ -107,7 +107,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             if not len(starts):
                 return None
             store = self._store
-            slots = store.timeline.slot(starts)
+            slots = store.timeline.slots_of(starts)
             data, versions = store.read(slots)
             return Batch(data, self._keys_of(slots, starts), probabilities, versions)
 
@@ -133,7 +133,9 @@ class ReplayBuffer(KeyedReplayBuffer):
                 return Draw(batch.keys.copy(), batch.probabilities.copy())
             starts, probabilities = self._draw()
             return (
-                Draw(self._keys_of(self._store.timeline.slot(starts), starts), probabilities) if len(starts) else None
+                Draw(self._keys_of(self._store.timeline.slots_of(starts), starts), probabilities)
+                if len(starts)
+                else None
             )
 
     def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> Batch | None:
@@ -144,7 +146,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             store = self._store
             if store is None or not replace_gone((keys, probabilities), ~store.timeline.holds(self._starts_of(keys))):
                 return None
-            data, versions = store.read(store.timeline.slot(keys[:, 2]))
+            data, versions = store.read(store.timeline.slots_of(keys[:, 2]))
             return Batch(data, keys, probabilities, versions)
 
     def finish(self, keys: np.ndarray) -> None:
@@ -194,7 +196,9 @@ class ReplayBuffer(KeyedReplayBuffer):
         """Return how many items of each rank a queue holds."""
         store = self._store
         numbers = store.table.numbers()
-        return collections.Counter(np.asarray(self._origins)[store.origin[store.timeline.slot(numbers)], 0].tolist())
+        return collections.Counter(
+            np.asarray(self._origins)[store.origin[store.timeline.slots_of(numbers)], 0].tolist()
+        )
 
     def wait_for_batch(self, timeout: float) -> Batch | None:
         """Like `sample`, but waits up to `timeout` seconds for enough to be there."""

@@ -87,15 +87,15 @@ class StepStore:
         if not writer.checked:
             check_step(self._layouts, step, writer.num_envs if envs is None else len(envs))
             writer.checked = True
-        if envs is None and writer.type_bytes == types and writer.block >= self.timeline.head + writer.margin:
+        if envs is None and writer.type_bytes == types and writer.open_block >= self.timeline.head + writer.margin:
             after_types = after.step_type.tobytes()
             new, index = self._take(writer.num_envs, writer)
             if observations.single is not None:
                 observations.single[index] = after.observation
             else:
-                observations.write(index, after.observation, new, writer.block)
-            self.items.put(writer, writer.block, new, step, types, after_types)
-            writer.block, writer.index, writer.type_bytes = new, index, after_types
+                observations.write(index, after.observation, new, writer.open_block)
+            self.items.put(writer, writer.open_block, new, step, types, after_types)
+            writer.open_block, writer.index, writer.type_bytes = new, index, after_types
             writer.position += 1
         else:
             self._add_scattered(writer, writer.range if envs is None else envs, step)
@@ -131,9 +131,7 @@ class StepStore:
             for index in timeline.give_up(count):
                 self.table.evict(index)
         timeline.head = first + count
-        low = first % timeline.slots
-        fits = low + count <= timeline.slots
-        index = slice(low, low + count) if fits else timeline.index(first, count)
+        index = timeline.index(first, count)
         if self.marks_origin:
             self.origin[index] = writer.origin
         return first, index
@@ -310,7 +308,7 @@ class ItemAssembler:
         if not count:
             return None
         starts, probabilities = table.draw(count)
-        data, versions = store.read(store.timeline.slot(starts))
+        data, versions = store.read(store.timeline.slots_of(starts))
         keys = np.full((count, 3), (writer.rank, writer.incarnation, 0), np.int64)
         keys[:, 2] = np.arange(self._next[writer.rank], self._next[writer.rank] + count)
         self._next[writer.rank] += count

@@ -56,7 +56,7 @@ class ItemTable(abc.ABC):
             self.evicted_unsampled += gone
             starts = starts[~late]
         if len(starts):
-            self._present[self._timeline.slot(starts)] = True
+            self._present[self._timeline.slots_of(starts)] = True
             self.size += len(starts)
             self.added += len(starts)
             self._push(starts)
@@ -88,7 +88,7 @@ class ItemTable(abc.ABC):
 
     def holds(self, starts: np.ndarray) -> np.ndarray:
         """[B] bool: whether the items `starts` are still there."""
-        return self._timeline.holds(starts) & self._present[self._timeline.slot(starts)]
+        return self._timeline.holds(starts) & self._present[self._timeline.slots_of(starts)]
 
     def numbers(self) -> np.ndarray:
         """[size] int64: the items that are there."""
@@ -260,14 +260,14 @@ class QueueTable(Ring):
             chosen = self._first_living(count)
         starts = self._starts[chosen % len(self._starts)]
         self.tail = int(chosen[-1]) + 1
-        self._present[self._timeline.slot(starts)] = False
+        self._present[self._timeline.slots_of(starts)] = False
         self.size -= count
         return starts, probabilities
 
     def forget_before(self, version: int, versions: np.ndarray) -> int:
         """Drop the items that a version below `version` acted in (`versions`: of each slot). Return how many."""
         starts = self.numbers()
-        slots = self._timeline.slot(starts)
+        slots = self._timeline.slots_of(starts)
         old = versions.take(slots, mode="wrap") < version
         gone = int(np.count_nonzero(old))
         if gone:
@@ -320,7 +320,7 @@ class PrioritisedTable(ItemTable):
         self._tree.touch(index)
 
     def _push(self, starts: np.ndarray) -> None:
-        index = self._timeline.slot(starts)
+        index = self._timeline.slots_of(starts)
         self._tree.leaves[index] = self.highest**self._exponent
         self._tree.touch(index)
 
@@ -347,7 +347,7 @@ class PrioritisedTable(ItemTable):
         if not len(starts):
             return
         self.highest = max(self.highest, float(priorities.max()))
-        index = self._timeline.slot(starts)
+        index = self._timeline.slots_of(starts)
         self._tree.leaves[index] = np.maximum(priorities, LOWEST) ** self._exponent
         self._tree.touch(index)
 
@@ -356,11 +356,11 @@ class PrioritisedTable(ItemTable):
 
     def leaves(self, numbers: np.ndarray) -> np.ndarray:
         """Return the weights of the items `numbers`: priority^exponent."""
-        return self._tree.leaves.take(self._timeline.slot(numbers))
+        return self._tree.leaves.take(self._timeline.slots_of(numbers))
 
     def set_leaves(self, numbers: np.ndarray, leaves: np.ndarray) -> None:
         """The inverse of `leaves`, of items that are there."""
-        index = self._timeline.slot(numbers)
+        index = self._timeline.slots_of(numbers)
         self._tree.leaves[index] = leaves
         self._tree.touch(index)
 

@@ -4,14 +4,16 @@ Every timestep gets a number when it is allocated, and lives in the slot `number
 With 100 slots, two environments and an n-step of 3:
 
     number  the name of a timestep: 412 and 413 are what the two environments saw last
-    slot    where it lies: 12 and 13; `index(412, 2)` is slice(12, 14)
+    slot    where it lies: 12 and 13 (`slots_of`)
+    block   the numbers of one batch, known by the first one: 412
+    index   the slots of a block, as arrays are indexed: `index(412, 2)` is slice(12, 14)
     floor   the lowest number that is still there: 314
-    span    how many numbers further an item's end lies: 6 from 406 to 412, three steps of two environments
     start   the number of an item's first timestep: 406, by which tables and keys know the item
+    span    how many numbers further an item's end lies: 6 from 406 to 412, three steps of two environments
+    origin  which (rank, incarnation) wrote a slot, as a number from 0
 
 Batches are allocated in one piece, so large arrays are always written with one copy, whichever environments they
-are of; an environment's next timestep is reached through a link. A writer whose every batch holds all its environments
-in order ("lockstep") needs no per-environment bookkeeping: its open timesteps are one block, known by one integer.
+are of. An environment's next timestep is found by adding the span of one step.
 """
 
 from __future__ import annotations
@@ -52,14 +54,14 @@ class Timeline:
 
     def index(self, numbers: Numbers, count: int) -> Index:
         """Return the slots of a block of `count` numbers (a slice where it does not wrap), or of an array."""
-        if isinstance(numbers, int):
-            low = numbers % self.slots
-            if low + count <= self.slots:
-                return slice(low, low + count)
-            return (numbers + np.arange(count)) % self.slots
-        return numbers % self.slots
+        if not isinstance(numbers, int):
+            return self.slots_of(numbers)
+        low = numbers % self.slots
+        if low + count <= self.slots:
+            return slice(low, low + count)
+        return (numbers + np.arange(count)) % self.slots
 
-    def slot(self, numbers: np.ndarray) -> np.ndarray:
+    def slots_of(self, numbers: np.ndarray) -> np.ndarray:
         """Return the slots of `numbers`."""
         return numbers % self.slots
 
@@ -88,7 +90,22 @@ class Timeline:
 class Fragments:
     """The open fragments of one rank's environments.
 
-    An item may start at every `period`-th step of a fragment; the number of start j is kept in row `j % history`.
+    A fragment is an environment's timesteps without a gap. Its last timestep is open: the next step continues it. An
+    item may start at every `period`-th step of a fragment. The number of start j is kept in row `j % history`.
+
+    A writer whose every batch holds all its environments in order is in lockstep. Then its open timesteps are one
+    block, and one integer is enough for all environments. `gather` enters this form, `scatter` leaves it. In the
+    example above, after 6 steps from number 400 on, with a period of 1 and a history of 3:
+
+        fact                             in lockstep                      else, for each environment
+        open timesteps                   open_block = 412 (index: slots)  open = [412, 413]
+        their step types                 type_bytes: MID MID              types = [MID, MID]
+        steps since the fragment began   position = 6                     positions = [6, 6]
+        newest starts                    start_blocks = [406, 408, 410]   starts = [[406, 407], [408, 409], [410, 411]]
+        steps in the same episode        acting = [None, None, None]      ages = [3, 3]
+
+    `acting` has, for each of the last `history` steps, the newest first, which environments acted (not at LAST); None:
+    all did. `ages` counts up to `history`. Out of lockstep, `open_block` is -1.
     """
 
     def __init__(self, rank: int, incarnation: int, num_envs: int, period: int, history: int):
@@ -99,38 +116,35 @@ class Fragments:
         self.checked = False  # whether a first step was compared with the spec
         self.margin = 0  # an open block below head + margin may be overwritten by the next call
         self.origin = 0  # index of (rank, incarnation) in the buffer's table
-        # The same facts in two forms, of which one is in use: in lockstep block, type_bytes, position, blocks; and
-        # otherwise, for each environment, open, types, positions, starts.
-        # Lockstep: the block of open timesteps, their step types, the position in the fragment, the starts' blocks.
-        self.block = -1
-        self.index: Index = slice(0, 0)  # the block's slots
+        # In lockstep:
+        self.open_block = -1
+        self.index: Index = slice(0, 0)
         self.type_bytes = b""
         self.position = 0
-        self.blocks = [-1] * history
-        # The last `history` steps, newest first: who acted [num_envs] (not at LAST), None where all did.
+        self.start_blocks = [-1] * history
         self.acting: list[np.ndarray | None] = [None] * history
-        # Otherwise the same for each environment.
+        # Else:
         self.open = np.full(num_envs, -1, np.int64)
         self.types = np.full(num_envs, _NONE, np.uint8)
         self.positions = np.zeros(num_envs, np.int64)
         self.starts = np.full((history, num_envs), -1, np.int64)
-        self.ages = np.zeros(num_envs, np.int64)  # steps taken in the episode, as far as the fragment saw it
+        self.ages = np.zeros(num_envs, np.int64)
 
     def scatter(self) -> None:
         """Leave lockstep."""
-        if self.block < 0:
+        if self.open_block < 0:
             return
-        self.open[:] = self.block + self.range
+        self.open[:] = self.open_block + self.range
         self.types[:] = np.frombuffer(self.type_bytes, np.uint8)
         self.positions[:] = self.position
-        self.starts[:] = np.asarray(self.blocks, np.int64)[:, None] + self.range
+        self.starts[:] = np.asarray(self.start_blocks, np.int64)[:, None] + self.range
         self.ages[:] = 0
         unbroken = np.ones(self.num_envs, bool)
         for acting in self.acting:
             if acting is not None:
                 unbroken &= acting
             self.ages += unbroken
-        self.block, self.type_bytes = -1, b""
+        self.open_block, self.type_bytes = -1, b""
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays that a checkpoint must hold. Leave lockstep; `gather` returns to it."""
@@ -147,9 +161,9 @@ class Fragments:
             return
         known = self.starts[: min(self.history, -(-position // self.period))]
         if (known == known[:, :1] + self.range).all():
-            self.block, self.position, self.type_bytes = int(self.open[0]), position, self.types.tobytes()
-            self.index = timeline.index(self.block, self.num_envs)
-            self.blocks = [int(x) for x in self.starts[:, 0]]
+            self.open_block, self.position, self.type_bytes = int(self.open[0]), position, self.types.tobytes()
+            self.index = timeline.index(self.open_block, self.num_envs)
+            self.start_blocks = [int(x) for x in self.starts[:, 0]]
             self.acting = [None if (acted := self.ages > k).all() else acted for k in range(self.history)]
 
     def begin(self, now: np.ndarray, envs: np.ndarray) -> None:

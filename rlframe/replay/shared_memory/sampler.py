@@ -128,7 +128,7 @@ class Sampler:
         if count:
             reader = self.reader
             numbers, probabilities = reader.table.draw(count, self.rng)
-            draw = Draw(reader.keys(numbers, reader.timeline.slot(numbers)), probabilities)
+            draw = Draw(reader.keys(numbers, reader.timeline.slots_of(numbers)), probabilities)
             self.sampled += count
             if isinstance(reader.table, QueueTable):
                 self._unfinished = np.concatenate([self._unfinished, numbers])

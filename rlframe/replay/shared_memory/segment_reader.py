@@ -38,7 +38,7 @@ class SegmentsTimeline(Timeline):
 
     def index(self, numbers: Numbers, count: int) -> Index:
         if not isinstance(numbers, int):
-            return self.slot(numbers)
+            return self.slots_of(numbers)
         rank, number = numbers >> RANK_BITS, numbers & NUMBER_MASK
         base, size = rank * self._rows, int(self.sizes[rank])
         low = number % size
@@ -46,7 +46,7 @@ class SegmentsTimeline(Timeline):
             return slice(base + low, base + low + count)
         return base + (low + np.arange(count)) % size
 
-    def slot(self, numbers: np.ndarray) -> np.ndarray:
+    def slots_of(self, numbers: np.ndarray) -> np.ndarray:
         if len(self._ranks) == 1:
             return numbers % self.sizes.item(0)
         ranks = numbers >> RANK_BITS
@@ -180,7 +180,7 @@ class SegmentReader:
     def _starts(self, firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Return the items of entries, one by one."""
         starts = np.repeat(firsts - (counts.cumsum() - counts), counts) + np.arange(counts.sum())
-        return starts[self._present[self.timeline.slot(starts)]]
+        return starts[self._present[self.timeline.slots_of(starts)]]
 
     def _raise_floor(self, rank: int, header: memoryview) -> None:
         """Give items up: a little early, or a writer would often come round to them while they are copied; not those
@@ -206,7 +206,7 @@ class SegmentReader:
 
     def read(self, numbers: np.ndarray, probabilities: np.ndarray) -> Batch:
         """Copy the items `numbers` out."""
-        slots = self.timeline.slot(numbers)
+        slots = self.timeline.slots_of(numbers)
         data, versions = self.store.read(slots)
         return Batch(data, self.keys(numbers, slots), probabilities, versions)
 
@@ -305,5 +305,5 @@ class SegmentReader:
         rank, incarnation, number = np.asarray(keys, np.int64).T
         known = (rank >= 0) & (rank < self._memory.num_writers) & (number >= 0) & (number <= NUMBER_MASK)
         numbers = np.where(known, rank << RANK_BITS | number, 0)
-        same = self.store.origin.take(self.timeline.slot(numbers)) == incarnation
+        same = self.store.origin.take(self.timeline.slots_of(numbers)) == incarnation
         return np.where(known & same, numbers, -1)
