@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from rlframe import handles
 from rlframe.actors.actor import env_seed
 from rlframe.agents import Agent
-from rlframe.coordinator.commander import StopConditions
 from rlframe.envs.codec import Codec
 from rlframe.metrics import Logger
+from rlframe.program_end import StopConditions
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.run_dir.directory import RunDir
 

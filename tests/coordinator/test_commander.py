@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from rlframe.coordinator.commander import StopReason, TrainOne, View
+from rlframe.coordinator.commander import TrainOne, View
 from rlframe.coordinator.messages import StartTask
 from rlframe.errors import UsageError
+from rlframe.program_end import StopReason
 
 
 def view(**values: Any) -> View:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import rlframe
-from rlframe.coordinator.commander import StopConditions
 from rlframe.errors import UsageError
 from rlframe.learners import Checkpointer
+from rlframe.program_end import StopConditions
 from rlframe.programs.run_dir.directory import Result
 from tests.programs.training.test_callbacks import NEVER, PLACES, PROCESSES, train
 
