@@ -84,7 +84,7 @@ def _act_by_trained(agent: Agent, learner: Learner, env: SyncEnv) -> None:
     """On one observation, on a batch of them, and on one again."""
     source = NewestParams()
     version, params = learner.get_params()
-    source.put(version, PackedParams.of(params))
+    source.publish(version, PackedParams.of(params))
     policy = TrainedPolicy(agent, Codec.of_specs(agent.observation_spec, agent.action_spec), source)
     observation = env.reset().observation
     for greedy in (True, False):

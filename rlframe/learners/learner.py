@@ -107,10 +107,10 @@ class Learner:
         self._learner_state = agent.seeded(agent.initial_learner_state(self._params), learner_rng)
         # Donated buffers must be distinct: an initial state may hold the parameters themselves (target networks).
         self._params, self._learner_state = copied((self._params, self._learner_state))
-        packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
-        self._update = LearnerUpdate(agent, packing)
+        self._packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
+        self._update = LearnerUpdate(agent, self._packing)
         self._acting_arrays = self._packed()
-        self._publication = Publication(packing, self._versions.value, self._acting_arrays)
+        self._publication = Publication(self._versions.value, PackedParams(self._packing, self._acting_arrays))
         self._stats_thread = threading.Thread()  # this one never ran
         self._replay_stats: dict[str, Any] = {}  # the newest answer
         self.saver: Saver | None = None
@@ -171,7 +171,7 @@ class Learner:
             jax.block_until_ready(self._acting_arrays)  # actors wait for it, and a call of theirs must not
             self._staleness.forget(version)
             self._staleness.resumed_from = None
-        self._publication.publish(version, self._acting_arrays)
+        self._publication.publish(version, PackedParams(self._packing, self._acting_arrays))
         if self._is_buffer:
             self._replay_buffer.note_update(keys, version)
         if priorities is not None:
@@ -376,7 +376,7 @@ class Learner:
 
     def _publish(self) -> None:
         self._acting_arrays = self._packed()
-        self._publication.publish(self._versions.value, self._acting_arrays)
+        self._publication.publish(self._versions.value, PackedParams(self._packing, self._acting_arrays))
 
     def _packed(self) -> list[jax.Array]:
         check_params(self._params, self.learner_steps, self._last_good)

@@ -14,7 +14,7 @@ is in a `ParamStore`, a process that outlives the learner, and keeps pinned vers
 
 One version, from the learner to an inferencer in another process of the machine:
 
-1. `Learner.step` ends with `Publication.publish(7, arrays)`, which announces version 7. Nothing is copied yet.
+1. `Learner.step` ends with `Publication.publish(7, packed)`, which announces version 7. Nothing is copied yet.
 2. The inferencer calls `ParamReader.get_packed(6)`. Its `SharedParams` sees the announcement, and wakes the writer.
 3. The writer copies the arrays into the free one of two slots. The reader copies them, and returns (7, `PackedParams`).
 4. The inferencer uploads the few arrays as they are, and unpacks the tree inside of its jitted call.

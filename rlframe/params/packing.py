@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,15 @@ import numpy as np
 from rlframe.types import Tree
 
 _LARGE = 64 * 1024  # bytes
+
+
+class _Part(NamedTuple):
+    """The part of the vector that holds a small leaf."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
 
 
 class Packing:
@@ -33,17 +42,17 @@ class Packing:
     def __init__(self, tree: Tree) -> None:
         self.template = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
         leaves, self._treedef = jax.tree.flatten(self.template)
-        self._slots: list[Any] = []  # (start, stop, shape, dtype) in the vector; None: on its own
+        self._parts: list[_Part | None] = []  # of each leaf; None: it is an array of its own
         self._size = 0
         for leaf in leaves:
             shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
             size = int(np.prod(shape))
             if dtype.itemsize != 4 or size * 4 > _LARGE:
-                self._slots.append(None)
+                self._parts.append(None)
                 continue
-            self._slots.append((self._size, self._size + size, shape, dtype))
+            self._parts.append(_Part(self._size, self._size + size, shape, dtype))
             self._size += size
-        others = [leaf for leaf, slot in zip(leaves, self._slots, strict=True) if slot is None]
+        others = [leaf for leaf, part in zip(leaves, self._parts, strict=True) if part is None]
         self.packed_shapes = [((self._size,), np.dtype(np.int32))]
         self.packed_shapes += [(tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in others]
 
@@ -58,7 +67,7 @@ class Packing:
     def __eq__(self, other: object) -> bool:
         if other is self or not isinstance(other, Packing):
             return other is self
-        same = other._treedef == self._treedef and other._slots == self._slots
+        same = other._treedef == self._treedef and other._parts == self._parts
         return same and other.packed_shapes == self.packed_shapes
 
     __hash__ = None  # type: ignore[assignment]
@@ -68,16 +77,16 @@ class Packing:
         leaves = jax.tree.leaves(tree)
         small = [
             jax.lax.bitcast_convert_type(leaf, jnp.int32).ravel()
-            for leaf, slot in zip(leaves, self._slots, strict=True)
-            if slot is not None
+            for leaf, part in zip(leaves, self._parts, strict=True)
+            if part is not None
         ]
         vector = jnp.concatenate(small) if small else jnp.zeros((0,), jnp.int32)
-        return [vector, *(leaf for leaf, slot in zip(leaves, self._slots, strict=True) if slot is None)]
+        return [vector, *(leaf for leaf, part in zip(leaves, self._parts, strict=True) if part is None)]
 
     def floats(self, packed: list[jax.Array]) -> list[jax.Array]:
         """Return the floating-point numbers of a packed tree, in as few arrays as possible."""
         ranges: list[tuple[int, int]] = []
-        for start, stop, _, dtype in filter(None, self._slots):
+        for start, stop, _, dtype in filter(None, self._parts):
             if dtype == np.float32 and ranges and ranges[-1][1] == start:
                 ranges[-1] = (ranges[-1][0], stop)
             elif dtype == np.float32:
@@ -91,8 +100,10 @@ class Packing:
         vector, *others = packed
         rest = iter(others)
         leaves = [
-            jax.lax.bitcast_convert_type(vector[slot[0] : slot[1]], slot[3]).reshape(slot[2]) if slot else next(rest)
-            for slot in self._slots
+            jax.lax.bitcast_convert_type(vector[part.start : part.stop], part.dtype).reshape(part.shape)
+            if part
+            else next(rest)
+            for part in self._parts
         ]
         return jax.tree.unflatten(self._treedef, leaves)
 
@@ -100,18 +111,20 @@ class Packing:
         """Pack numpy arrays, as `pack` does."""
         vector = np.empty(self._size, np.int32)
         others = []
-        for leaf, slot in zip(jax.tree.leaves(tree), self._slots, strict=True):
-            if slot is None:
+        for leaf, part in zip(jax.tree.leaves(tree), self._parts, strict=True):
+            if part is None:
                 others.append(leaf)
             else:
-                vector[slot[0] : slot[1]] = leaf.reshape(-1).view(np.int32)
+                vector[part.start : part.stop] = leaf.reshape(-1).view(np.int32)
         return [vector, *others]
 
     def unpack_numpy(self, packed: list[Any]) -> Tree:
         """Unpack to numpy arrays. Small leaves are writable views of one copy, large ones may be read-only."""
         vector = _fetch(packed[0]).copy()  # environments refuse actions that they may not write to
         rest = (np.asarray(array) for array in packed[1:])
-        leaves = [np.ndarray(slot[2], slot[3], vector, 4 * slot[0]) if slot else next(rest) for slot in self._slots]
+        leaves = [
+            np.ndarray(part.shape, part.dtype, vector, 4 * part.start) if part else next(rest) for part in self._parts
+        ]
         return self._treedef.unflatten(leaves)
 
 

@@ -33,22 +33,21 @@ class Publication(NewestParams):
     """The newest version in this process and, once another process has asked, in shared memory: the writer.
 
     Args:
-        packing: of the parameters for acting.
         version: the first.
-        packed: its arrays, as `packing` has them; no update may donate them.
+        packed: its parameters for acting. All versions have the same packing.
     """
 
-    def __init__(self, packing: Packing, version: int, packed: list[Any]) -> None:
+    def __init__(self, version: int, packed: PackedParams) -> None:
         super().__init__()
-        self._packing = packing
+        self._packing = packed.packing
         self._lock = threading.Lock()
         self._memory: _Memory | None = None
         self._writer: threading.Thread | None = None
         self.publish(version, packed)
 
-    def publish(self, version: int, packed: list[Any]) -> None:
+    def publish(self, version: int, packed: PackedParams) -> None:
         """Replace the version by a newer one, or by a checkpoint's before anybody has read it."""
-        self.put(version, PackedParams(self._packing, packed))
+        super().publish(version, packed)
         with self._lock:
             if self._memory is not None:
                 self._memory.announce(version)
@@ -100,7 +99,7 @@ class SharedParams:
 
     How version 7 gets from the `Publication` (the writer, with its thread) to a reader that has version 6:
 
-    1. `publish(7, arrays)` writes 7 as the announced version. If nobody has read version 6, that is all.
+    1. `publish(7, packed)` writes 7 as the announced version. If nobody has read version 6, that is all.
     2. The reader sees 7, which is not what it has, and wakes the writer's thread by `wanted`.
     3. The thread copies the arrays into the slot that does not hold version 6. The slot's number is 0 meanwhile.
     4. It writes the slot's number, 7, and wakes the readers by `changed`.

@@ -64,7 +64,7 @@ def as_packed_source(source: Any) -> PackedSource:
 
 
 class NewestParams:
-    """A `PackedSource` of the version that was put last. Any thread may call it."""
+    """A `PackedSource` of the version that was published last. Any thread may call it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -73,10 +73,10 @@ class NewestParams:
 
     @property
     def version(self) -> int:
-        """The version that was put last; -1 if there is none."""
+        """The version that was published last; -1 if there is none."""
         return self._newest[0]
 
-    def put(self, version: int, packed: PackedParams) -> None:
+    def publish(self, version: int, packed: PackedParams) -> None:
         """Replace the version. Device arrays must not be donated afterwards."""
         with self._changed:
             self._newest = version, packed
@@ -111,11 +111,12 @@ class ParamReader:
 
     Args:
         peer: the learner, store or object, or a `Remote` of one.
-        *policy: of a store: the policy's id.
+        policy_id: of a store: the policy.
     """
 
-    def __init__(self, peer: Any, *policy: str) -> None:
-        self._peer, self._policy = peer, policy
+    def __init__(self, peer: Any, policy_id: str | None = None) -> None:
+        # A store's methods take the policy first; a learner has one policy.
+        self._peer, self._first = peer, (policy_id,) if policy_id is not None else ()
         self._shared: Any = None  # the peer's `SharedParams`
         # At the first call, and after the peer was restarted.
         self._looks_for_memory = isinstance(peer, Remote)
@@ -123,7 +124,7 @@ class ParamReader:
         self._has_get_packed, self._has_wait = hasattr(peer, "get_packed"), hasattr(peer, "wait_for_version")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ParamReader, (self._peer, *self._policy)
+        return ParamReader, (self._peer, *self._first)
 
     def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
         """See `PackedSource`. Raises as `Remote` does."""
@@ -131,7 +132,7 @@ class ParamReader:
             self._shared, self._looks_for_memory = self._find_shared(), False
         if self._shared is not None:
             version, packed = (-1, None) if self._shared.has_gone else self._shared.get_packed(known_version)
-            is_known = version == known_version and version != -1
+            is_known = version == known_version and version != -1  # the caller has the newest
             is_newer = packed is not None and version > known_version
             if is_known or is_newer:
                 return version, packed
@@ -150,7 +151,7 @@ class ParamReader:
         """See `ParamSource`. Polls an object without this method."""
         try:
             if self._has_wait:
-                return self._peer.wait_for_version(*self._policy, known_version, timeout)
+                return self._peer.wait_for_version(*self._first, known_version, timeout)
         except NoMethodError:
             self._has_wait = False
         deadline = time.monotonic() + min(timeout, LONGEST_WAIT)
@@ -161,7 +162,7 @@ class ParamReader:
     def _call(self, known_version: int) -> tuple[int, PackedParams | None]:
         try:
             if self._has_get_packed:
-                return self._peer.get_packed(*self._policy, known_version)
+                return self._peer.get_packed(*self._first, known_version)
         except NoMethodError:
             self._has_get_packed = False
         version, params = self._peer.get_params(known_version)
@@ -169,7 +170,7 @@ class ParamReader:
 
     def _find_shared(self) -> Any:
         try:
-            shared = self._peer.shared_params(*self._policy)
+            shared = self._peer.shared_params(*self._first)
         except NoMethodError:  # not a Learner
             return None
         try:

@@ -133,9 +133,9 @@ class ParamStore:
         if version < 0:
             raise UsageError(f"Versions of a policy start at 0, got {version} for {policy_id!r}.")
         _check_hparams(policy_id, hparams)
-        packed = params if isinstance(params, PackedParams) else PackedParams.of(params)
-        arrays = [np.array(array) for array in packed.arrays]
-        for array in arrays:
+        given = params if isinstance(params, PackedParams) else PackedParams.of(params)
+        packed = PackedParams(given.packing, [np.array(array) for array in given.arrays])
+        for array in packed.arrays:
             array.flags.writeable = False
         with self._changed:
             if self._closed.is_set():
@@ -151,12 +151,12 @@ class ParamStore:
                     f"versions only rise. A learner that is restarted publishes above {newest}."
                 )
             if policy.publication is None:
-                policy.publication = Publication(packed.packing, version, arrays)
+                policy.publication = Publication(version, packed)
             elif packed.packing != policy.versions[newest].packed.packing:
                 raise UsageError(_difference(policy.versions[newest].packed.packing.template, packed.packing.template))
             else:
-                policy.publication.publish(version, arrays)
-            policy.versions[version] = StoredParams(version, PackedParams(packed.packing, arrays), hparams)
+                policy.publication.publish(version, packed)
+            policy.versions[version] = StoredParams(version, packed, hparams)
             policy.put_by = attempt
             policy.attempt = attempt or policy.attempt  # a store that was restarted has forgotten it
             self._drop_old(policy)

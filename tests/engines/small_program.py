@@ -46,7 +46,7 @@ class Server:
         return os.getpid()
 
     def publish(self, version: int) -> None:
-        self._versions.put(version, np.full(500_000, version))  # in the place of `PackedParams`
+        self._versions.publish(version, np.full(500_000, version))  # in the place of `PackedParams`
 
     def get_packed(self, known_version: int = -1) -> Any:
         print(f"gives version {self._versions.version}")

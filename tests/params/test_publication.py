@@ -186,11 +186,11 @@ def packed(version):
 def publish_at_full_speed(connection):
     """Publishes versions over and over; each array says its version."""
     version = 1
-    publication = Publication(packed(version).packing, version, packed(version).arrays)
+    publication = Publication(version, packed(version))
     connection.send(publication.shared())
     while not connection.poll():
         version += 1
-        publication.publish(version, packed(version).arrays)
+        publication.publish(version, packed(version))
     publication.close()
 
 
@@ -218,10 +218,10 @@ def test_no_read_is_torn_or_older_than_what_was_known_under_a_publisher_at_full_
 
 
 def test_a_version_that_nobody_asks_for_is_not_written_and_one_that_is_asked_for_is_written_once():
-    publication = Publication(packed(1).packing, 1, packed(1).arrays)
+    publication = Publication(1, packed(1))
     shared = pickle.loads(pickle.dumps(publication.shared()))
     for version in range(2, 50):
-        publication.publish(version, packed(version).arrays)
+        publication.publish(version, packed(version))
     assert shared.written == -1
     wait_until(lambda: shared.get_packed(-1)[1] is not None)
     assert shared.get_packed(49) == (49, None)
@@ -233,20 +233,20 @@ def test_a_version_that_nobody_asks_for_is_not_written_and_one_that_is_asked_for
 
 
 def test_a_version_after_one_that_was_read_is_written_before_it_is_asked_for_and_the_next_is_not():
-    publication = Publication(packed(1).packing, 1, packed(1).arrays)
+    publication = Publication(1, packed(1))
     shared = pickle.loads(pickle.dumps(publication.shared()))
     wait_until(lambda: shared.get_packed(-1)[1] is not None)
-    publication.publish(2, packed(2).arrays)
+    publication.publish(2, packed(2))
     wait_until(lambda: shared.written == 2)
     for version in range(3, 50):  # the second was not read
-        publication.publish(version, packed(version).arrays)
+        publication.publish(version, packed(version))
     assert shared.written == 2
     assert shared.get_packed(2)[0] == 49
     publication.close()
 
 
 def test_memory_whose_publisher_has_closed_it_can_be_read_by_who_has_it_open_alone():
-    publication = Publication(packed(1).packing, 1, packed(1).arrays)
+    publication = Publication(1, packed(1))
     late, early = pickle.dumps(publication.shared()), pickle.loads(pickle.dumps(publication.shared()))
     wait_until(lambda: early.get_packed()[0] == 1)
     publication.close()
@@ -257,7 +257,7 @@ def test_memory_whose_publisher_has_closed_it_can_be_read_by_who_has_it_open_alo
 
 def test_memory_of_another_ray_node_is_refused(monkeypatch):
     monkeypatch.setenv(MACHINE, "one")
-    publication = Publication(packed(1).packing, 1, packed(1).arrays)
+    publication = Publication(1, packed(1))
     elsewhere = pickle.dumps(publication.shared())
     monkeypatch.setenv(MACHINE, "other")
     with pytest.raises(UsageError, match=r"memory of another Ray node.* others call it"):

@@ -124,7 +124,7 @@ class CollectorWorker(TaskWorker):
                 f"Version {version} of policy {task.policy_id!r} cannot be evaluated: the param store has {there}. "
                 "Pin a version until it is evaluated."
             )
-        self._one_version.put(found.version, found.packed)
+        self._one_version.publish(found.version, found.packed)
         self._evaluated, self._is_evaluating = None, True
         policy = _policy_of(found)
         if self._evaluations is None or policy != self._evaluated_policy:

@@ -43,7 +43,7 @@ def read_policy(agent: Agent, directory: RunDir, checkpoint: int | None = None) 
     with contextlib.closing(Checkpointer(directory.checkpoints)) as checkpointer:
         (params, learner_state), saved, _ = checkpointer.restore(template, checkpoint)
     found = NewestParams()
-    found.put(saved["counters"]["version"], PackedParams.of(agent.actor_params(params, learner_state)))
+    found.publish(saved["counters"]["version"], PackedParams.of(agent.actor_params(params, learner_state)))
     return found
 
 
@@ -100,7 +100,7 @@ class SavedPolicy(NewestParams):
         """
         wait_until_saved(self._learner, self._directory.checkpoints, stop)
         newest = self._read() or self._learner
-        self.put(*newest.get_packed(-1))  # a learner has one from its start
+        self.publish(*newest.get_packed(-1))  # a learner has one from its start
 
     def _read(self) -> NewestParams | None:
         """Return the newest checkpoint's; None if there is none that can be read."""
