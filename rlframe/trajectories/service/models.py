@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, Field
+import msgspec
+from pydantic import BaseModel, Field, WithJsonSchema
 
 from rlframe.trajectories.messages import INT64, TEXT, RegisteredEnv, Registration, RunStatus
 from rlframe.trajectories.queue.reports import Report
 from rlframe.trajectories.service.previews import GroupPreview
+from rlframe.trajectories.service.wire import JsonGroup
 
 Int64 = Annotated[int, Field(**INT64)]
 Version = Annotated[int, Field(ge=-(2**53), le=2**53)]  # what JSON carries everywhere; differences have 64 bits too
@@ -75,24 +77,13 @@ class ListReceived(BaseModel):
     too_old: int = 0
 
 
-class Item(BaseModel):
-    """A group: `[sequence][token]`, but for scores."""
-
-    tokens: list[list[int]]
-    masks: list[list[int]] = Field(description="-100 where there is no loss.")
-    scores: list[float] = Field(description="true and false are taken as 1 and 0.")
-    advantages: list[list[float]] | None = Field(None, description="Of any lengths; taken where they fit the tokens.")
-    ref_logprobs: list[list[float]] | None = None
-    messages: list[list[dict[str, Any]]] | None = Field(None, description="Each has a role and content.")
-    generation_params: dict[str, Any] | None = None
-    inference_logprobs: list[list[float]] | None = Field(None, description="1.0 where there is no loss.")
-    overrides: list[dict[str, Any]] | None = None
-    group_overrides: dict[str, Any] | None = None
-    images: Any = None
-    env_id: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    distill_token_ids: list[list[list[int]]] | None = Field(None, description="[sequence][position][k]")
-    distill_logprobs: list[list[list[float]]] | None = Field(None, description="[sequence][position][k]")
-    policy_version: Version | None = Field(None, description="That the group was sampled from.")
+# A group, as `wire` decodes it; other fields are left out.
+ITEM: dict[str, Any] = {
+    **next(iter(msgspec.json.schema_components([JsonGroup])[1].values())),
+    "title": "Item",
+    "additionalProperties": True,
+}
+Item = Annotated[Any, WithJsonSchema(ITEM)]
 
 
 class BatchAnswer(BaseModel):

@@ -42,20 +42,24 @@ class WireGroup(Struct, Generic[IntegersT, FloatsT, ScoresT], forbid_unknown_fie
     """A group as it comes. Arrays are [sequences][tokens]."""
 
     tokens: IntegersT
-    masks: IntegersT
-    scores: ScoresT
-    advantages: FloatsT | UnsetType = UNSET
+    masks: Annotated[IntegersT, Meta(description="-100 where there is no loss.")]
+    scores: Annotated[ScoresT, Meta(description="true and false are taken as 1 and 0.")]
+    advantages: Annotated[FloatsT | UnsetType, Meta(description="Of any lengths; taken where they fit the tokens.")] = (
+        UNSET
+    )
     ref_logprobs: FloatsT | UnsetType = UNSET
-    inference_logprobs: FloatsT | UnsetType = UNSET
-    messages: list[list[dict[str, Any]]] | _Optional = UNSET
+    inference_logprobs: Annotated[FloatsT | UnsetType, Meta(description="1.0 where there is no loss.")] = UNSET
+    messages: Annotated[list[list[dict[str, Any]]] | _Optional, Meta(description="Each has a role and content.")] = (
+        UNSET
+    )
     generation_params: dict[str, Any] | _Optional = UNSET
     overrides: list[dict[str, Any]] | _Optional = UNSET
     group_overrides: dict[str, Any] | _Optional = UNSET
     images: Any = UNSET
     env_id: EnvId | _Optional = UNSET
-    distill_token_ids: list[Ints] | _Optional = UNSET
-    distill_logprobs: list[Floats] | _Optional = UNSET
-    policy_version: Version | _Optional = UNSET
+    distill_token_ids: Annotated[list[Ints] | _Optional, Meta(description="[sequence][position][k]")] = UNSET
+    distill_logprobs: Annotated[list[Floats] | _Optional, Meta(description="[sequence][position][k]")] = UNSET
+    policy_version: Annotated[Version | _Optional, Meta(description="That the group was sampled from.")] = UNSET
 
 
 Scores = list[Union[float, bool]]

@@ -4,7 +4,7 @@ A store is an ordered log of records. A record may have a payload, the bytes of 
 
     store = open_store("sqlite:run.db")               # sqlite.py; others are base.py: MemoryStore, and redis.py
     position = store.append(record, payload).result() # a future: it has the position once the record is durable
-      GroupCommit.append                              # group_commit.py: its thread commits all that waits at once
+      CommittingStore.append                          # group_commit.py: its thread commits all that waits at once
         PayloadFile                                   # payload_file.py: payloads of SQLite lie in a file beside it
     store.read(after=0)                               # the records after a position, in their order
     store.payloads([position])                        # the bytes, when a batch needs them

@@ -1,11 +1,12 @@
-"""Group commit: one thread writes; what came while it wrote goes into its next commit."""
+"""Group commit: one thread of a store writes. What comes during one commit goes into the next."""
 
 from __future__ import annotations
 
+import abc
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -45,22 +46,19 @@ class Commit:
         self.refused.append((append, error))
 
 
-class GroupCommit:
-    """Hands out appends, forgotten positions and snapshots to `write`, in order, from one thread.
+class CommittingStore(abc.ABC):
+    """The part of `Store` that writes: one thread passes appends, forgotten positions and snapshots to `_write`.
 
     Args:
-        name: what messages call the store.
-        write: makes a `Commit` durable, and returns the position of its first append (the others follow it).
-            An error of its is that of all futures of the commit; after a `StoreError` nothing is written any more.
+        name: what messages call the store. The thread starts here: a subclass is ready to write by then.
     """
 
-    def __init__(self, name: str, write: Callable[[Commit], int]) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._write = write
         self._changed = threading.Condition()
         self._appends: deque[Append] = deque()
         self._waiting_bytes = 0
-        self._forgotten: list[int] = []
+        self._to_forget: list[int] = []
         self._snapshots: list[tuple[int, bytes, Future[None]]] = []
         self._due = False  # positions alone whose commit failed wait for the next occasion
         self._closed = False
@@ -68,7 +66,7 @@ class GroupCommit:
         self._thread = threading.Thread(target=self._run, name=f"writer of {name}", daemon=True)
         self._thread.start()
 
-    def append(self, record: bytes, payload: bytes | None) -> Future[int]:
+    def append(self, record: bytes, payload: bytes | None = None) -> Future[int]:
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()  # from here on it cannot be cancelled: it may be on its way to disk
         append = Append(record, payload, future, time.monotonic())
@@ -86,7 +84,7 @@ class GroupCommit:
     def forget(self, positions: Iterable[int]) -> None:
         with self._changed:
             self._check_open()
-            self._forgotten.extend(positions)
+            self._to_forget.extend(positions)
             self._wake()
 
     def snapshot(self, position: int, state: bytes) -> Future[None]:
@@ -105,6 +103,13 @@ class GroupCommit:
         self._thread.join(CLOSE_DEADLINE)
         if self._thread.is_alive():
             raise UnavailableError(f"{self._name} did not write what was left within {CLOSE_DEADLINE:.0f} s.")
+
+    @abc.abstractmethod
+    def _write(self, commit: Commit) -> int:
+        """Make a commit durable, and return the position of its first append (the others follow it).
+
+        All futures of the commit get the error that it raises. After a `StoreError`, nothing is written any more.
+        """
 
     def _check_open(self) -> None:
         if self._failed is not None:
@@ -134,12 +139,12 @@ class GroupCommit:
                 break
             commit.appends.append(self._appends.popleft())
             self._waiting_bytes -= commit.appends[-1].size
-        commit.forgotten = self._forgotten[:MAX_COMMIT_FORGOTTEN]
-        del self._forgotten[:MAX_COMMIT_FORGOTTEN]
+        commit.forgotten = self._to_forget[:MAX_COMMIT_FORGOTTEN]
+        del self._to_forget[:MAX_COMMIT_FORGOTTEN]
         snapshots, self._snapshots = self._snapshots, []
         if snapshots:
             commit.snapshot = max(((position, state) for position, state, _ in snapshots), key=lambda one: one[0])
-        self._due = bool(self._appends or self._forgotten)
+        self._due = bool(self._appends or self._to_forget)
         return commit, [future for _, _, future in snapshots]
 
     def _carry_out(self, commit: Commit, snapshots: list[Future[None]]) -> None:
@@ -151,7 +156,7 @@ class GroupCommit:
             with self._changed:
                 if isinstance(error, StoreError):
                     self._failed = error
-                self._forgotten += commit.forgotten
+                self._to_forget += commit.forgotten
                 self._due = bool(self._appends)
             for future in [append.future for append in commit.appends] + snapshots:
                 future.set_exception(error)

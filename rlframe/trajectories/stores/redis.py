@@ -7,7 +7,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,7 +17,7 @@ from redis.retry import Retry
 from rlframe import retry
 from rlframe.errors import PeerError, RlframeError, StoreError, UnavailableError, UsageError
 from rlframe.trajectories.stores.base import RecordsDroppedError, UnlimitedStore
-from rlframe.trajectories.stores.group_commit import Append, Commit, GroupCommit
+from rlframe.trajectories.stores.group_commit import Append, Commit, CommittingStore
 
 DEADLINE = 15.0  # seconds: a server that is restarted is back by then, and HTTP clients still wait
 _ATTEMPT = 5.0  # seconds for the server to send or take in the next bytes
@@ -94,7 +93,7 @@ _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
 
-class RedisStore(UnlimitedStore):  # Redis refuses commands when its memory is full
+class RedisStore(UnlimitedStore, CommittingStore):  # Redis refuses commands when its memory is full
     """The contract of `Store` for several processes. The server's persistence decides what survives its death.
 
     Calls are repeated while the server does not answer, until a deadline; an append is applied once all the same.
@@ -131,16 +130,12 @@ class RedisStore(UnlimitedStore):  # Redis refuses commands when its memory is f
         self._commit_number = 0
         self._newest = 0  # the highest position that this process was given
         self._seen: tuple[int, bytes] | None = None  # the last record that `read` gave, and who appended it
-        self._closed = False
         try:
             self.durability = self._call("opening it", self._prepare)
         except BaseException:
             self._redis.close()
             raise
-        self._commits = GroupCommit(self._name, self._write)
-
-    def append(self, record: bytes, payload: bytes | None = None) -> Future[int]:
-        return self._commits.append(record, payload)
+        super().__init__(self._name)
 
     def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
         # The record at `after` comes too: if it is not the one that was read, the server lost what it had acknowledged.
@@ -211,23 +206,18 @@ class RedisStore(UnlimitedStore):  # Redis refuses commands when its memory is f
 
     def forget(self, positions: Iterable[int]) -> None:
         if dropped := list(positions):
-            self._commits.forget(dropped)
+            super().forget(dropped)
 
     def held(self) -> list[int]:
         return sorted(map(int, self._call("listing payloads", lambda: self._redis.hkeys(PAYLOADS))))
-
-    def snapshot(self, position: int, state: bytes) -> Future[None]:
-        return self._commits.snapshot(position, state)
 
     def load(self) -> tuple[int, bytes] | None:
         found = self._call("loading the snapshot", lambda: self._redis.hmget(SNAPSHOT, ["position", "state"]))
         return None if found[0] is None else (int(found[0]), found[1])
 
     def close(self) -> None:
-        if not self._closed:
-            self._commits.close()
-            self._closed = True
-            self._disconnect()
+        super().close()
+        self._disconnect()
 
     def _disconnect(self) -> None:
         """Close the connections that no other thread waits at."""
@@ -264,7 +254,7 @@ class RedisStore(UnlimitedStore):  # Redis refuses commands when its memory is f
         _logger.warning("%s: %s. %s", self._name, lost, advice)
         return f"What was acknowledged survives the death of the service; {lost}."
 
-    # Writing: on the thread of `GroupCommit`
+    # Writing: on the thread of `CommittingStore`
 
     def _write(self, commit: Commit) -> int:
         first = self._newest + 1

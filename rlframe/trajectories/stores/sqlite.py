@@ -13,13 +13,12 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
 
 import crc32c
 
 from rlframe.errors import StoreError, UnavailableError, UsageError
 from rlframe.trajectories.stores.base import check_range
-from rlframe.trajectories.stores.group_commit import Commit, GroupCommit
+from rlframe.trajectories.stores.group_commit import Commit, CommittingStore
 from rlframe.trajectories.stores.payload_file import PayloadFile, Place
 
 _APPLICATION_ID = 0x726C7472  # "rltr": whose database it is, in its header
@@ -39,7 +38,7 @@ PRAGMA user_version = {_FORMAT};
 _log = logging.getLogger(__name__)
 
 
-class SQLiteStore:
+class SQLiteStore(CommittingStore):
     """The contract of `Store` for one service process. What was acknowledged survives its kill -9.
 
     Args:
@@ -64,7 +63,6 @@ class SQLiteStore:
         self._sync = sync
         self._path = os.fspath(path)
         self._name = f"The trajectory store {self._path}"
-        self._closed = False
         self._lock = threading.Lock()  # of `_forgotten` and the free places
         self._reading = threading.Lock()
         with contextlib.ExitStack() as undo, self._opening():
@@ -80,10 +78,7 @@ class SQLiteStore:
             self._reader = self._connect()
             self._recover()
             undo.pop_all()
-        self._commits = GroupCommit(self._name, self._write)
-
-    def append(self, record: bytes, payload: bytes | None = None) -> Future[int]:
-        return self._commits.append(record, payload)
+        super().__init__(self._name)
 
     def room(self) -> int:
         return self._file.room()
@@ -109,7 +104,7 @@ class SQLiteStore:
             dropped = [position for position in positions if position not in self._forgotten]
             self._forgotten.update(dropped)
         if dropped:
-            self._commits.forget(dropped)
+            super().forget(dropped)
 
     def held(self) -> list[int]:
         with self._lock:
@@ -117,9 +112,6 @@ class SQLiteStore:
         with self._reading:
             rows = self._reader.execute("SELECT position FROM payloads ORDER BY position").fetchall()
         return [position for (position,) in rows if position not in forgotten]
-
-    def snapshot(self, position: int, state: bytes) -> Future[None]:
-        return self._commits.snapshot(position, state)
 
     def load(self) -> tuple[int, bytes] | None:
         with self._reading:
@@ -132,10 +124,7 @@ class SQLiteStore:
         return position, state
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._commits.close()
-        self._closed = True
+        super().close()
         with self._reading:
             self._reader.close()
         self._writer.close()  # the last connection: SQLite removes its log
@@ -197,7 +186,7 @@ class SQLiteStore:
         newest = "SELECT max(position) FROM (SELECT position FROM log UNION ALL SELECT position FROM snapshot)"
         self._last = self._writer.execute(newest).fetchone()[0] or 0
 
-    # Writing: on the thread of `GroupCommit`
+    # Writing: on the thread of `CommittingStore`
 
     def _write(self, commit: Commit) -> int:
         first = self._last + 1

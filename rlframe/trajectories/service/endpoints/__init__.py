@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Union
 
 from fastapi import Header, Path, Request
-from pydantic import BaseModel
 from starlette.responses import Response
 
 from rlframe.http.bodies import answer
@@ -64,7 +63,3 @@ def raw_body(schema: dict[str, Any], *content_types: str, required: bool = True)
     """`openapi_extra` of a route that reads its body itself."""
     types = content_types or ("application/json", "application/msgpack")
     return {"requestBody": {"required": required, "content": {kind: {"schema": schema} for kind in types}}}
-
-
-def reference(model: type[BaseModel]) -> dict[str, Any]:
-    return {"$ref": f"#/components/schemas/{model.__name__}"}

@@ -17,7 +17,6 @@ from rlframe.trajectories.service.endpoints import (
     IdempotencyKey,
     invalid,
     raw_body,
-    reference,
     run_of,
     service_of,
 )
@@ -37,7 +36,7 @@ _PACING = 5  # seconds after which a group that came too early may be tried agai
     "/scored_data",
     response_model=models.Received,
     responses=WRITES | TOO_OLD,
-    openapi_extra=raw_body(reference(models.Item)),
+    openapi_extra=raw_body(models.ITEM),
 )
 async def scored_data(request: Request, key: IdempotencyKey = None) -> Response:
     """One group: sequences for one prompt. Once this is answered with received or buffered, it is kept."""
@@ -60,7 +59,7 @@ async def scored_data(request: Request, key: IdempotencyKey = None) -> Response:
     "/scored_data_list",
     response_model=models.ListReceived,
     responses=WRITES | TOO_OLD,
-    openapi_extra=raw_body({"type": "array", "items": reference(models.Item)}),
+    openapi_extra=raw_body({"type": "array", "items": models.ITEM}),
 )
 async def scored_data_list(request: Request, key: IdempotencyKey = None) -> Response:
     """Several groups: all are checked before the first is taken. The i-th has the key KEY/i."""

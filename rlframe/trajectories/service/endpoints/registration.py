@@ -9,8 +9,8 @@ import time
 import uuid
 from typing import Annotated, Any, Union
 
-import msgspec
 from fastapi import APIRouter, Query, Request
+from pydantic import ValidationError
 from starlette.responses import PlainTextResponse, Response
 
 from rlframe.http.bodies import answer
@@ -23,7 +23,6 @@ from rlframe.trajectories.service.endpoints import (
     IdempotencyKey,
     invalid,
     raw_body,
-    reference,
     run_of,
     service_of,
 )
@@ -103,13 +102,6 @@ env_router = APIRouter(tags=["environments"])
 _QUARTER = 0.25  # of lapse_after: so often a sign of life is worth a record
 
 
-class _EnvId(msgspec.Struct):
-    env_id: int
-
-
-_env_id = msgspec.json.Decoder(_EnvId)
-
-
 @env_router.post(
     "/register-env",
     response_model=Union[models.EnvRegistered, models.Wait],
@@ -151,7 +143,7 @@ async def heartbeat(env: models.EnvIdentifier, request: Request) -> Response:
     "/status-env",
     response_model=EnvStatus,
     responses=WRITES | {404: {"model": models.Failure, "description": "There is no such environment."}},
-    openapi_extra=raw_body(reference(models.EnvIdentifier), "application/json", required=False),
+    openapi_extra=raw_body(models.EnvIdentifier.model_json_schema(), "application/json", required=False),
 )
 async def status_env(
     request: Request,
@@ -161,11 +153,10 @@ async def status_env(
     if env_id is None:
         body = await request.body()
         try:
-            env_id = _env_id.decode(body).env_id
-        except (ValueError, RecursionError) as error:
-            return invalid(
-                ("body", "env_id") if body else ("query", "env_id"), str(error) if body else "Field required"
-            )
+            env_id = models.EnvIdentifier.model_validate_json(body).env_id
+        except ValidationError as error:
+            message = error.errors()[0]["msg"] if body else "Field required"
+            return invalid(("body" if body else "query", "env_id"), message)
     service, run = service_of(request), run_of(request)
     status = service.queue(run).env_status(env_id, hold=service.nearly_full)
     if status is None:
