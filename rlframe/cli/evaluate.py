@@ -11,7 +11,7 @@ from typing import Annotated, Any, Union
 import tyro
 
 from rlframe import extras
-from rlframe.cli.parsing import parse
+from rlframe.cli.parsing import CommandOptions, parse
 from rlframe.errors import UsageError
 from rlframe.metrics.curves import plus_minus
 
@@ -20,7 +20,7 @@ DESCRIPTION = "Play episodes greedily with the latest checkpoint of a run."
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluateOptions:
+class EvaluateOptions(CommandOptions):
     """Options of `rlframe evaluate`."""
 
     run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]  # the run's directory
@@ -30,7 +30,6 @@ class EvaluateOptions:
     seed: Union[int, None] = None  # of the environments; None: the run's, which repeats its own evaluation
     video: Union[str, None] = None  # write a video of one episode as well (.mp4, .mkv, .webm)
     json: bool = False  # print the result as one JSON object, the last line of stdout
-    traceback: bool = False  # show where an error came from
 
 
 def run(arguments: list[str]) -> int:

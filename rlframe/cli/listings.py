@@ -11,7 +11,7 @@ from typing import Annotated, Any, TextIO
 
 import tyro
 
-from rlframe.cli.parsing import parse
+from rlframe.cli.parsing import CommandOptions, parse
 from rlframe.errors import UsageError, suggest
 from rlframe.metrics.terminal import console, table
 from rlframe.programs.options import registry
@@ -28,12 +28,11 @@ _AGENTS = "List the agents with their options and presets. An agent of your own 
 
 
 @dataclasses.dataclass(frozen=True)
-class EnvsOptions:
+class EnvsOptions(CommandOptions):
     """Options of `rlframe envs`."""
 
     pattern: Annotated[str, tyro.conf.Positional] = ""  # only names that contain this, in any case
     json: bool = False  # print a JSON list of {"name", "backend"}
-    traceback: bool = False  # show where an error came from
 
 
 def envs(arguments: list[str]) -> int:
@@ -58,12 +57,11 @@ def envs(arguments: list[str]) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class AgentsOptions:
+class AgentsOptions(CommandOptions):
     """Options of `rlframe agents`."""
 
     agent: Annotated[str, tyro.conf.Positional] = ""  # only this one, with every option and preset
     json: bool = False  # print a JSON object: name -> its options' defaults and its presets
-    traceback: bool = False  # show where an error came from
 
 
 def agents(arguments: list[str]) -> int:

@@ -19,6 +19,13 @@ from rlframe.errors import UsageError, suggest
 T = TypeVar("T")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommandOptions:
+    """The option of every command. `main.py` finds it in the arguments: an error may come before they are parsed."""
+
+    traceback: bool = False  # show where an error came from
+
+
 def parse(
     options: type[T],
     arguments: Sequence[str],

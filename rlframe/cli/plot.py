@@ -9,7 +9,7 @@ from typing import Annotated, Union
 
 import tyro
 
-from rlframe.cli.parsing import parse
+from rlframe.cli.parsing import CommandOptions, parse
 from rlframe.errors import UsageError
 
 PROG = "rlframe plot"
@@ -21,14 +21,15 @@ DESCRIPTION = (
 
 
 @dataclasses.dataclass(frozen=True)
-class PlotOptions:
+class PlotOptions(CommandOptions):
     """Options of `rlframe plot`."""
 
     run_dirs: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR...")
-    ]  # directories of runs, of several seeds, or of sweeps
+        tuple[str, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="RUN_DIR...", help="directories of runs, of several seeds, or of sweeps"),
+    ]
     out: Union[str, None] = None  # .png, .svg or .pdf; None: learning_curve.png, in RUN_DIR where one is named
-    traceback: bool = False  # show where an error came from
 
 
 def run(arguments: list[str]) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 import tyro
 
 from rlframe import extras
+from rlframe.cli.parsing import CommandOptions
 from rlframe.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,13 +20,12 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class ControlOptions:
+class ControlOptions(CommandOptions):
     """Options that name a run by the URL of its control."""
 
     url: Union[str, None] = None  # URL of the run's control, as http://127.0.0.1:8765
     token_file: Union[str, None] = None  # file with the token that the control wants; RUN_DIR knows its own
     json: bool = False  # print one JSON object
-    traceback: bool = False  # show where an error came from
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,32 +1,32 @@
-"""Several runs that differ by their seed: `rlframe train --seeds 1-5`, and each trial of `rlframe sweep`.
+"""Runs that differ by their seed, each a process: `rlframe train --seeds 1-5`, and each trial of `rlframe sweep`.
 
-Each run is a process. Their results make one table and one plot.
+    seeds = parse_seeds("1-3")                              # [1, 2, 3]
+    check_of_several(experiment, options, "--seeds")        # raises for options of a single run
+    with lock_of_several(directory, experiment, options):   # no other process writes there
+        runs = iter([SeedRun(directory.path, seed, options) for seed in seeds])
+        run_all(lambda: next(runs, None), lambda run: print(run.outcome()), at_once=2)
+
+Each `SeedRun` is a process `rlframe train --config DIRECTORY/config.json --seed N --run-dir DIRECTORY/seed-N`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
-
-import numpy as np
 
 from rlframe.cli.train_options import TrainOptions
 from rlframe.engines.base import GRACE
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import UsageError
-from rlframe.interprocess.files import write_atomically
-from rlframe.metrics.curves import ENOUGH, interquartile_mean, interval, plus_minus
+from rlframe.metrics.curves import plus_minus
 from rlframe.programs.experiment import MAX_SEED, Experiment
-from rlframe.programs.options.config_file import load_experiment, save_experiment
-from rlframe.programs.run_dir.directory import SEEDS, Result, RunDir, default_path
-from rlframe.programs.run_dir.lock import RunLock, holder_of
+from rlframe.programs.run_dir.directory import Result, RunDir
+from rlframe.programs.run_dir.lock import RunLock
 
 MAX_RUNS = 1_000  # far more than anybody has the time for: such a range is a slip
 # Options of the whole command: its runs do not get them.
@@ -55,153 +55,6 @@ def parse_seeds(text: str) -> list[int]:
     return seeds
 
 
-def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
-    """Train once for each seed, each in a process. Print a table and draw a plot of all runs.
-
-    The runs are RUN_DIR/seed-1 and so on; RUN_DIR/logs has their output. `--resume` leaves finished runs alone and
-    continues the others. At Ctrl-C the runs save and end. SIGKILL does not reach them: `--resume --take-over` ends them
-    and continues.
-
-    Returns:
-        0 if all runs ended well; else 128 + the signal that ended them, or the exit code of the first that failed.
-    """
-    assert options.seeds is not None
-    seeds = parse_seeds(options.seeds)
-    check_of_several(experiment, options, "--seeds")
-    directory = RunDir(options.run_dir if options.run_dir is not None else default_path(experiment))
-    if options.resume:
-        directory.check_holds(SEEDS)
-        if experiment != load_experiment(directory.config):
-            raise UsageError(
-                f"Runs that are gone on with keep their options: leave out of rlframe train --seeds {options.seeds} "
-                f"--resume --run-dir {directory.path} those of the experiment, or begin other runs."
-            )
-    else:
-        _check_begins(experiment, options)
-        directory.create()
-    with lock(directory, experiment, options):
-        if not options.resume:
-            directory.create()  # check again: another process may have used it before the lock
-            save_experiment(experiment, directory.config, {})
-        _note(directory, options.seeds, seeds)
-        runs = [SeedRun(directory.path, seed, options) for seed in seeds]
-        _check_free(runs, options)
-        stopped_by = _run(runs, options)
-        code = _report(directory.path, runs, options)
-    if stopped_by is None:
-        return code
-    over = sum(run.result is not None for run in runs)
-    said = f"{over} of {len(runs)} runs are over; what the others did is saved. Go on: {directory.resume_command}"
-    print(said, file=sys.stderr)
-    return 128 + stopped_by
-
-
-def _check_begins(experiment: Experiment, options: TrainOptions) -> None:
-    """Raise what a run would raise before its first step."""
-    import jax
-
-    from rlframe.programs.api import check_trackers, control_of
-    from rlframe.programs.runner import check_extras
-    from rlframe.programs.topologies.parts import make_agent
-    from rlframe.programs.training.updates import check_updates
-
-    check_trackers(options)
-    check_extras(experiment, with_control=control_of(experiment, options) is not None)
-    jax.config.update("jax_platforms", "cpu")  # the accelerator's memory is for the runs
-    check_updates(experiment, make_agent(experiment))
-
-
-def _note(directory: RunDir, text: str, seeds: list[int]) -> None:
-    """Write the seeds of all runs to `seeds.json`: these and earlier ones."""
-    path = directory.path / SEEDS
-    before = parse_seeds(json.loads(path.read_text())["seeds"]) if path.exists() else []
-    if not set(before) <= set(seeds):
-        text = ",".join(map(str, sorted({*before, *seeds})))
-    write_atomically(path, json.dumps({"seeds": text.replace(" ", "")}), "\n")
-
-
-def _check_free(runs: list[SeedRun], options: TrainOptions) -> None:
-    """Raise UsageError if another process writes to one of the runs."""
-    for run in runs:
-        if not options.take_over and (holder := holder_of(run.path)) is not None:
-            raise UsageError(
-                f"{run.path} is in use by {holder}: wait for its end, stop it (rlframe stop {run.path}), or have it "
-                "ended and gone on with by --resume --take-over."
-            )
-
-
-def _run(runs: list[SeedRun], options: TrainOptions) -> int | None:
-    """Run those that are not finished. Return the number of the signal that ended them, or None."""
-    waiting = [run for run in runs if run.result is None]
-
-    def say(run: SeedRun, text: str) -> None:
-        if not options.quiet:
-            print(f"seed {run.seed}: {text}", file=sys.stderr, flush=True)
-
-    def next_run() -> SeedRun | None:
-        if not waiting:
-            return None
-        say(waiting[0], f"began, in {waiting[0].path}")
-        return waiting.pop(0)
-
-    return run_all(next_run, lambda run: say(run, run.said()), options.at_once)
-
-
-def _report(directory: pathlib.Path, runs: list[SeedRun], options: TrainOptions) -> int:
-    done = [(run.seed, run.result) for run in runs if run.result is not None]
-    failed = next((run for run in runs if run.result is None), None)
-    if done:
-        from rlframe.metrics import plot_learning_curve
-
-        picture = directory / "learning_curve.png"
-        plot_learning_curve([run.path for run in runs if run.result is not None], picture)
-        summary = _summary(directory, done)
-        if not options.quiet:
-            _print_table(done, summary, picture)
-        if options.json:
-            print(json.dumps(summary), flush=True)
-    return 0 if failed is None else failed.code or 1
-
-
-def _summary(directory: pathlib.Path, done: list[tuple[int, Result]]) -> dict[str, Any]:
-    returns = np.array([result.return_mean for _, result in done], np.float64)
-    return {
-        "seeds": [seed for seed, _ in done],
-        "returns": returns.tolist(),
-        "return_mean": float(returns.mean()),
-        "return_std": float(returns.std()),
-        "return_iqm": float(interquartile_mean(returns)) if len(done) >= ENOUGH else None,
-        "return_iqm_interval": [float(end) for end in interval(returns)] if len(done) >= ENOUGH else None,
-        "env_steps": sum(result.env_steps for _, result in done),
-        "wall_seconds": sum(result.wall_seconds for _, result in done),
-        "run_dir": str(directory),
-    }
-
-
-def _print_table(done: list[tuple[int, Result]], summary: dict[str, Any], picture: pathlib.Path) -> None:
-    from rlframe.metrics.terminal import console, table
-
-    rows = []
-    for seed, result in done:
-        numbers = (result.env_steps, result.learner_steps, result.steps_per_second, result.wall_seconds)
-        spread = plus_minus(result.return_std, result.episodes).removeprefix(" ± ")
-        rows.append((str(seed), f"{result.return_mean:.1f}", spread, *(f"{number:,.0f}" for number in numbers)))
-    columns = ("seed", "return", "± of its episodes", "steps", "updates", "steps/s", "seconds")
-    console(sys.stderr).print(table(columns, rows, right=True))
-    text = f"mean {summary['return_mean']:.1f}{plus_minus(summary['return_std'], len(done))} over seeds"
-    if len(done) == 1:
-        text = f"return {summary['return_mean']:.1f}"
-    elif len(done) >= ENOUGH:
-        low, high = summary["return_iqm_interval"]
-        text = f"interquartile mean {summary['return_iqm']:.1f} (95%: {low:.1f} to {high:.1f}), {text}"
-    else:
-        text += f" (lowest to highest: {min(summary['returns']):.1f} to {max(summary['returns']):.1f})"
-    print(f"{len(done)} seed{'s' * (len(done) > 1)}: {text}; see {picture}", file=sys.stderr)
-
-
-# --- the runs
-
-
 def check_of_several(experiment: Experiment, options: TrainOptions, by: str) -> None:
     """Raise UsageError for options that several runs cannot share. `by` names the option or command of several runs."""
     for name in _SINGLE_RUN_ONLY:
@@ -221,7 +74,7 @@ def check_of_several(experiment: Experiment, options: TrainOptions, by: str) -> 
         raise UsageError(f"{by} compares the returns of evaluations, and --eval-episodes 0 turns them off.")
 
 
-def lock(directory: RunDir, experiment: Experiment, options: TrainOptions) -> RunLock:
+def lock_of_several(directory: RunDir, experiment: Experiment, options: TrainOptions) -> RunLock:
     """Return the lock of a directory of several runs. Its holder waits until they have saved."""
     grace = getattr(experiment.topology_config, "grace_seconds", GRACE)
     return RunLock(directory.path, options.take_over, ends_within=grace + 30.0)
@@ -323,7 +176,7 @@ class SeedRun:
         assert self._process is not None
         self.code = self._process.wait()
 
-    def said(self) -> str:
+    def outcome(self) -> str:
         """Return how it ended, for a person."""
         result = self.result
         # A run that has just begun does not catch the signal yet, which then kills it.

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Union
 import tyro
 
 from rlframe import extras, transport
-from rlframe.cli.parsing import parse
+from rlframe.cli.parsing import CommandOptions, parse
 from rlframe.errors import UsageError, suggest
 
 # Services, with the sentence that the help has about each.
@@ -30,7 +30,7 @@ _POLICY = (
 
 
 @dataclasses.dataclass(frozen=True)
-class ServiceOptions:
+class ServiceOptions(CommandOptions):
     """Options of both services."""
 
     host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 for all networks, which needs a --token-file or --no-token
@@ -41,7 +41,6 @@ class ServiceOptions:
     allowed_hosts: Annotated[tuple[str, ...], tyro.conf.arg(name="allowed-host"), tyro.conf.UseAppendAction] = ()
     max_body_mb: int = 64  # megabytes of one request, decompressed
     max_connections: int = 1024  # at the same time; more are refused
-    traceback: bool = False  # show where an error came from
 
 
 @dataclasses.dataclass(frozen=True)

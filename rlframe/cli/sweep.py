@@ -9,7 +9,7 @@ import sys
 
 from rlframe import extras
 from rlframe.cli.listings import print_preset
-from rlframe.cli.seeds import check_of_several, lock, parse_seeds, run_all
+from rlframe.cli.seeds import check_of_several, lock_of_several, parse_seeds, run_all
 from rlframe.cli.train_options import read_arguments
 from rlframe.cli.trials import SweepOptions, Trials, Varied, parse_varied
 from rlframe.errors import UsageError
@@ -48,7 +48,7 @@ def run(arguments: list[str]) -> int:
         print_preset(preset, experiment, sys.stderr)
     if not options.resume:
         directory.create()
-    with lock(directory, experiment, options):
+    with lock_of_several(directory, experiment, options):
         if not options.resume:
             directory.create()  # check again: another process may have used it before the lock
         kept = {name: getattr(options, name) for name in _KEPT}

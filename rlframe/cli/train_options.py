@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, Union
 
 import tyro
 
-from rlframe.cli.parsing import parse, peek
+from rlframe.cli.parsing import CommandOptions, parse, peek
 from rlframe.errors import UsageError
 from rlframe.programs.api import SessionOptions, starting_point
 from rlframe.programs.experiment import Experiment
@@ -47,13 +47,12 @@ DESCRIPTION = (
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainOptions(SessionOptions):
+class TrainOptions(CommandOptions, SessionOptions):
     """Options of a session. Those below exist only on the command line."""
 
     seeds: Union[str, None] = None  # 1-5 or 1,2,7: a run for each, in RUN_DIR/seed-1 and so on; one table and one plot
     at_once: int = 1  # with --seeds: how many runs at a time
     json: bool = False  # print the result as one JSON object, the last line of stdout
-    traceback: bool = False  # show where an error came from
 
 
 @dataclasses.dataclass(frozen=True)

@@ -175,9 +175,9 @@ class Trials:
         if trial is None:  # another run of it failed
             return
         trial.going.remove(run)
-        self._say(f"{trial.name}, seed {run.seed}: {run.said()}")
+        self._say(f"{trial.name}, seed {run.seed}: {run.outcome()}")
         if run.result is None and not run.was_stopped:
-            self._fail(trial, f"seed {run.seed} {run.said()}")
+            self._fail(trial, f"seed {run.seed} {run.outcome()}")
         self._settle(trial)
 
     def _begin(self) -> bool:
