@@ -9,9 +9,10 @@ from rlframe.envs.names import backend, registration
 from rlframe.envs.registered import restore
 from rlframe.errors import UsageError
 from rlframe.programs.options import registry
+from rlframe.programs.options.fields import check_numbers, number
 from rlframe.programs.options.object_names import check_can_leave, is_live
 from rlframe.programs.options.registry import OPTIONS
-from rlframe.programs.topologies.config import TopologyConfig, check_limits, find_topology
+from rlframe.programs.topologies.config import TopologyConfig, find_topology
 from rlframe.user_files import look_in, places
 
 MAX_SEED = 2**31 - 1
@@ -32,20 +33,21 @@ class Experiment:
 
     agent: str = "ppo"  # a name that `rlframe agents` lists, or file.py:Class
     env: str = "CartPole-v1"  # a name that `rlframe envs` lists, or file.py:make_env; for language file.py:Class
-    steps: int = 100_000  # environment (language: learner) steps of the whole run: schedules end there
+    steps: int = number(100_000, at_least=1)  # environment (language: learner) steps of the run: schedules end there
     seed: int = 1
-    num_envs: int = 8  # in all: actors share them, so presets mean the same however many there are
+    num_envs: int = number(8, at_least=1)  # in all: actors share them, so presets mean the same however many there are
     env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # options of the environment itself
-    eval_every: int = 0  # steps between two evaluations; 0: only the one at the end (language: after the warm-up, too)
+    # steps between two evaluations; 0: only the one at the end (language: after the warm-up, too)
+    eval_every: int = number(0, at_least=0)
     # steps between two checkpoints; 0: only when the run stops. (A topology of several processes saves every 30 s in
     # any case: its learner may die, and must not begin anew.)
-    checkpoint_every: int = 100_000
-    log_every: int = 0  # steps between two rows of the logs; 0: a 100th of the run, 10,000 at most
+    checkpoint_every: int = number(100_000, at_least=0)
+    log_every: int = number(0, at_least=0)  # steps between two rows of the logs; 0: a 100th of the run, 10,000 at most
     topology_config: Any = dataclasses.field(default_factory=_single_process)  # of the topology: docs/programs.md
     agent_config: Any = None
 
     def __post_init__(self) -> None:
-        check_limits(self)
+        check_numbers(self)
         if not 0 <= self.seed <= MAX_SEED:
             raise UsageError(f"seed must be between 0 and {MAX_SEED}, got {self.seed}.")
         if not isinstance(self.topology_config, TopologyConfig):

@@ -11,11 +11,31 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Union
 
-from rlframe.errors import UsageError, suggest
+from rlframe.errors import UsageError, check_above, check_at_least, suggest
 
 # A keyword of Python cannot be written as `async=True`.
 _KEYWORDS = {"async": "async_envs", "async_": "async_envs"}
 _LONGEST = 80  # characters of a received value in a message
+
+
+def number(default: Any, *, at_least: float | None = None, above: float | None = None) -> Any:
+    """Make a field with a limit, which `check_numbers` checks: `frame_stack: int = number(1, at_least=1)`.
+
+    Args:
+        default: of the field. A value None is not checked.
+        at_least: the least value.
+        above: a bound that is too small itself.
+    """
+    return dataclasses.field(default=default, metadata={"at_least": at_least, "above": above})
+
+
+def check_numbers(config: Any) -> None:
+    """Raise UsageError for a number of a config that is too small for its field."""
+    for field in dataclasses.fields(config):
+        if (least := field.metadata.get("at_least")) is not None:
+            check_at_least(config, least, field.name)
+        if (bound := field.metadata.get("above")) is not None:
+            check_above(config, bound, field.name)
 
 
 def field_names(cls: Any) -> list[str]:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union
 
 from rlframe.engines.base import NodeOptions
-from rlframe.errors import UsageError, check_above, check_at_least
+from rlframe.errors import UsageError, check_at_least
 from rlframe.programs.options import registry
-from rlframe.programs.options.fields import field_names
+from rlframe.programs.options.fields import check_numbers, number
 
 if TYPE_CHECKING:
     from rlframe.engines.base import Engine
@@ -24,23 +24,6 @@ INLINE = "rlframe.engines.threads:InlineEngine"
 EnvType = Literal["auto", "loop", "thread", "process", "envpool"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Fields by their least value, and fields that must be above 0.
-_AT_LEAST = {
-    1: "steps num_envs num_actors num_inferencers num_pools min_actors num_workers slots replay_shards frame_stack "
-    "action_repeat eval_num_envs eval_max_episode_length",
-    0: "eval_every eval_episodes checkpoint_every replay_checkpoint_every schedule_steps log_every max_restarts "
-    "hang_timeout grace_seconds max_staleness",
-}
-_ABOVE_0 = [
-    "answer_timeout",
-    "until_learner_steps",
-    "until_seconds",
-    "clip_rewards",
-    "observation_clip",
-    "reward_clip",
-    "mean_staleness",
-]
-
 
 def configured_by(config_cls: type[TopologyConfig]) -> Callable[[Function], Function]:
     """Set the dataclass of a topology's options: a decorator of the function that wires it."""
@@ -50,14 +33,6 @@ def configured_by(config_cls: type[TopologyConfig]) -> Callable[[Function], Func
         return function
 
     return mark
-
-
-def check_limits(config: Any) -> None:
-    """Raise UsageError if a number of an experiment, or of a topology's config, is too small."""
-    fields = field_names(config)
-    for least, names in _AT_LEAST.items():
-        check_at_least(config, least, *(name for name in names.split() if name in fields))
-    check_above(config, 0, *(name for name in _ABOVE_0 if name in fields))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +64,7 @@ class TopologyConfig:
         return registry.engine_class(self.engine_name)
 
     def __post_init__(self) -> None:
-        check_limits(self)
+        check_numbers(self)
 
     def check(self, experiment: Experiment) -> None:
         """Raises UsageError where this does not fit the rest of the experiment."""
@@ -116,6 +91,7 @@ class ProgramConfig(NodeOptions, TopologyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_at_least(self, 0, "max_restarts", "hang_timeout", "grace_seconds")
         read = self.engine_class.options
         for name, value in self.node_options.items():
             default = getattr(NodeOptions, name)
@@ -142,82 +118,41 @@ class ProgramConfig(NodeOptions, TopologyConfig):
         return self.hang_timeout > 0 and "hang_timeout" in self.engine_class.options
 
 
+# --- options of games: by what they are about
+
+
 @dataclasses.dataclass(frozen=True)
-class GameConfig(TopologyConfig):
-    """An agent that learns from its own steps: how its environments run, what it acts by, where its experience lies.
+class EnvOptions(TopologyConfig):
+    """How environments run, and what they give: `parts.make_pool` reads these."""
 
-    Attributes:
-        replays: what experience may be kept in, first what the topology is meant for.
-        takes_own_replay: whether it may be kept in a `file.py:Class` as well.
-    """
-
-    replays: ClassVar[tuple[str, ...]] = ("shared_memory", "service", "reverb")
-    takes_own_replay: ClassVar[bool] = True
-
-    replay: str = "auto"  # where experience lies; auto: as the topology is meant; or file.py:Class
     env_type: EnvType = "auto"  # how the pool runs; auto: the quickest, envpool or loop (process, if async)
-    num_workers: Union[int, None] = None  # threads or processes of the pool; None: as many as there are cores
+    # threads or processes of the pool; None: as many as there are cores
+    num_workers: Union[int, None] = number(None, at_least=1)
     async_envs: bool = False  # act on the environments that answer first; not for agents that learn on-policy
     wait_num: Union[int, None] = None  # of async_envs: environments of each pool to wait for; None: a third of them
-    answer_timeout: float = 600.0  # seconds that an environment may take for a step before it counts as hung
+    # seconds that an environment may take for a step before it counts as hung
+    answer_timeout: float = number(600.0, above=0)
     check_finite: Union[bool, None] = None  # whether NaN of an environment ends the run; None: unless it is EnvPool's
-    frame_stack: int = 1  # observations that each one is made of: its own and those before
-    action_repeat: int = 1  # how often each action is taken, up to an episode's end; counts as one environment step
-    clip_rewards: Union[float, None] = None  # to between minus this and this, in training; None: as they are
-    normalise_observations: bool = False  # by their running mean and deviation (rlframe.agents.Normalized)
-    observation_clip: float = 10.0  # deviations from the mean, where they are normalised
-    normalise_rewards: bool = False  # by the deviation of the discounted return so far; for agents of sequences
-    reward_clip: float = 10.0  # where they are
-    eval_env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # changes to env_kwargs for evaluation
-    eval_episodes: int = 20  # episodes of an evaluation; 0: no evaluation, neither after training nor during it
-    eval_num_envs: Union[int, None] = None  # environments of an evaluation; None: one for each of its episodes
-    eval_max_episode_length: int = 108_000  # most steps of an episode of an evaluation; more are an error
-    until_learner_steps: Union[int, None] = None  # updates at which the run ends, if not before
-    until_seconds: Union[float, None] = None  # wall time of this session at which the run ends, if not before
-    until_return: Union[float, None] = None  # mean return of an evaluation (--eval-every) at which the run ends
-    network: Union[str, None] = None  # mlp, nature_cnn, lstm, gru or file.py:make_net; None: what suits the observation
-    schedule_steps: int = 0  # environment steps at which schedules end; 0: `steps`. A resumed run keeps its first
-    network_config: Any = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.until_return is not None and math.isnan(self.until_return):
-            raise UsageError("until_return must be a number, got nan.")
-        if self.wait_num is not None and not self.async_envs:
-            raise UsageError(f"wait_num={self.wait_num} is for asynchronous environments: add --async (async_envs).")
-        if self.async_envs and self.env_type == "loop":
-            raise UsageError(
-                "A loop steps its environments one after another, so none of them can answer before the others: "
-                "use env_type thread, process or envpool with --async (async_envs)."
-            )
-        is_own = self.takes_own_replay and ":" in self.replay
-        if self.replay not in ("auto", *self.replays) and not is_own:
-            own = "A replay of your own is file.py:Class." if self.takes_own_replay else "It takes no other one."
-            raise UsageError(
-                f"The topology {self.name} keeps its experience in {' or '.join(self.replays)}, got replay="
-                f"{self.replay!r}. {own}"
-            )
+    frame_stack: int = number(1, at_least=1)  # observations that each one is made of: its own and those before
+    # how often each action is taken, up to an episode's end; counts as one environment step
+    action_repeat: int = number(1, at_least=1)
+    # to between minus this and this, in training; None: as they are
+    clip_rewards: Union[float, None] = number(None, above=0)
 
     @property
     def shares(self) -> tuple[int, int]:
         """How many actors share the environments, and how many pools share those of each."""
         return 1, 1
 
-    @property
-    def replay_kind(self) -> str:
-        """The replay's kind: local, shared_memory, service, reverb, or the name of a user's class."""
-        return self.replays[0] if self.replay == "auto" else self.replay
-
     def check(self, experiment: Experiment) -> None:
         """See `TopologyConfig`."""
-        if self.until_return is not None and not experiment.eval_every:
+        super().check(experiment)
+        if self.wait_num is not None and not self.async_envs:
+            raise UsageError(f"wait_num={self.wait_num} is for asynchronous environments: add --async (async_envs).")
+        if self.async_envs and self.env_type == "loop":
             raise UsageError(
-                "until_return is of evaluations during the run: say by eval_every how often there are some."
-            )
-        if experiment.eval_every and not self.eval_episodes:
-            raise UsageError(
-                f"eval_every={experiment.eval_every} asks for evaluations during the run, and eval_episodes=0 turns "
-                "evaluations off. Set eval_every=0 as well, or give a number of episodes."
+                "A loop steps its environments one after another, so none of them can answer before the others: "
+                "use env_type thread, process or envpool with --async (async_envs)."
             )
         num_actors, num_pools = self.shares
         if experiment.num_envs % (num_actors * num_pools):
@@ -230,6 +165,92 @@ class GameConfig(TopologyConfig):
                 f"wait_num must be between 1 and {experiment.envs_per_pool}, the environments of a pool, got "
                 f"{self.wait_num}."
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentOptions(TopologyConfig):
+    """The agent's network, normalization and schedules, beside its own config: `parts.make_agent` reads these."""
+
+    network: Union[str, None] = None  # mlp, nature_cnn, lstm, gru or file.py:make_net; None: what suits the observation
+    network_config: Any = None  # the options of a named network
+    normalise_observations: bool = False  # by their running mean and deviation (rlframe.agents.Normalized)
+    observation_clip: float = number(10.0, above=0)  # deviations from the mean, where they are normalised
+    normalise_rewards: bool = False  # by the deviation of the discounted return so far; for agents of sequences
+    reward_clip: float = number(10.0, above=0)  # where they are
+    # environment steps at which schedules end; 0: `steps`. A resumed run keeps its first
+    schedule_steps: int = number(0, at_least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationOptions(TopologyConfig):
+    """How the policy is evaluated, at the end and at each `eval_every`: `policies/evaluation.py` reads these."""
+
+    eval_env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # changes to env_kwargs for evaluation
+    # episodes of an evaluation; 0: no evaluation, neither after training nor during it
+    eval_episodes: int = number(20, at_least=0)
+    # environments of an evaluation; None: one for each of its episodes
+    eval_num_envs: Union[int, None] = number(None, at_least=1)
+    # most steps of an episode of an evaluation; more are an error
+    eval_max_episode_length: int = number(108_000, at_least=1)
+
+    def check(self, experiment: Experiment) -> None:
+        """See `TopologyConfig`."""
+        super().check(experiment)
+        if experiment.eval_every and not self.eval_episodes:
+            raise UsageError(
+                f"eval_every={experiment.eval_every} asks for evaluations during the run, and eval_episodes=0 turns "
+                "evaluations off. Set eval_every=0 as well, or give a number of episodes."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class StoppingOptions(TopologyConfig):
+    """The limits at which a run ends before its last step: `Session.stop_conditions` are made of these."""
+
+    until_learner_steps: Union[int, None] = number(None, above=0)  # updates at which the run ends, if not before
+    # wall time of this session at which the run ends, if not before
+    until_seconds: Union[float, None] = number(None, above=0)
+    until_return: Union[float, None] = None  # mean return of an evaluation (--eval-every) at which the run ends
+
+    def check(self, experiment: Experiment) -> None:
+        """See `TopologyConfig`."""
+        super().check(experiment)
+        if self.until_return is not None and math.isnan(self.until_return):
+            raise UsageError("until_return must be a number, got nan.")
+        if self.until_return is not None and not experiment.eval_every:
+            raise UsageError(
+                "until_return is of evaluations during the run: say by eval_every how often there are some."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class GameConfig(StoppingOptions, EvaluationOptions, AgentOptions, EnvOptions):
+    """Options of a topology whose agent learns from its own steps: those of its bases, and where its experience lies.
+
+    Attributes:
+        replays: what experience may be kept in, first what the topology is meant for.
+        takes_own_replay: whether it may be kept in a `file.py:Class` as well.
+    """
+
+    replays: ClassVar[tuple[str, ...]] = ("shared_memory", "service", "reverb")
+    takes_own_replay: ClassVar[bool] = True
+
+    replay: str = "auto"  # where experience lies; auto: as the topology is meant; or file.py:Class
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_own = self.takes_own_replay and ":" in self.replay
+        if self.replay not in ("auto", *self.replays) and not is_own:
+            own = "A replay of your own is file.py:Class." if self.takes_own_replay else "It takes no other one."
+            raise UsageError(
+                f"The topology {self.name} keeps its experience in {' or '.join(self.replays)}, got replay="
+                f"{self.replay!r}. {own}"
+            )
+
+    @property
+    def replay_kind(self) -> str:
+        """The replay's kind: local, shared_memory, service, reverb, or the name of a user's class."""
+        return self.replays[0] if self.replay == "auto" else self.replay
 
     def requires(self, experiment: Experiment) -> list[str]:
         """See `TopologyConfig`."""
@@ -244,8 +265,8 @@ class GameConfig(TopologyConfig):
 class GameProgram(ProgramConfig, GameConfig):
     """A program of several nodes in which actors share the environments."""
 
-    num_actors: int = 2  # of a topology of several processes; of elastic to begin with
-    replay_shards: int = 1  # services that share the replay, where it is the service
+    num_actors: int = number(2, at_least=1)  # of a topology of several processes; of elastic to begin with
+    replay_shards: int = number(1, at_least=1)  # services that share the replay, where it is the service
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,6 +31,7 @@ from rlframe.metrics.rows import ActorCounts
 from rlframe.params import ParamStore
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import registry
+from rlframe.programs.options.fields import number
 from rlframe.programs.policies.evaluation import Evaluations, explain
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import GameProgram, configured_by
@@ -58,9 +59,10 @@ class Elastic(GameProgram):
 
     name: str = "elastic"
     operator: str = "auto"  # of elastic: what starts workers: local, ray or file.py:Class; auto: as the engine says
-    min_actors: int = 1  # of elastic: there are never fewer
+    min_actors: int = number(1, at_least=1)  # of elastic: there are never fewer
     max_actors: int = 8  # of elastic: there are never more, and no more than the machine has cores, but by hand
-    mean_staleness: Union[float, None] = None  # of elastic: versions above which there are fewer actors; None: no bound
+    # of elastic: versions above which there are fewer actors; None: no bound
+    mean_staleness: Union[float, None] = number(None, above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Union
 from rlframe.engines import Engine
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import Experiment
+from rlframe.programs.options.fields import number
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import ProgramConfig, Topology, configured_by
 
@@ -39,8 +40,9 @@ class Language(ProgramConfig):
 
     name: str = "light_env"  # as in `TOPOLOGIES`
     tokenizer: Union[str, None] = None  # byte, or a folder with a tokenizer.json; None: that of the weights, or byte
-    max_staleness: Union[int, None] = None  # policy versions that a group may be behind the learner; None: any
-    slots: int = 32  # sequences that the policy server decodes at once
+    # policy versions that a group may be behind the learner; None: any
+    max_staleness: Union[int, None] = number(None, at_least=0)
+    slots: int = number(32, at_least=1)  # sequences that the policy server decodes at once
     service_port: int = 0  # of the trajectory service and its live page; 0: one that is free
     policy_port: int = 0  # of the policy server; 0: one that is free
 

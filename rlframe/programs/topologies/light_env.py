@@ -17,6 +17,7 @@ from rlframe.actors import Actor
 from rlframe.engines import Engine
 from rlframe.inferencers import Inferencer
 from rlframe.learners import Learner
+from rlframe.programs.options.fields import number
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import GameProgram, configured_by
 from rlframe.programs.topologies.parts import (
@@ -34,8 +35,9 @@ class LightEnv(GameProgram):
     """Options of light_env."""
 
     name: str = "light_env"
-    num_inferencers: int = 1  # services, of light_env and distributed
-    num_pools: int = 1  # of each actor's environments; of 2 one steps while a service answers for the other
+    num_inferencers: int = number(1, at_least=1)  # services, of light_env and distributed
+    # of each actor's environments; of 2 one steps while a service answers for the other
+    num_pools: int = number(1, at_least=1)
 
     @property
     def shares(self) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import dataclasses
 from rlframe.engines import Engine
 from rlframe.inferencers import Inferencer
 from rlframe.learners import Learner
+from rlframe.programs.options.fields import number
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import GameConfig, configured_by
 from rlframe.programs.topologies.parts import (
@@ -25,7 +26,8 @@ class SingleProcess(GameConfig):
     replays = ("local",)
 
     name: str = "single_process"
-    replay_checkpoint_every: int = 1_000_000  # of a single process: the same for a replay too large to go into each
+    # steps between two saves of a replay that is too large to go into each checkpoint
+    replay_checkpoint_every: int = number(1_000_000, at_least=0)
 
 
 @configured_by(SingleProcess)

@@ -21,7 +21,15 @@ from rlframe.programs import api, make_experiment, runner
 from rlframe.programs.api import SessionOptions
 from rlframe.programs.options import registry
 from rlframe.programs.options.config_file import load_experiment, save_experiment
-from rlframe.programs.options.fields import field_names, flat_fields, from_jsonable, to_jsonable, with_choices
+from rlframe.programs.options.fields import (
+    check_numbers,
+    field_names,
+    flat_fields,
+    from_jsonable,
+    number,
+    to_jsonable,
+    with_choices,
+)
 from rlframe.programs.options.make_experiment import config_classes, to_flat
 from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.topologies.config import find_topology
@@ -390,3 +398,19 @@ def test_what_does_not_fit_is_named(values, message):
 def test_what_json_cannot_hold_is_refused():
     with pytest.raises(UsageError, match=r"does not go into config\.json"):
         to_jsonable({"f": object()})
+
+
+@dataclasses.dataclass
+class Numbers:
+    least: int = number(1, at_least=1)
+    bound: Union[float, None] = number(None, above=0)
+    free: float = -1.0
+
+
+def test_a_number_too_small_for_its_field_is_refused():
+    check_numbers(Numbers())
+    check_numbers(Numbers(least=2, bound=0.5))
+    with pytest.raises(UsageError, match=r"Numbers\.least must be at least 1, got 0"):
+        check_numbers(Numbers(least=0))
+    with pytest.raises(UsageError, match=r"Numbers\.bound must be above 0, got 0\.0"):
+        check_numbers(Numbers(bound=0.0))
