@@ -51,9 +51,9 @@ class Inferencer:
     Called by one thread it is synchronous and repeats exactly. While `run()` goes on it is a service: calls that come
     at the same time are answered by one jitted call, and parameters are refreshed beside them.
 
-    Three methods answer the same question. `inference` is called in the same process. A handle calls
-    `answer_inference` from another process, or `shared_inference` from another process of this machine, whose arrays
-    are in shared memory (`shared_calls.py`).
+    Three methods answer the same question. `inference` is called in the same process. A handle in another process
+    calls `answer_inference`; on the same machine it calls `shared_inference`, whose arrays are in memory that the
+    handle's process has made, and shown by `share_calls` (`shared_calls.py`).
 
     An Inferencer pickles as its constructor's arguments, so it can be given to an Actor that will live elsewhere.
 
@@ -130,7 +130,7 @@ class Inferencer:
     def inference(
         self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState = ()
     ) -> tuple[AgentOutput, AgentState]:
-        """Acts on a batch of timesteps. Any thread may call it, and any call may be repeated.
+        """Act on a batch of timesteps. Any thread may call it, and any call may be repeated.
 
         Args:
             env_ids: [B] int64, the global ids of the environments. State travels with the call, so any inferencer can
@@ -157,27 +157,30 @@ class Inferencer:
             return self._step(env_ids, timestep, state)
 
     def is_ready(self, timeout: float) -> bool:
-        """Whether there are parameters to act by, after `timeout` seconds (1 at most) at the latest."""
+        """Wait up to `timeout` seconds (1 at most) for parameters. Return whether there are any."""
         return self._batcher is None or self._has_params.wait(min(timeout, 1.0))
 
     def answer_inference(
         self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState] | str:
-        """As `inference`, for another process: it gets the reason of an UnavailableError, which a server may print."""
+        """As `inference`, for another process. Return the reason of an UnavailableError as a string.
+
+        It is an ordinary answer: the caller repeats its call. A server may print each exception with its traceback.
+        """
         try:
             return self.inference(env_ids, timestep, state)
         except UnavailableError as error:
             return str(error)
 
     def share_calls(self, name: Name, capacity: int, request: Tree, answer: Tree) -> bool:
-        """Whether `shared_inference` finds a client's memory from now on; see `CallMemory` in `shared_calls.py`."""
+        """Map the memory of a client (`CallMemory`), for `shared_inference`. Return False if that is not possible."""
         return self._shared_calls.share(name, capacity, request, answer)
 
     def shared_inference(self, token: int, slot: int, rows: int) -> int | str:
         """As `answer_inference`, with its arguments and its answer in a slot of a client's memory.
 
         Returns:
-            The version that acted; or why there is no answer, as after a restart: it was not shown that memory.
+            The version that acted; or why there is no answer: after a restart, that `share_calls` must be called again.
         """
         try:
             call = self._shared_calls.slot(token, slot, rows)
@@ -186,11 +189,11 @@ class Inferencer:
             return str(error)
 
     def refresh(self) -> None:
-        """Fetches the learner's parameters if there is a newer version."""
+        """Fetch the learner's parameters if there is a newer version."""
         self._refresher.refresh()
 
     def wait_for_version(self, known_version: int, timeout: float) -> int:
-        """The version that acts, as soon as it is above `known_version`, or after `timeout` seconds (1 at most).
+        """Return the version that acts, as soon as it is above `known_version`, or after `timeout` seconds (1 at most).
 
         Raises:
             PeerError: the learner is in another process, and did not answer for `learner_deadline`.
@@ -207,10 +210,10 @@ class Inferencer:
         return self.params_version
 
     def run(self) -> None:
-        """Is a service until `stop()`, or the end of the Launchpad program whose node this is.
+        """Be a service until `stop()`, or until the program ends.
 
-        Parameters are asked for every `refresh_interval` seconds; those of an on-policy agent, whose actors wait for
-        them, as soon as they are there. While the learner is out of reach, the newest that came act.
+        Fetch parameters every `refresh_interval` seconds; for an on-policy agent, whose actors wait for them, as soon
+        as there is a new version. While the learner does not answer, the newest version that came acts.
 
         Raises:
             PeerError: no learner answered within `learner_deadline`, and there are no parameters to act by.
@@ -230,18 +233,18 @@ class Inferencer:
             raise self._failure
 
     def stop(self) -> None:
-        """Ends `run()`: calls that wait are refused at once, with UnavailableError. Any thread may call it."""
+        """End `run()`: calls that wait are refused at once, with UnavailableError. Any thread may call it."""
         self._stop.set()
         with self._new_version:
             self._new_version.notify_all()
 
     def stats(self) -> dict[str, int]:
-        """Counters: compilations, params_version and, of a service, requests, calls, rows, padding_rows."""
+        """Return counters: compilations, params_version and, of a service, requests, calls, rows, padding_rows."""
         counts = self._batcher.counts if self._batcher is not None else {}
         return {**counts, "compilations": len(self._output_packings), "params_version": self.params_version}
 
     def get_state(self) -> dict[str, Any]:
-        """All that a resumed Inferencer needs to go on as if it had not stopped (numpy and ints)."""
+        """Return what a resumed Inferencer needs to go on as if it had not stopped (numpy and ints)."""
         version, packed = self._acting
         # Between two syncs it acts by parameters that the learner no longer has.
         packing = self._params_packing if self._cfg.sync_interval > 1 else None
@@ -249,7 +252,7 @@ class Inferencer:
         return {"calls": self._calls, "version": version, "params": params}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Takes over what `get_state` gave."""
+        """Restore the result of `get_state`."""
         self._calls = state["calls"]
         if state["params"] is not None:
             self._take(state["version"], PackedParams.of(state["params"]))

@@ -1,7 +1,15 @@
-"""Calls in shared memory: what a service on the same machine is asked, and what it answers, need not travel.
+"""Calls in shared memory: the arrays of a request and of its answer need not travel to a service on the same machine.
 
-A client has memory of its own, with a slot for each call under way: the rows to act on, and room for the answer. The
-call itself still goes by the transport, with its deadlines and repetitions, but says only which slot is meant.
+Each client makes memory with a slot for each call under way: the rows to act on, and room for the answer. The call
+itself still goes by the transport, with its deadlines and repetitions, but holds only the slot's name:
+
+    client   _InferencerClient.submit("inference", env_ids, timestep, state)
+      slot = CallMemory.write                      the request, in slot 5 of the memory 1234: 8 rows
+      Client.submit("shared_inference", 1234, 5, 8)
+    service  Inferencer.shared_inference(1234, 5, 8)
+      call = CallReader.slot(1234, 5, 8)           the same slot, mapped into the service's process
+      call.write(inference(*call.request()))       the answer; it returns the version that acted
+    client   slot.read(version)                    copies the answer, and frees the slot
 """
 
 from __future__ import annotations
@@ -42,47 +50,57 @@ class RemoteInferencer(Remote):
 class _InferencerClient:
     """A client of an inferencer around the transport's.
 
-    Before the first call it waits for the inferencer to have parameters. That call travels whole and shows what answers
-    look like. Whether the inferencer finds this process's memory is asked at the second; and anew, for other memory,
-    after a call that failed: its answer may yet come.
+    - Before the first call, it waits until the inferencer has parameters. The arrays of that call travel, and its
+      answer shows the shapes of later answers.
+    - At the second call, it makes memory, and asks the inferencer whether it can map it.
+    - After a call that failed, it makes new memory: the answer of that call may still be written to the old one.
     """
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._can_share = SUPPORTED
-        self._method = ""  # that answers; unknown before the first call
-        self._answer: Tree = None  # of no rows
+        self._method = ""  # that takes requests whose arrays travel; unknown before the first call
+        self._answer: Tree = None  # an answer without rows; None before the first one
         self._memory: CallMemory | None = None
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """See `rlframe.transport.Client`; `inference` as that of `Inferencer`."""
         if method != "inference":
             return self._client.call(method, *args, **kwargs)
-        method, args, answer = self._request(args)
-        return answer(lambda: self._client.call(method, *args))
+        slot = self._write(args)
+        return self._answer_of(slot, lambda: self._client.call(*self._message(slot, args)))
 
     def submit(self, method: str, /, *args: Any) -> Future:
         """See `rlframe.transport.Client`."""
         if method != "inference":
             return self._client.submit(method, *args)
         try:
-            method, args, answer = self._request(args)
-        except Exception as error:  # nobody answers: who waits for it hears that
+            slot = self._write(args)
+        except Exception as error:  # nobody answers: the future raises it
             failed: concurrent.futures.Future[Any] = concurrent.futures.Future()
             failed.set_exception(error)
             return failed
-        return Derived(self._client.submit(method, *args), lambda future: answer(future.result))
+        submitted = self._client.submit(*self._message(slot, args))
+        return Derived(submitted, lambda future: self._answer_of(slot, future.result))
 
-    def _request(self, args: Any) -> tuple[str, Any, Callable[[Callable[[], Any]], Answer]]:
-        """Return the method to call for `inference`, its arguments, and what makes the answer from its result."""
-        self._wait_for_params()
-        slot = self._write(args)
-        if slot is None:
-            return self._method, args, lambda result: self._note(result())
-        return "shared_inference", slot.name, lambda result: self._read(slot, result)
+    def _message(self, slot: _Slot | None, args: Any) -> tuple[Any, ...]:
+        """Return the method to call for `inference`, and its arguments."""
+        return (self._method, *args) if slot is None else ("shared_inference", *slot.name)
+
+    def _answer_of(self, slot: _Slot | None, result: Callable[[], Any]) -> Answer:
+        """Return the answer to a request, given what waits for the result of its call."""
+        try:
+            given = result()
+            if isinstance(given, str):  # see `Inferencer.answer_inference`
+                raise UnavailableError(given)
+            return self._note(given) if slot is None else slot.read(given)
+        except Exception:
+            if slot is not None and self._memory is slot.memory:
+                self._memory = None
+            raise
 
     def _wait_for_params(self) -> None:
-        """Raises UnavailableError where there are none within a second."""
+        """Raise UnavailableError if there are none within a second."""
         if self._method:
             return
         try:
@@ -93,7 +111,8 @@ class _InferencerClient:
             self._method = "inference"  # not an Inferencer, but something that has `inference` too
 
     def _write(self, request: Any) -> _Slot | None:
-        """The slot that the request was written to; None where it must be sent."""
+        """Wait for parameters, and return the slot that the request was written to; None if it must be sent."""
+        self._wait_for_params()
         if not self._can_share or self._answer is None:
             return None
         leaves, treedef = jax.tree.flatten(request)
@@ -101,7 +120,7 @@ class _InferencerClient:
         here = self._memory
         if here is None or not here.fits(leaves, treedef, rows):
             if not all(isinstance(leaf, np.ndarray) and leaf.ndim and len(leaf) == rows for leaf in leaves):
-                return None  # a mistake, which the inferencer has words for
+                return None  # a mistake, for which the inferencer raises an error
             here = CallMemory(None, rows, treedef.unflatten([leaf[:0] for leaf in leaves]), self._answer)
             self._can_share = self._client.call("share_calls", here.name, here.capacity, here.request, here.answer)
             if not self._can_share:
@@ -109,27 +128,12 @@ class _InferencerClient:
             self._memory = here
         return here.write(leaves, rows)
 
-    def _note(self, given: Answer | str) -> Answer:
-        answer: Answer = _given(given)
+    def _note(self, answer: Answer) -> Answer:
+        """Return the answer. Keep its shape: the next call can leave room for its own."""
         if self._answer is None and self._method != "inference":
             output, state = answer
             self._answer = jax.tree.map(lambda leaf: leaf[:0], (output._replace(params_version=None), state))
         return answer
-
-    def _read(self, slot: _Slot, version: Callable[[], Any]) -> Answer:
-        try:
-            return slot.read(_given(version()))
-        except Exception:
-            if self._memory is slot.memory:
-                self._memory = None
-            raise
-
-
-def _given(answer: Any) -> Any:
-    """The answer; raises UnavailableError where it is the reason why there is none."""
-    if isinstance(answer, str):
-        raise UnavailableError(answer)
-    return answer
 
 
 class CallReader:
@@ -140,7 +144,7 @@ class CallReader:
         self._lock = threading.Lock()
 
     def share(self, name: Name, capacity: int, request: Tree, answer: Tree) -> bool:
-        """Whether this memory can be read from now on. Lets go of that of clients that have."""
+        """Map a client's memory. Return False if that is not possible. Unmap the memory of clients that have ended."""
         with self._lock:
             for token in [token for token, known in self._memories.items() if known.has_gone]:
                 del self._memories[token]
@@ -151,7 +155,7 @@ class CallReader:
         return True
 
     def slot(self, token: int, number: int, rows: int) -> _Slot:
-        """Where a call is."""
+        """Return a slot of a client's memory, by its name."""
         known = self._memories.get(token)
         if known is None:
             raise UnavailableError("The inferencer was not shown the memory of this call: it was restarted.")
@@ -185,11 +189,11 @@ class CallMemory:
 
     @property
     def has_gone(self) -> bool:
-        """Whether the client has closed it, or died."""
+        """Return True if the client has closed it, or died."""
         return self._shared.closed or not self._shared.creator_is_alive
 
     def fits(self, leaves: list[Any], treedef: Any, rows: int) -> bool:
-        """Whether a request can be written here."""
+        """Return True if a request can be written here."""
         return (
             rows <= self.capacity
             and treedef == self.request_treedef
@@ -200,7 +204,7 @@ class CallMemory:
         )
 
     def write(self, leaves: list[np.ndarray], rows: int) -> _Slot | None:
-        """The slot that a request was written to; None where all are taken."""
+        """Write a request. Return its slot; None if all slots are taken."""
         try:
             slot = _Slot(self, self.free.pop(), rows)
         except IndexError:
@@ -210,7 +214,7 @@ class CallMemory:
         return slot
 
     def arrays(self, number: int, rows: int) -> list[np.ndarray]:
-        """The leaves of a slot: the request's, then the answer's."""
+        """Return the leaves of a slot: the request's, then the answer's."""
         return [leaf[number, :rows] for leaf in self._leaves]
 
 
@@ -226,12 +230,12 @@ class _Slot:
         self.memory, self.name, self.arrays = memory, (memory.name.token, number, rows), memory.arrays(number, rows)
 
     def request(self) -> Any:
-        """The arguments of `inference`: views, which stay as they are until it is answered."""
+        """Return the arguments of `inference`: views, which stay as they are until it is answered."""
         treedef = self.memory.request_treedef
         return treedef.unflatten(self.arrays[: treedef.num_leaves])
 
     def write(self, answer: Answer) -> int:
-        """Leaves the answer to the client, but for what it returns: the version that acted."""
+        """Write the answer. Return the version that acted, which the call returns to the client."""
         output, state = answer
         leaves = jax.tree.leaves((output._replace(params_version=None), state))
         for here, leaf in zip(self._answer, leaves, strict=True):
@@ -239,7 +243,7 @@ class _Slot:
         return output.params_version
 
     def read(self, version: int) -> Answer:
-        """The answer, copied. The slot is free from then on."""
+        """Return a copy of the answer, and free the slot."""
         output, state = self.memory.answer_treedef.unflatten([leaf.copy() for leaf in self._answer])
         self.memory.free.append(self.name[1])
         return output._replace(params_version=version), state

@@ -15,7 +15,7 @@ from rlframe.agents.grpo import GRPO
 from rlframe.errors import UsageError
 from rlframe.language.decoding.sampling import power_of_two
 from rlframe.language.model.tokenizers import Tokenizer
-from rlframe.learners.update import check_params, check_update
+from rlframe.learners.update import UncheckedUpdate, check_params, check_update
 from rlframe.trajectories.client.groups import Group
 from rlframe.trajectories.client.padding import pad
 from rlframe.trajectories.messages import IGNORED
@@ -68,7 +68,7 @@ def warm_up(
         batch = demonstration_batch(tokenizer, pairs, cfg.max_tokens)
         params, state, logs = update(params, state, batch)
         if step % log_every == 0 or step == cfg.supervised_steps:
-            check_update(logs, True, step, np.asarray(batch.keys), lambda: _NOTHING)
+            check_update(UncheckedUpdate(step, logs, np.asarray(batch.keys), True), lambda: _NOTHING)
             if logger is not None:
                 logger.write(step, {"supervised_loss": float(logs["loss"])})
     check_params(params, cfg.supervised_steps, lambda: _NOTHING)

@@ -16,7 +16,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,6 +28,13 @@ from rlframe.streams import root_handler
 from rlframe.types import Tree
 
 _log = logging.getLogger(__name__)
+
+
+class Restored(NamedTuple):
+    """What a learner was restored from."""
+
+    extras: Any  # saved with the checkpoint: the counters of the actor, say
+    has_replay: bool  # whether the replay of the same moment was restored, too
 
 
 class Checkpointer:

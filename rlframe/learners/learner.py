@@ -16,11 +16,12 @@ from rlframe.agents.base import Agent
 from rlframe.errors import RlframeError, StoppedError, UsageError
 from rlframe.interprocess.malloc import keep_freed_memory, use_one_arena
 from rlframe.interprocess.phases import COMPUTING
-from rlframe.learners.checkpoints import Checkpointer, last_good
+from rlframe.learners.checkpoints import Checkpointer, Restored, last_good
 from rlframe.learners.config import DataConfig, LearnerConfig
 from rlframe.learners.saver import Saver
 from rlframe.learners.update import (
     LearnerUpdate,
+    UncheckedUpdate,
     as_numbers,
     check_are_numbers,
     check_params,
@@ -58,7 +59,7 @@ class Learner:
         learner_steps: updates done since the run began, the resumed ones included.
         saver: decides when `run()` saves, also for callers of `step` in its place; None if nothing is saved.
         saved_step, replay_saved_step: `learner_steps` of the newest checkpoint, and of the newest one with the replay.
-        restored: (the extras of the restored checkpoint, whether its replay was restored too); None: nothing was.
+        restored: what the Learner was restored from; None: nothing was.
     """
 
     def __init__(
@@ -92,10 +93,9 @@ class Learner:
         self._versions = VersionCounter(cfg.checkpoint_dir, may_write)
         self.learner_steps = 0
         self.saved_step = self.replay_saved_step = -1
-        self.restored: tuple[Any, bool] | None = None
+        self.restored: Restored | None = None
         self._logs: Logs = {}  # of the newest update that is known to be done
-        # The update before: its learner step, logs and keys, and if its parameters are finite.
-        self._unchecked: tuple[int, Logs, Any, Any] | None = None
+        self._unchecked: UncheckedUpdate | None = None  # the update before
         self._update_lock = threading.RLock()
         buffer = self._replay_buffer
         self._is_buffer = isinstance(buffer, BaseReplayBuffer)
@@ -163,7 +163,7 @@ class Learner:
         self.learner_steps += 1
         priorities, logs["staleness"] = logs.pop("priorities", None), float(staleness)
         check_are_numbers(logs)
-        self._unchecked = (self.learner_steps, logs, keys, is_finite)
+        self._unchecked = UncheckedUpdate(self.learner_steps, logs, keys, is_finite)
         if self._agent.learns_from == "trajectories":  # their updates take long: waiting for one costs little
             self._check_update()
         version = self._versions.next()
@@ -363,7 +363,7 @@ class Learner:
         self._staleness.resumed_from = saved["counters"]["version"]
         self._publish_past(saved["counters"]["version"])
         self._note_saved(has_replay)
-        self.restored = saved["extras"], has_replay
+        self.restored = Restored(saved["extras"], has_replay)
         return saved["extras"]
 
     def _note_saved(self, with_replay: bool) -> None:
@@ -393,6 +393,6 @@ class Learner:
         # One update late: reading the newest loss here would make acting wait for learning.
         if self._unchecked is None:
             return
-        (step, logs, keys, is_finite), self._unchecked = self._unchecked, None
-        check_update(logs, is_finite, step, keys, self._last_good)
-        self._logs = logs
+        update, self._unchecked = self._unchecked, None
+        check_update(update, self._last_good)
+        self._logs = update.logs

@@ -27,6 +27,15 @@ class Updated(NamedTuple):
     is_finite: jax.Array  # [] bool: whether the parameters, and what actors would get of them, are finite
 
 
+class UncheckedUpdate(NamedTuple):
+    """An update whose loss has not been read. `check_update` waits for it."""
+
+    step: int  # number of the learner step
+    logs: Logs
+    keys: np.ndarray  # [B, 3], of the batch's items
+    is_finite: Any  # [] bool: whether the parameters are finite
+
+
 class LearnerUpdate:
     """The jitted update of an agent.
 
@@ -102,26 +111,23 @@ def check_are_numbers(logs: Logs) -> None:
             )
 
 
-def check_update(logs: Logs, is_finite: Any, step: int, keys: np.ndarray, last_good: Callable[[], str]) -> None:
+def check_update(update: UncheckedUpdate, last_good: Callable[[], str]) -> None:
     """Raise NonFiniteLossError if the loss of an update, or a parameter after it, is not finite.
 
     Args:
-        logs: of the update.
-        is_finite: [] bool: whether the parameters are.
-        step: number of the learner step.
-        keys: [B, 3], of the batch's items.
+        update: the update.
         last_good: names the last checkpoint.
     """
-    loss = logs.get("loss")
+    loss = update.logs.get("loss")
     if loss is not None and not math.isfinite(loss):
-        wrong = f"The loss of learner step {step} is {float(loss)}"
-    elif not is_finite:
-        wrong = f"A parameter is NaN or infinite after learner step {step}"
+        wrong = f"The loss of learner step {update.step} is {float(loss)}"
+    elif not update.is_finite:
+        wrong = f"A parameter is NaN or infinite after learner step {update.step}"
     else:
         return
     raise NonFiniteLossError(
-        f"{wrong}, on a batch of {len(keys)} items whose first is (rank, incarnation, number) "
-        f"{tuple(int(part) for part in keys[0])}. {last_good()} "
+        f"{wrong}, on a batch of {len(update.keys)} items whose first is (rank, incarnation, number) "
+        f"{tuple(int(part) for part in update.keys[0])}. {last_good()} "
         "Look for NaN and very large numbers in its rewards (scores, advantages) and observations, or lower the "
         "learning rate."
     )
