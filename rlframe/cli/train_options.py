@@ -4,9 +4,9 @@ Which options there are depends on a few of them. `--agent dqn --head categorica
 
 1. `peek` finds `--agent`, `--env`, `--network`, `--head` and a few others in the arguments.
 2. `_defaults` returns the experiment that these name, with the values of its preset.
-3. `_start` makes a dataclass for tyro, whose fields are the groups of options: the experiment, the session, the agent's
-   config (with `head`, now a categorical one) and the network's config. `_flat_class` joins the options of the
-   experiment and of every topology, so that `--num-actors` is known whatever the topology is.
+3. `_default_options` makes a dataclass for tyro, whose fields are the groups of options: the experiment, the session,
+   the agent's config (with `head`, now a categorical one) and the network's config. `_experiment_options_class` joins
+   the options of the experiment and of every topology, so that `--num-actors` is known whatever the topology is.
 4. tyro parses all arguments, with these defaults: `head.num_atoms` is 21.
 5. `from_flat` makes the `Experiment` of the values.
 """
@@ -57,14 +57,17 @@ class TrainOptions(CommandOptions, SessionOptions):
 
 @dataclasses.dataclass(frozen=True)
 class ExperimentOptions:
-    """Base of the dataclass that `_flat_class` makes: tyro finds the comments of options in the source by its name."""
+    """Base of the class of this name that `_experiment_options_class` makes.
+
+    tyro looks up the source by a class's name, then by those of its bases: their comments are the help of options.
+    """
 
     topology: str = ""  # which processes there are: docs/programs.md
 
 
 def read_arguments(
     arguments: list[str],
-    session_cls: type[TrainOptions] = TrainOptions,
+    options_cls: type[TrainOptions] = TrainOptions,
     prog: str = PROG,
     description: str = DESCRIPTION,
 ) -> tuple[Experiment, TrainOptions, Preset | None]:
@@ -74,12 +77,12 @@ def read_arguments(
 
     Args:
         arguments: without the program and the command.
-        session_cls: the class of the options beside those of an experiment.
+        options_cls: the class of the options beside those of an experiment.
         prog, description: of the command, as `parse` takes them.
     """
     here = pathlib.Path.cwd()  # before any code of the user's, which may change the directory
     defaults, preset = _defaults(arguments)
-    start = _start(defaults, arguments, session_cls)
+    start = _default_options(defaults, arguments, options_cls)
     elsewhere = functools.partial(_where_is, defaults.agent)
     parsed: Any = parse(type(start), arguments, prog, description, default=start, elsewhere=elsewhere)
     values = {name: getattr(parsed.experiment, name) for name in field_names(parsed.experiment) if name not in _HIDDEN}
@@ -117,29 +120,35 @@ def _where_is(agent: str, option: str) -> str:
     return where_is(agent, option.removeprefix("--").replace("-", "_").removeprefix("no_"), "--{} {}")
 
 
-def _start(defaults: Experiment, arguments: list[str], session_cls: type[TrainOptions]) -> Any:
-    """Make the dataclass for tyro: experiment, session, agent config, its choices, and network config with a prefix."""
+def _default_options(defaults: Experiment, arguments: list[str], options_cls: type[TrainOptions]) -> Any:
+    """Return all options with their defaults, in a dataclass for tyro. For `--agent dqn --head categorical`:
+
+    Train(
+        experiment=ExperimentOptions(topology="single_process", agent="dqn", ...),      # --topology, --agent
+        session=TrainOptions(preset="auto", run_dir=None, ...),                         # --preset, --run-dir
+        agent_config=DQNConfig(batch_size=64, head=Categorical(num_atoms=51), ...),     # --batch-size, --head.num-atoms
+        choices=Choices(head="categorical"),                                            # --head
+        network_config=MLPConfig(hidden=(120, 84), ...),                                # --network.hidden
+    )
+    """
     annotated: Any = Annotated
-    flat_options = tyro.conf.OmitArgPrefixes
-    config, config_cls = defaults.agent_config, type(defaults.agent_config)
-    values = {**to_flat(defaults), "agent_config": None}
+    flat = (tyro.conf.arg(name=""), tyro.conf.OmitArgPrefixes)  # options have no prefix
+    config, values = defaults.agent_config, to_flat(defaults)
     network = values.get("network_config")
-    if network is not None:
-        values["network_config"] = None
-    experiment = _flat_class(defaults, arguments)(**values)
-    _check_no_clash(config_cls, defaults.agent, {*field_names(experiment), *field_names(session_cls)} - _HIDDEN)
+    values |= dict.fromkeys({"agent_config", "network_config"} & values.keys())  # they have parts of their own
+    experiment = _experiment_options_class(defaults, arguments)(**values)
+    _check_no_clash(type(config), defaults.agent, {*field_names(experiment), *field_names(options_cls)} - _HIDDEN)
     choices: list[Any] = [
         (name, Annotated[Literal.__getitem__(tuple(known)), tyro.conf.arg(help=f"Its options are --{name}.*")])
-        for name, hint in hints_of(config_cls).items()
+        for name, hint in hints_of(type(config)).items()
         if (known := choices_of(hint))
     ]
-    chosen_cls: Any = dataclasses.make_dataclass("Choices", choices)
-    chosen_now = chosen_cls(**{name: getattr(config, name).name for name, _ in choices})
+    choices_cls: Any = dataclasses.make_dataclass("Choices", choices)
     parts: dict[str, Any] = {
-        "experiment": (experiment, (tyro.conf.arg(name=""), flat_options)),
-        "session": (session_cls(), (tyro.conf.arg(name=""), flat_options)),
+        "experiment": (experiment, flat),
+        "session": (options_cls(), flat),
         "agent_config": (config, (tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands)),  # its own parts keep prefixes
-        "choices": (chosen_now, (tyro.conf.arg(name=""), flat_options)),
+        "choices": (choices_cls(**{name: getattr(config, name).name for name, _ in choices}), flat),
     }
     if network is not None:
         parts["network_config"] = (network, (tyro.conf.arg(name="network"),))
@@ -148,41 +157,43 @@ def _start(defaults: Experiment, arguments: list[str], session_cls: type[TrainOp
     return made(**{name: part for name, (part, _) in parts.items()})
 
 
-def _flat_class(defaults: Experiment, arguments: list[str]) -> Any:
-    """Join the options of an experiment and of every topology of its agent in one dataclass.
+def _experiment_options_class(defaults: Experiment, arguments: list[str]) -> Any:
+    """Make the class of the options of an experiment and of every topology of its agent. For `--agent dqn`:
 
-    The choices of an option include the user's `file.py:Name` if the command line has it.
+        @dataclasses.dataclass(frozen=True)
+        class ExperimentOptions(SingleProcess, HeavyEnv, Distributed, Elastic, ..., Experiment, ExperimentOptions):
+            async_envs: Annotated[bool, tyro.conf.arg(name="async")] = False  # `async` is a keyword
+            name: Annotated[Any, tyro.conf.Suppress] = ""   # no option; nor are topology_config and agent_config
+            topology: Literal["single_process", "heavy_env", ...] = "single_process"
+            replay: Literal["auto", "shared_memory", ..., "file.py:Name"] = "auto"  # the last if the user names it
+
+    All other fields are those of the bases. Values are checked when the experiment is made, not here.
     """
     classes = config_classes(defaults.agent, peek(arguments, "topology") or defaults.topology_config.name)
     every = dict.fromkeys(classes.values())
-    widest = [cls for cls in every if not any(other is not cls and issubclass(other, cls) for other in every)]
+    bases = [cls for cls in every if not any(other is not cls and issubclass(other, cls) for other in every)]
+    values = {field.name: field.default for cls in bases for field in dataclasses.fields(cls)}
+    values = {**values, **dict.fromkeys(_HIDDEN, ""), **to_flat(defaults)}
+    annotations: dict[str, Any] = {
+        "async_envs": Annotated[bool, tyro.conf.arg(name="async")],
+        **dict.fromkeys((*_HIDDEN, "agent_config", "network_config"), Annotated[Any, tyro.conf.Suppress]),
+    }
     choices: dict[str, Iterable[str]] = {
         "topology": classes,
         "engine": ("auto", *registry.ENGINES),
         "operator": ("auto", *registry.OPERATORS),
         "replay": ("auto", *registry.REPLAYS),
     }
-    hidden = Annotated[Any, tyro.conf.Suppress]
-    # `async` is a keyword of Python.
-    annotations: dict[str, Any] = {
-        "async_envs": Annotated[bool, tyro.conf.arg(name="async")],
-        **dict.fromkeys((*_HIDDEN, "agent_config", "network_config"), hidden),
-    }
-    own = {field.name: field.default for cls in widest for field in dataclasses.fields(cls)}
-    own = {**own, **dict.fromkeys(_HIDDEN, ""), **to_flat(defaults)}
     for name, known in choices.items():
-        named = [each for each in (peek(arguments, name), own.get(name)) if isinstance(each, str) and ":" in each]
+        named = [each for each in (peek(arguments, name), values.get(name)) if isinstance(each, str) and ":" in each]
         annotations[name] = Literal.__getitem__((*known, *named))
-    annotations = {name: annotation for name, annotation in annotations.items() if name in own}
-    namespace = {
-        "__annotations__": annotations,
-        "__module__": __name__,
-        "__post_init__": lambda self: None,  # values are checked when the experiment is made
-        **{name: own[name] for name in annotations},
-    }
-    # The parser finds the source by the class name, then that of the bases: their comments are the help.
-    made = type(ExperimentOptions.__name__, (*widest, Experiment, ExperimentOptions), namespace)
-    return dataclasses.dataclass(frozen=True)(made)
+    return dataclasses.make_dataclass(
+        ExperimentOptions.__name__,
+        [(name, hint, values[name]) for name, hint in annotations.items() if name in values],
+        bases=(*bases, Experiment, ExperimentOptions),
+        namespace={"__module__": __name__, "__post_init__": lambda self: None},
+        frozen=True,
+    )
 
 
 def _check_no_clash(config_cls: type, agent: str, taken: set[str]) -> None:
