@@ -150,15 +150,11 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens there. Raise `UsageError` if that fails."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: is every address of IPv4, too
+        listener = socket.create_server(address[:2], family=family, backlog=2048, dualstack_ipv6=dual)
     except (socket.gaierror, OverflowError) as error:
         raise UsageError(f"{host}:{port} is no address to listen at: {error}.") from error
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
     except OSError as error:
-        listener.close()
         if error.errno == errno.EADDRINUSE:
             raise UsageError(f"Port {port} of {host} is in use. Choose another one, or 0 for a free one.") from error
         raise UsageError(f"{host}:{port} cannot be listened at: {error.strerror}.") from error

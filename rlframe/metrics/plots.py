@@ -152,12 +152,13 @@ def _canvas(panels: int, below: float = 0.0) -> tuple[Any, list[Any]]:
 
 
 def _draw_panel(axis: Any, env: str, groups: list[SeedGroup], target: float | None, over: Over) -> None:
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import EngFormatter
 
     axis.set_title(_title(env, groups), loc="left", fontsize=12, fontweight="bold", color=_INK)
     by_steps = over == "steps"
     _frame(axis, "environment steps" if by_steps else "wall time (s)", "episode return" if by_steps else "evaluation")
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _steps(value)))
+    if by_steps:
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # 500, 50k, 1.5M
     draw = _draw_group if by_steps else _draw_evaluations
     styles = [{"color": colour, "linestyle": dash} for dash in _DASHES for colour in _COLOURS]
     drawn = [draw(axis, group, styles[i % len(styles)], len(groups) == 1) for i, group in enumerate(groups)]
@@ -257,14 +258,6 @@ def _title(env: str, groups: list[SeedGroup]) -> str:
 def _plain(text: str) -> str:
     """Escape a text for matplotlib: the name of a file may hold any bytes and dollar signs."""
     return printable(text).replace("$", r"\$")
-
-
-def _steps(value: float) -> str:
-    """`0`, `500`, `50k`, `1.5M`."""
-    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:g}{suffix}"
-    return f"{value:g}"
 
 
 def _save(figure: Any, out: pathlib.Path) -> None:

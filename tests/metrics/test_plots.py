@@ -111,8 +111,10 @@ def test_a_run_in_which_no_episode_ended_says_so(tmp_path, figures):
 
 
 @pytest.mark.parametrize(("value", "text"), [(0, "0"), (500, "500"), (50_000, "50k"), (1_500_000, "1.5M")])
-def test_steps_are_labelled_shortly(value, text):
-    assert plots._steps(value) == text
+def test_steps_are_labelled_shortly(tmp_path, figures, value, text):
+    plot_learning_curve(make_run(tmp_path / "run", {1: 1.0, 2: 2.0}, agent="ppo", env="X"))
+    (axis,) = figures[0].axes
+    assert axis.xaxis.get_major_formatter()(value) == text
 
 
 def test_an_unknown_format_names_the_known_ones(tmp_path):

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from rlframe.language.environments.config import BaseEnvConfig
-from rlframe.metrics import WandbLogger
+from rlframe.metrics import Logger, WandbLogger
 
 
-class Tracker(Protocol):
-    """Receives the metrics of an environment: a `WandbLogger`, or what a run's monitor reads."""
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Take a row."""
+class Tracker(Logger, Protocol):
+    """A logger of the metrics of an environment: a `WandbLogger`, or what a run's monitor reads."""
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
         """Return rows of text as one value of a row."""
-
-    def close(self) -> None:
-        """Finish."""
 
 
 class CollectStatistics:
