@@ -18,10 +18,6 @@ from rlframe.user_files import look_in, places
 MAX_SEED = 2**31 - 1
 
 
-def _single_process() -> Any:
-    return find_topology("single_process").config_cls()
-
-
 @dataclasses.dataclass(frozen=True)
 class Experiment:
     """What to train, on what, for how long, in which program. `config.json` of a run directory holds one of these.
@@ -43,7 +39,8 @@ class Experiment:
     # any case: its learner may die, and must not begin anew.)
     checkpoint_every: int = number(100_000, at_least=0)
     log_every: int = number(0, at_least=0)  # steps between two rows of the logs; 0: a 100th of the run, 10,000 at most
-    topology_config: Any = dataclasses.field(default_factory=_single_process)  # of the topology: docs/programs.md
+    # options of the topology, among them those of network, evaluation and stopping: docs/programs.md
+    topology_config: Any = dataclasses.field(default_factory=lambda: find_topology("single_process").config_cls())
     agent_config: Any = None
 
     def __post_init__(self) -> None:
@@ -79,9 +76,17 @@ class Experiment:
 
     @property
     def synchronous(self) -> Experiment:
-        """The same with all environments of a pool in step, as evaluations need them."""
+        """The same with all environments of a pool in step."""
         topology_config = dataclasses.replace(self.topology_config, async_envs=False, wait_num=None)
         return dataclasses.replace(self, topology_config=topology_config)
+
+    @property
+    def for_evaluation(self) -> Experiment:
+        """The same as evaluations play it: environments in step, with `eval_env_kwargs`, and their true rewards."""
+        config = dataclasses.replace(self.synchronous.topology_config, clip_rewards=None)
+        return dataclasses.replace(
+            self, env_kwargs={**self.env_kwargs, **config.eval_env_kwargs}, topology_config=config
+        )
 
     @property
     def waits_for(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.phases import STARTING
 from rlframe.programs.experiment import MAX_SEED, Experiment
 from rlframe.programs.options.fields import convert
+from rlframe.programs.options.make_experiment import with_fields
 from rlframe.programs.options.resume import check_backend
 from rlframe.programs.policies.saved import read_policy
 from rlframe.programs.policies.video import Film
@@ -44,7 +44,7 @@ class Evaluations:
     _NEVER = 2**62  # calls: an evaluation is of one version, whatever the learner does meanwhile
 
     def __init__(self, experiment: Experiment, agent: Agent, learner: Any, seed: int | None = None) -> None:
-        self._experiment, self._seed = experiment.synchronous, experiment.seed if seed is None else seed
+        self._experiment, self._seed = experiment.for_evaluation, experiment.seed if seed is None else seed
         cfg = InferencerConfig(greedy=True, seed=self._seed, sync_interval=self._NEVER)
         self._inferencer = Inferencer(cfg, agent, learner)
         self._begin = self._inferencer.get_state()
@@ -93,7 +93,9 @@ class Evaluations:
     def _ready(self, num_envs: int) -> Evaluator:
         """An evaluator whose environments have begun their first episodes."""
         config = self._experiment.topology_config
-        pool = _make_pool(self._experiment, num_envs, self._seed)
+        with STARTING:  # with seeds that training never uses
+            seed = env_seed(self._seed, EVALUATOR_RANK)
+            pool = make_pool(self._experiment, num_envs, self._experiment.env_kwargs, seed)
         try:
             evaluator = self._evaluator = Evaluator(
                 pool,
@@ -220,9 +222,7 @@ def evaluate(
     directory, experiment = open_run(run_dir, {"env": env, "agent": agent, "network": network})
     check_backend(directory.notes(), experiment)
     seed = given.pop("seed", experiment.seed)
-    changes = {f"eval_{name}": value for name, value in given.items()}
-    topology_config = dataclasses.replace(experiment.topology_config, **changes)
-    experiment = dataclasses.replace(experiment, topology_config=topology_config)
+    experiment = with_fields(experiment, **{f"eval_{name}": value for name, value in given.items()})
     made = make_agent(experiment)
     return Evaluations(experiment, made, read_policy(made, directory), seed).evaluate()
 
@@ -275,13 +275,3 @@ def _given(**options: Any) -> dict[str, int]:
         if name != "seed" and value < 1:
             raise UsageError(f"{name} must be at least 1, got {value}.")
     return found
-
-
-def _make_pool(experiment: Experiment, num_envs: int, seed: int) -> Any:
-    """Environments for evaluation, with seeds that training never uses."""
-    env_kwargs = {**experiment.env_kwargs, **experiment.topology_config.eval_env_kwargs}
-    # True rewards, whatever training saw.
-    topology_config = dataclasses.replace(experiment.topology_config, clip_rewards=None)
-    experiment = dataclasses.replace(experiment, topology_config=topology_config)
-    with STARTING:
-        return make_pool(experiment, num_envs, env_kwargs, env_seed(seed, EVALUATOR_RANK))

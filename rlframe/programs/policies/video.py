@@ -35,7 +35,7 @@ class Film(Closing):
     """
 
     def __init__(self, experiment: Experiment, path: str | os.PathLike) -> None:
-        self._experiment = experiment
+        self._experiment = experiment.for_evaluation
         self._path = pathlib.Path(path).absolute()
         self.frames = 0
         self._writer: Any = None
@@ -135,13 +135,13 @@ def _rendering_env(experiment: Experiment, seed: int) -> Any:
     # The twin of an EnvPool task takes none of EnvPool's options.
     if where == "envpool" and experiment.topology_config.env_type in ("auto", "envpool"):
         return _twin(plain_name(name))
-    return registered.make(name, {"render_mode": "rgb_array", **_options(experiment)})
+    return registered.make(name, {"render_mode": "rgb_array", **experiment.env_kwargs})
 
 
 def _from_builder(builder: Any, experiment: Experiment, seed: int) -> Any:
     seeds = {"seed": seed} if takes_seed(builder) else {}
     try:
-        env = builder(render_mode="rgb_array", **_options(experiment), **seeds)
+        env = builder(render_mode="rgb_array", **experiment.env_kwargs, **seeds)
     except TypeError as error:
         raise UsageError(
             f"{experiment.env} cannot be filmed: it should take render_mode='rgb_array' and give a gymnasium "
@@ -150,10 +150,6 @@ def _from_builder(builder: Any, experiment: Experiment, seed: int) -> Any:
     if not hasattr(env, "render"):
         raise UsageError(f"{experiment.env} cannot be filmed: {type(env).__name__} has no render().")
     return env
-
-
-def _options(experiment: Experiment) -> dict[str, Any]:
-    return {**experiment.env_kwargs, **experiment.topology_config.eval_env_kwargs}
 
 
 def _twin(task: str) -> Any:

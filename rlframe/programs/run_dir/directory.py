@@ -43,6 +43,7 @@ class RunDir:
         self.checkpoints = self.path / "checkpoints"
         self.reverb = self.path / "reverb"
         self.replay_service = self.path / "replay_service"
+        self.coordinator = self.path / "coordinator"  # of elastic: the journal
         self.learning_curve = self.path / "learning_curve.png"
         self.result = self.path / "result.json"
         self.metrics = self.path / "metrics.jsonl"

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import pathlib
 from collections.abc import Mapping
 from typing import Any, Union
 
@@ -162,11 +161,6 @@ def add_operator(engine: Engine, session: Session, makers: Mapping[Any, MakeWork
     return engine.own(operator)
 
 
-def coordinator_dir(run_dir: pathlib.Path) -> pathlib.Path:
-    """Return the directory of a coordinator's journal."""
-    return run_dir / "coordinator"
-
-
 def make_coordinator(session: Session, replay_buffer: Any, param_store: Any, operator: Operator) -> Coordinator:
     """The node of the program: in the launcher's first try, and whenever it is started again.
 
@@ -176,10 +170,10 @@ def make_coordinator(session: Session, replay_buffer: Any, param_store: Any, ope
         param_store: the same of the `ParamStore`.
         operator: the launcher's, or a handle to it.
     """
-    experiment, path, config = session.experiment, coordinator_dir(session.path), session.topology_config
+    experiment, config = session.experiment, session.topology_config
     progress = Progress(session.directory.progress, session.session_id)
     cfg = CoordinatorConfig(
-        path=str(path),
+        path=str(session.directory.coordinator),
         job_id=session.session_id,
         counts_before=progress.counts,
         collectors=min(max(config.num_actors, config.min_actors), config.max_actors),
