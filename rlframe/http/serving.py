@@ -148,6 +148,8 @@ class ServerThread(Closing):
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens there. Raise `UsageError` if that fails."""
+    if not 0 <= port < 2**16:  # else the system takes another one
+        raise UsageError(f"A port must be from 0 to 65535, got {port}.")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: is every address of IPv4, too

@@ -1,9 +1,10 @@
-"""A service whose event loop is held up says so, and one whose loop turns does not."""
+"""Where a service listens; and one whose event loop is held up says so, one whose loop turns does not."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import threading
 import time
 import urllib.request
@@ -15,6 +16,7 @@ from tests.waiting import wait_until
 
 pytest.importorskip("uvicorn", reason="the services need uvicorn: pip install rlframe[trajectories]")
 
+from rlframe.errors import UsageError
 from rlframe.http.serving import HttpServer, address_of, listen
 from rlframe.interprocess.phases import Stay, ThreadProgress
 
@@ -83,3 +85,28 @@ def test_handlers_of_the_process_log_on_while_it_serves(tmp_path):
         logger.removeHandler(handler)
         handler.close()
     assert (tmp_path / "own.log").read_text() == "still here\n"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::"])
+def test_a_service_listens_at_addresses_of_both_kinds(host):
+    listener = listen(host, 0)
+    try:
+        port = listener.getsockname()[1]
+        socket.create_connection(("::1" if host == "::1" else "127.0.0.1", port), 10.0).close()  # :: is both
+        with pytest.raises(UsageError, match=f"Port {port} of {host} is in use"):
+            listen(host, port)
+    finally:
+        listener.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "why"),
+    [
+        ("127.0.0.1", 70_000, "A port must be from 0 to 65535, got 70000"),
+        ("nowhere.invalid", 80, "nowhere.invalid:80 is no address to listen at"),
+        ("192.0.2.1", 0, "192.0.2.1:0 cannot be listened at"),
+    ],
+)
+def test_a_place_where_nobody_can_listen_is_refused(host, port, why):
+    with pytest.raises(UsageError, match=why):
+        listen(host, port)
