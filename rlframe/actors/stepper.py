@@ -45,6 +45,7 @@ class PoolStepper:
         self.gate: UnrollGate | None = None
         self._env_ids, self._replay_buffer = env_ids, replay_buffer
         self._stepping = stepping(env)
+        self._timestep: TimeStep | None = None  # the newest; of an asynchronous pool there is none
         self._state: AgentState = None
 
     def begin(self, initial_state: AgentState) -> None:
@@ -57,6 +58,14 @@ class PoolStepper:
         """Whether the next step waits for newer parameters."""
         return self.gate is not None and self.gate.is_closed
 
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restore the result of `get_state`. Without the state of the environments, they are reset."""
+        resets = state["env"] is None
+        self.episodes.set_state(state["episodes"], resets)
+        if not resets:
+            self.env.set_state(state["env"])
+            self._timestep, self._state = state["timestep"], state["state"]
+
     def _add(self, env_ids: np.ndarray, step: Step) -> None:
         self.is_adding = True
         self._replay_buffer.add(env_ids, step)
@@ -68,7 +77,6 @@ class SyncStepper(PoolStepper):
 
     def __init__(self, env: Any, env_ids: np.ndarray, replay_buffer: Any) -> None:
         super().__init__(env, env_ids, replay_buffer)
-        self._timestep: TimeStep | None = None
         self._is_asking = False
 
     @property
@@ -113,14 +121,6 @@ class SyncStepper(PoolStepper):
         """See `Actor.get_state`."""
         env = self.env.get_state() if with_envs and self._timestep is not None else None
         return {"env": env, "timestep": self._timestep, "state": self._state, "episodes": self.episodes.get_state()}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `get_state`."""
-        resets = state["env"] is None
-        self.episodes.set_state(state["episodes"], resets)
-        if not resets:
-            self.env.set_state(state["env"])
-            self._timestep, self._state = state["timestep"], state["state"]
 
 
 class AsyncStepper(PoolStepper):
@@ -192,10 +192,6 @@ class AsyncStepper(PoolStepper):
         del with_envs
         return {"env": None, "timestep": None, "state": None, "episodes": self.episodes.get_state()}
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `get_state`. The environments are reset."""
-        self.episodes.set_state(state["episodes"], True)
-
 
 class EpisodeStatistics:
     """Sums rewards per environment, and counts steps and episodes.
@@ -214,7 +210,7 @@ class EpisodeStatistics:
     def update(
         self, timestep: TimeStep, indices: np.ndarray | None = None, rewards: np.ndarray | None = None
     ) -> Logs | None:
-        """Counts the timesteps that followed one action each.
+        """Count the timesteps that followed one action each.
 
         Args:
             timestep: [B, ...]; a FIRST counts as no step.
@@ -250,7 +246,7 @@ class EpisodeStatistics:
         return {"episode_return": returns / ended, "episode_length": lengths / ended, "episodes": ended}
 
     def get_state(self) -> dict[str, Any]:
-        """Counters and running sums, as numpy and ints."""
+        """Return counters and running sums, as numpy and ints."""
         return {
             "env_steps": self.env_steps,
             "episodes": self.episodes,
@@ -259,7 +255,7 @@ class EpisodeStatistics:
         }
 
     def set_state(self, state: dict[str, Any], resets: bool) -> None:
-        """Takes over what `get_state` gave; `resets`: the episodes under way are lost."""
+        """Restore the result of `get_state`; `resets`: the episodes under way are lost."""
         self.env_steps, self.episodes = state["env_steps"], state["episodes"]
         if not resets:
             self._returns, self._lengths = state["returns"].copy(), state["lengths"].copy()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlframe.replay.layout import Allocate, Leaf, OutputArrays
-from rlframe.replay.timeline import Index, Numbers, Timeline
+from rlframe.replay.timeline import Index, Numbers, Timeline, ring_index
 
 _TOGETHER = 16  # rows that are read at once: few enough for their frames to stay in the second-level cache
 _PROBATION = 256  # rows after which a store that mostly keeps frames aside is given up
@@ -56,7 +56,7 @@ class FrameStore:
             self._sweep()
         values = np.asarray(values)
         count = len(values)
-        self._frames[self._positions(first, count)] = values[:, -1]
+        self._frames[ring_index(first, count, self._rows)] = values[:, -1]
         references = np.empty((count, self._k), np.int64)
         references[:, -1] = np.arange(first, first + count)
         if before is None:
@@ -71,12 +71,6 @@ class FrameStore:
         self.rows_seen += count
         self._references[index] = references
 
-    def _positions(self, first: int, count: int) -> Index:
-        low = first % self._rows
-        if low + count <= self._rows:
-            return slice(low, low + count)
-        return (low + np.arange(count)) % self._rows
-
     def _differ(self, references: np.ndarray, values: np.ndarray, first: int) -> np.ndarray | None:
         """[B] bool: which older frames of `values` are not the ones referred to, or too old; None if none."""
         count = len(values)
@@ -86,7 +80,7 @@ class FrameStore:
         if in_blocks:
             same = np.ones(count, bool)
             for j in range(self._k - 1):
-                stored = self._frames[self._positions(int(lowest[j]), count)]
+                stored = self._frames[ring_index(int(lowest[j]), count, self._rows)]
                 same &= _as_strings(values[:, j]) == _as_strings(stored)
             return None if same.all() else ~same
         stored = self._frames.take(references % self._rows, axis=0)

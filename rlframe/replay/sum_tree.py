@@ -19,8 +19,8 @@ _COUNT = np.ones(_FAN)
 class SumTree:
     """Draws indices with chances proportional to `leaves` [size] float64, not negative.
 
-    Write to `leaves`, and say where with `touch`; sums are brought up to date when they are next needed, always from
-    the children, so no error builds up.
+    Change leaves by `set`. Sums are brought up to date when they are next needed, always from the children, so no error
+    builds up.
     """
 
     def __init__(self, size: int):
@@ -35,8 +35,9 @@ class SumTree:
         self._ranges: list[tuple[int, int]] = []
         self._scattered: list[np.ndarray] = []
 
-    def touch(self, index: Index) -> None:
-        """Note that the leaves at `index` changed."""
+    def set(self, index: Index, values: np.ndarray | float) -> None:
+        """Set the leaves at `index`."""
+        self.leaves[index] = values
         if not isinstance(index, slice):
             self._scattered.append(index)
             return

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlframe.replay.base import STATS
 from rlframe.replay.sum_tree import SumTree
-from rlframe.replay.timeline import Index, Timeline
+from rlframe.replay.timeline import Index, Timeline, ring_index
 
 LOWEST = 1e-8  # priority: so that an item with none can still be drawn
 
@@ -182,12 +182,8 @@ class Ring(ItemTable):
         if self.ordered and size:
             self.ordered = starts.item(0) > self.last
             self.last = starts.item(size - 1)
-        low = self.end % len(self._starts)
+        self._starts[ring_index(self.end, size, len(self._starts))] = starts
         self.end += size
-        if low + size <= len(self._starts):
-            self._starts[low : low + size] = starts
-        else:
-            self._starts[np.arange(low, low + size) % len(self._starts)] = starts
 
     def _compact(self) -> None:
         """Drop the dead entries. Needed only if a writer pauses, so that its living items hold the tail."""
@@ -315,19 +311,15 @@ class PrioritisedTable(ItemTable):
         self.highest = 1.0
 
     def _push_block(self, first: int, index: Index, count: int, mask: np.ndarray | None, shared: bool) -> None:
-        leaf, leaves = self.highest**self._exponent, self._tree.leaves
-        leaves[index] = leaf if mask is None else np.where(mask, leaf, leaves[index])
-        self._tree.touch(index)
+        leaf = self.highest**self._exponent
+        self._tree.set(index, leaf if mask is None else np.where(mask, leaf, self._tree.leaves[index]))
 
     def _push(self, starts: np.ndarray) -> None:
-        index = self._timeline.slots_of(starts)
-        self._tree.leaves[index] = self.highest**self._exponent
-        self._tree.touch(index)
+        self._tree.set(self._timeline.slots_of(starts), self.highest**self._exponent)
 
     def evict(self, index: Index) -> None:
         super().evict(index)
-        self._tree.leaves[index] = 0.0
-        self._tree.touch(index)
+        self._tree.set(index, 0.0)
 
     @property
     def weight(self) -> float:
@@ -347,9 +339,7 @@ class PrioritisedTable(ItemTable):
         if not len(starts):
             return
         self.highest = max(self.highest, float(priorities.max()))
-        index = self._timeline.slots_of(starts)
-        self._tree.leaves[index] = np.maximum(priorities, LOWEST) ** self._exponent
-        self._tree.touch(index)
+        self._tree.set(self._timeline.slots_of(starts), np.maximum(priorities, LOWEST) ** self._exponent)
 
     def numbers(self) -> np.ndarray:
         return self._timeline.living(self._present.nonzero()[0])
@@ -360,9 +350,7 @@ class PrioritisedTable(ItemTable):
 
     def set_leaves(self, numbers: np.ndarray, leaves: np.ndarray) -> None:
         """The inverse of `leaves`, of items that are there."""
-        index = self._timeline.slots_of(numbers)
-        self._tree.leaves[index] = leaves
-        self._tree.touch(index)
+        self._tree.set(self._timeline.slots_of(numbers), leaves)
 
     def arrays(self) -> dict[str, np.ndarray]:
         self._tree.refresh()

@@ -29,6 +29,12 @@ Numbers = Union[int, np.ndarray]  # the first number of a block, or one number p
 _NONE = 255  # not a step type
 
 
+def ring_index(first: int, count: int, size: int) -> Index:
+    """Return the places of `count` numbers from `first` on in a ring of `size`: a slice if they do not wrap."""
+    low = first % size
+    return slice(low, low + count) if low + count <= size else (low + np.arange(count)) % size
+
+
 class Timeline:
     """Hands out timestep numbers and turns them into slots.
 
@@ -56,10 +62,7 @@ class Timeline:
         """Return the slots of a block of `count` numbers (a slice where it does not wrap), or of an array."""
         if not isinstance(numbers, int):
             return self.slots_of(numbers)
-        low = numbers % self.slots
-        if low + count <= self.slots:
-            return slice(low, low + count)
-        return (numbers + np.arange(count)) % self.slots
+        return ring_index(numbers, count, self.slots)
 
     def slots_of(self, numbers: np.ndarray) -> np.ndarray:
         """Return the slots of `numbers`."""

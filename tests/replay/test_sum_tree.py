@@ -12,9 +12,9 @@ from rlframe.replay.sum_tree import SumTree
 def test_leaves_are_drawn_in_proportion(size: int) -> None:
     rng = np.random.default_rng(0)
     tree = SumTree(size)
-    tree.leaves[:size] = rng.random(size) * (rng.random(size) < 0.5)
-    tree.leaves[0] = 1.0
-    tree.touch(slice(0, size))
+    values = rng.random(size) * (rng.random(size) < 0.5)
+    values[0] = 1.0
+    tree.set(slice(0, size), values)
     indices, probabilities = tree.draw(200, rng)
     np.testing.assert_allclose(probabilities, tree.leaves[indices] / tree.leaves.sum(), rtol=1e-6)
     # Stratified: the draw number i lies in the i-th part of the total.
@@ -30,12 +30,10 @@ def test_sums_follow_ranges_and_single_leaves() -> None:
     for step in range(60):
         if step % 2:
             low = int(rng.integers(0, 199_000))
-            tree.leaves[low : low + 700] = rng.random(700)
-            tree.touch(slice(low, low + 700))
+            tree.set(slice(low, low + 700), rng.random(700))
         else:
             index = rng.integers(0, 200_000, 50)
-            tree.leaves[index] = rng.random(50)
-            tree.touch(index)
+            tree.set(index, rng.random(50))
         if step % 7 == 0 or step > 50:
             tree.refresh()
             assert tree.levels[-1].sum() == pytest.approx(tree.leaves.sum(), rel=1e-12)
@@ -43,8 +41,7 @@ def test_sums_follow_ranges_and_single_leaves() -> None:
 
 def test_an_empty_leaf_is_never_drawn() -> None:
     rng, tree = np.random.default_rng(2), SumTree(1000)
-    tree.leaves[[3, 500, 999]] = [1e-12, 1.0, 1e12]
-    tree.touch(slice(0, 1000))
+    tree.set(np.array([3, 500, 999]), np.array([1e-12, 1.0, 1e12]))
     for _ in range(50):
         indices, _ = tree.draw(64, rng)
         assert set(indices.tolist()) <= {3, 500, 999}

@@ -194,15 +194,8 @@ class SegmentReader:
         if floor <= before:
             return
         timeline.floors[rank] = floor
-        size = int(timeline.sizes[rank])
-        count = min(floor - before, size)
-        low = (floor - count & NUMBER_MASK) % size
-        base = rank * self._memory.rows
-        if low + count <= size:
-            self.table.evict(slice(base + low, base + low + count))
-        else:
-            self.table.evict(slice(base + low, base + size))
-            self.table.evict(slice(base, base + low + count - size))
+        count = min(floor - before, int(timeline.sizes[rank]))
+        self.table.evict(timeline.index(floor - count, count))
 
     def read(self, numbers: np.ndarray, probabilities: np.ndarray) -> Batch:
         """Copy the items `numbers` out."""
