@@ -78,4 +78,4 @@ class JobRecorder(Protocol):
         """Write a row, and the counts of the collectors."""
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """The job is over: failed, reason, evaluation (or None), and what the status says of the job."""
+        """Write the result: failed, reason, evaluation (or None), and the status of the job."""

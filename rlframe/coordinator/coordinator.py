@@ -112,7 +112,7 @@ class Coordinator:
         self._operator = OperatorThread(operator, self._events.put)
         self._kind = getattr(operator, "kind", type(operator).__name__)
         self._replay = ReplayThread(replay, param_store, self._events.put, pathlib.Path(cfg.path) / "replay")
-        self._does: dict[type, Callable[[Any], None]] = {
+        self._carry_out: dict[type, Callable[[Any], None]] = {
             ev.Send: self._calls.send,
             ev.Open: lambda effect: self._calls.open(effect.key, effect.address),
             ev.Shut: lambda effect: self._calls.shut(effect.key),
@@ -151,7 +151,7 @@ class Coordinator:
             self._thread.start()
 
     def run(self) -> None:
-        """Runs the job to its end; on a node of a Launchpad program, the program's end cancels it.
+        """Run the job to its end; on a node of a Launchpad program, the program's end cancels it.
 
         Raises:
             JobFailedError: the job failed.
@@ -213,7 +213,7 @@ class Coordinator:
         self._request(ev.EndAsked("a callback stopped it" if evaluate else "a callback raised", by, evaluate))
 
     def _cancel_in_time(self, reason: str) -> None:
-        """As `cancel`, within the seconds that a program has when it ends."""
+        """Do the same as `cancel`, within the seconds that a program has when it ends."""
         self._request(ev.EndAsked(reason, within=self._cfg.stop_within))
 
     def pause(self) -> None:
@@ -256,7 +256,7 @@ class Coordinator:
         self._request_change(ev.RestoreAsked())
 
     def _request_change(self, event: Any) -> None:
-        """As `_request`, for events that a job which has not begun, ends or is over would drop."""
+        """Check that the job runs, then `_request`: a job that has not begun, ends or is over would drop the event."""
         if self._thread is None:
             raise UsageError("The job is not submitted: there is nothing to change.")
         if is_over(self._job.state):
@@ -350,7 +350,7 @@ class Coordinator:
             if isinstance(event, threading.Event):
                 event.set()  # all events before it are in the journal
         for effect in effects:
-            self._does[type(effect)](effect)
+            self._carry_out[type(effect)](effect)
 
     def _write_down(self, effects: list[Any]) -> None:
         """Write the journal before acting, so that the successor of a killed coordinator knows every effect."""

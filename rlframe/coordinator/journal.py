@@ -20,9 +20,12 @@ _KEPT_NOTES = 1000
 class Journal:
     """A file of lines: states of the job, of which the newest counts, and the log of events.
 
-    A line is written at once, so what is in the file when its writer is killed is whole lines and at most one half
-    line, which is cut off. The file is not synced with each line: it outlives its writer, not the machine's power.
-    What cannot be written, since the disk is full, is warned of, stays in memory and is tried again with the next line.
+    A line is written at once. If its writer is killed, the file has whole lines and at most a part of one more, which
+    is cut off. The file is not synced with each line: it outlives its writer, but not a power failure. If the disk is
+    full, the journal warns, keeps the line in memory and tries again with the next one.
+
+        {"note": {"number": 1, "time": 1.7e9, "kind": "job", "text": "INIT → CONNECTING", ...}}
+        {"state": {"state": "CONNECTING", "tasks": [], "accounts": {...}, "job_id": ..., ...}}
 
     Args:
         path: the file; its folder is made.
@@ -50,18 +53,18 @@ class Journal:
             raise CheckpointError(self._unwritable(error)) from error
 
     def write(self, state: dict[str, Any]) -> None:
-        """Writes the state down."""
+        """Write a state of the job."""
         self.state = state
         self._append({"state": state})
 
     def note(self, note: dict[str, Any]) -> None:
-        """Adds an event to the log."""
+        """Add an event to the log."""
         self.notes.append(note)
         del self.notes[:-_KEPT_NOTES]
         self._append({"note": note})
 
     def close(self) -> None:
-        """Closes the file. May be called again."""
+        """Close the file. May be called again."""
         self._file.close()
 
     def _append(self, record: dict[str, Any]) -> None:

@@ -28,13 +28,13 @@ class OperatorThread:
 
     Args:
         operator: see `rlframe.coordinator.operators.base`.
-        happened: is called with `OperatorAnswered`, `OperatorFailed` and `Disconnected`.
+        put_event: called with `OperatorAnswered`, `OperatorFailed` and `Disconnected`.
     """
 
-    def __init__(self, operator: Operator, happened: Callable[[Any], None]) -> None:
-        self._operator, self._happened = operator, happened
+    def __init__(self, operator: Operator, put_event: Callable[[Any], None]) -> None:
+        self._operator, self._put_event = operator, put_event
         self._effects: collections.deque[Any] = collections.deque()
-        self._does: dict[type, Callable[[Any], None]] = {
+        self._carry_out: dict[type, Callable[[Any], None]] = {
             ev.ScaleRole: lambda effect: operator.scale(effect.role, effect.count),
             ev.Replace: lambda effect: operator.replace(effect.key),
             ev.Release: lambda effect: operator.release(effect.key),
@@ -86,12 +86,12 @@ class OperatorThread:
                 self._ends.wait(next(waits))
             else:
                 self._outage, self._has_answered, waits = "", True, pauses(*_BACKOFF)
-                self._happened(ev.OperatorAnswered(tuple(live)))
+                self._put_event(ev.OperatorAnswered(tuple(live)))
                 self._wake.wait(self._operator.every)
         why = self._stop_all() if self._stops_workers else ""
         self._operator.close()
         if self._stops_workers:
-            self._happened(ev.Disconnected(why))
+            self._put_event(ev.Disconnected(why))
 
     def _fail(self, error: Exception) -> None:
         """Report an error. One that is no outage ends the job if another try would end in the same way."""
@@ -100,12 +100,12 @@ class OperatorThread:
             _log.error("The operator raised what is no outage.", exc_info=error)
         self._outage = why = f"{type(error).__name__}: {error}"
         ends_job = isinstance(error, UsageError) or not (is_outage or self._has_answered)
-        self._happened(ev.OperatorFailed(why, ends_job))
+        self._put_event(ev.OperatorFailed(why, ends_job))
 
     def _round(self) -> list[WorkerInfo]:
         """Carry out the effects; return the workers that live and are wanted."""
         while self._effects:
-            self._does[type(self._effects[0])](self._effects[0])
+            self._carry_out[type(self._effects[0])](self._effects[0])
             self._effects.popleft()
         seen = [worker for worker in self._operator.list() if worker.role in ROLES]
         seen.sort(key=lambda worker: (ROLES.index(worker.role), worker.index, worker.incarnation))

@@ -33,15 +33,17 @@ class ReplayThread:
     Args:
         replay: the buffer. Where it gives no keys, it is only asked for its counters.
         param_store: a `ParamStore`, or a handle to one.
-        happened: is called with `BatchesDrawn` and `Pinned`.
+        put_event: called with `BatchesDrawn` and `Pinned`.
         directory: where a buffer that is drawn from here is saved, and found again.
 
     Attributes:
         stats: the buffer's counters, as they were a moment ago.
     """
 
-    def __init__(self, replay: Any, param_store: Any, happened: Callable[[Any], None], directory: pathlib.Path) -> None:
-        self._replay, self._happened = replay, happened
+    def __init__(
+        self, replay: Any, param_store: Any, put_event: Callable[[Any], None], directory: pathlib.Path
+    ) -> None:
+        self._replay, self._put_event = replay, put_event
         self._store = handles.resolve(param_store, "param store")
         spec = getattr(replay, "spec", None)
         self._max_staleness = spec.max_staleness if spec is not None else None
@@ -54,7 +56,7 @@ class ReplayThread:
         draws = bool(getattr(replay, "fetches_by_key", False))
         self._files = ReplayFiles(directory, 1) if draws and replay.is_saved_by_learner else None
         self._save_at = time.monotonic() + _SAVE_EVERY
-        self._does: dict[type, Callable[[Any], None]] = {
+        self._carry_out: dict[type, Callable[[Any], None]] = {
             ev.DrawBatches: self._draw,
             ev.Settle: self._settle,
             ev.SaveReplay: lambda effect: self._save(),
@@ -92,7 +94,7 @@ class ReplayThread:
                     break
                 effect = None
             if effect is not None:
-                self._try(functools.partial(self._does[type(effect)], effect))
+                self._try(functools.partial(self._carry_out[type(effect)], effect))
             self._look()
             if time.monotonic() > self._save_at:
                 self._try(self._save_if_due)
@@ -132,7 +134,7 @@ class ReplayThread:
         try:
             version = self._store.pin(effect.policy_id)
         finally:
-            self._happened(ev.Pinned(effect.task_id, effect.policy_id, version))
+            self._put_event(ev.Pinned(effect.task_id, effect.policy_id, version))
 
     def _draw(self, effect: ev.DrawBatches) -> None:
         batches: list[BatchMeta] = []
@@ -146,7 +148,7 @@ class ReplayThread:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             _log.debug("The coordinator's data.", exc_info=True)
-        self._happened(ev.BatchesDrawn(effect.header, tuple(batches), why))
+        self._put_event(ev.BatchesDrawn(effect.header, tuple(batches), why))
 
     def _settle(self, effect: ev.Settle) -> None:
         for update in effect.updates:

@@ -25,7 +25,7 @@ def status(
     rates: Rates,
     now: float,
 ) -> dict[str, Any]:
-    """See docs/coordinator.md, "Control".
+    """Return the status of a job. See docs/coordinator.md, "Control".
 
     Args:
         job: its state.
@@ -117,7 +117,7 @@ def _worker(job: TrainingJob, worker: KnownWorker, learner_version: int, now: fl
 
 
 def _known(worker: KnownWorker) -> int | None:
-    """The version that a worker acts by, once it has one."""
+    """Return the version that a worker acts by; None before it has one."""
     return worker.params_version if worker.params_version >= 0 else None
 
 

@@ -22,11 +22,11 @@ class WorkerCalls:
 
     Args:
         transport: of the workers.
-        happened: is called with `Replied` and `Unanswered`, by other threads.
+        put_event: called with `Replied` and `Unanswered`, by other threads.
     """
 
-    def __init__(self, transport: Transport, happened: Callable[[Any], None]) -> None:
-        self._transport, self._happened = transport, happened
+    def __init__(self, transport: Transport, put_event: Callable[[Any], None]) -> None:
+        self._transport, self._put_event = transport, put_event
         self._clients: dict[WorkerKey, Client] = {}
         self._put_off: list[tuple[float, int, ev.Send]] = []
         self._order = itertools.count()
@@ -63,7 +63,7 @@ class WorkerCalls:
     def _call(self, effect: ev.Send) -> None:
         client = self._clients.get(effect.key)
         if client is None:
-            self._happened(ev.Unanswered(*effect.key, effect.method, effect.header, "there is no connection"))
+            self._put_event(ev.Unanswered(*effect.key, effect.method, effect.header, "there is no connection"))
         else:
             self._threads.submit(self._ask, client, effect)
 
@@ -71,9 +71,9 @@ class WorkerCalls:
         who = (*effect.key, effect.method, effect.header)
         args = effect.args if effect.header is None else (effect.header, *effect.args)
         try:
-            self._happened(ev.Replied(*who, reply_of(client, effect.method, *args)))
+            self._put_event(ev.Replied(*who, reply_of(client, effect.method, *args)))
         except UnavailableError as error:
-            self._happened(ev.Unanswered(*who, str(error)))
+            self._put_event(ev.Unanswered(*who, str(error)))
 
 
 def reply_of(client: Client, method: str, *args: Any) -> WorkerReply:

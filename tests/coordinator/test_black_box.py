@@ -66,7 +66,7 @@ class Stage:
     def kill(self, coordinator: Coordinator) -> None:
         """Leaves it as a process that is killed does: nothing more is said, and the workers go on."""
         coordinator._journal.write = coordinator._journal.note = lambda *_: None  # type: ignore[method-assign]
-        coordinator._does = collections.defaultdict(lambda: lambda effect: None)
+        coordinator._carry_out = collections.defaultdict(lambda: lambda effect: None)
         coordinator._calls.close()
         coordinator._operator.close()
         coordinator._replay.close()

@@ -52,7 +52,7 @@ class Traced(Coordinator):
     def __init__(self, *args: Any) -> None:
         self.did: list[Any] = []
         super().__init__(*args)
-        self._does = {kind: self._noting(act) for kind, act in self._does.items()}
+        self._carry_out = {kind: self._noting(act) for kind, act in self._carry_out.items()}
 
     def _noting(self, act: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def noted(effect: Any) -> None:

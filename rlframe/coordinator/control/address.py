@@ -2,8 +2,8 @@
 
     {"version": 1, "url": "http://127.0.0.1:40123", "token_file": "/.../token" or null, "pid": 1234}
 
-It is written by who serves the control, once it answers, and removed when that ends; it stays behind where that is
-killed: `pid` tells.
+The process that serves the control writes it once it answers, and removes it when it ends. If that process is killed,
+the file stays: `pid` is of no process then.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class ControlAddress:
 
 
 def control_file(run_dir: str | os.PathLike) -> pathlib.Path:
-    """The path of the file."""
+    """Return the path of the file."""
     return pathlib.Path(run_dir) / "control.json"
 
 
 def status_file(run_dir: str | os.PathLike) -> pathlib.Path:
-    """The path of what a job's status was when it was over; the coordinator writes it then."""
+    """Return the path of a job's last status, which the coordinator writes when the job is over."""
     return pathlib.Path(run_dir) / "coordinator" / "status.json"
 
 
 def status_when_over(run_dir: str | os.PathLike) -> dict[str, Any] | None:
-    """The last status of a run that is over.
+    """Return the last status of a run that is over.
 
-    None where there is none that can be read, or the run's control is newer, so that it may go on.
+    None if there is none that can be read, or if the run's control is newer: it may continue.
     """
     try:
         status = json.loads(status_file(run_dir).read_text())
@@ -59,7 +59,7 @@ def status_when_over(run_dir: str | os.PathLike) -> dict[str, Any] | None:
 
 
 def make_token(run_dir: str | os.PathLike) -> str:
-    """The path of the run's token file, with a new secret in it where there was none. Only its owner may read it."""
+    """Return the path of the run's token file. Make it, for its owner alone, with a new secret if there is none."""
     path = pathlib.Path(run_dir) / "token"
     if not path.exists():
         write_atomically(path, secrets.token_urlsafe(24), "\n", parents=True, mode=0o600)
@@ -67,7 +67,7 @@ def make_token(run_dir: str | os.PathLike) -> str:
 
 
 def write_control(run_dir: str | os.PathLike, url: str, token_file: str | None) -> None:
-    """Writes the file, in one piece."""
+    """Write the file, atomically."""
     path = control_file(run_dir)
     known = ControlAddress(url, None if token_file is None else os.path.abspath(token_file), os.getpid())
     write_atomically(
@@ -76,14 +76,14 @@ def write_control(run_dir: str | os.PathLike, url: str, token_file: str | None) 
 
 
 def remove_control(run_dir: str | os.PathLike) -> None:
-    """Removes what this process wrote: its port may be another's soon. What another one has written stays."""
+    """Remove the file if this process wrote it: another process may soon have its port."""
     with contextlib.suppress(UsageError):
         if read_control(run_dir).pid == os.getpid():
             control_file(run_dir).unlink(missing_ok=True)
 
 
 def read_control(run_dir: str | os.PathLike) -> ControlAddress:
-    """Raises `UsageError` where the run has no such file, or it is no such file."""
+    """Read the file. Raise `UsageError` if the run has none, or it is not valid."""
     path = control_file(run_dir)
     try:
         read = json.loads(path.read_text())

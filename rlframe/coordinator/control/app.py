@@ -88,7 +88,7 @@ def make_app(
     *,
     kind: Kind = COORDINATOR,
 ) -> FastAPI:
-    """The application.
+    """Make the application.
 
     Args:
         target: an object with the coordinator's methods, which may block: `status`, `events`, and the commands of

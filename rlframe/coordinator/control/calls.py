@@ -75,7 +75,7 @@ class CoordinatorCalls:
             raise UnavailableError(f"The coordinator failed in {method}(): {type(error).__name__}: {error}") from error
 
     async def status(self) -> dict[str, Any]:
-        """The coordinator's status, at most `STATUS_AGE` seconds old. However many ask, it is asked once."""
+        """Return the coordinator's status, at most `STATUS_AGE` seconds old. Concurrent readers share one call."""
         task = self._status
         if task is None or (task.done() and time.monotonic() - self._status_at > STATUS_AGE):
             task = self._status = asyncio.create_task(self._ask_status())
@@ -116,7 +116,7 @@ class EventLog:
                 await asyncio.sleep(_PAUSE)
 
     def close(self) -> None:
-        """Ends every stream."""
+        """End every stream."""
         self._closing = True
         self._wake()
 

@@ -47,7 +47,7 @@ class ControlClient(Closing):
 
     @classmethod
     def of_run(cls, run_dir: str | pathlib.Path) -> ControlClient:
-        """The control of the run in a directory. Raises `UsageError` where it has none."""
+        """Return a client of the run in a directory. Raise `UsageError` if it has no control."""
         known = read_control(run_dir)
         return cls(known.url, read_token(known.token_file))
 
@@ -56,11 +56,11 @@ class ControlClient(Closing):
         self._http.close()
 
     def status(self) -> dict[str, Any]:
-        """As `Coordinator.status`."""
+        """Return the status, as `Coordinator.status`."""
         return self._get("/status")
 
     def events(self, since: int = 0) -> list[dict[str, Any]]:
-        """The first thousand after the number `since`, without waiting for one."""
+        """Return the first thousand events after the number `since`, without waiting for one."""
         return self._get("/events", since=since)["events"]
 
     def follow(self, since: int | None = None) -> Iterator[dict[str, Any]]:
@@ -130,7 +130,7 @@ class ControlClient(Closing):
         return PeerError(f"The connection to {self.url} broke off: {error}. Ask again.")
 
     def _check(self, response: httpx.Response) -> Any:
-        """The answer; raises what a refusal stands for."""
+        """Return the answer. Raise the error of a refusal."""
         try:
             read = response.json()
             refused = read["error"] if response.status_code >= 400 else None

@@ -45,7 +45,7 @@ def holds_learner(job: TrainingJob, learn: Task) -> bool:
     return bool(_without_version(job, learn.start.policy_id))
 
 
-def saved(job: TrainingJob, policy_id: str) -> None:
+def pin_saved(job: TrainingJob, policy_id: str) -> None:
     """Pin the newest version, which the learner has saved, for the evaluations that wait for it."""
     for task in _without_version(job, policy_id):
         if task.save_by is not None:
@@ -92,7 +92,7 @@ def has_version(task: Task) -> bool:
 
 
 def note_failure(job: TrainingJob, why: str) -> None:
-    """The evaluation of the last version failed. The policy is saved: the job ends well; the first reason counts."""
+    """Note why the last evaluation failed; the first reason counts. The job does not fail: the policy is saved."""
     if job.ending is not None and job.ending.evaluation_error is None:
         job.ending.evaluation_error = why
         job.reason = f"{job.reason}; but the last evaluation failed: {why}"

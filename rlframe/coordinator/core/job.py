@@ -229,7 +229,7 @@ class TrainingJob:
 
     def call_again(self, worker: KnownWorker, call: ev.Send, delay: float) -> None:
         """Repeat a call, with the same number, after so many seconds."""
-        if self.now >= worker.called_at:  # else an answer came twice, and the call is about to be said already
+        if self.now >= worker.called_at:  # else an answer came twice, and the call is about to be repeated already
             worker.called_at = self.now + delay
             self.emit(dataclasses.replace(call, delay=delay))
 

@@ -37,6 +37,7 @@ def handle(job: TrainingJob, event: Any, now: float) -> list[Any]:
 
 
 def _check_stop(job: TrainingJob) -> None:
+    """Begin the ending, or an evaluation, if the commander says so."""
     view = job.view
     reason = job.commander.stop(view)
     if reason is not None:
@@ -85,6 +86,7 @@ def _advance_ending(job: TrainingJob, ending: JobEnding) -> None:
 
 
 def _begin_step(job: TrainingJob, ending: JobEnding) -> None:
+    """Do what the ending's step begins with. `next_calls` closes the tasks of the first two."""
     is_evaluated = ending.evaluates and not ending.failed and job.accounts.params_version >= 0
     if ending.step is EndingStep.EVALUATION:
         job.write_row()  # the last one of the training: it took no more time than that did
@@ -99,6 +101,7 @@ def _begin_step(job: TrainingJob, ending: JobEnding) -> None:
 
 
 def _is_step_done(job: TrainingJob, ending: JobEnding) -> bool:
+    """Return True if the ending's step is done, or has passed its deadline: its tasks are cancelled then."""
     waited = job.now - ending.since
     if ending.step is EndingStep.EVALUATION:
         return _is_evaluated(job, ending, waited)

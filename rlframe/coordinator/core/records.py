@@ -33,7 +33,7 @@ class KnownWorker(Stateful):
     call: ev.Send | None = None  # the call that is out; None: none is
     called_at: float = 0.0  # time at which the call was, or will be, sent
     leaves: bool = False  # it is to go once its task is closed
-    counts: dict[str, float] = dataclasses.field(default_factory=dict)  # as it said last, since its task began
+    counts: dict[str, float] = dataclasses.field(default_factory=dict)  # that it reported last, since its task began
     collected: int = 0  # environment steps of a collector's rollouts
     rates: Rates = dataclasses.field(default_factory=lambda: Rates(1))  # of those
     num_envs: int = 0  # a collector's

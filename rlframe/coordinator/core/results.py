@@ -156,7 +156,7 @@ def learned(job: TrainingJob, worker: KnownWorker, task: Task, reply: Learned) -
     job.learner_waits.note(None, job.now)
     if not task.granted:  # it was asked to save, for an evaluation
         accounts.reach(reply.learner_steps, reply.params_version)
-        evaluations.saved(job, task.start.policy_id)
+        evaluations.pin_saved(job, task.start.policy_id)
         return
     accounts.learn(reply)
     told = len(reply.updates) + reply.dropped

@@ -27,7 +27,7 @@ def finish(job: TrainingJob, task: Task, state: TaskState) -> None:
     task.become(state)
     evaluations.unpin(job, task)
     if task.kind == "learn" and job.ending is None:  # closed: saved; else no learner comes any more
-        evaluations.saved(job, task.start.policy_id)
+        evaluations.pin_saved(job, task.start.policy_id)
 
 
 def retry(job: TrainingJob, task: Task, why: str, *, counts: bool, for_good: bool = False) -> None:

@@ -52,9 +52,9 @@ class TaskWorker:
     A call whose work takes longer is answered `NotReady`, with the reason. `start_task` of another task or attempt, and
     `close_task`, end what the work under way waits for.
 
-    Subclasses do the work: `_start`, `_learn`, ... run in the worker's thread, may take as long as they need, and
-    raise what goes wrong: `FencedError` ends the task, since another worker is at it. Where they wait, they look at
-    `_stop`, or are told by `_interrupt`.
+    Subclasses do the work of a call in the method of its name: `_start_task` of `start_task`, `_learn` of `learn`, ...
+    These run in the worker's thread, may take as long as they need, and raise what goes wrong: `FencedError` ends the
+    task, since another worker is at it. While they wait, they check `_stop`, or `_interrupt` ends the wait.
 
     Args:
         worker_id: its name, "collector/1".
@@ -91,7 +91,7 @@ class TaskWorker:
 
     def start_task(self, header: Header, request: StartTask) -> Started | NotReady | CallRefused | Failed:
         """Begin a task. A task or attempt under way is closed first, without its final save."""
-        return self._call(header, "start_task", lambda: self._begin(header, request))
+        return self._call(header, "start_task", lambda: self._begin_task(header, request))
 
     def data_demand(self, header: Header) -> Demand | NotReady | CallRefused | Failed:
         """Answer how many batches it can take now."""
@@ -107,10 +107,10 @@ class TaskWorker:
 
     def close_task(self, header: Header, final: bool) -> Closed | NotReady | CallRefused | Failed:
         """End the task; `final`: save first, because the run ends, or another task continues from it."""
-        return self._call(header, "close_task", lambda: self._end(final))
+        return self._call(header, "close_task", lambda: self._end_task(final))
 
     def close(self) -> None:
-        """Ends the work, and the task without its final save. May be called again.
+        """End the worker: its work, and its task without the final save. May be called again.
 
         Work that does not end within 4 s (a compilation, an environment that hangs) is left to its thread, which
         does not keep the process alive.
@@ -129,7 +129,7 @@ class TaskWorker:
         assert self._task is not None
         return self._task.attempt
 
-    def _start(self, task: StartTask) -> Started:
+    def _start_task(self, task: StartTask) -> Started:
         raise NotImplementedError
 
     def _data_demand(self) -> WorkerReply:
@@ -141,8 +141,8 @@ class TaskWorker:
     def _get_data(self, request: GetData) -> WorkerReply:
         raise self._cannot("get_data")
 
-    def _close(self, final: bool) -> dict[str, Any]:
-        """Ends the task, one that did not start in full too, and gives its result."""
+    def _close_task(self, final: bool) -> dict[str, Any]:
+        """End the task, also one that did not start in full, and return its result."""
         raise NotImplementedError
 
     # --- what subclasses do, in any thread
@@ -246,7 +246,7 @@ class TaskWorker:
                 work.reply = reply
                 self._waits_for = ""
                 work.is_done.set()
-        self._leave_task()
+        self._abandon_task()
 
     @property
     def _has_work(self) -> bool:
@@ -260,18 +260,18 @@ class TaskWorker:
             if not self._stop.is_set():  # else it was told to end, which may be why
                 traceback.print_exc()
             if isinstance(error, FencedError):
-                self._leave_task()
+                self._abandon_task()
             return Failed(type(error).__name__, str(error), traceback.format_exc(), isinstance(error, _FOR_GOOD))
 
     def _how_far(self) -> Any:
         """Return a value that changes while the work gets on, or waits for others. Who watches this process asks."""
         return time.monotonic() if self._waiting_for() else self._steps_within()
 
-    def _begin(self, header: Header, request: StartTask) -> WorkerReply:
+    def _begin_task(self, header: Header, request: StartTask) -> WorkerReply:
         task = self._task
         if task is not None and task.started is not None and not self._is_other(header):
             return task.started  # a coordinator that was restarted asks again
-        self._leave_task()
+        self._abandon_task()
         with self._lock:
             self._stop = threading.Event()
             if self._closed:
@@ -281,30 +281,30 @@ class TaskWorker:
             if request.kind not in self.kinds:
                 raise self._cannot(request.kind)
             with STARTING:
-                started = self._start(request)
+                started = self._start_task(request)
         except BaseException:
-            self._leave_task()
+            self._abandon_task()
             raise
         self._task.started, self._phase = started, "running"
         return started
 
-    def _end(self, final: bool) -> Closed:
+    def _end_task(self, final: bool) -> Closed:
         task = self._task
         assert task is not None
         if task.result is None:
             result: dict[str, Any] = {}
             self._phase = "closing"
             try:
-                result = self._close(final)
+                result = self._close_task(final)
             finally:
                 task.result = result
         return Closed(task.result)
 
-    def _leave_task(self) -> None:
-        """End the task under way, if there is one, and ignore its errors: the task is given up."""
+    def _abandon_task(self) -> None:
+        """End the task under way, if there is one, without its final save. Ignore its errors."""
         with contextlib.suppress(Exception):
             if self._task is not None:
-                self._end(final=False)
+                self._end_task(final=False)
 
 
 class _Work:

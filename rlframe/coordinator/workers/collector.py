@@ -24,7 +24,7 @@ _EVALUATION = ("return_mean", "return_std", "length_mean", "episodes")
 
 
 class VersionGoneError(UsageError):
-    """An evaluation was asked of a version that the param store does not have, or no longer."""
+    """The version to evaluate is not in the param store, or no longer."""
 
 
 class VersionEvaluator(Protocol):
@@ -38,7 +38,7 @@ class VersionEvaluator(Protocol):
         """As `Evaluator.evaluate`."""
 
     def stop(self) -> None:
-        """Ends the evaluation under way, and all that come, with StoppedError. Any thread may call it."""
+        """End the evaluation under way, and all later ones, with StoppedError. Any thread may call it."""
 
 
 class CollectorWorker(TaskWorker):
@@ -88,7 +88,7 @@ class CollectorWorker(TaskWorker):
             self.kinds = ("collect",) if make_actor is not None else ("evaluate",)
         super().__init__(worker_id, index, incarnation)
 
-    def _start(self, task: StartTask) -> Started:
+    def _start_task(self, task: StartTask) -> Started:
         if task.kind == "evaluate":
             return self._start_evaluating(task)
         assert self._make_actor is not None
@@ -167,7 +167,7 @@ class CollectorWorker(TaskWorker):
         if evaluations is not None and self._is_evaluating:
             evaluations.stop()
 
-    def _close(self, final: bool) -> dict[str, Any]:
+    def _close_task(self, final: bool) -> dict[str, Any]:
         actor, self._actor, self._inferencer = self._actor, None, None
         if self._is_evaluating and self._stop.is_set():
             self._evaluations = None  # it was told to stop, and evaluates no more
@@ -180,5 +180,5 @@ class CollectorWorker(TaskWorker):
 
 
 def _policy_of(found: StoredParams | None) -> dict[str, Any]:
-    """The hyper-parameters that a policy's learner was told, beside its parameters."""
+    """Return the hyper-parameters that the learner put beside the parameters."""
     return ((found.hparams if found is not None else None) or {}).get("policy", {})

@@ -68,7 +68,7 @@ class LearnerWorker(TaskWorker):
         self._buffer: Any = None
         super().__init__(worker_id, index, incarnation)
 
-    def _start(self, task: StartTask) -> Started:
+    def _start_task(self, task: StartTask) -> Started:
         self._policy_id, self._policy = task.policy_id, task.overrides.get("policy", {})
         agent = with_config(self._agent, self._policy)
         self._cfg = replaced(self._made_with, "learner", task.overrides.get("learner", {}), _OVERRIDES)
@@ -127,7 +127,7 @@ class LearnerWorker(TaskWorker):
                 yield None if self._stop.is_set() else self._buffer.fetch(meta.keys, meta.probabilities)
 
     def _update(self, learner: Learner, batch: Batch) -> bool:
-        """Learns from one batch; returns True where it was too old."""
+        """Learn from one batch; return True if it was too old."""
         if learner.step(batch) is None:
             return True
         # If the replay takes only new versions, actors wait for this one.
@@ -146,7 +146,7 @@ class LearnerWorker(TaskWorker):
         return None
 
     def _publish(self, learner: Learner) -> None:
-        """Puts the newest version into the store, unless its update's loss is not finite."""
+        """Put the newest version into the store, unless its update's loss is not finite."""
         learner.settle()
         version, packed = learner.get_packed(self._published)
         if packed is not None:
@@ -158,7 +158,7 @@ class LearnerWorker(TaskWorker):
         learner = self._learner
         return learner.learner_steps if learner is not None else 0
 
-    def _close(self, final: bool) -> dict[str, Any]:
+    def _close_task(self, final: bool) -> dict[str, Any]:
         learner, buffer = self._learner, self._buffer
         self._learner = self._buffer = None
         try:

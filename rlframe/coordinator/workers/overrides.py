@@ -15,7 +15,7 @@ from rlframe.types import AgentOutput, AgentState, TimeStep, Tree
 
 
 def with_config(agent: Any, values: Mapping[str, Any]) -> Any:
-    """The agent with other values of some fields of its config.
+    """Return the agent with other values of some fields of its config.
 
     Raises:
         UsageError: the config has no such field or does not take the value, or the agent would not fit the buffer and
@@ -52,7 +52,7 @@ _FITS = {
 
 
 def replaced(cfg: Any, section: str, values: Mapping[str, Any], known: Iterable[str]) -> Any:
-    """The config with other values of some fields, of those that are `known` to be read.
+    """Return the config with other values of some fields, of those that are `known` to be read.
 
     Raises:
         UsageError: there is no such field, or it does not take the value.
@@ -98,7 +98,7 @@ class ActsBy:
 
 
 def check_takes_env_kwargs(make_actor: Any, values: Mapping[str, Any]) -> None:
-    """Raises `UsageError` where what makes a collector's Actor cannot be told the options of its environments."""
+    """Raise `UsageError` if the function that makes a collector's Actor does not take `env_kwargs`."""
     accepted = inspect.signature(make_actor).parameters.values()
     if not any(each.name == "env_kwargs" or each.kind is each.VAR_KEYWORD for each in accepted):
         raise UsageError(

@@ -46,7 +46,7 @@ class Held(TaskWorker):
         self.raises: Exception | None = None
         self.is_stuck = False  # its work ends when it is let go, whatever it is told
 
-    def _start(self, task):
+    def _start_task(self, task):
         self.did.append(f"start {task.options.get('name', '')}".strip())
         self._hold()
         return Started({"number": len(self.did)})
@@ -65,7 +65,7 @@ class Held(TaskWorker):
     def _waiting_for(self):
         return self.waits_for if self._work is not None and self._work.name == "get_data" else ""
 
-    def _close(self, final):
+    def _close_task(self, final):
         self.did.append(f"close {final}")
         self.phase_in_close = self.ping().phase
         self._hold()
