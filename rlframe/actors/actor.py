@@ -81,16 +81,15 @@ class Actor:
         self._steppers: list[SyncStepper | AsyncStepper] = []  # one for each pool
         self._has_begun = False
         self._max_staleness: int | None = None  # of the replay; known when the first step begins
-        self._allowed = threading.Event()
+        self._budget_changed = threading.Event()
         self._is_ready = False
         if rank is not None and incarnation is not None:
             self.rank, self.incarnation = rank, incarnation
         else:
             replay_buffer, self.rank, self.incarnation = claim_rank(replay_buffer, rank)
         self._replay_buffer = replay_buffer
-        # The total of environment steps it may take; and the most it can have taken, which is cheaper than `env_steps`.
-        self._limit = budget if self.incarnation == 0 or budget == math.inf else 0
-        self._taken = 0
+        self._budget = budget if self.incarnation == 0 or budget == math.inf else 0  # of steps in all
+        self._counted = 0  # the most steps that it can have taken: see `_take_from_budget`
         try:
             # The inferencer is not called before the first step, except for specs: a node's constructor does not wait
             # for another node's.
@@ -148,8 +147,8 @@ class Actor:
         """
         stats = self.stats()
         if incarnation == self.incarnation:
-            self._limit = env_steps
-            self._allowed.set()
+            self._budget = env_steps
+            self._budget_changed.set()
         return stats
 
     def step(self) -> Logs | None:
@@ -316,7 +315,12 @@ class Actor:
         return False
 
     def _run_overlapped(self) -> None:
-        """Step some environments while the inferencer, in another process, answers for others."""
+        """Step some environments while the inferencer, in another process, answers for others.
+
+        Each turn does one of these, in this order: ask for the actions of a pool whose timestep is there; if all pools
+        wait for newer parameters, wait for them; if no answer has come, wait for environments of an asynchronous pool;
+        else act by the oldest answer, and wait for it if it has not come.
+        """
         in_flight: collections.deque[tuple[Any, Request, handles.Call]] = collections.deque()  # oldest first
         while not self._stop.is_set():
             steppers = self._steppers if self._take_from_budget() else []
@@ -325,11 +329,7 @@ class Actor:
                 continue
             free = next((each for each in steppers if each.can_ask and not each.is_at_closed_gate), None)
             if free is None and not in_flight and (closed := [gate for gate in self._gates() if gate.is_closed]):
-                # One version lets all pools go on together: otherwise the learner would wait for the others.
-                oldest = min(closed, key=lambda gate: gate.too_old)
-                version = oldest.wait_until_open(self._inferencer, self._stop)
-                for gate in closed:
-                    gate.open_for(version)
+                self._open_together(closed)
                 continue
             if free is None and not (in_flight and in_flight[0][2].done()):
                 free = next((each for each in steppers if each.can_wait), None)
@@ -340,6 +340,16 @@ class Actor:
                 stepper, request, call = in_flight.popleft()
                 self._write(_act(stepper, request, *call.result()))
 
+    def _open_together(self, gates: list[UnrollGate]) -> None:
+        """Wait for a version that opens a gate, and open all that it opens.
+
+        One version lets all pools go on together. Otherwise the learner would wait for the other pools.
+        """
+        oldest = min(gates, key=lambda gate: gate.too_old)
+        version = oldest.wait_until_open(self._inferencer, self._stop)
+        for gate in gates:
+            gate.open_for(version)
+
     def _gates(self) -> list[UnrollGate]:
         return [each.gate for each in self._steppers if each.gate is not None]
 
@@ -348,16 +358,20 @@ class Actor:
             self._logger.write(self.env_steps, logs)
 
     def _take_from_budget(self) -> bool:
-        """Count the next step of all environments. Return False if the budget does not allow it."""
-        self._taken += self._num_envs
-        if self._taken >= self._limit:
-            self._taken = self.env_steps
-        return self._taken < self._limit
+        """Count the next step of all environments. Return False if the budget does not allow it.
+
+        The count may be too high: an environment that resets takes no step. When it reaches the budget, it is corrected
+        by `env_steps`, which takes longer to compute.
+        """
+        self._counted += self._num_envs
+        if self._counted >= self._budget:
+            self._counted = self.env_steps
+        return self._counted < self._budget
 
     def _wait_for_budget(self) -> None:
-        self._allowed.clear()
-        if self.env_steps >= self._limit:
-            self._allowed.wait(_POLL)
+        self._budget_changed.clear()
+        if self.env_steps >= self._budget:
+            self._budget_changed.wait(_POLL)
 
     def _only_stepper(self) -> SyncStepper | AsyncStepper:
         if len(self._steppers) > 1:

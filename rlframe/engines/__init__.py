@@ -21,11 +21,16 @@ What happens then under the engine `local`, whose nodes are processes (folder `s
 
 Other engines differ in where a node is:
 
-- `launchpad`: the nodes are those of a `launchpad.Program`, under the same supervisor (`launch`).
+- `launchpad`: the nodes are those of a `launchpad.Program`, under the same supervisor (`launch`). For programs that
+  start with plain `lp.launch`, without an engine, `interprocess/launchpad_node.py` has each node watched by a guard.
 - `ray`: a `RunningRayNode` stands for the process, which a Ray actor starts beside itself, on any machine of the
   cluster (folder `ray_nodes`).
-- `threads`: each node is a thread of this process; there are no restarts. `InlineEngine`, in the same file, runs the
-  one node of `single_process`.
+- `threads`: each node is a thread of this process; there are no restarts.
+- `InlineEngine`, in `threads.py`, runs the one node of `single_process` in the thread that calls `run`. It has no name
+  on the command line: a topology of one node has it by default.
+
+Beside the engines, `base.py` has their contract and the rules of groups, `logs.py` the lines of nodes, `stopping.py`
+the signals that end a run. `reverb_server.py` is a node with a Reverb server, `reverb_node.py` one for `launchpad`.
 
 Workers of elastic come and go while a program runs. A subclass of the same `Supervisor` keeps them running:
 `SupervisedOperator` in `rlframe.coordinator.operators`.

@@ -1,8 +1,14 @@
 """Batching: calls that come at the same time are answered by one.
 
-There is no thread of its own, and hardly any work that callers do not share: each writes its rows to where the next
-call will read them, while the one before is under way, and takes its own part of the answer. The first to come is the
-one who makes the call for all of them. So a lone caller pays for no hand-over, and many share a jitted call.
+The callers' threads do all the work. While one call of `act` is under way, the next round gathers: actors 0 and 1 call
+at the same time, with 8 rows each.
+
+1. Actor 0 comes first, so it leads the round: it waits for the turn of the round (`_take_turn`).
+2. Actor 1 joins the round: it writes its rows behind those of actor 0, and waits for the answer.
+3. Actor 0 writes its own rows, pads them to a size that is compiled already (16), and calls `act` for both.
+4. Each takes its part of the answer.
+
+So a caller that is alone hands nothing over, and many share a jitted call.
 """
 
 from __future__ import annotations
@@ -24,21 +30,21 @@ Answer = tuple[AgentOutput, AgentState]
 
 TIMEOUT = CALL_TIMEOUT - 1.0  # seconds that a call waits for its turn, so that its caller hears why it got none
 _SMALLEST_BUCKET = 8  # rows
-_AT_ONCE = 2  # calls under way: one leaves cores idle at each of its seams, and while answers are taken apart
+_AT_ONCE = 2  # calls under way: one alone leaves cores idle before and after its jitted call
 
 
 class Batcher:
-    """Makes one function of concurrent calls: `act(env_ids, timestep, state)` on all their rows.
+    """Answers concurrent calls by one call of `act(env_ids, timestep, state)` on all their rows.
 
-    Rows are padded to a few sizes, so that `act` is compiled a bounded number of times. What lies in the padding is
-    of earlier calls, and no row's answer depends on it where the agent acts on each row alone.
+    Rows are padded to a few sizes, so that `act` is compiled a bounded number of times. The padding holds rows of
+    earlier calls. No row's answer depends on it if the agent acts on each row alone.
 
     Args:
-        agent: says what a request looks like.
-        act: gives (output, state), numpy, `[rows, ...]`. Two threads may be in it.
+        agent: its specs are those of a request.
+        act: returns (output, state), numpy, `[rows, ...]`. Two threads may call it at the same time.
         max_rows: that one call of `act` answers, unless a single request holds more.
-        max_wait: seconds to wait for more requests than are there; 0 takes those that are.
-        timeout: seconds after which a call that nobody had time for is refused.
+        max_wait: seconds to wait for more requests; 0: take those that are there.
+        timeout: seconds after which a call whose turn has not come is refused.
     """
 
     def __init__(
@@ -66,7 +72,7 @@ class Batcher:
         """As `act`. Any number of threads may call it.
 
         Raises:
-            UsageError: the arrays are not what the agent's specs say; no other call is touched by that.
+            UsageError: the arrays do not match the agent's specs. Other calls are answered.
             UnavailableError: the turn of this call did not come in time, or the Batcher was stopped.
         """
         leaves, rows = self._check(env_ids, timestep, state)
@@ -103,7 +109,7 @@ class Batcher:
             return sum(one.requests for one in self._rounds)
 
     def stop(self, why: str) -> None:
-        """Refuses every call that waits and all that come; those under way are answered."""
+        """Refuse every call that waits, and all later ones. Those under way are answered."""
         with self._changed:
             self._stopped = why
             for one in self._rounds:
@@ -129,7 +135,7 @@ class Batcher:
         return leaves, rows
 
     def _round_for(self, rows: int) -> _Round:
-        """The youngest round if it has room for so many rows, else a new one."""
+        """Return the youngest round if it has room for so many rows, else a new one."""
         if self._rounds and self._rounds[-1].has_room(rows):
             return self._rounds[-1]
         capacity = max(self._max_rows, bucket_of(rows, self._max_rows))
@@ -143,7 +149,7 @@ class Batcher:
         return self._rounds[-1]
 
     def _lead(self, one: _Round, env_ids: np.ndarray, leaves: list[np.ndarray], rows: int) -> None:
-        """Makes the call for a round when its turn comes."""
+        """Make the call for a round when its turn comes."""
         if not self._take_turn(one):
             return
         try:
@@ -166,7 +172,7 @@ class Batcher:
             one.over.set()
 
     def _take_turn(self, one: _Round) -> bool:
-        """Waits until the round's turn has come; False where it failed meanwhile."""
+        """Wait until the round's turn has come. Return False if the round failed meanwhile."""
         with self._changed:
             came = self._changed.wait_for(lambda: one.error is not None or self._is_due(one), self._timeout)
             if one.error is None and not came:
@@ -184,8 +190,11 @@ class Batcher:
         return True
 
     def _is_due(self, one: _Round) -> bool:
-        """Whether it is the oldest round, and there is room for its call. Beside another one it must be as large, or
-        full: callers come back together, and the first of them is not to go on without the others."""
+        """Return True if it is the oldest round, and there is room for its call.
+
+        Beside a running round it must be as large as that one, unless another round waits behind it: callers come back
+        together, and the first of them should not go on without the others.
+        """
         if self._rounds[0] is not one or len(self._running) >= _AT_ONCE:
             return False
         return len(self._rounds) > 1 or all(one.rows >= other.rows for other in self._running)
@@ -196,9 +205,9 @@ class _Round:
 
     Attributes:
         leaves: of a request, [capacity, ...] each.
-        rows, requests: that it takes in.
-        unwritten: requests whose rows are still to be written; the first one's are left to who makes the call.
-        unread: requests that have not had their answer yet.
+        rows, requests: that have joined.
+        unwritten: requests whose rows are still to be written, without the first one's: the leader writes those.
+        unread: requests that have not taken their answer yet.
     """
 
     __slots__ = (
@@ -226,7 +235,7 @@ class _Round:
         return self.rows + rows <= self._max_rows
 
     def join(self, rows: int) -> int:
-        """Makes room for a request; where its rows begin."""
+        """Make room for a request. Return where its rows begin."""
         start = self.rows
         self.rows += rows
         self.requests += 1
@@ -239,7 +248,7 @@ class _Round:
             here[start : start + rows] = leaf
 
     def part(self, start: int, rows: int) -> Answer:
-        """The answer to the rows from `start` on."""
+        """Return the answer to the rows from `start` on."""
         output, state = self.answer
         if self.requests == 1 and rows == len(jax.tree.leaves(output.action)[0]):
             return self.answer
@@ -255,7 +264,10 @@ class _Round:
 
 
 def bucket_of(rows: int, max_rows: int) -> int:
-    """The size that `rows` are padded to: 8, 12, 16, 24, 32, 48 and so on, or `max_rows` where the rows are no more."""
+    """Return the size that `rows` are padded to: 8, 12, 16, 24, 32, 48 and so on.
+
+    It is `max_rows` at most, unless there are more rows than that.
+    """
     power = max(_SMALLEST_BUCKET, 1 << (rows - 1).bit_length())
     between = power * 3 // 4  # with powers of two alone, padding was a third of all rows
     bucket = between if rows <= between and power > _SMALLEST_BUCKET else power

@@ -6,6 +6,7 @@
   `HeartbeatSender` of a process writes this to a page of shared memory. Whoever started the process reads it with a
   `HeartbeatMonitor` (`heartbeat.py`). If a phase lasts too long, or the page does not change, the process hangs.
 - Launchpad: `launchpad_node.py` pickles the nodes of plain `lp.launch`, and starts the guard of each one
-  (`launchpad_guard.py`).
+  (`launchpad_guard.py`). They are here, below `handles`, since any process that imports rlframe may be such a node:
+  `launchpad_import.py` registers them. The engine that runs Launchpad programs itself is `engines/launchpad.py`.
 - `files.py` replaces files atomically, `inbox.py` is a queue whose reader hears signals, and `malloc.py` sets malloc.
 """
