@@ -3,7 +3,8 @@
 - An experiment (`Experiment`) is what decides the numbers: the agent, the environment, the steps, the topology.
 - A run is an experiment in a run directory (`RunDir`), from its first step to its last one.
 - A session (`Session`) is a stretch of a run: it ends at a stop, and `--resume` begins the next one.
-- A topology (`Topology`) is a function that wires a program; its options are a `TopologyConfig`.
+- A topology (`Topology`) is a function that wires a program. Its options are a `TopologyConfig`, which
+  for games also has those of the environments, the network, the evaluation and the limits (`topologies/config.py`).
 - A program is the nodes of a session, which an engine runs; each node is an object in a thread or a process.
 - Options of a session (`SessionOptions`) are those that do not change the numbers: `run_dir`, `quiet`, `wandb`.
 

@@ -172,7 +172,7 @@ def progress_of(experiment: Experiment, stop_at: int | None) -> TerminalLogger:
     """What shows a session's progress to a person."""
     until = min(stop_at or experiment.steps, experiment.steps)
     title = f"{experiment.agent.rpartition(':')[2]} on {experiment.env}"
-    return TerminalLogger(until + experiment.topology_config.steps_before(experiment), title=title)
+    return TerminalLogger(until + experiment.topology_config.warm_up_steps(experiment), title=title)
 
 
 def check_trackers(options: SessionOptions) -> None:

@@ -94,8 +94,8 @@ def run_experiment(
     import_env(experiment)
     with kept(), contextlib.ExitStack() as opened:
         experiment = opened.enter_context(open_session(experiment, directory, resume, stop_at, take_over, resume_from))
-        if resume and resume_from is None and (finished := _finished(directory, experiment, progress)) is not None:
-            return finished
+        if resume and resume_from is None and (earlier := _earlier_result(directory, experiment, progress)) is not None:
+            return earlier
         is_program = isinstance(experiment.topology_config, ProgramConfig)
         opened.enter_context(logs.kept(directory.logs, "launcher" if is_program else "train"))
         with contextlib.ExitStack() as undo:
@@ -104,7 +104,7 @@ def run_experiment(
                 # First: a run that is killed early can be resumed.
                 directory.write_config(experiment, {**(notes or {}), **backend_note(experiment)})
             session = _make_session(experiment, directory, resume, stop_at, quiet, profile)
-            _say_what_comes(session, progress)
+            _print_plan(session, progress)
             trackers = [] if open_loggers is None else list(open_loggers(directory.path))
             opened.callback(MultiLogger(trackers).close)
             loggers = _all_loggers(progress, trackers, called)
@@ -115,7 +115,7 @@ def run_experiment(
             coordinator = None if group is None else engine.handle_of(group)
             opened.enter_context(serve_control_of(session.path, control, coordinator, quiet))
             undo.pop_all()
-        status = StatusFile(directory, experiment, session.until + experiment.topology_config.steps_before(experiment))
+        status = StatusFile(directory, experiment, session.until + experiment.topology_config.warm_up_steps(experiment))
         with status.until_the_end():
             directory.result.unlink(missing_ok=True)
             with following(directory.metrics, [] if engine.in_process else loggers, called):
@@ -160,7 +160,7 @@ def _make_session(
     )
 
 
-def _say_what_comes(session: Session, progress: Logger | None) -> None:
+def _print_plan(session: Session, progress: Logger | None) -> None:
     """Print the environment's library, and when updates and the evaluation come. Raise UsageError if no update does."""
     experiment, lines = session.experiment, []
     for backend in backend_note(experiment).values():
@@ -224,7 +224,7 @@ def _write_result(directory: RunDir, session: Session, number: int | None, callb
     by = result.stopped_by if number is None else "interrupt"
     result = dataclasses.replace(result, signal=number, stopped_by=by if callbacks.error is None else "error")
     if result.evaluation_error is not None:
-        problem = directory.say_not_evaluated(result.evaluation_error)
+        problem = directory.describe_failed_evaluation(result.evaluation_error)
         result = dataclasses.replace(result, evaluation_error=problem)
         _log.warning(problem)
     directory.write_result(result)
@@ -235,7 +235,7 @@ def _write_result(directory: RunDir, session: Session, number: int | None, callb
     return result
 
 
-def _finished(directory: RunDir, experiment: Experiment, progress: Logger | None) -> Result | None:
+def _earlier_result(directory: RunDir, experiment: Experiment, progress: Logger | None) -> Result | None:
     """Return the result of a run that reached its last step with these options; None if there is more to do.
 
     A run may have gone beyond its last step, and so have made the steps that a later session asks for.

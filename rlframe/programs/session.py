@@ -63,8 +63,8 @@ class Session:
         )
 
     @property
-    def last_step_is(self) -> str:
-        """The reason to stop at the session's last step, as in `Result.stopped_by`."""
+    def last_step_reason(self) -> str:
+        """The reason to stop at the session's last step, for `Result.stopped_by`."""
         return "steps" if self.until >= self.experiment.steps else "stop_at"
 
     @property

@@ -24,7 +24,7 @@ from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.runner import run_experiment
 from rlframe.programs.session import Session
 from rlframe.programs.topologies import language as topology
-from rlframe.programs.topologies.language_nodes import Environment, WarmUp, model_server, next_incarnation
+from rlframe.programs.topologies.language_nodes import Environment, WarmUp, api_server_config, next_incarnation
 from rlframe.programs.training.language_monitor import LanguageMonitor
 from rlframe.trajectories.service.app import Settings, TrajectoryServer
 from rlframe.trajectories.service.previews import load_decode
@@ -178,7 +178,7 @@ def test_a_warm_up_that_is_told_to_stop_makes_no_further_update(tmp_path):
 
 def test_an_environment_waits_as_long_as_the_policy_server_may_take(tmp_path):
     session = Session(described(), None, tmp_path, 1, 0.0)
-    assert model_server(session).timeout >= PolicyServerConfig().request_timeout
+    assert api_server_config(session).timeout >= PolicyServerConfig().request_timeout
 
 
 def test_what_is_wrong_is_said_before_anything_is_started(tmp_path):

@@ -135,7 +135,7 @@ class RunDir:
         newest = self.checkpoints / str(steps[-1])
         return f"What was saved last is {newest}. Go on from there: {self.resume_command}"
 
-    def say_not_evaluated(self, problem: str) -> str:
+    def describe_failed_evaluation(self, problem: str) -> str:
         """Return sentences about a failed final evaluation: its cause, the checkpoint, and how to evaluate that."""
         steps = Checkpointer(self.checkpoints).steps()
         saved = f"The trained policy is saved in {self.checkpoints / str(steps[-1])}. " if steps else ""

@@ -1,4 +1,15 @@
-"""Options of topologies: a dataclass for each topology, made of the classes here."""
+"""Options of topologies: a dataclass for each topology, made of the classes here.
+
+    TopologyConfig                                    every topology
+      EnvOptions  AgentOptions                        games, by what the options are about: each group has its limits
+      EvaluationOptions  StoppingOptions              and checks
+        GameConfig                                    all four, and the replay          SingleProcess
+      ProgramConfig                                   several nodes, and their engine   Language
+        GameProgram(ProgramConfig, GameConfig)        games in several nodes            HeavyEnv, LightEnv, Elastic
+
+The fields of all bases lie side by side: `--topology heavy_env --network lstm --until-return 475` sets the fields
+`network` (of `AgentOptions`) and `until_return` (of `StoppingOptions`) of a `HeavyEnv`.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +52,7 @@ class TopologyConfig:
 
     Attributes:
         learns_from: the agents that it is for, by their `Agent.learns_from`.
-        control: the group of the node that shows and steers the run over HTTP; None: the session does.
+        control: the group of the node whose HTTP service shows and controls the run; None: the launcher's does.
         unit: what the steps of a run are.
         defaults: of fields of `Experiment`, where the topology has others.
     """
@@ -55,7 +66,7 @@ class TopologyConfig:
 
     @property
     def engine_name(self) -> str:
-        """What runs its nodes, a name or `file.py:Class`: of one that names no engines, its one node runs here."""
+        """The engine, a name or `file.py:Class`. Without an option for it, the one node runs in this thread."""
         return INLINE
 
     @property
@@ -67,24 +78,24 @@ class TopologyConfig:
         check_numbers(self)
 
     def check(self, experiment: Experiment) -> None:
-        """Raises UsageError where this does not fit the rest of the experiment."""
+        """Raise UsageError if these options do not fit the rest of the experiment."""
 
-    def steps_before(self, experiment: Experiment) -> int:
-        """Steps that rows count, and come before those that `experiment.steps` are about."""
+    def warm_up_steps(self, experiment: Experiment) -> int:
+        """Supervised updates before the run, which rows count before those of `experiment.steps`."""
         return 0
 
     def requires(self, experiment: Experiment) -> list[str]:
-        """The extras that a run needs beside those of its engine."""
+        """Return the extras that a run needs beside those of its engine."""
         return []
 
     def asked_by(self, experiment: Experiment) -> str:
-        """The option by which a user asked for these extras."""
+        """Return the option that needs these extras, for an error."""
         return f"--topology {self.name}"
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramConfig(NodeOptions, TopologyConfig):
-    """A program of several nodes."""
+    """Options of a topology of several nodes: the engine that runs them, and its own options."""
 
     # What runs the nodes: local, launchpad, ray, threads (all in this process), or file.py:Class.
     engine: str = "auto"
@@ -109,16 +120,16 @@ class ProgramConfig(NodeOptions, TopologyConfig):
 
     @property
     def node_options(self) -> dict[str, Any]:
-        """The options that its engine takes."""
+        """The options of its engine, by name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(NodeOptions)}
 
     @property
     def is_watched(self) -> bool:
-        """Whether nodes that hang are killed: no other one need ever give them up."""
+        """True if nodes that hang are killed: then other nodes wait for them without a limit."""
         return self.hang_timeout > 0 and "hang_timeout" in self.engine_class.options
 
 
-# --- options of games: by what they are about
+# --- options of games, in groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +274,7 @@ class GameConfig(StoppingOptions, EvaluationOptions, AgentOptions, EnvOptions):
 
 @dataclasses.dataclass(frozen=True)
 class GameProgram(ProgramConfig, GameConfig):
-    """A program of several nodes in which actors share the environments."""
+    """Options of a topology of several nodes whose actors share the environments."""
 
     num_actors: int = number(2, at_least=1)  # of a topology of several processes; of elastic to begin with
     replay_shards: int = number(1, at_least=1)  # services that share the replay, where it is the service

@@ -125,7 +125,7 @@ def make_workers(session: Session, replay_buffer: Any, param_store: Any) -> dict
 
 
 def add_elastic_replay(engine: Engine, session: Session) -> Any:
-    """The replay that the experiment asks for: an object that finds it from any process of the run."""
+    """Make the replay that the experiment asks for. Return an object that finds it from any process of the run."""
     config, experiment, most = session.topology_config, session.experiment, session.topology_config.max_actors
     # Each collector keeps its share of the steps as if there were num_actors of them: few keep as many as they do in
     # another topology, and many keep more.
@@ -162,12 +162,12 @@ def add_operator(engine: Engine, session: Session, makers: Mapping[Any, MakeWork
 
 
 def make_coordinator(session: Session, replay_buffer: Any, param_store: Any, operator: Operator) -> Coordinator:
-    """The node of the program: in the launcher's first try, and whenever it is started again.
+    """Make the Coordinator, in its node: at the first start and after each restart.
 
     Args:
         session: the session.
-        replay_buffer: the replay, or what calls it.
-        param_store: the same of the `ParamStore`.
+        replay_buffer: the replay, or the object that calls it.
+        param_store: the `ParamStore`, or a handle to it.
         operator: the launcher's, or a handle to it.
     """
     experiment, config = session.experiment, session.topology_config
@@ -247,7 +247,7 @@ class _Records:
         self._progress.counts = counts
         self._progress.try_to_save()
         if "steps_per_second" in row:
-            self._rows.note(env_steps)
+            self._rows.note_step(env_steps)
         self._rows.log(env_steps, row)
 
     def finish(self, summary: dict[str, Any]) -> None:
@@ -258,7 +258,7 @@ class _Records:
         self._progress.save()
         if not summary["failed"]:
             by = summary["stopped_by"]
-            by = self._session.last_step_is if by == "steps" else by
+            by = self._session.last_step_reason if by == "steps" else by
             evaluation, error = summary["evaluation"], summary["evaluation_error"]
             result = self._rows.result(
                 summary["env_steps"], summary, evaluation, by, evaluation_error=error and explain(error)

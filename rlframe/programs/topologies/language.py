@@ -68,15 +68,15 @@ class Language(ProgramConfig):
         """What `load_tokenizer` takes."""
         return self.tokenizer or agent_config.weights or "byte"
 
-    def steps_before(self, experiment: Experiment) -> int:
-        """Supervised updates, which come first, and are counted first in the logs."""
+    def warm_up_steps(self, experiment: Experiment) -> int:
+        """See `TopologyConfig`."""
         return experiment.agent_config.supervised_steps
 
     def requires(self, experiment: Experiment) -> list[str]:
         """See `TopologyConfig`."""
         # The warm-up writes the weights that it leads to in the published format.
         config = experiment.agent_config
-        published = self.tokenizer_name(config) != "byte" or config.weights or self.steps_before(experiment)
+        published = self.tokenizer_name(config) != "byte" or config.weights or self.warm_up_steps(experiment)
         return ["trajectories", "envs", *(["lm"] if published else [])]
 
     def asked_by(self, experiment: Experiment) -> str:
@@ -86,7 +86,7 @@ class Language(ProgramConfig):
 
 @configured_by(Language)
 def language(engine: Engine, session: Session) -> Topology | None:
-    """Add all four services, and who watches them; before that, as a program of its own, the supervised warm-up."""
+    """Add the services, the learner, the environments and the monitor. The warm-up is a program before that one."""
     from rlframe.language.decoding import EngineConfig
     from rlframe.language.server import PolicyServer, PolicyServerConfig
     from rlframe.programs.topologies.language_nodes import MODEL, Environment, WarmUp, check_environment
@@ -98,7 +98,7 @@ def language(engine: Engine, session: Session) -> Topology | None:
     check_environment(session)
     experiment, config = session.experiment, session.topology_config
     tokenizer = config.tokenizer_name(experiment.agent_config)
-    if config.steps_before(experiment):
+    if config.warm_up_steps(experiment):
         if not session.directory.warmup.exists():
             engine.add("learner", WarmUp, session)  # with the learner's cores and accelerators
             return language
@@ -155,7 +155,7 @@ def make_learner(session: Session) -> Any:
 
 
 def _with_ports(session: Session) -> Session:
-    """The run with the ports that were asked for, or free ones in place of 0. Raises UsageError if one is in use."""
+    """Return the session with free ports in place of 0. Raise UsageError if a port that was asked for is in use."""
     config, found = session.topology_config, {}
     with contextlib.ExitStack() as opened:
         for name in ("service_port", "policy_port"):

@@ -107,7 +107,7 @@ class Environment:
         self._incarnation = next_incarnation(session.path / "environments" / f"{rank}.incarnation")
         env_cls = env_class(session.experiment.env)
         self._metrics = RecentMetrics()
-        self._env = env_cls(env_config(env_cls, session, rank, self._incarnation), [model_server(session)])
+        self._env = env_cls(env_config(env_cls, session, rank, self._incarnation), [api_server_config(session)])
         self._env.tracker = self._metrics  # receives the rows of `wandb_log`
         self._serving = ServeLoop(self._env)
         self._lock = threading.Lock()
@@ -199,7 +199,7 @@ class WarmUp:
         """Return once the weights are written, or after `stop()`, which writes nothing."""
         session, directory = self._session, self._session.directory
         env_cls = env_class(session.experiment.env)
-        env = env_cls(env_config(env_cls, session), [model_server(session)])
+        env = env_cls(env_config(env_cls, session), [api_server_config(session)])
         tokenizer = load_tokenizer(session.topology_config.tokenizer_name(session.experiment.agent_config))
 
         def demonstrations(source: random.Random, count: int) -> Sequence[tuple[str, str]]:  # before each update
@@ -287,7 +287,7 @@ async def _advance() -> None:
         await asyncio.sleep(1.0)
 
 
-def model_server(session: Session) -> APIServerConfig:
+def api_server_config(session: Session) -> APIServerConfig:
     """How to ask the policy server of a run."""
     return APIServerConfig(
         base_url=f"{session.topology_config.policy_url}/v1",

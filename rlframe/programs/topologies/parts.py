@@ -1,4 +1,8 @@
-"""The calls that topologies of games are made of: each makes one object of the design from an experiment."""
+"""Parts of the topologies of games: each function makes one object, or its options, from an experiment.
+
+`make_pool` and `env_builder` are for environments, `make_agent` for the agent with its network and normalization,
+`inferencer_config`, `learner_config` and `actor_options` for the nodes, `add_replay` for the replay.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +90,7 @@ def read_codec(experiment: Experiment) -> Codec | None:
 
 
 def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
-    """The agent of an experiment, its schedules set to end where the experiment does.
+    """Make the agent of an experiment. Its schedules end where the experiment does.
 
     Args:
         experiment: the experiment.
@@ -146,7 +150,7 @@ def inferencer_config(session: Session) -> InferencerConfig:
 
 
 def learner_config(session: Session) -> LearnerConfig:
-    """The options of the Learner of a program: what the experiment counts in environment steps, in learner steps."""
+    """The options of the Learner of a program. Environment steps of the experiment are converted to learner steps."""
     experiment, spec = session.experiment, session.agent.replay_spec
     steps, every = experiment.steps, experiment.checkpoint_every or experiment.steps
     updates = total_learner_steps(spec, steps + every, experiment.num_envs)
@@ -167,7 +171,7 @@ def learner_config(session: Session) -> LearnerConfig:
 
 
 def add_replay(engine: Engine, session: Session) -> Any:
-    """The replay that the experiment asks for: an object, or the handle to a server."""
+    """Make the replay that the experiment asks for. Return an object, or the handle to a server."""
     experiment, kind = session.experiment, session.topology_config.replay_kind
     capacity = replay_capacity(session.agent.replay_spec, experiment)
     if kind == "reverb":
@@ -204,7 +208,9 @@ def add_shared_memory(engine: Engine, session: Session, num_writers: int, capaci
 
 
 def add_service(engine: Engine, session: Session, capacity: int, num_envs: int, rounds: int = ROUNDS_AHEAD) -> Any:
-    """Nodes that hold a replay of `capacity` steps, in equal shares (of a queue each as much): what calls them.
+    """Add nodes that share a replay of `capacity` steps equally (each node of a queue has the whole capacity).
+
+    Return the object that calls them.
 
     Args:
         engine: runs them.
@@ -238,7 +244,7 @@ def add_service(engine: Engine, session: Session, capacity: int, num_envs: int, 
 
 
 def add_reverb(engine: Engine, session: Session, capacity: int, num_envs: int, rounds: int = ROUNDS_AHEAD) -> Any:
-    """A Reverb server of `capacity` steps: the handle to it. Arguments as those of `add_service`."""
+    """Add a Reverb server of `capacity` steps. Return the handle to it. Arguments as those of `add_service`."""
     from rlframe.replay.reverb import ReverbReplayBuffer
 
     experiment, spec = session.experiment, session.agent.replay_spec

@@ -34,7 +34,7 @@ class GameMonitor(Monitor):
 
     def __init__(self, session: Session, learner: Any, actors: list[Any]) -> None:
         super().__init__(session, learner)
-        self._actors = [_Led(actor) for actor in actors]
+        self._actors = [_LimitedActor(actor) for actor in actors]
         self._to_end = [handles.resolve(actor, "actor", deadline=_ENDS_WITHIN, stop=self._stop) for actor in actors]
         self._saved = SavedPolicy(session.agent, session.directory, self._learner)
         self._evaluations = Evaluations(self._experiment, session.agent, self._saved)
@@ -50,7 +50,7 @@ class GameMonitor(Monitor):
         self._evaluations.stop()
 
     def _warn_of_missing_updates(self) -> None:
-        made, num_envs = self._learned["learner_steps"], self._experiment.num_envs
+        made, num_envs = self._learner_stats["learner_steps"], self._experiment.num_envs
         spec = self._session.agent.replay_spec
         warn_if_none(spec, made, self.step, num_envs)
         if spec.samples_per_insert is not None and 0 < made < least_updates(spec, self.step, num_envs):
@@ -62,20 +62,20 @@ class GameMonitor(Monitor):
                 self.step,
             )
 
-    def _took_all(self) -> bool:
+    def _is_done(self) -> bool:
         return self.step >= self._session.until
 
-    def _look(self) -> None:
-        self._lead_actors(math.ceil(max(0, self._session.until - self.step) / len(self._actors)))
-        self._learned = self._ask_learner() or self._learned
+    def _ask_nodes(self) -> None:
+        self._allow_steps(math.ceil(max(0, self._session.until - self.step) / len(self._actors)))
+        self._learner_stats = self._ask_learner() or self._learner_stats
 
-    def _hold(self) -> None:
-        self._lead_actors(0)
+    def _hold_actors(self) -> None:
+        self._allow_steps(0)
 
-    def _lead_actors(self, share: int) -> None:
+    def _allow_steps(self, share: int) -> None:
         for actor in self._actors:
-            if (said := actor.lead(share)) is not None:
-                self._progress.counts.add(said)
+            if (stats := actor.allow(share)) is not None:
+                self._progress.counts.add(stats)
 
     def _evaluate(self, *, final: bool) -> Logs:
         self._saved.update(self._stop)
@@ -88,10 +88,12 @@ class GameMonitor(Monitor):
                 actor.stop_and_close()
 
     def _result(self, rows: RowWriter, evaluation: Logs | None, stopped_by: str) -> Result:
-        return rows.result(self.step, self._learned, evaluation, stopped_by, evaluation_error=self._evaluation_error)
+        return rows.result(
+            self.step, self._learner_stats, evaluation, stopped_by, evaluation_error=self._evaluation_error
+        )
 
 
-class _Led:
+class _LimitedActor:
     """An actor whose number of steps the monitor limits: without a monitor it stops at the last limit.
 
     Args:
@@ -99,12 +101,12 @@ class _Led:
     """
 
     def __init__(self, actor: Any) -> None:
-        self._allow = handles.Poll(handles.resolve(actor, "actor"), "allow")
+        self._poll_allow = handles.Poll(handles.resolve(actor, "actor"), "allow")
         self._incarnation, self._env_steps = -1, 0.0  # as reported last
 
-    def lead(self, share: int) -> dict[str, Any] | None:
+    def allow(self, share: int) -> dict[str, Any] | None:
         """Allow it so many steps beyond those it has reported. Return its stats if it has answered."""
-        stats = self._allow(self._incarnation, self._env_steps + share)
+        stats = self._poll_allow(self._incarnation, self._env_steps + share)
         if stats is not None:
             self._incarnation, self._env_steps = stats["incarnation"], stats["env_steps"]
         return stats

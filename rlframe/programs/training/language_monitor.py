@@ -37,19 +37,19 @@ class LanguageMonitor(Monitor):
         asked = [found(each, "environment") for each in environments]
         self._ask_environments = [handles.Poll(each, "stats") for each in asked]
         self._evaluator = asked[0]
-        self._learned = {"learner_steps": 0, "params_version": 0}
-        self._served: dict[str, Any] = {}  # the policy server's newest stats
-        self._collected: dict[int, dict[str, float]] = {}  # the environments' newest metrics, by rank
+        self._learner_stats = {"learner_steps": 0, "params_version": 0}
+        self._policy_stats: dict[str, Any] = {}  # the policy server's newest stats
+        self._env_metrics: dict[int, dict[str, float]] = {}  # the environments' newest metrics, by rank
         self._row_tokens = 0.0
-        self._warmup_steps = session.topology_config.steps_before(session.experiment)
+        self._warm_up_steps = session.topology_config.warm_up_steps(session.experiment)
 
     @property
     def step(self) -> int:
         """Learner steps so far, with those of the warm-up."""
-        return int(self._learned["learner_steps"]) + self._warmup_steps
+        return int(self._learner_stats["learner_steps"]) + self._warm_up_steps
 
     def _begin(self) -> None:
-        self._learned = self._learner.stats()
+        self._learner_stats = self._learner.stats()
 
     def _evaluations_due(self) -> Schedule:
         schedule = super()._evaluations_due()
@@ -57,15 +57,15 @@ class LanguageMonitor(Monitor):
             schedule.due = self.step  # before the first update, too
         return schedule
 
-    def _took_all(self) -> bool:
-        return self._learned["learner_steps"] >= self._session.until
+    def _is_done(self) -> bool:
+        return self._learner_stats["learner_steps"] >= self._session.until
 
-    def _look(self) -> None:
-        self._learned = self._ask_learner() or self._learned
-        self._served = self._ask_policy() or self._served
+    def _ask_nodes(self) -> None:
+        self._learner_stats = self._ask_learner() or self._learner_stats
+        self._policy_stats = self._ask_policy() or self._policy_stats
         for ask in self._ask_environments:
             if (stats := ask()) is not None:
-                self._collected[stats["rank"]] = stats["metrics"]
+                self._env_metrics[stats["rank"]] = stats["metrics"]
 
     def _evaluate(self, *, final: bool) -> Logs:
         self._wait_for_policy()
@@ -77,7 +77,10 @@ class LanguageMonitor(Monitor):
     def _wait_for_policy(self) -> None:
         """Wait until the policy server has the last version of a learner that has finished."""
         deadline = time.monotonic() + _REFRESH_WITHIN
-        while self._learned.get("finished") and self._policy.stats()["version"] < self._learned["params_version"]:
+        while (
+            self._learner_stats.get("finished")
+            and self._policy.stats()["version"] < self._learner_stats["params_version"]
+        ):
             if time.monotonic() > deadline:
                 raise PeerError(
                     f"The policy server had not taken over the learner's last version within {_REFRESH_WITHIN:g} s."
@@ -108,14 +111,14 @@ class LanguageMonitor(Monitor):
         values = super()._values()
         if "reward" in values:
             values["episode_return"], values["episode_length"] = values["reward"], values.get("length", math.nan)
-        tokens = self._learned.get("replay_steps", 0.0)
+        tokens = self._learner_stats.get("replay_steps", 0.0)
         assert self._rows is not None
         values["tokens_per_second"] = max(0.0, tokens - self._row_tokens) / self._rows.seconds
         self._row_tokens = tokens
-        for rank, metrics in self._collected.items():
+        for rank, metrics in self._env_metrics.items():
             prefix = f"env_{rank}/" if len(self._ask_environments) > 1 else ""
             values.update({f"{prefix}{name}": value for name, value in metrics.items()})
-        return {**values, **{f"policy_{name}": value for name, value in self._served.items()}}
+        return {**values, **{f"policy_{name}": value for name, value in self._policy_stats.items()}}
 
     def _evaluation_row(self, values: Logs) -> dict[str, Any]:
         return {"return_mean": _first_value(values), **values, "wall_seconds": time.time() - self._session.began}
@@ -123,8 +126,8 @@ class LanguageMonitor(Monitor):
     def _result(self, rows: RowWriter, evaluation: Logs | None, stopped_by: str) -> Result:
         sequences = self._experiment.agent_config.batch_size
         return rows.result(
-            self._learned["learner_steps"] * sequences,
-            self._learned,
+            self._learner_stats["learner_steps"] * sequences,
+            self._learner_stats,
             {"return_mean": _first_value(evaluation)} if evaluation else None,
             stopped_by,
             steps_per_row_step=sequences,

@@ -148,7 +148,7 @@ class TrainingLoop:
     def _to_end(self) -> Logs | None:
         """Returns the evaluation; None where it was told to stop, or that none is wanted."""
         profile = self._session.profile
-        self._rows.note(self._first_step)
+        self._rows.note_step(self._first_step)
         try:
             with contextlib.nullcontext() if profile is None else profile.measures(self):
                 self._loop(self._session.until)
@@ -157,8 +157,8 @@ class TrainingLoop:
             raise
         if self._stop.number is None:
             is_over = self.actor.env_steps >= self._session.until
-            self._stopped_by = self._session.last_step_is if is_over else self._ending.by or "interrupt"
-        self._rows.note(self.actor.env_steps)
+            self._stopped_by = self._session.last_step_reason if is_over else self._ending.by or "interrupt"
+        self._rows.note_step(self.actor.env_steps)
         self._write_row()
         if self._stop.is_repeated:
             raise KeyboardInterrupt
@@ -206,7 +206,7 @@ class TrainingLoop:
             self._evaluate(final=False)
         if self._checkpoints_due.is_due(now):
             self._save(final=False)
-        self._rows.leave_out(time.monotonic() - began)
+        self._rows.exclude(time.monotonic() - began)
 
     def _write_row(self) -> None:
         self._counts.add(self.actor.stats())

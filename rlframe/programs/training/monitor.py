@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 
 Evaluation = futures.Future[tuple[Logs | None, str | None]]  # of what `try_evaluation` returns
 
-LOOK_EVERY = 0.1  # seconds between two looks at the nodes
-_LOOKING = Phase("looking at the others", 300.0)
+ASK_EVERY = 0.1  # seconds between two rounds of questions to the nodes
+_ASKING = Phase("looking at the others", 300.0)
 _FINISH_WITHIN = 3600.0  # seconds that the learner has for its last update and checkpoint, or to come back for them
 
 
@@ -49,7 +49,7 @@ class Monitor(abc.ABC):
         self._learner = handles.resolve(learner, "learner", deadline=session.peer_deadline, stop=self._stop)
         self._ask_learner = handles.Poll(self._learner, "stats")
         self._tell_learner = handles.Poll(self._learner, "finish")
-        self._learned: dict[str, Any] = {}  # the learner's newest stats; one that has just restarted knows nothing
+        self._learner_stats: dict[str, Any] = {}  # the newest; one that has just restarted has none
         self._progress = Progress(session.directory.progress, session.session_id)
         self._ending = Ending(session, self._progress.ended)
         self._rows: RowWriter | None = None
@@ -92,11 +92,11 @@ class Monitor(abc.ABC):
         """Steps so far, with those of earlier sessions, in the unit of the logs."""
 
     @abc.abstractmethod
-    def _look(self) -> None:
+    def _ask_nodes(self) -> None:
         """Ask every node for its progress, without waiting for answers."""
 
     @abc.abstractmethod
-    def _took_all(self) -> bool:
+    def _is_done(self) -> bool:
         """Return True once the session's last step was taken."""
 
     @abc.abstractmethod
@@ -111,9 +111,9 @@ class Monitor(abc.ABC):
         """How the session ended."""
 
     def _begin(self) -> None:  # noqa: B027
-        """Prepare for the first look."""
+        """Prepare for the first questions."""
 
-    def _hold(self) -> None:  # noqa: B027
+    def _hold_actors(self) -> None:  # noqa: B027
         """Keep nodes from collecting more, once the session ends. Call it repeatedly: it never waits."""
 
     def _warn_of_missing_updates(self) -> None:  # noqa: B027
@@ -121,7 +121,7 @@ class Monitor(abc.ABC):
 
     def _values(self) -> dict[str, Any]:
         """Return the values of a row beside the counts."""
-        return {name: value for name, value in self._learned.items() if name != "finished"}
+        return {name: value for name, value in self._learner_stats.items() if name != "finished"}
 
     def _evaluations_due(self) -> Schedule:
         """Return when to evaluate. An evaluation that was due when the monitor was killed is due still."""
@@ -134,15 +134,15 @@ class Monitor(abc.ABC):
         """Return why the session ends, as `Result.stopped_by`; None if it was stopped first."""
         at_start = self.step
         rows_due, evaluations_due = Schedule(self._experiment.row_every, at_start), self._evaluations_due()
-        while not self._stop.wait(LOOK_EVERY):
-            with _LOOKING:
-                self._look()
+        while not self._stop.wait(ASK_EVERY):
+            with _ASKING:
+                self._ask_nodes()
             now = self.step
             if now > at_start:
-                rows.note(now)
-            if self._took_all():
-                return self._session.last_step_is
-            if self._ending.is_due(self._learned.get("learner_steps", 0)):
+                rows.note_step(now)
+            if self._is_done():
+                return self._session.last_step_reason
+            if self._ending.is_due(self._learner_stats.get("learner_steps", 0)):
                 self._progress.ended = self._ending.by  # before the learner is told: this node may be restarted
                 self._progress.try_to_save()
                 return self._ending.by
@@ -153,13 +153,13 @@ class Monitor(abc.ABC):
                     self._begin_evaluation(final=False)
             elif self._evaluation.done():
                 self._write_evaluation(rows, self._evaluation)
-        self._look()
+        self._ask_nodes()
         self._write_row(rows)
         return None
 
     def _finish(self, rows: RowWriter) -> Logs | None:
         """Let the learner finish, then evaluate its last policy. None if no evaluation is wanted, or if it failed."""
-        self._learned = finish(self._learner, self._stop, self._hold)
+        self._learner_stats = finish(self._learner, self._stop, self._hold_actors)
         self._write_row(rows)
         if not self._ending.evaluates:
             return None
@@ -170,8 +170,11 @@ class Monitor(abc.ABC):
             return None
         while True:
             evaluation = self._wait_for(self._begin_evaluation(final=True))
-            evaluated, self._learned = self._learned, finish(self._learner, self._stop, self._hold)
-            if self._learned["learner_steps"] == evaluated["learner_steps"]:
+            evaluated, self._learner_stats = (
+                self._learner_stats,
+                finish(self._learner, self._stop, self._hold_actors),
+            )
+            if self._learner_stats["learner_steps"] == evaluated["learner_steps"]:
                 values, self._evaluation_error = self._write_evaluation(rows, evaluation)
                 return values
             _log.warning("The learner came back during the evaluation, and learned on: its end is evaluated again.")
@@ -185,12 +188,12 @@ class Monitor(abc.ABC):
     def _wait_for(self, evaluation: Evaluation) -> Evaluation:
         while not evaluation.done():
             self._tell_learner()  # again: a restarted learner would continue to learn
-            self._hold()
+            self._hold_actors()
             self._pause("the final policy was evaluated")
         return evaluation
 
     def _pause(self, until: str) -> None:
-        if self._stop.wait(LOOK_EVERY):
+        if self._stop.wait(ASK_EVERY):
             raise StoppedError(f"Told to stop before {until}.")
 
     def _write_row(self, rows: RowWriter) -> None:
@@ -237,7 +240,7 @@ def finish(learner: Any, stop: threading.Event, meanwhile: Callable[[], None]) -
         learner.finish()
         if time.monotonic() > deadline:
             raise PeerError(f"The learner had not finished {_FINISH_WITHIN:g} s after it was told to.")
-        if stop.wait(LOOK_EVERY):
+        if stop.wait(ASK_EVERY):
             raise StoppedError("Told to stop before the learner had finished.")
         meanwhile()
     return stats

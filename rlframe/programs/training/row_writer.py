@@ -39,12 +39,12 @@ class RowWriter:
         self._first: tuple[float, int] | None = None  # time and step at which training was first seen to advance
         self._last = (0.0, 0)
 
-    def note(self, step: int) -> None:
+    def note_step(self, step: int) -> None:
         """Take the step of training now. Its speed is measured from the first note to the last."""
         self._last = time.monotonic(), step
         self._first = self._first or self._last
 
-    def leave_out(self, seconds: float) -> None:
+    def exclude(self, seconds: float) -> None:
         """Exclude time that was not training (an evaluation, a checkpoint) from the speed."""
         self._rows.began += seconds
         if self._first is not None:
