@@ -72,7 +72,7 @@ class Evaluator:
         return self._env.num_envs
 
     def evaluate(self) -> Logs:
-        """Plays the episodes, all by the version of the parameters that is the newest when it starts.
+        """Play the episodes, all by the version of the parameters that is the newest at the start.
 
         Returns:
             `return_mean`, `return_std`, `length_mean`, `episodes`, `params_version` and `returns`
@@ -134,9 +134,9 @@ class Evaluator:
         )
 
     def stop(self) -> None:
-        """Ends `evaluate`, now or later. Any thread may call it."""
+        """End `evaluate`, now or later. Any thread may call it."""
         self._stop.set()
 
     def close(self) -> None:
-        """Closes the environments."""
+        """Close the environments."""
         self._env.close()

@@ -228,7 +228,14 @@ def _cores_left(groups: Mapping[str, int]) -> int:
 
 
 def node_status(name: str, incarnation: int, pid: int | None, state: str = "BUSY") -> dict[str, Any]:
-    """The node `actor/0`, restarted `incarnation` times, in the form of a worker in `Coordinator.status`."""
+    """Return the row of a node in `rlframe status`, with the keys that the workers of elastic have.
+
+    Args:
+        name: of the node: `actor/0`.
+        incarnation: number of its restarts.
+        pid: of its process.
+        state: a `WorkerState` (`rlframe.coordinator.core.states`).
+    """
     role, _, index = name.partition("/")
     return {
         "worker_id": name,

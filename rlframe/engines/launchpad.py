@@ -153,7 +153,7 @@ def launch(
 
 
 def run_node(pickled: bytes) -> None:
-    """Runs a node in its process, with Launchpad made ready for it."""
+    """Run a node in its process, with Launchpad made ready for it."""
     with STARTING:
         import cloudpickle
         from absl import flags
@@ -167,7 +167,7 @@ def run_node(pickled: bytes) -> None:
 
 
 def _pickled(program: Any, ports: Mapping[str, int]) -> dict[str, list[bytes]]:
-    """Prepares the nodes as `lp.launch` does, and pickles what each runs, by group."""
+    """Prepare the nodes as `lp.launch` does. Return, by group, the pickled function of each."""
     from absl import flags
     from launchpad import context  # which defines the flags
     from launchpad.launch import serialization
@@ -192,9 +192,9 @@ def _pickled(program: Any, ports: Mapping[str, int]) -> dict[str, list[bytes]]:
 
 
 def _open_ports(program: Any) -> str:
-    """The nodes of a program whose addresses are bound, with their ports: "learner (port 1), actor (ports 2, 3)".
+    """Return the nodes of a program that listen, with their ports: "learner (port 1), actor (ports 2, 3)".
 
-    Empty where no node listens.
+    The text is empty if no node listens.
     """
     listed = []
     for label, group in program.groups.items():
@@ -211,5 +211,5 @@ class KnownAddress:
     address: str  # "host:port"
 
     def build(self) -> str:
-        """Returns the address."""
+        """Return the address."""
         return self.address

@@ -66,7 +66,7 @@ def set_up(node: str) -> None:
 
 
 def log_file(logs: pathlib.Path, node: str) -> pathlib.Path:
-    """The path of `actor-0.log` for the node `actor/0`."""
+    """Return the path of `actor-0.log` for the node `actor/0`."""
     return logs / f"{node.replace('/', '-')}.log"
 
 

@@ -67,7 +67,7 @@ class RayEngine(ServedEngine):
             return supervisor.run()
 
     def _program_nodes(self, end_program: Callable[[], None]) -> Iterator[SupervisedNode]:
-        """The nodes, and what each is to have of the cluster."""
+        """Yield the nodes, each with its share of the cluster."""
         groups = self.groups
         rules_of = rules_by_group(groups, self._options)
         pickled = {

@@ -35,5 +35,5 @@ class CheckpointedReverbNode(lp.ReverbNode):
         self._make = functools.partial(ReverbServer, tables, path, seconds=seconds, at_end=at_end)
 
     def run(self) -> None:
-        """Serves, and saves, until the program ends."""
+        """Serve, and save now and then, until the program ends."""
         self._make(port=lp_address.get_port_from_address(self._address.resolve())).run()

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 class ReverbServer:
     """A server with checkpoints: a server that dies loses the items of the last `seconds`, or little more.
 
-    It listens on all interfaces, and asks nobody who is calling.
+    It listens on all interfaces, without authentication.
 
     Args:
         tables: makes the tables, as `ReverbReplayBuffer.tables(agent)` does.
@@ -53,13 +53,13 @@ class ReverbServer:
         self._server = reverb.Server(tables(), port, checkpointer)
 
     def run(self) -> None:
-        """Saves now and then, until the program ends or `stop` is called, and once more then."""
+        """Save now and then, until the program ends or `stop` is called, and once more then."""
         write = functools.partial(_save, self._server.localhost_client(), self._directory)
         with stopped_by_program(self.stop):
             save_now_and_then(write, self._stop, self._seconds, self._at_end)
 
     def stop(self) -> None:
-        """Ends `run`."""
+        """End `run`."""
         self._stop.set()
 
 
@@ -74,7 +74,7 @@ def _save(client: Any, directory: pathlib.Path) -> None:
 
 
 def _remove_unfinished(directory: pathlib.Path) -> None:
-    """Removes checkpoints that were cut off: Reverb leaves them alone, for ever."""
+    """Remove checkpoints that were cut off: Reverb never removes them."""
     for path in directory.iterdir():
         if path.is_dir() and not (path / "DONE").exists():
             shutil.rmtree(path)

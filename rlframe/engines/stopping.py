@@ -12,7 +12,7 @@ from types import FrameType
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """The signals that stop a run. SIGHUP is one, unless it is ignored, which is what `nohup` is for."""
+    """Return the signals that stop a run. SIGHUP is one of them, unless it is ignored, as under `nohup`."""
     stops = (signal.SIGINT, signal.SIGTERM)
     return stops if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (*stops, signal.SIGHUP)
 

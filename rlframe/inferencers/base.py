@@ -17,18 +17,18 @@ from rlframe.types import AgentOutput, AgentState, TimeStep
 class Inference(Protocol):
     """Answers timesteps with actions: an Inferencer, a handle to one, or an object of your own.
 
-    The recurrent state travels with the call, so any of several may answer for any environment, a call may be
-    repeated, and one that is restarted has lost nothing.
+    The recurrent state travels with the call. So any of several inferencers may answer for any environment, a call may
+    be repeated, and an inferencer that is restarted has lost nothing.
 
-    Only what needs them asks for more: `wait_for_version`, as of a `ParamSource`, an Actor of an on-policy agent;
-    `specs()`, an Actor whose replay is on another node; `refresh()`, an Evaluator, before it begins.
+    Some callers need more methods: an Actor of an on-policy agent `wait_for_version`, as a `ParamSource` has it; an
+    Actor whose replay is on another node `specs()`; an Evaluator `refresh()`, before it begins.
     """
 
     def inference(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> tuple[AgentOutput, AgentState]:
-        """(output, next state) for `env_ids` [B] at `timestep` [B, ...] in `state` [B, ...]."""
+        """Return (output, next state) for `env_ids` [B] at `timestep` [B, ...] in `state` [B, ...]."""
 
     def initial_state(self, batch_size: int) -> AgentState:
-        """The recurrent state at FIRST, a tree of [batch_size, ...]; `()` where there is none."""
+        """Return the recurrent state at FIRST, a tree of [batch_size, ...]; `()` if there is none."""
 
 
 def as_inference(target: Any) -> Any:

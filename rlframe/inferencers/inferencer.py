@@ -115,7 +115,7 @@ class Inferencer:
         return self._agent
 
     def specs(self) -> AgentSpecs:
-        """(replay_spec, step_spec) of the agent: what an Actor that has no agent builds its side of a replay from."""
+        """Return (replay_spec, step_spec) of the agent. An Actor makes its side of a replay from these."""
         return AgentSpecs(self._agent.replay_spec, self._agent.step_spec)
 
     @property
@@ -124,7 +124,7 @@ class Inferencer:
         return self._acting[0]
 
     def initial_state(self, batch_size: int) -> AgentState:
-        """The agent's recurrent state at FIRST, as numpy: a tree of [batch_size, ...]."""
+        """Return the agent's recurrent state at FIRST, as numpy: a tree of [batch_size, ...]."""
         return jax.tree.map(np.asarray, self._agent.initial_state(batch_size))
 
     def inference(

@@ -17,12 +17,20 @@ import weakref
 
 from rlframe.interprocess.phases import STARTING, ThreadProgress, complaint
 
+VARIABLE = "RLFRAME_HEARTBEAT"  # "DESCRIPTOR:SECONDS", of the page and between two beats
+TIMEOUT = 30.0  # seconds without a heartbeat after which a process counts as hung
+_STARTING = 4.0  # times as long for one that starts: libraries that it loads may hold the interpreter for seconds
+_SHARE, _MOST = 0.1, 1.0  # of the timeout from beat to beat and from look to look; seconds at most
+_watched = threading.Event()  # set if another process watches this one
+# The number of the beat; of the phase that is nearest to its deadline: seconds without progress and allowed, name.
+_PAGE = struct.Struct("=qdd64s")
+
 
 class Clock:
-    """Seconds since the epoch by which others are judged: it rises while this process looks at them.
+    """Seconds since the epoch, less the time in which this process could not look at others.
 
-    Where this process was stopped, or its machine was, the clock was too: that nobody was heard meanwhile is nobody's
-    fault.
+    If this process or its machine was stopped, so was the clock. Otherwise every process that it watches would seem to
+    have been silent meanwhile.
 
     Args:
         longest: seconds between two ticks that may pass.
@@ -37,23 +45,11 @@ class Clock:
         return self._offset + time.monotonic()
 
     def tick(self) -> float:
-        """This process looks, or listens. Returns the time."""
+        """Note that this process runs. Return the time."""
         now = time.monotonic()
         self._offset -= max(now - self._ticked - self._longest, 0.0)
         self._ticked = now
         return self._offset + now
-
-
-VARIABLE = "RLFRAME_HEARTBEAT"  # "DESCRIPTOR:SECONDS", of the page and between two beats
-
-TIMEOUT = 30.0  # seconds without a heartbeat after which a process counts as hung
-_STARTING = 4.0  # times as long for one that starts: libraries that it loads may hold the interpreter for seconds
-_SHARE, _MOST = 0.1, 1.0  # of the timeout from beat to beat and from look to look; seconds at most
-
-_watched = threading.Event()  # this process is
-
-# The number of the beat; of the phase that is nearest to its deadline: seconds without progress and allowed, name.
-_PAGE = struct.Struct("=qdd64s")
 
 
 def interval_of(timeout: float) -> float:
@@ -145,7 +141,7 @@ class HeartbeatSender:
         self._is_told = False
 
     def run(self) -> None:
-        """Beats for ever. The thread needs the interpreter, as all that the process does."""
+        """Beat for ever. The thread needs the interpreter: a process that blocks it stops beating."""
         while True:
             self.beat(self._clock.tick())
             time.sleep(self._interval)

@@ -37,6 +37,9 @@ from rlframe.interprocess.processes import ProcessId, this_process
 
 _GUARD = "import sys; sys.path += {!r}; from rlframe.interprocess.launchpad_guard import main; main()"
 _LONGEST_REASON = 1000  # characters
+_WAITS = "rlframe: waits for lp.launch to start nodes"  # a thread
+_LAUNCHES_WITHIN = 60.0  # seconds from the pickling of a node to the start of nodes
+_LOOK = 0.1  # seconds
 
 _has_guard = False
 
@@ -123,11 +126,6 @@ class _Report:
                 os.write(self._descriptor, text.encode(errors="replace"))
                 os.close(self._descriptor)
             self._descriptor = -1
-
-
-_WAITS = "rlframe: waits for lp.launch to start nodes"  # a thread
-_LAUNCHES_WITHIN = 60.0  # seconds from the pickling of a node to the start of nodes
-_LOOK = 0.1  # seconds
 
 
 def register(kind: Any) -> None:

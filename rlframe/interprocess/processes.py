@@ -34,7 +34,7 @@ class ProcessId(NamedTuple):
 
 
 def this_process() -> ProcessId:
-    """This one."""
+    """Return this process."""
     return _of_this(os.getpid())
 
 

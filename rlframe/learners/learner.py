@@ -50,10 +50,10 @@ class Learner:
         replay_buffer: where `run()` takes its batches and where priorities go: a `ReplayReader` in this process, or a
             `reverb.Client`.
         logger: anything with `write(step, values)`, used by `run()`; None logs nothing.
-        may_write: called before anything is written under `cfg.checkpoint_dir`: what it raises is raised, and nothing
-            is written. For a learner whose successor may be writing there already; None: it always may.
-        above_version: the first version that is published is above it. For a learner that follows another one whose
-            versions somebody knows, but which left no checkpoint.
+        may_write: called before anything is written under `cfg.checkpoint_dir`. If it raises, nothing is written. For a
+            learner whose successor may be writing there already; None: it always may.
+        above_version: the first version that is published is above it. For the successor of a learner that published
+            versions, but left no checkpoint.
 
     Attributes:
         learner_steps: updates done since the run began, the resumed ones included.
@@ -134,12 +134,12 @@ class Learner:
         return self._publication.version
 
     def step(self, batch: Batch | None, *others: Any) -> Logs | None:
-        """One update from `batch`; does nothing and returns None where there is none.
+        """Do one update from `batch`. If it is None, do nothing and return None.
 
         Returns:
-            The agent's logs (device scalars, fetched when they are read), and `staleness`: how many
-            versions old the batch's items are, on average. None, too, for a batch that is older than the replay's
-            `max_staleness` allows: it is dropped.
+            The agent's logs (device scalars, fetched when they are read), and `staleness`: how many versions old the
+            batch's items are, on average. Also None if the batch is older than the replay's `max_staleness` allows: it
+            is dropped.
 
         Raises:
             NonFiniteLossError: the loss or a parameter was NaN or infinite after the update before this one. Actors

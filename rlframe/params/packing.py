@@ -151,7 +151,7 @@ class PackedParams:
         return cls(packing, packing.pack_numpy(tree))
 
     def unpack(self) -> Tree:
-        """The tree, of numpy arrays."""
+        """Return the tree, of numpy arrays."""
         return self.packing.unpack_numpy(self.arrays)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -153,7 +153,7 @@ class FrameStore:
         return {"ids": ids, "frames": frames, "counters": counters}
 
     def set_extra(self, extra: dict[str, np.ndarray]) -> None:
-        """The inverse of `extra`."""
+        """Restore the result of `extra`."""
         self._aside = dict(zip(extra["ids"].tolist(), extra["frames"]))
         self._next_aside, self._sweep_at, self.rows_seen, self.rows_aside = extra["counters"].tolist()
 

@@ -81,7 +81,7 @@ class Transitions(_Items):
         self._late_gamma = self._n == 1
 
     def open(self, index: Index, step_type: np.ndarray) -> None:
-        """A timestep starts a fragment: nothing to keep of it."""
+        """Begin a fragment in the slots `index`: nothing to store."""
 
     def discard(self, writer: Fragments, envs: np.ndarray) -> None:
         """Forget the open fragments of `envs`: none of their starts is in this episode any more."""
@@ -201,7 +201,7 @@ class Sequences(_Items):
         self.period, self.history = item.period, -(-item.length // item.period)
 
     def open(self, index: Index, step_type: np.ndarray) -> None:
-        """A timestep starts a fragment."""
+        """Begin a fragment in the slots `index`: store the type of its first timestep."""
         self._columns["step_type"][index] = step_type
 
     def discard(self, writer: Fragments, envs: np.ndarray) -> None:

@@ -70,7 +70,7 @@ class RateLimiter:
         return count if count and self.may_sample(count, size, inserted, sampled) else 0
 
     def ahead(self, inserted: int, sampled: int) -> float:
-        """Samples by which the inserts are ahead of the ratio; 0 if there is none."""
+        """Return the samples by which the inserts are ahead of the ratio; 0 if there is no ratio."""
         return 0.0 if self.ratio is None else self.ratio * (inserted - self._min_size) - sampled
 
     def may_sample(self, batch_size: int, size: int, inserted: int, sampled: int) -> bool:

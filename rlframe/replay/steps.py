@@ -23,6 +23,7 @@ from rlframe.types import AgentSpecs, Batch, ReplaySpec, Sequence, Step, StepSpe
 
 _CHUNK = 1024  # timesteps that are given up at once
 _IN_TABLE = 1 + 2 * 8  # bytes per slot: whether an item starts there, and the table's entries
+_SLOWER = 8  # an environment may be so many times slower than its actor's others without losing its open items
 
 
 class StepStore:
@@ -255,9 +256,6 @@ def check_room(spec: ReplaySpec, slots: int, chunk: int, all_envs: int) -> None:
             f"The replay buffer keeps {slots - chunk} timesteps, but {all_envs} environments need "
             f"{needed(spec, all_envs)} for one item each. Give it a capacity of at least {needed(spec, all_envs)}."
         )
-
-
-_SLOWER = 8  # an environment may be so many times slower than its actor's others without losing its open items
 
 
 class ItemAssembler:

@@ -63,11 +63,11 @@ class ItemTable(abc.ABC):
 
     @abc.abstractmethod
     def _push(self, starts: np.ndarray) -> None:
-        """The living items `starts` are new."""
+        """Note the items `starts`, which are new and not gone."""
 
     @abc.abstractmethod
     def _push_block(self, first: int, index: Index, count: int, mask: np.ndarray | None, shared: bool) -> None:
-        """The living items of `append_block` are new."""
+        """Note the items of `append_block`, which are new and not gone."""
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Return (starts [count] int64, probabilities [count] float32) of items; there must be some."""
@@ -116,7 +116,7 @@ class ItemTable(abc.ABC):
         return {key: getattr(self, key) for key in self._scalars}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`."""
+        """Restore the result of `state`."""
         for key in self._scalars:
             setattr(self, key, state[key])
 
@@ -349,7 +349,7 @@ class PrioritisedTable(ItemTable):
         return self._tree.leaves.take(self._timeline.slots_of(numbers))
 
     def set_leaves(self, numbers: np.ndarray, leaves: np.ndarray) -> None:
-        """The inverse of `leaves`, of items that are there."""
+        """Set the weights of the items `numbers`, which are there."""
         self._tree.set(self._timeline.slots_of(numbers), leaves)
 
     def arrays(self) -> dict[str, np.ndarray]:

@@ -136,7 +136,7 @@ class TreeStore:
         return arrays
 
     def extra(self) -> dict[str, np.ndarray]:
-        """Small arrays whose sizes vary."""
+        """Return small arrays whose sizes vary."""
         return {
             f"{store.leaf.name} {name}": array
             for store in self._frames.values()
@@ -144,7 +144,7 @@ class TreeStore:
         }
 
     def set_extra(self, extra: dict[str, np.ndarray]) -> None:
-        """The inverse of `extra`."""
+        """Restore the result of `extra`."""
         for store in self._frames.values():
             prefix = f"{store.leaf.name} "
             store.set_extra({key[len(prefix) :]: value for key, value in extra.items() if key.startswith(prefix)})

@@ -57,7 +57,7 @@ class RayCluster:
     def place(
         self, hosted: HostedNode, cpus: float, gpus: float, is_bound: bool, end_program: Callable[[], None]
     ) -> RayNode:
-        """A node as it may be started.
+        """Return a node that can be started.
 
         Args:
             hosted: the node.
@@ -71,14 +71,14 @@ class RayCluster:
         return RayNode(hosted, options, self._hosts, self._others, end_program)
 
     def cpus(self, nodes: int, is_bound: bool) -> float:
-        """CPUs for each of so many nodes: one, or its share where there are fewer."""
+        """Return the CPUs for each of so many nodes: one, or its share if there are fewer."""
         total = sum(
             there.get("CPU", 0.0) for name, there in self._resources() if not is_bound or name == self._ray_node
         )
         return 1.0 if total >= nodes else int(1000 * total / nodes) / 1000
 
     def gpus(self, nodes: int) -> float:
-        """Accelerators for each of so many nodes: its share of what the best Ray node has."""
+        """Return the accelerators for each of so many nodes: its share of those of the best Ray node."""
         most = max((there.get("GPU", 0.0) for _, there in self._resources()), default=0.0)
         if nodes == 0:
             return 0.0
@@ -90,8 +90,8 @@ class RayCluster:
 
 @contextlib.contextmanager
 def _connected_to_ray(address: str | None) -> Iterator[None]:
-    """Connects to a cluster, or starts a Ray of its own on this machine, which ends with this process at the latest."""
-    if ray.is_initialized():  # by who made the engine, and whose it is
+    """Connect to a cluster, or start a Ray on this machine, which ends with this process at the latest."""
+    if ray.is_initialized():  # by the caller, who also ends it
         yield
         return
     with contextlib.ExitStack() as opened:

@@ -36,7 +36,7 @@ from rlframe.user_directories import import_path
 with extras.needed("--engine ray", "ray"):
     import ray
 
-LONGEST_LOOK = 0.5  # seconds that `NodeHost.watch` waits for something to say
+LONGEST_LOOK = 0.5  # seconds that `NodeHost.watch` waits for a change
 
 _LINES = 10_000  # that are kept until they are fetched
 _CALLS = 32  # that are passed on to the node at a time
@@ -118,7 +118,7 @@ class NodeHost:
 
     @ray.method(concurrency_group="watch")
     def watch(self, count: int, others: Handles) -> Seen:
-        """Waits a little for something to say.
+        """Wait a little for a change, and return the state of the node.
 
         Args:
             count: of the lines that have been fetched.
@@ -137,7 +137,7 @@ class NodeHost:
 
     @ray.method(concurrency_group="signal")
     def send(self, number: int) -> None:
-        """Signals the node: see `RunningNode`."""
+        """Signal the node: see `RunningNode`."""
         self._node.send(number)
 
     @ray.method(concurrency_group="signal")
@@ -147,7 +147,7 @@ class NodeHost:
 
     @ray.method(concurrency_group="call")
     def call(self, packed: Parts) -> Parts | str:
-        """Passes a call on to the node; the answer as it comes, or why there is none."""
+        """Pass a call on to the node. Return the packed answer, or a text that says why there is none."""
         try:
             return self._client.exchange(packed)
         except UnavailableError as error:
@@ -192,7 +192,7 @@ class NodeHost:
 
 
 class Relay:
-    """Passes calls of processes of this Ray node on to nodes elsewhere. Made in a process that Ray knows.
+    """Passes calls of processes of this Ray node on to nodes elsewhere. Its own process is a Ray actor or driver.
 
     Args:
         station: where it is found.
@@ -221,7 +221,7 @@ class Relay:
         self._server = SocketServer(methods, f"{station.directory}/{station.relay}")
 
     def close(self) -> None:
-        """Passes nothing on any more."""
+        """Stop: pass no more calls on."""
         self._server.stop()
         self._close()
 
@@ -262,5 +262,5 @@ class Relay:
 
 
 def run_ray_node(pickled: bytes) -> None:
-    """Runs a node in its process, beside its host."""
+    """Run a node in its process, beside its host."""
     run_node(pickled, end=lambda: ask_relay("end_program"))

@@ -56,7 +56,7 @@ class PublishedVersions:
                 self._thread.start()
 
     def close(self) -> None:
-        """The node has ended."""
+        """Stop: the node has ended."""
         self._over = True
 
     def _follow(self) -> None:

@@ -107,7 +107,7 @@ class RunningRayNode(RunningNode):
         on_exit(self)
 
     def _answer(self, reference: Any) -> Seen | None:
-        """None of one that was killed, and says nothing any more."""
+        """Wait for an answer of the actor. Return None if the node was killed, and the actor no longer answers."""
         while not ray.wait([reference], timeout=0.5)[0]:
             if time.monotonic() > self._killed_at + _KILLED_WITHIN:
                 return None

@@ -85,7 +85,7 @@ def pickle_node(label: str, node: Any) -> bytes:
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
-    """The command line of a process that calls `main` of a module, and imports from where this one does."""
+    """Return the command line of a process that calls `main` of a module, and has this process's `sys.path`."""
     code = f"import sys; sys.path[:] = {import_path()!r}; from {module} import main; main()"
     return [sys.executable, "-c", code, *arguments]
 

@@ -254,7 +254,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         return self._connection.info("size")[REPLAY].current_size * block + self._drawn.size
 
     def stats(self) -> dict[str, int]:
-        """Counters of the server, over all writers and readers; `steps` and `dropped_priorities` are this process's.
+        """Return counters of the server, over all writers and readers; `steps`, `dropped_priorities`: of this process.
 
         In a queue of blocks, those that were not full count as full. `bytes` is before Reverb's compression.
         """

@@ -23,6 +23,8 @@ from rlframe.types import AgentSpecs, Batch, Sequence, SequenceBatch, Transition
 _REMEMBERED = 1 << 17  # drawn items
 _KEY, _PROBABILITY, _SIZE, _ROWS = 0, 1, 2, 4  # places in what a sampler gives
 _SCALAR = specs.Array((), np.float32)
+_LOOK_EVERY = 2.0  # seconds without a batch between two looks at whether the server is there
+_LEAST_AHEAD = 256  # items; below that, round trips decide how fast they come
 
 
 class ItemRows:
@@ -197,10 +199,6 @@ class DrawnItems:
             probabilities = 1.0 / (np.maximum(np.fromiter(sizes, np.int64, len(rows)), 1) * lengths)
         all_rows = rows[0] if len(rows) == 1 else np.concatenate(rows)
         return all_rows, np.repeat(probabilities.astype(np.float32), lengths), list(keys)
-
-
-_LOOK_EVERY = 2.0  # seconds without a batch between two looks at whether the server is there
-_LEAST_AHEAD = 256  # items; below that, round trips decide how fast they come
 
 
 class ReverbDataset(Dataset):

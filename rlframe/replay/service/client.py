@@ -30,6 +30,9 @@ from rlframe.types import AgentSpecs, Batch, Step, global_env_ids
 _MOST_STEPS, _MOST_BYTES = 256, 16 * 2**20  # that are gathered, and sent at once
 _WARN_AFTER = 60.0  # seconds that a writer is held back; a learner may compile meanwhile
 _LOOK = 0.2  # seconds between two looks at whether to stop
+_DEADLINE = 120.0  # seconds that a service which does not answer is waited for
+_LOOK_AGAIN = 0.01  # seconds between two looks at several shards of which none has a batch
+_WEIGH_EVERY = 0.2  # seconds between two looks at how much each shard holds
 
 _log = logging.getLogger(__name__)
 
@@ -148,7 +151,7 @@ class Outbox:
                 self._moved.notify_all()
 
     def _forget(self, number: int, why: str) -> None:
-        """The steps before this number have arrived, and `why` the next one is held back."""
+        """Forget the steps before this number, which have arrived. Keep `why` the next one is held back."""
         with self._moved:
             self._why = why
             while self._number < number:
@@ -161,11 +164,6 @@ class Outbox:
                 if stage.arrived == stage.count and len(self._stages) > 1:
                     self._stages.popleft()
             self._moved.notify_all()
-
-
-_DEADLINE = 120.0  # seconds that a service which does not answer is waited for
-_LOOK_AGAIN = 0.01  # seconds between two looks at several shards of which none has a batch
-_WEIGH_EVERY = 0.2  # seconds between two looks at how much each shard holds
 
 
 class ServiceReplayBuffer(BaseReplayBuffer):
@@ -327,7 +325,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
             service.forget_before(version)
 
     def stats(self) -> dict[str, int]:
-        """Counters of all services, see `ReplayReader`."""
+        """Return the sums of the counters of all services; see `ReplayReader`."""
         self._settle()
         found = [service.stats() for service in self._services]
         return {name: sum(each[name] for each in found) for name in found[0]}

@@ -28,6 +28,10 @@ _STEPS, _BYTES = 256, 8 * 2**20  # of a stage
 
 _leaves, _flatten = jax.tree_util.tree_leaves, jax.tree_util.tree_flatten
 
+_HOLD = 0.5  # seconds that a call waits for room, or for a batch, before it is answered
+_READERS = 8  # whose last answer is kept for a repeated call
+_log = logging.getLogger(__name__)
+
 
 class Stack(NamedTuple):
     """K steps of the same environments, each of which begins where the one before ended."""
@@ -108,12 +112,6 @@ def unstacked(stack: Stack, skip: int = 0) -> Iterator[Step]:
 
 def _rows(leaves: list[Any], count: int) -> list[np.ndarray]:
     return [np.empty((count, *np.shape(leaf)), np.asarray(leaf).dtype) for leaf in leaves]
-
-
-_HOLD = 0.5  # seconds that a call waits for room, or for a batch, before it is answered
-_READERS = 8  # whose last answer is kept for a repeated call
-
-_log = logging.getLogger(__name__)
 
 
 class WriterId(NamedTuple):
