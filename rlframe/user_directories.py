@@ -1,6 +1,9 @@
 """The modules that a user's files import from their own directory, which are loaded and forgotten together.
 
-Files of two directories may have neighbors of the same name: each file gets those of its own directory.
+Files of two directories may have neighbors of the same name: each file gets those of its own directory. For example
+`a/agent.py` and `b/env.py` both `import helpers`. `loading("a", ...)` puts `a` first into `sys.path`, and keeps
+`a/helpers.py` in the `_Directory` of `a`. `loading("b", ...)` takes that module out of `sys.modules`, so that
+`b/env.py` imports `b/helpers.py`. `forget_changed` forgets all modules of a directory if one of its files has changed.
 """
 
 from __future__ import annotations
@@ -22,10 +25,10 @@ _STDLIB = {os.path.dirname(os.__file__), os.path.dirname(os.path.realpath(os.__f
 class _Directory:
     """The user's modules in a directory and under it."""
 
-    own: dict[str, ModuleType] = dataclasses.field(default_factory=dict)  # imported by the script: it may need them
-    modules: dict[str, ModuleType] = dataclasses.field(default_factory=dict)  # imported by loaded files and modules
+    script_modules: dict[str, ModuleType] = dataclasses.field(default_factory=dict)  # which the script imported itself
+    loaded_modules: dict[str, ModuleType] = dataclasses.field(default_factory=dict)  # which loaded files imported
     contents: dict[str, bytes] = dataclasses.field(default_factory=dict)  # of the files of both, when they were loaded
-    own_changed: bool = False
+    script_changed: bool = False  # a file of `script_modules` has another content now
 
 
 _directories: dict[str, _Directory] = {}  # by path, without symbolic links
@@ -52,8 +55,8 @@ def find_directory(top: str, place: str | None) -> str | None:
 def is_current(path: str, name: str) -> bool:
     """Return whether a module of a directory is loaded, and is the one that an import would give."""
     directory, module = _directories.get(path, _Directory()), sys.modules.get(name)
-    is_own = not directory.own_changed and _is_in(directory.own, name, module)
-    return is_own or _is_in(directory.modules, name, module)
+    is_own = not directory.script_changed and _is_in(directory.script_modules, name, module)
+    return is_own or _is_in(directory.loaded_modules, name, module)
 
 
 def import_path() -> list[str]:
@@ -83,19 +86,21 @@ def loading(path: str, name: str, place: str | None, *, put_back: bool) -> Itera
     """
     before = _users_modules()
     directory = _directories.setdefault(path, _Directory())
-    if not directory.modules:
+    if not directory.loaded_modules:
         found = {each: module for each, (module, file) in before.items() if _is_under(file, path)}
-        directory.own.update({each: module for each, module in found.items() if not _is_loaded(module)})
-        directory.contents.update({before[each][1]: _content(before[each][1]) for each in directory.own})
+        directory.script_modules.update({each: module for each, module in found.items() if not _is_loaded(module)})
+        directory.contents.update({before[each][1]: _content(before[each][1]) for each in directory.script_modules})
     aside = {}
     for each, (module, file) in before.items():
-        if _is_shadowed(each, file, path) or (directory.own_changed and _is_in(directory.own, each, module)):
+        if _is_shadowed(each, file, path) or (
+            directory.script_changed and _is_in(directory.script_modules, each, module)
+        ):
             aside[each] = module
             _take_out(each)
-    if directory.own_changed:
-        directory.own.pop(name, None)  # other code imports it by its name, and is to get the new version
-    for each in aside.keys() & directory.modules.keys():
-        _put_in(each, directory.modules[each])
+    if directory.script_changed:
+        directory.script_modules.pop(name, None)  # other code imports it by its name, and is to get the new version
+    for each in aside.keys() & directory.loaded_modules.keys():
+        _put_in(each, directory.loaded_modules[each])
     if place is not None and name.partition(".")[0] not in sys.modules:
         sys.path[:] = [place, *(entry for entry in sys.path if entry != place)]  # as `python file.py` does
     try:
@@ -104,7 +109,7 @@ def loading(path: str, name: str, place: str | None, *, put_back: bool) -> Itera
         for each, (module, file) in _users_modules().items():
             is_new = each not in before or before[each][0] is not module
             if is_new and _is_under(file, path):
-                directory.modules[each] = module
+                directory.loaded_modules[each] = module
                 directory.contents.setdefault(file, _content(file))
         for each, module in aside.items():
             if put_back or (not _is_loaded(module) and each != name):
@@ -118,7 +123,10 @@ def forget_changed() -> None:
         path
         for path, directory in _directories.items()
         if any(_content(file) != was for file, was in directory.contents.items())
-        or (directory.modules and any(_is_late(name, module, file, path) for name, (module, file) in users.items()))
+        or (
+            directory.loaded_modules
+            and any(_is_late(name, module, file, path) for name, (module, file) in users.items())
+        )
     ]
     for path in changed:
         for each in _directories:
@@ -129,22 +137,22 @@ def forget_changed() -> None:
 def _forget(path: str) -> None:
     directory, users = _directories[path], _users_modules()
     late = {name: module for name, (module, file) in users.items() if _is_late(name, module, file, path)}
-    for name, module in {**late, **directory.modules}.items():
+    for name, module in {**late, **directory.loaded_modules}.items():
         if sys.modules.get(name) is module:
             _take_out(name)
-    for module in (*late.values(), *directory.modules.values(), *directory.own.values()):
+    for module in (*late.values(), *directory.loaded_modules.values(), *directory.script_modules.values()):
         if (cached := getattr(module, "__cached__", None)) is not None:
             with contextlib.suppress(OSError):
                 os.unlink(cached)  # it counts as current if the file was written again within the same second
-    own = {_real(module.__file__ or "") for module in directory.own.values()}
-    directory.own_changed |= any(_content(file) != directory.contents.get(file) for file in own)
-    directory.contents = {} if directory.own_changed else {file: directory.contents[file] for file in own}
-    directory.modules = {}
+    own = {_real(module.__file__ or "") for module in directory.script_modules.values()}
+    directory.script_changed |= any(_content(file) != directory.contents.get(file) for file in own)
+    directory.contents = {} if directory.script_changed else {file: directory.contents[file] for file in own}
+    directory.loaded_modules = {}
 
 
 def _is_late(name: str, module: ModuleType, file: str, path: str) -> bool:
     """Return whether code of a directory has imported a module of it since that code was loaded."""
-    if not _is_under(file, path) or _is_loaded(module) or _is_in(_directories[path].own, name, module):
+    if not _is_under(file, path) or _is_loaded(module) or _is_in(_directories[path].script_modules, name, module):
         return False
     of_script = list(vars(sys.modules["__main__"]).values())
     return not any(
@@ -153,7 +161,7 @@ def _is_late(name: str, module: ModuleType, file: str, path: str) -> bool:
 
 
 def _is_loaded(module: ModuleType) -> bool:
-    return any(module is each for directory in _directories.values() for each in directory.modules.values())
+    return any(module is each for directory in _directories.values() for each in directory.loaded_modules.values())
 
 
 def _is_in(modules: Mapping[str, ModuleType], name: str, module: ModuleType | None) -> bool:

@@ -1,6 +1,15 @@
 """Load modules and files that a user names, and load them again for a later run if they have changed.
 
 A module is looked for in the working directory. A run keeps the directory in which it was found, for later sessions.
+
+`rlframe.train("my_agent.py:Mine", "my_package.maze:Maze")` in a notebook, step by step:
+
+1. `forget_changed` forgets the loaded files that have been edited since the run before.
+2. `load_file("my_agent.py")` executes the file as a module whose name has the path. `import_module` imports
+   `my_package.maze` from the working directory. `user_directories.loading` gives each of them the modules of its own
+   directory: two directories may both have a `helpers.py`.
+3. `keep_files` keeps these versions until the run ends. `module_directories` says where `my_package` is, for
+   `config.json` and for other processes, which call `look_in` before they load it.
 """
 
 from __future__ import annotations
@@ -34,7 +43,7 @@ _UNGUARDED = (
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
+def keep_files() -> Iterator[None]:
     """Keep all loaded files as they are, so that a run has one version of them from its start to its end."""
     global _runs
     with _lock:
@@ -55,14 +64,14 @@ def forget_changed() -> None:
             importlib.invalidate_caches()
 
 
-def places(names: Iterable[Any]) -> dict[str, str]:
+def module_directories(names: Iterable[Any]) -> dict[str, str]:
     """Return the directories of the modules in names like `module:Id`, by the name of the outermost package."""
     tops = {part.partition(".")[0] for name in names if isinstance(name, str) for part in name.split(":")[:-1]}
     return {top: _places[top] for top in sorted(tops & set(_places))}
 
 
 def look_in(found: Mapping[str, str]) -> None:
-    """Look for modules first where an earlier session or another process found them: see `places`."""
+    """Look for modules first where an earlier session or another process found them: see `module_directories`."""
     _places.update({str(top): str(place) for top, place in found.items()})
 
 

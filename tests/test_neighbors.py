@@ -11,7 +11,7 @@ import pytest
 
 from rlframe.programs.options import registry
 from rlframe.programs.options.object_names import load_object
-from rlframe.user_files import forget_changed, kept
+from rlframe.user_files import forget_changed, keep_files
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def test_a_changed_neighbor_is_imported_again_however_it_was_imported(how, tmp_p
     for value in (1, 22, 3):
         write(tmp_path, env=LATE[how], beside=f"VALUE = {value}\n")
         forget_changed()
-        with kept():
+        with keep_files():
             assert load(tmp_path)() == value
 
 

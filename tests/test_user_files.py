@@ -13,7 +13,7 @@ import rlframe
 from rlframe.errors import UsageError
 from rlframe.programs.options.object_names import load_object
 from rlframe.user_directories import import_path
-from rlframe.user_files import forget_changed, kept
+from rlframe.user_files import forget_changed, keep_files
 
 ENV = """
 import os
@@ -106,7 +106,7 @@ def test_a_changed_file_of_any_kind_is_loaded_again(what, tmp_path):
     assert load_object(f"{path}:VALUE", what) == 1
     path.write_text("VALUE = 2\n")
     assert load_object(f"{path}:VALUE", what) == 1  # not in the middle of a run
-    with kept():
+    with keep_files():
         forget_changed()
         assert load_object(f"{path}:VALUE", what) == 1
     forget_changed()

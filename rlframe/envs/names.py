@@ -18,7 +18,7 @@ from rlframe.envs import registered
 from rlframe.envs.adapters import SingleEnv, env_seed, is_environment, wrap
 from rlframe.envs.registered import gymnasium_ids, users_spec
 from rlframe.errors import EnvError, RlframeError, UsageError, suggest
-from rlframe.user_files import import_module, look_in, places
+from rlframe.user_files import import_module, look_in, module_directories
 
 PREFIXES = ("gymnasium", "envpool", "dm_control")
 CHANGED = ", as your code has registered it"  # in `describe_backend`, of a class of Gymnasium's
@@ -163,7 +163,7 @@ class Builder:
     def __getstate__(self) -> dict[str, Any]:
         # Another process lacks what the user registered in this one.
         spec = registration(self.target)
-        return {"places": places([self.target]), "registered": spec, **vars(self)}
+        return {"places": module_directories([self.target]), "registered": spec, **vars(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         look_in(state.pop("places"))

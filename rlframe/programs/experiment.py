@@ -13,7 +13,7 @@ from rlframe.programs.options.fields import check_numbers, number
 from rlframe.programs.options.object_names import check_can_leave, is_live
 from rlframe.programs.options.registry import OPTIONS
 from rlframe.programs.topologies.config import TopologyConfig, find_topology
-from rlframe.user_files import look_in, places
+from rlframe.user_files import look_in, module_directories
 
 MAX_SEED = 2**31 - 1
 
@@ -53,12 +53,12 @@ class Experiment:
                 "takes the topology's name."
             )
         self.topology_config.check(self)
-        if any(map(is_live, self.names.values())) and not self.topology_config.engine_class.in_process:
-            check_can_leave(self.names, self.topology_config.name)
+        if any(map(is_live, self.named_options.values())) and not self.topology_config.engine_class.in_process:
+            check_can_leave(self.named_options, self.topology_config.name)
 
     @property
-    def names(self) -> dict[str, Any]:
-        """The options that name classes and functions."""
+    def named_options(self) -> dict[str, Any]:
+        """The options that name classes and functions, by option: `agent`, `env`, `network`, ..."""
         values = {**vars(self), **vars(self.topology_config), "topology": self.topology_config.name}
         return {option: values[option] for option in OPTIONS if option in values}
 
@@ -67,7 +67,7 @@ class Experiment:
         is_game = self.topology_config.learns_from == "steps" and registry.is_library_env(self.env)
         of_gymnasium = is_game and backend(self.env) == "gymnasium"
         spec = registration(self.env) if of_gymnasium else None
-        return {**vars(self), "registered": spec, "places": places(self.names.values())}
+        return {**vars(self), "registered": spec, "places": module_directories(self.named_options.values())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         look_in(state.pop("places"))

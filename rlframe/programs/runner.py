@@ -37,7 +37,7 @@ from rlframe.programs.training.profile import Profile
 from rlframe.programs.training.progress import Progress
 from rlframe.programs.training.row_writer import following
 from rlframe.programs.training.updates import check_updates
-from rlframe.user_files import check_main_is_guarded, check_not_loading, kept
+from rlframe.user_files import check_main_is_guarded, check_not_loading, keep_files
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def run_experiment(
     called = Callbacks(callbacks)
     directory = RunDir(run_dir if run_dir is not None else default_path(experiment))
     import_env(experiment)
-    with kept(), contextlib.ExitStack() as opened:
+    with keep_files(), contextlib.ExitStack() as opened:
         experiment = opened.enter_context(open_session(experiment, directory, resume, stop_at, take_over, resume_from))
         if resume and resume_from is None and (earlier := _earlier_result(directory, experiment, progress)) is not None:
             return earlier
@@ -129,7 +129,7 @@ def _check_can_run(experiment: Experiment, profile: Profile | None, *, with_cont
     """Raise UsageError if this process, the installed packages or the topology do not fit. Nothing is written."""
     check_not_loading()
     if not experiment.topology_config.engine_class.in_process:
-        check_main_is_guarded(filter(None, experiment.names.values()))
+        check_main_is_guarded(filter(None, experiment.named_options.values()))
     check_extras(experiment, with_control=with_control)
     check_answer_timeout(experiment)
     if profile is not None and isinstance(experiment.topology_config, ProgramConfig):
@@ -242,7 +242,7 @@ def _earlier_result(directory: RunDir, experiment: Experiment, progress: Logger 
     """
     if not directory.result.exists():
         return None
-    saved, result = load_experiment(directory.config, experiment.names), Result.read(directory.result)
+    saved, result = load_experiment(directory.config, experiment.named_options), Result.read(directory.result)
     is_same = continue_experiment(saved, with_fields(saved, steps=experiment.steps)) == experiment
     has_them = experiment.topology_config.learns_from == "steps" and result.env_steps >= experiment.steps > saved.steps
     is_over = saved.steps == experiment.steps or has_them
@@ -324,7 +324,7 @@ def open_session(
     grace = getattr(experiment.topology_config, "grace_seconds", GRACE)
     with RunLock(directory.path, take_over, ends_within=grace + 22.0):  # with all that comes after
         if resume:
-            experiment = continue_experiment(load_experiment(directory.config, experiment.names), experiment)
+            experiment = continue_experiment(load_experiment(directory.config, experiment.named_options), experiment)
             check_backend(directory.notes(), experiment)
             with contextlib.closing(Checkpointer(directory.checkpoints)) as checkpointer:
                 checkpointer.go_back_to(resume_from, directory.path / "aside")

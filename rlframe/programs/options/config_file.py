@@ -18,7 +18,7 @@ from rlframe.programs.options.make_experiment import fill_configs
 from rlframe.programs.options.object_names import remember
 from rlframe.programs.options.registry import name_objects, with_given
 from rlframe.programs.topologies.config import find_topology
-from rlframe.user_files import look_in, places
+from rlframe.user_files import look_in, module_directories
 
 
 def save_experiment(experiment: Experiment, path: pathlib.Path, notes: dict[str, Any]) -> None:
@@ -27,9 +27,13 @@ def save_experiment(experiment: Experiment, path: pathlib.Path, notes: dict[str,
     topology = {("topology" if name == "name" else name): value for name, value in values.pop("topology").items()}
     values, topology = name_objects(values), name_objects(topology)
     values["topology"] = {"name": topology.pop("topology"), **topology}
-    content = {"experiment": values, "modules": places(experiment.names.values()), "notes": to_jsonable(notes)}
+    content = {
+        "experiment": values,
+        "modules": module_directories(experiment.named_options.values()),
+        "notes": to_jsonable(notes),
+    }
     write_atomically(path, json.dumps(content, indent=2), "\n")
-    remember(path, experiment.names)
+    remember(path, experiment.named_options)
 
 
 def experiment_values(experiment: Experiment) -> dict[str, Any]:
