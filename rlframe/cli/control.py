@@ -32,7 +32,7 @@ _STOP_DESCRIPTION = (
     "End a run as Ctrl-C does: it finishes the step under way and saves everything, without a last evaluation. Waits "
     "for the end of the run in RUN_DIR (of `--seeds` or of a sweep: of all runs), and says what is saved."
 )
-_LOOK = 0.1  # seconds between two looks whether it has ended
+_POLL = 0.1  # seconds between two checks whether it has ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _call(prog: str, options: Any, call: Callable[[ControlClient], Any], message
 
 
 def _check_goes_on(run_dir: str, prog: str) -> None:
-    """Raise `UsageError` where the run in a directory has no coordinator, or nobody runs it now."""
+    """Raise `UsageError` if the run in a directory has no coordinator, or no process runs it now."""
     from rlframe.programs.run_dir.lock import holder_of
     from rlframe.programs.run_dir.status import topology_of
 
@@ -122,21 +122,21 @@ def stop(arguments: list[str]) -> int:
     options = parse(StopOptions, arguments, _STOP, _STOP_DESCRIPTION)
     check_names_one_run(options)
     if options.run_dir is None:
-        _cancel(options)
+        _ask_coordinator_to_stop(options)
         ended = {"status": "ok"}
         message = "The run will stop soon; `rlframe status --watch` shows its end."
     else:
-        ended, message = _stop(options, options.run_dir)
+        ended, message = _stop_in_directory(options, options.run_dir)
     print(json.dumps(ended) if options.json else message)
     return 1 if ended["status"] == "failed" else 0
 
 
-def _cancel(options: Any) -> None:
+def _ask_coordinator_to_stop(options: Any) -> None:
     with connected(options, _STOP) as client:
         client.cancel(options.reason)
 
 
-def _stop(options: StopOptions, run_dir: str) -> tuple[dict[str, Any], str]:
+def _stop_in_directory(options: StopOptions, run_dir: str) -> tuple[dict[str, Any], str]:
     """End the run in a directory. Return how it ended and what is saved, as an object and as a sentence."""
     from rlframe.programs.run_dir.directory import RUN, RunDir
     from rlframe.programs.run_dir.lock import holder_of
@@ -148,7 +148,7 @@ def _stop(options: StopOptions, run_dir: str) -> tuple[dict[str, Any], str]:
     if holder is None:
         job = status_by_files(run_dir)()["job"]
         raise UsageError(f"The run in {run_dir} is over ({job['state']}: {job['reason']}): there is nothing to stop.")
-    _end(options, run_dir, holder)
+    _end_process(options, run_dir, holder)
     if directory.holds != RUN:
         saved = f"What its runs did is saved. Go on: {directory.resume_command}"
         return {"status": "ok", "saved": saved}, f"It has ended. {saved}"
@@ -159,21 +159,21 @@ def _stop(options: StopOptions, run_dir: str) -> tuple[dict[str, Any], str]:
     return {"status": status, "state": job["state"], "reason": job["reason"], "saved": saved}, message
 
 
-def _end(options: StopOptions, run_dir: str, holder: Holder) -> None:
-    """End the process that holds a directory."""
+def _end_process(options: StopOptions, run_dir: str, holder: Holder) -> None:
+    """End the process that holds a directory, by its coordinator if it has one, and wait for the end."""
     from rlframe.programs.run_dir.lock import holder_of
 
     path = pathlib.Path(run_dir)
     try:
         if is_steered(run_dir):
-            _cancel(options)
+            _ask_coordinator_to_stop(options)
         else:
             holder.terminate()
-    except (PeerError, UnavailableError):  # nobody is there to take it in its own way
+    except (PeerError, UnavailableError):  # its coordinator does not answer
         if holder_of(path) == holder:
             holder.terminate()
     deadline = time.monotonic() + options.within
     while holder_of(path) == holder:
         if time.monotonic() > deadline:
             raise PeerError(f"The run in {run_dir} has not ended within {options.within:g} s; {holder} goes on.")
-        time.sleep(_LOOK)
+        time.sleep(_POLL)

@@ -41,8 +41,8 @@ def run(arguments: list[str]) -> int:
     check_of_several(experiment, options, PROG)
     path = default_path(experiment)
     directory = RunDir(options.run_dir if options.run_dir is not None else path.with_name(f"sweep-{path.name}"))
-    options = _settled(experiment, options, directory)
-    varied = _checked(arguments, experiment, options)
+    options = _completed(experiment, options, directory)
+    varied = _varied_options(arguments, experiment, options)
     setproctitle.setproctitle("rlframe: sweep")
     if preset is not None and not options.quiet:
         print_preset(preset, experiment, sys.stderr)
@@ -64,11 +64,11 @@ def run(arguments: list[str]) -> int:
     return 128 + stopped_by
 
 
-def _settled(experiment: Experiment, options: SweepOptions, directory: RunDir) -> SweepOptions:
-    """Complete the options of the sweep: a resumed one keeps those that it began with.
+def _completed(experiment: Experiment, options: SweepOptions, directory: RunDir) -> SweepOptions:
+    """Return the options with their defaults. A resumed sweep keeps the options that it began with.
 
     Raises:
-        UsageError: they are of another sweep, or there is none in the directory.
+        UsageError: the options are of another sweep, or there is none in the directory.
     """
     if not options.resume:
         return dataclasses.replace(options, seeds=options.seeds or str(experiment.seed))
@@ -85,7 +85,7 @@ def _settled(experiment: Experiment, options: SweepOptions, directory: RunDir) -
     return dataclasses.replace(options, **{**kept, **given})
 
 
-def _checked(arguments: list[str], experiment: Experiment, options: SweepOptions) -> list[Varied]:
+def _varied_options(arguments: list[str], experiment: Experiment, options: SweepOptions) -> list[Varied]:
     """Return the options to vary. Raise UsageError unless `rlframe train` takes all of their values."""
     parse_seeds(options.seeds or "")
     varied = [parse_varied(text).typed(experiment) for text in options.vary]

@@ -113,7 +113,7 @@ class _Trial:
     optuna_trial: Any
     runs: list[SeedRun]
     waiting: list[SeedRun]  # those that have not begun
-    going: list[SeedRun] = dataclasses.field(default_factory=list)  # those whose end was not heard of
+    going: list[SeedRun] = dataclasses.field(default_factory=list)  # those that have begun and not ended
 
     @property
     def name(self) -> str:
@@ -123,9 +123,20 @@ class _Trial:
 class Trials:
     """The trials of an Optuna study, which `study.journal` keeps. Each is one run for each seed.
 
+    With `--vary learning-rate=1e-4..1e-2:log --trials 2 --seeds 1-2`, `seeds.py: run_all` calls:
+
+        next_run()              # begins trial 0: Optuna chooses the learning rate; the run of seed 1
+        next_run()              # the run of seed 2
+        ended(first), ended(second)     # both have ended: Optuna gets the mean of their returns, trial 0 is over
+        next_run()              # begins trial 1
+        ...
+        next_run()              # None: no trial is left
+
+    Then `report()` draws the plot and prints the best trial.
+
     Args:
         varied: the options that differ between trials.
-        experiment_of: makes the experiment of a trial from its options. Raises UsageError if they do not fit.
+        experiment_of: returns the experiment of a trial for its options. Raises UsageError if they do not fit.
         experiment: shared by all trials. Its seed is that of the sampler.
         options: the options of the sweep, completed.
         directory: of the sweep.

@@ -1,4 +1,4 @@
-"""Decide what a job does next, and when it has done enough: a pure policy, which can be replaced."""
+"""Decide what a job does next, and when it has done enough. The policy has no I/O, and can be replaced."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Load:
 
 
 class Scaling:
-    """Chooses the number of collectors from the load in one window of time after another. Pure: it has no clock.
+    """Chooses the number of collectors from the load in one window of time after another. It has no clock.
 
     - One more if the learner waited for data for more than `STARVED` of the window, and collectors did not wait.
     - One fewer if the data is older than `mean_staleness`, or collectors waited for more than `IDLE` of the window.
