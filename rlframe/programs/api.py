@@ -40,7 +40,7 @@ COMMAND_ONLY = {
 
 @dataclasses.dataclass(frozen=True)
 class SessionOptions:
-    """What does not reach the numbers of a run."""
+    """Options of a session. They do not change the numbers of a run."""
 
     preset: str = "auto"  # auto: the one that fits the agent and environment; none; or a name (`rlframe agents`)
     config: Union[str, None] = None  # repeat the run of this config.json; other options change it
@@ -169,7 +169,7 @@ def run_session(
 
 
 def progress_of(experiment: Experiment, stop_at: int | None) -> TerminalLogger:
-    """What shows a session's progress to a person."""
+    """Return the logger that shows the progress of a session in the terminal."""
     until = min(stop_at or experiment.steps, experiment.steps)
     title = f"{experiment.agent.rpartition(':')[2]} on {experiment.env}"
     return TerminalLogger(until + experiment.topology_config.warm_up_steps(experiment), title=title)
@@ -183,14 +183,14 @@ def check_trackers(options: SessionOptions) -> None:
 
 
 def open_trackers(experiment: Experiment, options: SessionOptions, path: pathlib.Path) -> list[Logger]:
-    """The trackers that are asked for, of the run in the directory `path`."""
+    """Open the trackers that the options ask for, for the run in the directory `path`."""
     config = experiment_values(experiment)
     made = [make for tracker, make in TRACKERS.items() if getattr(options, tracker)]
     return [make(path, project=options.project, config=config) for make in made]
 
 
 def control_of(experiment: Experiment, options: SessionOptions) -> Control | None:
-    """Where the run is shown over HTTP; None: nowhere."""
+    """Return the address of the run's HTTP service; None if it has none. Raise UsageError for options of none."""
     port = options.http
     if port == "auto":
         port = None if experiment.topology_config.control is None else 0
@@ -203,7 +203,7 @@ def control_of(experiment: Experiment, options: SessionOptions) -> Control | Non
 
 
 def read_session_options(options: Mapping[str, Any]) -> SessionOptions:
-    """Session options that a script gives, with absolute paths. Raises UsageError where a type is wrong."""
+    """Return the session options of a script, with absolute paths. Raise UsageError for a value of a wrong type."""
     read = with_options(SessionOptions(), options)
     paths = {name: getattr(read, name) for name in _PATHS}
     return dataclasses.replace(read, **{name: os.path.abspath(path) for name, path in paths.items() if path})
@@ -212,7 +212,7 @@ def read_session_options(options: Mapping[str, Any]) -> SessionOptions:
 def starting_point(
     agent: Any, env: Any, options: SessionOptions, network: Any = None
 ) -> tuple[Experiment, Preset | None]:
-    """What other options change: the experiment that `config` or `resume` names, or the defaults, and their preset.
+    """Return the experiment that other options change: that of `config` or `resume`, or the defaults with their preset.
 
     Args:
         agent: a name or class; None: that of the saved experiment, or ppo.

@@ -59,7 +59,7 @@ class ObjectName(str):
 
 
 def load_object(name: str, what: str) -> Any:
-    """What `file.py:Name` or `package.module:Name` names.
+    """Load the object of a name: `file.py:Name` or `package.module:Name`, or a live name.
 
     Args:
         name: the file (relative to the working directory) or module, a colon, and a name in it.
@@ -84,7 +84,7 @@ def load_object(name: str, what: str) -> Any:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name is `file.py:NAME`. Raises UsageError for a file without :NAME."""
+    """Return True if a name is `file.py:NAME`. Raise UsageError for a file without :NAME."""
     source, _, attribute = name.rpartition(":")
     if name.endswith(".py") or (source.endswith(".py") and not attribute):
         raise UsageError(f"{name!r} names a file, but nothing in it: write {_example(name.rstrip(':'))}.")
@@ -92,7 +92,7 @@ def is_file_name(name: str) -> bool:
 
 
 def _example(file: str) -> str:
-    """`file.py:NAME`, with the names that the file defines, if it can be read."""
+    """Return `file.py:NAME`, with the names that the file defines, if it can be read."""
     with contextlib.suppress(OSError, ValueError, SyntaxError):
         defined = (ast.ClassDef, ast.FunctionDef)
         tree = ast.parse(pathlib.Path(file).read_bytes())
@@ -103,7 +103,7 @@ def _example(file: str) -> str:
 
 
 def absolute_name(name: str) -> str:
-    """`name` with the path of a `file.py:Name` made absolute, so that it means the same from every directory."""
+    """Return a `file.py:Name` with the absolute path of the file: it means the same in every directory. Else `name`."""
     source, colon, attribute = name.rpartition(":")
     return f"{os.path.abspath(source)}:{attribute}" if colon and source.endswith(".py") else name
 
@@ -207,7 +207,7 @@ def _codes(target: Any) -> Iterator[types.CodeType]:
 
 
 def is_live(name: Any) -> bool:
-    """Whether a name is that of an object which only its own process has."""
+    """Return True for a live name: only its own process has the object."""
     return isinstance(name, str) and name.partition(":")[0] in (MAIN, LIVE)
 
 

@@ -86,7 +86,7 @@ _WANTED = {
 
 
 def find(name: str, table: Mapping[str, str], what: str, form: str = "file.py:Class") -> Any:
-    """The class or function that a name of `table`, or one of the user's own, means.
+    """Return the class or function of a name: a name of `table`, or one of the user's own.
 
     Raises:
         UsageError: there is none.
@@ -100,7 +100,7 @@ def find(name: str, table: Mapping[str, str], what: str, form: str = "file.py:Cl
 
 
 def engine_class(name: str) -> type[Engine]:
-    """The `rlframe.engines.Engine` that a name or `file.py:Class` means. Raises UsageError if there is none."""
+    """Return the `rlframe.engines.Engine` of a name or `file.py:Class`. Raise UsageError if there is none."""
     found = find(name, ENGINES, "engine")
     if not (isinstance(found, type) and hasattr(found, "add") and hasattr(found, "run")):
         raise UsageError(f"{name} is {found!r}, which is no rlframe.engines.Engine: that has add(), run() and others.")
@@ -108,12 +108,12 @@ def engine_class(name: str) -> type[Engine]:
 
 
 def operator_class(name: str) -> Any:
-    """The coordinator's operator that a name or `file.py:Class` means. Raises UsageError if there is none."""
+    """Return the coordinator's operator of a name or `file.py:Class`. Raise UsageError if there is none."""
     return find(name, OPERATORS, "operator")
 
 
 def agent_class(name: str) -> type[Agent]:
-    """The `Agent` subclass that a name or `file.py:Class` means.
+    """Return the `Agent` subclass of a name or `file.py:Class`.
 
     Raises:
         UsageError: there is none, or it is no Agent.
@@ -130,7 +130,7 @@ def agent_class(name: str) -> type[Agent]:
 
 
 def network_config_class(name: str | None) -> type | None:
-    """The dataclass of a named network's options; None for the agent's own network and for `file.py:make_net`.
+    """Return the dataclass of a named network's options; None for the agent's own network and for `file.py:make_net`.
 
     Raises:
         UsageError: there is no network of this name.
@@ -142,7 +142,7 @@ def network_config_class(name: str | None) -> type | None:
 
 
 def network_factory(name: str | None, config: Any) -> Any:
-    """An agent's `net_factory`: a named network's config, or what `file.py:make_net` names; None: the agent's own."""
+    """Return an agent's `net_factory`: a named network's config, or the `make_net` of a file; None: the agent's own."""
     if name is None or ":" not in name:
         return config
     found = load_object(name, "network")
@@ -155,7 +155,7 @@ def network_factory(name: str | None, config: Any) -> Any:
 
 
 def takes(function: Any, count: int) -> bool:
-    """Whether an object can be called with so many arguments without their names."""
+    """Return True if an object can be called with `count` positional arguments."""
     if not callable(function):
         return False
     try:
@@ -184,12 +184,12 @@ def env_name_or_builder(name: str) -> str | Callable[..., Any]:
 
 
 def is_library_env(name: str) -> bool:
-    """Whether a name is that of a library's environment, or of one that is registered with Gymnasium."""
+    """Return True for the name of a library's environment, or of one that is registered with Gymnasium."""
     return not (isinstance(name, ObjectName) or is_file_name(name) or is_live(name) or _is_in_module(name))
 
 
 def _is_in_module(name: str) -> bool:
-    """Whether an environment's name is `module:NAME` of a class or function, not `module:Id` of Gymnasium."""
+    """Return True if an environment's name is `module:NAME` of a class or function, not `module:Id` of Gymnasium."""
     module, _, attribute = name.rpartition(":")
     if not module or name.partition(":")[0] in PREFIXES or spec_of(name) is not None:
         return False
@@ -251,7 +251,7 @@ def _not_nameable(option: str, given: Any) -> UsageError:
 
 
 def name_objects(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, with names where `name_of` gives any."""
+    """Return the options, with names in place of classes and functions."""
     return {option: name_of(option, value) if option in OPTIONS else value for option, value in values.items()}
 
 

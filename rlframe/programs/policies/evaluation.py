@@ -53,10 +53,10 @@ class Evaluations:
         self._stopped = False
 
     def evaluate(self, free_envs: Callable[[], Any] | None = None) -> Logs:
-        """As `Evaluator.evaluate`, by the newest parameters.
+        """Evaluate the newest parameters, as `Evaluator.evaluate` does.
 
         Args:
-            free_envs: closes the environments of training, where they are not needed any more. It is called where no
+            free_envs: closes the environments of training, if they are not needed any more. It is called if no
                 environment can be built beside them.
         """
         self._inferencer.set_state(self._begin)
@@ -85,13 +85,13 @@ class Evaluations:
         return self._evaluator.steps if self._evaluator is not None else 0
 
     def stop(self) -> None:
-        """Ends the evaluation under way, and all that come, with StoppedError. Any thread may call it."""
+        """End this evaluation and all later ones with StoppedError. Any thread may call it."""
         self._stopped = True
         if self._evaluator is not None:
             self._evaluator.stop()
 
     def _ready(self, num_envs: int) -> Evaluator:
-        """An evaluator whose environments have begun their first episodes."""
+        """Make an evaluator whose environments have begun their first episodes."""
         config = self._experiment.topology_config
         with STARTING:  # with seeds that training never uses
             seed = env_seed(self._seed, EVALUATOR_RANK)
@@ -114,7 +114,7 @@ class Evaluations:
 
 
 def most_of(make: Callable[[int], Any], count: int) -> tuple[Any, Exception | None]:
-    """`make(count)`, or that of the largest smaller count that does not fail, and why the first try failed.
+    """Return `make(count)`, or that of the largest smaller count that does not fail, and the error of the first try.
 
     What `make` returns has a `close()`.
 
@@ -146,7 +146,7 @@ def num_eval_envs(experiment: Experiment) -> int:
 
 
 def describe_evaluation(experiment: Experiment) -> str:
-    """A sentence about the evaluation after training, for a reader of the progress."""
+    """Describe the evaluation after training in a sentence, for the terminal."""
     config = experiment.topology_config
     if not config.eval_episodes:
         return "No evaluation (eval_episodes is 0)."
@@ -158,7 +158,7 @@ def describe_evaluation(experiment: Experiment) -> str:
 
 
 def explain(error: BaseException | str) -> str:
-    """Why an evaluation failed, in a sentence."""
+    """Return the reason why an evaluation failed, as a sentence."""
     is_sentence = isinstance(error, (RlframeError, str))
     text = str(error).strip() if is_sentence else f"{type(error).__name__}: {error}".strip()
     return text if text.endswith((".", "!", "?")) else f"{text}."
@@ -197,7 +197,7 @@ def evaluate(
     agent: Any = None,
     network: Any = None,
 ) -> Logs:
-    """Plays episodes greedily with the latest checkpoint of a run, and writes nothing.
+    """Play episodes greedily with the latest checkpoint of a run, and writes nothing.
 
     Args:
         run_dir: the run's directory.
@@ -235,7 +235,7 @@ def record(
     seed: int | None = None,
     max_episode_length: int | None = None,
 ) -> Logs:
-    """Plays episodes as `evaluate` does, one after another, and writes them as a video.
+    """Play episodes as `evaluate` does, one after another, and writes them as a video.
 
     Args:
         run_dir: the run's directory.

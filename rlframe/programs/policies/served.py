@@ -33,10 +33,10 @@ class ServedPolicy(NamedTuple):
 
 
 def policy_of_folder(folder: str, tokenizer: str | None, learner: str | None, dtype: str | None) -> ServedPolicy:
-    """A published model, which answers as version 0 until the learner at the address, if any, has a newer one.
+    """Serve a published model: as version 0, until the learner at the address, if any, has a newer one.
 
     Raises:
-        UsageError, CheckpointError: as `weights.load`; the address cannot be; which tokenizer is not known.
+        UsageError, CheckpointError: as `weights.load`; the address cannot be; the tokenizer is not known.
     """
     source = _at(learner)
     model_config, params = weights.load(folder, dtype=dtype)
@@ -44,7 +44,7 @@ def policy_of_folder(folder: str, tokenizer: str | None, learner: str | None, dt
 
 
 def policy_of_run(path: str | os.PathLike[str], tokenizer: str | None, learner: str | None) -> ServedPolicy:
-    """The model that a run learns, by its newest checkpoint, or by what the learner at the address has.
+    """Serve the model of a run: the newest checkpoint, or the parameters of the learner at the address.
 
     Raises:
         UsageError: there is no run, or it learns no language model; the address cannot be.

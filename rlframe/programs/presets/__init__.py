@@ -21,7 +21,7 @@ PRESETS: tuple[Preset, ...] = (
 
 
 def find_preset(name: str, agent: str, env: str) -> Preset | None:
-    """The preset to apply.
+    """Return the preset to apply.
 
     Args:
         name: "auto" for the one that fits `agent` and `env` (None if there is none), "none", or a
@@ -47,7 +47,7 @@ def find_preset(name: str, agent: str, env: str) -> Preset | None:
 
 
 def _is_kind_of(agent: str, named: str) -> bool:
-    """Whether an agent is the one of this name, or a user's own subclass of it."""
+    """Return True if an agent is the one of this name, or a user's own subclass of it."""
     return agent == named or (":" in agent and issubclass(registry.agent_class(agent), registry.agent_class(named)))
 
 

@@ -56,16 +56,16 @@ class Language(ProgramConfig):
 
     @property
     def service_url(self) -> str:
-        """Of the trajectory service."""
+        """URL of the trajectory service."""
         return f"http://{HOST}:{self.service_port}"
 
     @property
     def policy_url(self) -> str:
-        """Of the policy server, without `/v1`."""
+        """URL of the policy server, without `/v1`."""
         return f"http://{HOST}:{self.policy_port}"
 
     def tokenizer_name(self, agent_config: Any) -> str:
-        """What `load_tokenizer` takes."""
+        """Name of the tokenizer, for `load_tokenizer`."""
         return self.tokenizer or agent_config.weights or "byte"
 
     def warm_up_steps(self, experiment: Experiment) -> int:
@@ -123,7 +123,7 @@ def language(engine: Engine, session: Session) -> Topology | None:
 
 
 def make_learner(session: Session) -> Any:
-    """The ordinary Learner, from batches of the trajectory service, where it registers as the trainer."""
+    """Register at the trajectory service as the trainer, and make the Learner of its batches."""
     from rlframe.learners import Learner, LearnerConfig
     from rlframe.programs.run_dir.directory import CHECKPOINTS_KEPT
     from rlframe.programs.topologies.language_nodes import FOR_EVER

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 MODEL = "policy"  # what the policy server calls its model
 
 FOR_EVER = 2**31 - 1  # the trainer's last step, to environments that evaluate after it
-_NOT_OPTIONS = {  # of an environment in a program, and what says it instead
+_NOT_OPTIONS = {  # options of an environment that a run sets, and the option of the run that does
     "tokenizer_name": "--tokenizer",
     "max_token_length": "--max-tokens",
     "rollout_server_url": "--service-port",
@@ -50,7 +50,7 @@ _NOT_OPTIONS = {  # of an environment in a program, and what says it instead
 
 
 def env_class(name: str) -> type[BaseEnv]:
-    """The `BaseEnv` that `file.py:Class` or `package.module:Class` names. Raises UsageError where it names none."""
+    """Load the `BaseEnv` that `file.py:Class` or `package.module:Class` names. Raise UsageError if it names none."""
     found = load_object(name, "environment")
     if not (isinstance(found, type) and issubclass(found, BaseEnv)):
         raise UsageError(f"{name} is {found!r}; a language model needs a subclass of rlframe.language.BaseEnv.")
@@ -58,17 +58,17 @@ def env_class(name: str) -> type[BaseEnv]:
 
 
 def env_config(env_cls: type[BaseEnv], session: Session, rank: int = 0, incarnation: int = 0) -> Any:
-    """The config of an environment of a run.
+    """Return the config of an environment of a run.
 
     Raises:
-        UsageError: an option of `env_kwargs` is unknown, does not fit, or is not the environment's to say.
+        UsageError: an option of `env_kwargs` is unknown, does not fit, or is set by the run.
     """
     experiment, config = session.experiment, session.experiment.agent_config
     for name in experiment.env_kwargs:
         if name in _NOT_OPTIONS:
             raise UsageError(f"env_kwargs: {name} is not for the environment to say here; {_NOT_OPTIONS[name]} does.")
     default, _ = env_cls.config_init()
-    told: dict[str, Any] = {
+    given: dict[str, Any] = {
         "tokenizer_name": session.topology_config.tokenizer_name(config),
         "max_token_length": config.max_tokens,
         "rollout_server_url": session.topology_config.service_url,
@@ -79,12 +79,12 @@ def env_config(env_cls: type[BaseEnv], session: Session, rank: int = 0, incarnat
         "resume_file": str(session.path / "environments" / f"{rank}.json"),
     }
     if "seed" in type(default).model_fields and "seed" not in experiment.env_kwargs:
-        told["seed"] = env_seed(experiment.seed, rank, incarnation)
-    return made(default, {}, {**told, **experiment.env_kwargs}, "env-kwargs.")
+        given["seed"] = env_seed(experiment.seed, rank, incarnation)
+    return made(default, {}, {**given, **experiment.env_kwargs}, "env-kwargs.")
 
 
 def check_environment(session: Session) -> None:
-    """Raises UsageError where the environment of a run, or its tokenizer, cannot be: before a process is started."""
+    """Raise UsageError if the environment of a run or its tokenizer is invalid: before a process is started."""
     env_config(env_class(session.experiment.env), session)
     tokenizer = session.topology_config.tokenizer_name(session.experiment.agent_config)
     tokens, known = load_tokenizer(tokenizer).vocab_size, session.agent.model_config.vocab_size  # type: ignore[attr-defined]
@@ -93,9 +93,9 @@ def check_environment(session: Session) -> None:
 
 
 class Environment:
-    """Collects for the learner of a run, and evaluates when it is asked to.
+    """Collects groups for the learner of a run, and evaluates when the monitor asks for it.
 
-    Its identity at the service outlives its process; started again it asks other items, by seeds of its own.
+    Its identity at the service outlives its process. After a restart its seed is another one, and so are its items.
 
     Args:
         session: the session.
@@ -118,7 +118,7 @@ class Environment:
         self._stopped = False
 
     def run(self) -> None:
-        """Collects until `stop()`.
+        """Collect until `stop()`.
 
         Raises:
             RlframeError: the service or the policy server stayed away, or collecting failed too often.
@@ -142,18 +142,18 @@ class Environment:
             beside.cancel()
 
     def stop(self) -> None:
-        """Ends `run()`: says goodbye to the service. Any thread may call it, and more than once."""
+        """End `run()`, and leave the service. Any thread may call it, and more than once."""
         with self._lock:
             self._stopped = True
             if self._loop is not None and self._task is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._task.cancel)
 
     def stats(self) -> dict[str, Any]:
-        """rank, incarnation, and the newest `metrics` that the environment logged."""
+        """Return rank, incarnation, and the newest `metrics` that the environment logged."""
         return {"rank": self._rank, "incarnation": self._incarnation, "metrics": self._metrics.newest()}
 
     def evaluate(self, number: int) -> tuple[int, dict[str, float] | str] | None:
-        """Asks for the evaluation of this number, once, however often it is called.
+        """Ask for the evaluation of this number. Later calls with the same number ask for nothing more.
 
         Returns:
             (number, its metrics, or how it failed), where it is done; None before.
@@ -232,7 +232,7 @@ class WarmUp:
             self.stop()
 
     def stop(self) -> None:
-        """Ends `run()` before the next update. Any thread may call it."""
+        """End `run()` before the next update. Any thread may call it."""
         self._stop.set()
 
 
@@ -281,14 +281,14 @@ def _own_name(name: str) -> str:
 
 
 async def _advance() -> None:
-    """Notes as long as the event loop turns that it does."""
+    """Report progress as long as the event loop runs."""
     while True:
         advance()
         await asyncio.sleep(1.0)
 
 
 def api_server_config(session: Session) -> APIServerConfig:
-    """How to ask the policy server of a run."""
+    """Return the address of the policy server of a run, for its environments."""
     return APIServerConfig(
         base_url=f"{session.topology_config.policy_url}/v1",
         model_name=MODEL,
@@ -298,7 +298,7 @@ def api_server_config(session: Session) -> APIServerConfig:
 
 
 def next_incarnation(path: pathlib.Path) -> int:
-    """How often an environment was started before; the file counts."""
+    """Return how often an environment was started before. The file counts this start, too."""
     number = json.loads(path.read_text()) + 1 if path.exists() else 0
     write_atomically(path, json.dumps(number), parents=True)
     return number

@@ -102,7 +102,7 @@ class TrainingLoop:
         self._replay_saved_env_steps = self.actor.env_steps if has_replay else 0
 
     def run(self) -> int | None:
-        """Trains until the session's last step or a signal, saves, evaluates, and writes the result.
+        """Train until the session's last step or a signal, saves, evaluates, and writes the result.
 
         Returns:
             The number of the signal that ended it, or None.
@@ -138,15 +138,15 @@ class TrainingLoop:
         self._ending.ask(by, evaluate)
 
     def stop(self) -> None:
-        """Does nothing: signals end the loop."""
+        """Do nothing: signals end the loop."""
 
     def close(self) -> None:
-        """Closes the environments, and all that it was given."""
+        """Close the environments and the learner."""
         self.actor.close()
         self.learner.close()
 
     def _to_end(self) -> Logs | None:
-        """Returns the evaluation; None where it was told to stop, or that none is wanted."""
+        """Train to the end, save and evaluate. Return the evaluation; None after a signal, or if none is wanted."""
         profile = self._session.profile
         self._rows.note_step(self._first_step)
         try:
@@ -188,7 +188,7 @@ class TrainingLoop:
                 progress.write(now, {})
 
     def _learn(self) -> Logs | None:
-        """Takes the updates that are due: a queue's until it is empty, others' as `samples_per_insert` says."""
+        """Make the updates that are due: of a queue until it is empty, of others as `samples_per_insert` allows."""
         logs, batch = None, self.replay_buffer.sample()
         while batch is not None:
             logs = self.learner.step(batch)
@@ -223,9 +223,9 @@ class TrainingLoop:
         }
 
     def _evaluate(self, *, final: bool) -> Logs | None:
-        """Returns the evaluation of the policy, which is saved before its row is written.
+        """Evaluate the policy, which is saved before the row of the evaluation is written.
 
-        None where it failed, or a signal ended it.
+        Return None if it failed, or if a signal ended it.
         """
         if self._evaluated is not None and self._evaluated[0] == self.actor.env_steps:
             return self._evaluated[1]
