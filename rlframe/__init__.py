@@ -1,4 +1,16 @@
-"""rlframe: write an agent once; run it in one process, on one machine, or across machines."""
+"""rlframe: write an agent once; run it in one process, on one machine, or across machines.
+
+The objects of the loop:    agents, envs, actors, inferencers, learners, replay, params (from learners to inferencers)
+Runs:                       cli (the command), programs (from options to a result), engines (processes of a program),
+                            coordinator (only for the topology elastic), metrics (loggers)
+Language models:            language, trajectories (the service between environments and trainers)
+Between processes:          handles, transport, interprocess (one machine), http, program_end (who ends what)
+For every package:          types (TimeStep, Batch), errors, retry (pauses), compilation (jit on a CPU)
+Your code and environment:  user_files and user_directories (files that you name), extras (optional packages),
+                            lazy (imports on first use), streams (stdout), testing (checks for your own classes)
+
+docs/architecture.md says in which file each thing is.
+"""
 
 from __future__ import annotations
 
