@@ -61,7 +61,7 @@ def check_names_one_run(options: Any) -> None:
 
 
 def is_steered(run_dir: str) -> bool:
-    """Return True if the run in a directory has a coordinator, and its control answers on this host."""
+    """Return True if the run in a directory has a coordinator, whose control is on this host."""
     from rlframe.coordinator.control.address import control_file, read_control
     from rlframe.programs.run_dir.status import topology_of
 
