@@ -19,9 +19,9 @@ from rlframe.programs.experiment import MAX_SEED, Experiment
 from rlframe.programs.options.fields import convert
 from rlframe.programs.options.make_experiment import with_fields
 from rlframe.programs.options.resume import check_backend
-from rlframe.programs.policies.saved import read_policy
+from rlframe.programs.policies.saved import NEVER, read_policy
 from rlframe.programs.policies.video import Film
-from rlframe.programs.run_dir.directory import open_run
+from rlframe.programs.run_dir.directory import RunDir, open_run
 from rlframe.programs.topologies.parts import make_agent, make_pool
 from rlframe.types import Logs
 
@@ -41,11 +41,9 @@ class Evaluations:
         seed: of the environments; None: the run's.
     """
 
-    _NEVER = 2**62  # calls: an evaluation is of one version, whatever the learner does meanwhile
-
     def __init__(self, experiment: Experiment, agent: Agent, learner: Any, seed: int | None = None) -> None:
         self._experiment, self._seed = experiment.for_evaluation, experiment.seed if seed is None else seed
-        cfg = InferencerConfig(greedy=True, seed=self._seed, sync_interval=self._NEVER)
+        cfg = InferencerConfig(greedy=True, seed=self._seed, sync_interval=NEVER)
         self._inferencer = Inferencer(cfg, agent, learner)
         self._begin = self._inferencer.get_state()
         self._num_envs = num_eval_envs(experiment)
@@ -217,12 +215,9 @@ def evaluate(
         CheckpointError: it has no checkpoint, or a damaged one.
         EnvError: no environment could be built, one failed, or an episode was too long.
     """
-    episodes = convert(int, episodes, "episodes")
-    given = _given(seed=seed, num_envs=num_envs, max_episode_length=max_episode_length, episodes=episodes)
-    directory, experiment = open_run(run_dir, {"env": env, "agent": agent, "network": network})
-    check_backend(directory.notes(), experiment)
-    seed = given.pop("seed", experiment.seed)
-    experiment = with_fields(experiment, **{f"eval_{name}": value for name, value in given.items()})
+    names = {"env": env, "agent": agent, "network": network}
+    limits = {"num_envs": num_envs, "max_episode_length": max_episode_length}
+    directory, experiment, seed = _open(run_dir, names, episodes, seed, **limits)
     made = make_agent(experiment)
     return Evaluations(experiment, made, read_policy(made, directory), seed).evaluate()
 
@@ -251,18 +246,25 @@ def record(
         UsageError: the environment does not render, or a package that is needed is missing.
         CheckpointError: the run has no checkpoint, or a damaged one.
     """
-    episodes = convert(int, episodes, "episodes")
-    given = _given(seed=seed, max_episode_length=max_episode_length, episodes=episodes)
-    directory, experiment = open_run(run_dir, {})
-    check_backend(directory.notes(), experiment)
-    seed = given.get("seed", experiment.seed)
-    limit = given.get("max_episode_length", experiment.topology_config.eval_max_episode_length)
+    directory, experiment, seed = _open(run_dir, {}, episodes, seed, max_episode_length=max_episode_length)
+    limit = experiment.topology_config.eval_max_episode_length
     with Film(experiment, path) as film:
         pool = film.make_pool(seed=env_seed(seed, EVALUATOR_RANK))
         agent = make_agent(experiment, pool.codec)
         inferencer = Inferencer(InferencerConfig(greedy=True, seed=seed), agent, read_policy(agent, directory))
         result = Evaluator(pool, inferencer, episodes, seed=seed, max_episode_length=limit).evaluate()
     return {**result, "frames": film.frames}
+
+
+def _open(
+    run_dir: str | os.PathLike, names: dict[str, Any], episodes: int, seed: int | None, **limits: int | None
+) -> tuple[RunDir, Experiment, int]:
+    """Open a run to evaluate it. Return its directory, the experiment with these limits, and the seed to use."""
+    given = _given(seed=seed, episodes=convert(int, episodes, "episodes"), **limits)
+    directory, experiment = open_run(run_dir, names)
+    check_backend(directory.notes(), experiment)
+    seed = given.pop("seed", experiment.seed)
+    return directory, with_fields(experiment, **{f"eval_{name}": value for name, value in given.items()}), seed
 
 
 def _given(**options: Any) -> dict[str, int]:

@@ -22,6 +22,8 @@ from rlframe.programs.run_dir.directory import RunDir
 
 _log = logging.getLogger(__name__)
 
+NEVER = 2**62  # calls after which an Inferencer takes newer parameters: it keeps its version
+
 _LOOK_EVERY = 0.1  # seconds between two looks at the directory
 _ASK_EVERY = 5.0  # seconds between two requests: a learner that was restarted has forgotten the first
 _SAVE_WITHIN = 120.0  # seconds: the disk may be full

@@ -21,12 +21,10 @@ from rlframe.learners.checkpoints import Checkpointer
 from rlframe.params.source import NewestParams
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.fields import convert
-from rlframe.programs.policies.saved import read_policy
+from rlframe.programs.policies.saved import NEVER, read_policy
 from rlframe.programs.run_dir.directory import open_run
 from rlframe.programs.topologies.parts import make_agent
 from rlframe.types import FIRST, MID, AgentState, TimeStep, Tree, global_env_ids
-
-_NEVER = 2**62  # calls
 
 
 class TrainedPolicy:
@@ -61,7 +59,7 @@ class TrainedPolicy:
         self._stack: FrameStack | None = None
         self.state: AgentState = ()
         self._inferencers = {
-            greedy: Inferencer(InferencerConfig(sync_interval=_NEVER, greedy=greedy, seed=seed), agent, params)
+            greedy: Inferencer(InferencerConfig(sync_interval=NEVER, greedy=greedy, seed=seed), agent, params)
             for greedy in (True, False)
         }
         self._begins = np.zeros(0, bool)  # which of the environments of the last batch begin an episode

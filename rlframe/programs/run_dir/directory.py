@@ -182,14 +182,12 @@ def open_run(run_dir: str | os.PathLike[str], given: Mapping[str, Any]) -> tuple
 
 
 def default_path(experiment: Experiment) -> pathlib.Path:
-    """`runs/AGENT-ENV-SEED-TIME`, with a number behind it where that exists."""
-    agent = plain_name(experiment.agent)
-    env = plain_name(experiment.env)
+    """Return `runs/AGENT-ENV-SEED-TIME`, with a number behind it if that exists."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    path = pathlib.Path("runs") / f"{agent}-{env}-seed{experiment.seed}-{stamp}"
-    count = 2
+    name = f"{plain_name(experiment.agent)}-{plain_name(experiment.env)}-seed{experiment.seed}-{stamp}"
+    path, count = pathlib.Path("runs") / name, 2
     while path.exists():
-        path = path.with_name(f"{agent}-{env}-seed{experiment.seed}-{stamp}-{count}")
+        path = path.with_name(f"{name}-{count}")
         count += 1
     return path
 
