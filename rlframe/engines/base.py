@@ -234,7 +234,7 @@ def node_status(name: str, incarnation: int, pid: int | None, state: str = "BUSY
         name: of the node: `actor/0`.
         incarnation: number of its restarts.
         pid: of its process.
-        state: a `WorkerState` (`rlframe.coordinator.core.states`).
+        state: a `WorkerState` (`rlframe.coordinator.states`).
     """
     role, _, index = name.partition("/")
     return {
