@@ -96,7 +96,7 @@ class Remote:
 
     Raises (every method):
         PeerError: nobody answered within the deadline.
-        StoppedError: `stop` was set, or the Launchpad program ended, while nobody answered.
+        StoppedError: `stop` was set, or the program ended, while nobody answered.
         RemoteError: the method raised. A `RlframeError` comes as what it was.
     """
 

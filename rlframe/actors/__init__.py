@@ -7,7 +7,7 @@ One `Actor.step()`:
 3. The stepper steps the environments, and adds the completed `Step` to the replay buffer. `EpisodeStatistics` counts.
 
 `Actor.run()` repeats this. An actor of an on-policy agent waits after each unroll for a newer version of the parameters
-(on_policy.py). Its rank, from which its seeds follow, is claimed from the replay buffer (ranks.py).
+(unroll_gate.py). Its rank, from which its seeds follow, is claimed from the replay buffer (ranks.py).
 """
 
 from rlframe.actors.actor import Actor

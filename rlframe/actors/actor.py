@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from rlframe import handles
-from rlframe.actors.on_policy import UnrollGate
 from rlframe.actors.ranks import AddOnlyWriter, claim_rank
 from rlframe.actors.stepper import AsyncStepper, Request, SyncStepper
+from rlframe.actors.unroll_gate import UnrollGate
 from rlframe.envs import as_pool
 from rlframe.errors import NoMethodError, StoppedError, UsageError
 from rlframe.inferencers.base import Inference, StatelessInference, as_inference
@@ -77,7 +77,7 @@ class Actor:
             ).specs()
 
         replay_buffer = as_replay_buffer(given, specs)
-        self._made_buffer = replay_buffer is not given
+        self._owns_buffer = replay_buffer is not given
         self._steppers: list[SyncStepper | AsyncStepper] = []  # one for each pool
         self._has_begun = False
         self._max_staleness: int | None = None  # of the replay; known when the first step begins
@@ -229,7 +229,7 @@ class Actor:
         Any thread may call it.
         """
         self._stop.set()
-        if self._made_buffer:
+        if self._owns_buffer:
             self._replay_buffer.close()
         elif isinstance(self._replay_buffer, BaseReplayBuffer):
             self._replay_buffer.end_waits(self.rank)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rlframe.actors.on_policy import UnrollGate
+from rlframe.actors.unroll_gate import UnrollGate
 from rlframe.envs.pool import stepping, true_rewards
 from rlframe.types import FIRST, LAST, AgentOutput, AgentState, Logs, Step, TimeStep, Tree
 

@@ -151,7 +151,7 @@ class Coordinator:
             self._thread.start()
 
     def run(self) -> None:
-        """Run the job to its end; on a node of a Launchpad program, the program's end cancels it.
+        """Run the job to its end; on a node of a program, the program's end cancels it.
 
         Raises:
             JobFailedError: the job failed.

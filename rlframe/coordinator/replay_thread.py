@@ -17,7 +17,7 @@ from rlframe import handles
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.messages import BatchMeta
 from rlframe.errors import RlframeError
-from rlframe.replay.checkpoint import ReplayFiles
+from rlframe.replay.replay_files import ReplayFiles
 
 _log = logging.getLogger(__name__)
 

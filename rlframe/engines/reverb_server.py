@@ -15,7 +15,7 @@ from rlframe import extras
 from rlframe.interprocess.files import NativePath
 from rlframe.interprocess.phases import SAVING
 from rlframe.program_end import stopped_by_program
-from rlframe.replay.checkpoint import save_now_and_then
+from rlframe.replay.replay_files import save_now_and_then
 
 with extras.needed("--replay reverb", "reverb"):
     import reverb

@@ -71,7 +71,7 @@ class EnvServer:
         return self._answer_next(client, number, self._received)
 
     def run(self) -> None:
-        """Serves until `stop()`, or the end of the Launchpad program whose node this is, and closes the environments.
+        """Serves until `stop()`, or the end of the program whose node this is, and closes the environments.
 
         Raises:
             EnvError: an environment raised. It was told to the Actor as well.

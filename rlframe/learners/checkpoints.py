@@ -23,7 +23,7 @@ import numpy as np
 
 from rlframe.errors import CheckpointError, RlframeError, UsageError
 from rlframe.interprocess.files import NativePath
-from rlframe.replay.checkpoint import ReplayFiles
+from rlframe.replay.replay_files import ReplayFiles
 from rlframe.streams import root_handler
 from rlframe.types import Tree
 

@@ -41,7 +41,7 @@ class LearnerConfig:
     """How a Learner starts, stops and saves."""
 
     seed: int = 0
-    max_learner_steps: int | None = None  # `run()` ends there, and the Launchpad program with it; None: at `stop()`
+    max_learner_steps: int | None = None  # `run()` ends there, and the program with it; None: at `stop()`
     ends_program: bool = True  # False: at max_learner_steps it is as after `finish()`
     checkpoint_dir: str | None = None  # None: nothing is saved
     checkpoint_every: int = 10_000  # learner steps between two checkpoints of `run()`

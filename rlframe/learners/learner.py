@@ -193,7 +193,7 @@ class Learner:
     # --- the loop
 
     def run(self) -> None:
-        """Learn, log and save until `max_learner_steps`, `finish()`, `stop()` or the end of the Launchpad program."""
+        """Learn, log and save until `max_learner_steps`, `finish()`, `stop()` or the end of the program."""
         with handles.stopped_by_program(self.stop):
             self._learn()
             self._finished.set()

@@ -16,7 +16,7 @@ from typing import Any
 from rlframe.errors import CheckpointError
 from rlframe.interprocess.phases import SAVING
 from rlframe.learners.config import LearnerConfig
-from rlframe.replay.checkpoint import ReplayFiles
+from rlframe.replay.replay_files import ReplayFiles
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ One transition, in the buffer of one process (`local.py: ReplayBuffer`):
     replay.update_priorities(batch.keys, priorities)
 
 `base.py` has the protocols and `Dataset`, which draws ahead. `layout.py` and `tree_store.py` have the arrays,
-`frames.py` those of stacked frames, and `checkpoint.py` the files. The other buffers use the same `StepStore` and
+`frames.py` those of stacked frames, and `replay_files.py` the files. The other buffers use the same `StepStore` and
 `RateLimiter`: `shared_memory/` between processes of a machine, `service/` in nodes of their own, `reverb/` on a Reverb
 server.
 """

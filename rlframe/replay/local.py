@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlframe.errors import CheckpointError, UsageError
-from rlframe.replay import checkpoint, steps
+from rlframe.replay import replay_files, steps
 from rlframe.replay.base import STATS, Draw, KeyedReplayBuffer, check_keys, override, replace_gone
 from rlframe.replay.layout import check_added
 from rlframe.replay.rate_limiter import RateLimiter, WriterState
@@ -297,7 +297,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             try:
                 for writer in writers:
                     arrays.update(_named(writer))
-                checkpoint.write(path, self.spec, header, arrays)
+                replay_files.write(path, self.spec, header, arrays)
             finally:
                 for writer in writers:
                     writer.gather(timeline)
@@ -310,7 +310,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         Raises:
             CheckpointError: the file is missing, damaged or of another agent; this buffer is as it was.
         """
-        with self._lock, checkpoint.opened(path, self.spec) as saved:
+        with self._lock, replay_files.opened(path, self.spec) as saved:
             header, shapes = saved.header, saved.shapes
             if "slots" not in header:
                 raise CheckpointError(

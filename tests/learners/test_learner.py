@@ -16,7 +16,7 @@ from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Checkpointer, DataConfig, Learner, LearnerConfig
 from rlframe.learners import learner as learner_module
 from rlframe.learners.versions import VersionCounter
-from rlframe.replay import ReplayBuffer, checkpoint
+from rlframe.replay import ReplayBuffer, replay_files
 from rlframe.replay.base import DatasetTimeoutError
 from tests.fakes import (
     ACTION_SPEC,
@@ -416,8 +416,8 @@ def test_the_replay_goes_with_the_checkpoints_of_run_and_comes_back(tmp_path):
 
 def test_of_large_replays_the_last_one_is_kept_and_few_are_written(tmp_path, monkeypatch):
     buffer, written = filled_buffer(), []
-    monkeypatch.setattr(checkpoint, "_SMALL_BYTES", 100)
-    monkeypatch.setattr(checkpoint, "_SHARE", 1e-9)
+    monkeypatch.setattr(replay_files, "_SMALL_BYTES", 100)
+    monkeypatch.setattr(replay_files, "_SHARE", 1e-9)
     monkeypatch.setattr(buffer, "save", lambda path: (written.append(path.name), ReplayBuffer.save(buffer, path)))
     run_to(18, tmp_path, buffer, checkpoint_every=4)
     # The first one is due at once; the next ones not yet, but for the end, where the learner's state comes first.

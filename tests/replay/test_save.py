@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlframe.errors import CheckpointError
-from rlframe.replay import ReplayBuffer, checkpoint
+from rlframe.replay import ReplayBuffer, replay_files
 from rlframe.testing.streams import STEP_SPEC, StepStream, fake_agent
 from rlframe.types import Sequence, StepSpec, Transition, specs
 
@@ -140,7 +140,7 @@ def test_a_full_disk_leaves_what_was_saved(tmp_path: Path, monkeypatch: pytest.M
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_write_array", full)
+    monkeypatch.setattr(replay_files, "_write_array", full)
     with pytest.raises(CheckpointError, match="No space left"):
         buffer.save(tmp_path / "replay")
     assert (tmp_path / "replay").read_bytes() == good

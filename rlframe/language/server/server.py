@@ -100,7 +100,7 @@ class PolicyServer:
         self._url = ""
 
     def run(self) -> None:
-        """Serve until `stop()`, or the end of the Launchpad program whose node this is; then drain.
+        """Serve until `stop()`, or the end of the program whose node this is; then drain.
 
         Raises:
             UsageError: it cannot listen there; the learner's parameters are not the model's.

@@ -20,7 +20,7 @@ from rlframe.programs.policies.evaluation import Evaluations, try_evaluation
 from rlframe.programs.session import Ending, Schedule, Session
 from rlframe.programs.training.row_writer import RowWriter
 from rlframe.programs.training.updates import warn_if_none
-from rlframe.replay.checkpoint import ReplayFiles
+from rlframe.replay.replay_files import ReplayFiles
 from rlframe.types import Logs
 
 _log = logging.getLogger(__name__)

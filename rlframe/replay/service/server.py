@@ -18,7 +18,7 @@ import numpy as np
 from rlframe.errors import CheckpointError, StoppedError
 from rlframe.interprocess.phases import SAVING
 from rlframe.program_end import stopped_by_program
-from rlframe.replay import checkpoint
+from rlframe.replay import replay_files
 from rlframe.replay.base import override
 from rlframe.replay.local import ReplayBuffer
 from rlframe.replay.rate_limiter import RateLimiter, default_run_ahead, items_kept
@@ -292,7 +292,7 @@ class ReplayService:
     def run(self) -> None:
         """Save now and then, until the program ends or `stop` is called, and once more then."""
         with stopped_by_program(self.stop):
-            checkpoint.save_now_and_then(self._save, self._stop, self._seconds, self._at_end)
+            replay_files.save_now_and_then(self._save, self._stop, self._seconds, self._at_end)
 
     def stop(self) -> None:
         """End `run`, and the waiting of writers."""

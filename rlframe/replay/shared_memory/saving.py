@@ -11,7 +11,7 @@ import os
 import numpy as np
 
 from rlframe.errors import CheckpointError, UsageError
-from rlframe.replay import checkpoint, steps
+from rlframe.replay import replay_files, steps
 from rlframe.replay.shared_memory import block
 from rlframe.replay.shared_memory.block import Block
 from rlframe.replay.shared_memory.sampler import Sampler
@@ -49,7 +49,7 @@ def save(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: Re
         "priorities": {name: getattr(table, name, 0) for name in ("highest", "dropped")},
         "rng": sampler.rng.bit_generator.state,
     }
-    checkpoint.write(path, spec, header, arrays)
+    replay_files.write(path, spec, header, arrays)
 
 
 def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: ReplaySpec) -> None:
@@ -61,7 +61,7 @@ def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec:
     Raises:
         CheckpointError: the file is missing, damaged or another agent's, or writers have added already.
     """
-    with checkpoint.opened(path, spec) as saved:
+    with replay_files.opened(path, spec) as saved:
         header, shapes = saved.header, saved.shapes
         num_writers, token = header.get("shared", (None, None))
         if num_writers != memory.num_writers:
