@@ -5,7 +5,8 @@ Runs:                       cli (the command), programs (from options to a resul
                             coordinator (only for the topology elastic), metrics (loggers)
 Language models:            language, trajectories (the service between environments and trainers)
 Between processes:          handles, transport, interprocess (one machine), http, program_end (who ends what)
-For every package:          types (TimeStep, Batch), errors, retry (pauses), compilation (jit on a CPU)
+For every package:          types (TimeStep, Batch), errors, retry (pauses), compilation (jit on a CPU),
+                            stop_conditions (limits at which a run ends early)
 Your code and environment:  user_files and user_directories (files that you name), extras (optional packages),
                             lazy (imports on first use), streams (stdout), testing (checks for your own classes)
 

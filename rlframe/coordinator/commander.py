@@ -7,7 +7,7 @@ from typing import Protocol
 
 from rlframe.coordinator.messages import Role, StartTask
 from rlframe.errors import UsageError, check_above, check_at_least
-from rlframe.program_end import StopConditions
+from rlframe.stop_conditions import StopConditions
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,9 @@ from rlframe.actors.actor import env_seed
 from rlframe.agents import Agent
 from rlframe.envs.codec import Codec
 from rlframe.metrics import Logger
-from rlframe.program_end import StopConditions
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.run_dir.directory import RunDir
+from rlframe.stop_conditions import StopConditions
 
 if TYPE_CHECKING:
     from rlframe.programs.training.profile import Profile

@@ -11,7 +11,7 @@ import pytest
 from rlframe.coordinator.commander import TrainOne, View
 from rlframe.coordinator.messages import StartTask
 from rlframe.errors import UsageError
-from rlframe.program_end import StopReason
+from rlframe.stop_conditions import StopReason
 
 
 def view(**values: Any) -> View:

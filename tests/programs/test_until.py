@@ -10,8 +10,8 @@ import pytest
 import rlframe
 from rlframe.errors import UsageError
 from rlframe.learners import Checkpointer
-from rlframe.program_end import StopConditions
 from rlframe.programs.run_dir.directory import Result
+from rlframe.stop_conditions import StopConditions
 from tests.programs.training.test_callbacks import NEVER, PLACES, PROCESSES, train
 
 

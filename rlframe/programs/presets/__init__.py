@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from rlframe.errors import UsageError, suggest
 from rlframe.programs.options import registry
-from rlframe.programs.presets import continuous, grpo, impala, ppo, q_learning
+from rlframe.programs.presets import actor_critic, continuous, grpo, q_learning
 from rlframe.programs.presets.table import Preset, Setting, plain_name
 
 PRESETS: tuple[Preset, ...] = (
-    *ppo.PRESETS,
+    *actor_critic.PRESETS,
     *q_learning.PRESETS,
-    *impala.PRESETS,
     *grpo.PRESETS,
     *continuous.PRESETS,
 )
