@@ -52,14 +52,17 @@ class Coordinator:
     Metadata alone passes through it: experience goes through the replay buffer, parameters through the param store.
     `run()` is the job from its start, or from where the journal ends, to its end. Any thread may call the others.
 
-    The end of a job, in order:
+    The life of a job, in order:
 
-        `cancel`, `end`                 a person or a callback asks for it, by the event `EndAsked`
-        `close`                         the program asks for it in bounded time, and waits
-        `TrainingJob.begin_ending`      the core begins it: it was asked for, the commander stops, or the job failed
-        `EndingStep`                    the core closes the tasks, step by step; its last effect is `Over`
-        `_write_result`                 carries out `Over`: journal, status and recorder have the result
-        `_tear_down`                    ends the threads and the connections
+        `submit`                     starts the loop in a thread: its first event, `Submitted`, begins the job
+        `run`                        submits, waits for the end, and raises if the job failed
+        `wait`                       waits for the end of a submitted job
+        `cancel`, `end`              a person or a callback asks for the end, by the event `EndAsked`
+        `close`                      the program asks for it in bounded time, and waits
+        `TrainingJob.begin_ending`   the core begins it: it was asked for, or the commander stops (`fail`: an error)
+        `EndingStep`                 the core closes the tasks, step by step; its last effect is `Over`
+        `_write_result`              carries out `Over`: journal, status and recorder have the result
+        `_tear_down`                 ends the threads and the connections
 
     Args:
         commander: decides the workers' tasks, and when the job is over.

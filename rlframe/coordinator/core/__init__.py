@@ -31,6 +31,9 @@ Example: a collector joins, gets a task, dies, and its successor gets the task. 
     Replied(ping, Alive)                             Send(resources), Send(start_task): collect/2, attempt 1
     Replied(get_data) of incarnation 0, late         none: it is of an older call
 
+How the task of a running worker changes: after each answer `TrainingJob.must_close` asks the commander for the worker's
+task again. If it differs, the worker's next call is `close_task`; then it is idle, and is assigned the new one.
+
 An answer that says `NotReady` changes nothing: the same call is sent again. A worker that answers no ping for
 `Limits.lost_after` is lost as well. Each event that matters to people has a `Note` among its effects.
 

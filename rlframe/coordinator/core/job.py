@@ -43,8 +43,8 @@ class JobEnding:
             return self.step is not EndingStep.DISCONNECT
         return role == "learner" and self.wants_learner
 
-    def must_close(self, task: Task) -> bool:
-        """Return True if the task must be closed now."""
+    def closes(self, task: Task) -> bool:
+        """Return True if the step that the ending is at closes this task."""
         if task.kind == "collect":
             return True
         if task.kind == "learn":
@@ -255,9 +255,12 @@ class TrainingJob:
             self.note("job", f"{before.value} → {state.value}", before=before.value, after=state.value)
 
     def must_close(self, worker: KnownWorker, task: Task) -> bool:
-        """Return True if the worker must close the task as soon as it can."""
+        """Return True if the worker must close the task as soon as it can.
+
+        It leaves, the job ends, or the commander, which is asked again, has another task for it by now.
+        """
         if self.ending is not None:
-            return worker.leaves or self.ending.must_close(task)
+            return worker.leaves or self.ending.closes(task)
         return worker.leaves or (task.kind != "evaluate" and not self._is_still_wanted(worker.role, task))
 
     def _is_still_wanted(self, role: Role, task: Task) -> bool:
@@ -265,17 +268,18 @@ class TrainingJob:
         now, then = self.commander.task(role, task.index, self.view), task.start
         return now is not None and (now.policy_id, now.overrides) == (then.policy_id, then.overrides)
 
-    def begin_ending(self, failed: bool, reason: str, evaluates: bool = False, by: str = "") -> None:
-        """Begin the ending, which the condition `by` asks for. An ending under way becomes a failure if this is one.
-
-        The first failure is kept.
-        """
+    def begin_ending(self, reason: str, evaluates: bool = False, by: str = "", *, failed: bool = False) -> None:
+        """Begin the ending, which the condition `by` asks for. An ending under way goes on as it is."""
         if self.ending is None:
             self.reason = str(reason)  # a plain str: `status` may go where the class of the reason is not
             self.ending = JobEnding(failed, evaluates, self.now, self.limits.close_deadline, by)
             self.become(JobState.DRAINING)
             self.note("draining", f"The job ends: {reason}.", failed=failed)
             self.queue_call(*self.roster)
-        elif failed and not self.ending.failed:
+
+    def fail(self, reason: str) -> None:
+        """Begin the ending of a failed job. An ending under way becomes a failure; the first failure is kept."""
+        self.begin_ending(reason, failed=True)
+        if self.ending is not None and not self.ending.failed:
             self.ending.failed = True
             self.reason = f"{self.reason}; but {reason}"

@@ -41,7 +41,7 @@ def _check_stop(job: TrainingJob) -> None:
     view = job.view
     reason = job.commander.stop(view)
     if reason is not None:
-        job.begin_ending(False, reason, evaluates=job.evaluates, by=getattr(reason, "by", "commander"))
+        job.begin_ending(reason, evaluates=job.evaluates, by=getattr(reason, "by", "commander"))
     elif job.accounts.params_version >= 0 and not job.tasks.open("evaluate"):
         policy_id = job.commander.evaluation(view)
         if policy_id is not None:
@@ -115,7 +115,7 @@ def _is_step_done(job: TrainingJob, ending: JobEnding) -> bool:
     overdue = f"{', '.join(task.task_id for task in left)} did not close within {ending.close_within:g} s"
     job.note("overdue", f"{overdue}.")
     if ending.step is EndingStep.LEARNER and job.learner_came:
-        job.begin_ending(True, overdue)
+        job.fail(overdue)
     for task in left:
         tasks.cancel(job, task)
     return True
@@ -182,7 +182,7 @@ def _operator_answered(job: TrainingJob, event: ev.OperatorAnswered) -> None:
 
 def _operator_failed(job: TrainingJob, event: ev.OperatorFailed) -> None:
     if event.for_good:
-        job.begin_ending(True, f"the operator raised {event.why}")
+        job.fail(f"the operator raised {event.why}")
         return
     if not job.operator_problem:
         job.note("operator", f"The operator cannot be reached; the workers go on. {event.why}")
@@ -194,7 +194,7 @@ def _ticked(job: TrainingJob, event: ev.Ticked) -> None:
     evaluations.end_overdue_waits(job)
     why = workers.why_nobody_comes(job)
     if why and job.ending is None:
-        job.begin_ending(True, why)
+        job.fail(why)
 
 
 # --- what a person asks for
@@ -222,7 +222,7 @@ def _pause_asked(job: TrainingJob, event: ev.PauseAsked) -> None:
 
 
 def _end_asked(job: TrainingJob, event: ev.EndAsked) -> None:
-    job.begin_ending(False, event.reason, evaluates=event.evaluates and job.evaluates, by=event.by)
+    job.begin_ending(event.reason, evaluates=event.evaluates and job.evaluates, by=event.by)
     if job.ending is not None:
         if job.ending.evaluates and not event.evaluates:  # it was about to end with an evaluation
             job.ending.evaluates, job.ending.stopped_by = False, event.by

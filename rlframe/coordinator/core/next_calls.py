@@ -114,7 +114,7 @@ def _task_for(job: TrainingJob, worker: KnownWorker) -> Task | None:
     for task in open_tasks:
         is_meant = kind != "collect" or task.index == worker.index
         is_known = kind != "evaluate" or evaluations.has_version(task)
-        if kind == "evaluate" and ending is not None and ending.must_close(task):
+        if kind == "evaluate" and ending is not None and ending.closes(task):
             continue
         if task.state is TaskState.PENDING and is_meant and is_known:
             return task

@@ -140,7 +140,7 @@ def _judge_replay(job: TrainingJob, event: ev.BatchesDrawn) -> None:
         job.draw_fails_since = job.now
         job.note("replay", f"The replay buffer gives no batches; it is asked again. {event.why}")
     elif job.now - job.draw_fails_since > deadline:
-        job.begin_ending(True, f"the replay buffer has given no batches for {deadline:g} s: {event.why}")
+        job.fail(f"the replay buffer has given no batches for {deadline:g} s: {event.why}")
 
 
 def _learn(job: TrainingJob, worker: KnownWorker, task: Task, learn: Learn) -> None:

@@ -59,7 +59,7 @@ def retry(job: TrainingJob, task: Task, why: str, *, counts: bool, for_good: boo
                 evaluations.note_failure(job, why)
         else:
             times = "" if for_good else f" {task.failures} times"
-            job.begin_ending(True, f"{task.task_id} failed{times}: {why}")
+            job.fail(f"{task.task_id} failed{times}: {why}")
         return
     job.accounts.retries += 1
     task.become(TaskState.RETRYING)

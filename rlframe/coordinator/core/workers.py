@@ -223,4 +223,4 @@ def lose(job: TrainingJob, worker: KnownWorker, why: str) -> None:
         worker.failed_starts += 1
         if worker.failed_starts > job.limits.max_failures:
             times = f"{worker.worker_id} did not come up {worker.failed_starts} times in a row"
-            job.begin_ending(True, f"{times}: {why}. Look at its output")
+            job.fail(f"{times}: {why}. Look at its output")
