@@ -130,7 +130,7 @@ class Batch(NamedTuple):
     """A batch of items, as `ReplayBuffer.sample()` returns it."""
 
     data: Any  # a TransitionBatch, a SequenceBatch or a TokenBatch
-    keys: Any  # [B, 3] int64: (writer rank, writer incarnation, sequence number) of each item
+    keys: Any  # [B, 3] int64: (rank of the writer, its incarnation, start) of each item, see `Draw`
     probabilities: Any  # [B] float32: the chance with which each item was drawn (1 / size if uniform or queue)
     params_version: Any  # [B] int64: the oldest version that acted in the item; -1 where it is unknown
 

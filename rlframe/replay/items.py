@@ -12,7 +12,7 @@ import numpy as np
 
 from rlframe.replay.layout import Allocate, OutputArrays, TreeLayout
 from rlframe.replay.tables import ItemTable
-from rlframe.replay.timeline import Fragments, Index, Timeline
+from rlframe.replay.timeline import Index, Timeline, WriterFragments
 from rlframe.replay.tree_store import TreeStore
 from rlframe.types import LAST, Sequence, SequenceBatch, Step, StepSpec, Transition, TransitionBatch
 
@@ -63,7 +63,18 @@ class _Items:
 
 
 class Transitions(_Items):
-    """Sums the n-step rewards as they arrive, so that sampling is one gather whatever n is."""
+    """Items of up to n steps, whose rewards are summed as they arrive: sampling is one gather whatever n is.
+
+    With n = 3 and two environments, three steps from the blocks 406, 408 and 410 (the last one to 412) do this, where
+    r, d and g are a step's reward, its discount, and gamma:
+
+        items      step from 406         step from 408             step from 410
+        406, 407   r0, d0 g, span 2      + g r1, * d1 g, span 4    + g^2 r2, * d2 g, span 6: complete
+        408, 409                         r1, d1 g, span 2          + g r2, * d2 g, span 4
+        410, 411                                                   r2, d2 g, span 2
+
+    If an environment's episode ends at 412, its items 408 and 410 are complete too, of two steps and of one.
+    """
 
     # Reward and discount side by side: sampling waits for memory, and finds both in one place.
     columns = {"outcome": "(2,)f4", "span": "i8", "params_version": "i8"}  # noqa: RUF012
@@ -83,82 +94,87 @@ class Transitions(_Items):
     def open(self, index: Index, step_type: np.ndarray) -> None:
         """Begin a fragment in the slots `index`: nothing to store."""
 
-    def discard(self, writer: Fragments, envs: np.ndarray) -> None:
+    def discard(self, fragments: WriterFragments, envs: np.ndarray) -> None:
         """Forget the open fragments of `envs`: none of their starts is in this episode any more."""
-        writer.ages[envs] = 0
+        fragments.ages[envs] = 0
 
-    def put(self, writer: Fragments, now: int, new: int, step: Step, types: bytes, after_types: bytes) -> None:
-        """Store a step of all the environments of a writer in lockstep."""
-        after, count = step.next_timestep, writer.num_envs
-        discount = self._store(writer.index, new - now, step)
+    def put(self, fragments: WriterFragments, next_block: int, step: Step, next_types: bytes) -> None:
+        """Store a step of all environments of a writer in lockstep, from its open block to `next_block`."""
+        block, types = fragments.open_block, fragments.type_bytes
+        count, reward = fragments.num_envs, step.next_timestep.reward
+        discount = self._store(fragments.index, next_block - block, step)
         acting = np.frombuffer(types.translate(_IS_NOT_LAST), bool) if _LAST_BYTE in types else None
         if self._n == 1:
-            self._table.append_block(now, writer.index, count, acting)
+            self._table.append_block(block, fragments.index, count, acting)
             return
-        writer.start_blocks[writer.position % self._n] = now
-        writer.acting.insert(0, acting)
-        writer.acting.pop()
-        within, start = acting, now
-        unbroken = [acting]
+        fragments.start_blocks[fragments.position % self._n] = block
+        fragments.acting.insert(0, acting)
+        fragments.acting.pop()
+        # The items that began k steps before take the reward in the environments whose episode `continues` since then.
+        start_block, continues = block, acting
+        continues_since = [acting]
         for k in range(1, self._n):
-            within = _both(within, writer.acting[k])
-            unbroken.append(within)
-            start = writer.start_blocks[(writer.position - k) % self._n]
-            if start < self._timeline.floor:
-                within = _both(within, start + writer.range >= max(0, self._timeline.floor))
-            self._extend(k, self._timeline.index(start, count), new - start, after.reward, discount, within)
-        self._table.append_block(start, self._timeline.index(start, count), count, within, shared=True)
-        if _LAST_BYTE in after_types:
-            ended = np.frombuffer(after_types.translate(_IS_LAST), bool)
-            self._finish(writer, ended, unbroken)
+            continues = _both(continues, fragments.acting[k])
+            continues_since.append(continues)
+            start_block = fragments.start_blocks[(fragments.position - k) % self._n]
+            if start_block < self._timeline.floor:
+                continues = _both(continues, start_block + fragments.range >= max(0, self._timeline.floor))
+            index, span = self._timeline.index(start_block, count), next_block - start_block
+            self._extend(k, index, span, reward, discount, continues)
+        self._table.append_block(start_block, index, count, continues, shared=True)
+        if _LAST_BYTE in next_types:
+            ended = np.frombuffer(next_types.translate(_IS_LAST), bool)
+            self._finish(fragments, ended, continues_since)
 
     def _extend(
-        self, k: int, index: Index, span: int, reward: np.ndarray, discount: np.ndarray, within: np.ndarray | None
+        self, k: int, index: Index, span: int, reward: np.ndarray, discount: np.ndarray, continues: np.ndarray | None
     ) -> None:
-        """Add the reward to the items that began k steps before, in the episodes that are the same (`within`)."""
+        """Add the reward to the items that began k steps before, where the episode `continues`."""
         gained = self._powers[k] * reward
-        if within is not None and isinstance(index, slice):  # in place, which takes half the time
+        if continues is not None and isinstance(index, slice):  # in place, which takes half the time
             old = self._reward[index], self._discount[index]
-            np.add(old[0], gained, out=old[0], where=within)
-            np.multiply(old[1], discount, out=old[1], where=within)
-            np.copyto(self._span[index], span, where=within)
+            np.add(old[0], gained, out=old[0], where=continues)
+            np.multiply(old[1], discount, out=old[1], where=continues)
+            np.copyto(self._span[index], span, where=continues)
             return
-        if within is not None:
+        if continues is not None:
             slots = np.asarray(index)  # a block that wraps
-            index, gained, discount = slots[within], gained[within], discount[within]
+            index, gained, discount = slots[continues], gained[continues], discount[continues]
         self._reward[index] += gained
         self._discount[index] *= discount
         self._span[index] = span
 
-    def _finish(self, writer: Fragments, ended: np.ndarray, unbroken: list[np.ndarray | None]) -> None:
+    def _finish(self, fragments: WriterFragments, ended: np.ndarray, continues_since: list[np.ndarray | None]) -> None:
         """Complete the items of fewer than n steps of the episodes that `ended`."""
         envs = ended.nonzero()[0]
         shorter = []
-        for k in range(min(len(unbroken), self._n - 1) - 1, -1, -1):
-            start, within = writer.start_blocks[(writer.position - k) % self._n], unbroken[k]
-            shorter.append(start + (envs if within is None else envs[within[envs]]))
+        for k in range(min(len(continues_since), self._n - 1) - 1, -1, -1):
+            start_block, continues = fragments.start_blocks[(fragments.position - k) % self._n], continues_since[k]
+            shorter.append(start_block + (envs if continues is None else envs[continues[envs]]))
         self._table.append(np.concatenate(shorter))
 
-    def put_scattered(self, writer: Fragments, envs: np.ndarray, now: np.ndarray, new: np.ndarray, step: Step) -> None:
-        """Store a step of `envs`, taken at the timesteps `now` [B] and answered by `new` [B]."""
+    def put_scattered(
+        self, fragments: WriterFragments, envs: np.ndarray, numbers: np.ndarray, next_numbers: np.ndarray, step: Step
+    ) -> None:
+        """Store a step of `envs` [B], from the timesteps `numbers` [B] to `next_numbers` [B]."""
         after, slots = step.next_timestep, self._timeline.slots
-        positions, ages = writer.positions[envs], writer.ages[envs]
-        discount = self._store(now % slots, new - now, step)
-        writer.begin(now, envs)
+        positions, ages = fragments.positions[envs], fragments.ages[envs]
+        discount = self._store(numbers % slots, next_numbers - numbers, step)
+        fragments.begin(numbers, envs)
         acting, ended = step.timestep.step_type != LAST, after.step_type == LAST
         completed = []
         for k in range(self._n - 1, -1, -1):
             within = (acting & (ages >= k)).nonzero()[0]
-            starts = writer.starts[(positions[within] - k) % self._n, envs[within]]
+            starts = fragments.starts[(positions[within] - k) % self._n, envs[within]]
             if k:
                 living = starts >= self._timeline.floor
                 within, starts = within[living], starts[living]
                 index = starts % slots
                 self._reward[index] += self._powers[k] * after.reward[within]
                 self._discount[index] *= discount[within]
-                self._span[index] = new[within] - starts
+                self._span[index] = next_numbers[within] - starts
             completed.append(starts if k == self._n - 1 else starts[ended[within]])
-        writer.ages[envs] = np.where(acting, np.minimum(ages + 1, self._n), 0)
+        fragments.ages[envs] = np.where(acting, np.minimum(ages + 1, self._n), 0)
         self._table.append(np.concatenate(completed))
 
     def _store(self, index: Index, span: Any, step: Step) -> np.ndarray:
@@ -190,7 +206,11 @@ class Transitions(_Items):
 
 
 class Sequences(_Items):
-    """Contiguous steps, found at sampling time by following the links from step to step."""
+    """Contiguous steps, found at sampling time by following the spans from step to step.
+
+    With a length of 4 and a period of 2, a sequence starts at the positions 0, 2, 4, ... of a fragment. The step at
+    position 3 completes the one that started at 0, the step at position 5 the one that started at 2.
+    """
 
     columns = {"step_type": "u1", "reward": "f4", "discount": "f4", "span": "i8", "params_version": "i8"}  # noqa: RUF012
     fields = ("action", "extras", "agent_state")
@@ -204,36 +224,38 @@ class Sequences(_Items):
         """Begin a fragment in the slots `index`: store the type of its first timestep."""
         self._columns["step_type"][index] = step_type
 
-    def discard(self, writer: Fragments, envs: np.ndarray) -> None:
+    def discard(self, fragments: WriterFragments, envs: np.ndarray) -> None:
         """Forget the open fragments of `envs`: the next sequence starts at the next step."""
-        writer.positions[envs] = 0
+        fragments.positions[envs] = 0
 
-    def put(self, writer: Fragments, now: int, new: int, step: Step, types: bytes, after_types: bytes) -> None:
-        """Store a step of all the environments of a writer in lockstep."""
-        index, count = writer.index, writer.num_envs
-        self._store(index, self._timeline.index(new, count), new - now, step)
-        j, rest = divmod(writer.position, self.period)
+    def put(self, fragments: WriterFragments, next_block: int, step: Step, next_types: bytes) -> None:
+        """Store a step of all environments of a writer in lockstep, from its open block to `next_block`."""
+        block, count = fragments.open_block, fragments.num_envs
+        self._store(fragments.index, self._timeline.index(next_block, count), next_block - block, step)
+        nth_start, rest = divmod(fragments.position, self.period)
         if rest == 0:
-            writer.start_blocks[j % self.history] = now
-        j, rest = divmod(writer.position + 1 - self._length, self.period)
-        if j >= 0 and rest == 0:
-            start = writer.start_blocks[j % self.history]
-            self._table.append_block(start, self._timeline.index(start, count), count, None)
+            fragments.start_blocks[nth_start % self.history] = block
+        nth_start, rest = divmod(fragments.position + 1 - self._length, self.period)
+        if nth_start >= 0 and rest == 0:
+            start_block = fragments.start_blocks[nth_start % self.history]
+            self._table.append_block(start_block, self._timeline.index(start_block, count), count, None)
 
-    def put_scattered(self, writer: Fragments, envs: np.ndarray, now: np.ndarray, new: np.ndarray, step: Step) -> None:
-        """Store a step of `envs`, taken at the timesteps `now` [B] and answered by `new` [B]."""
+    def put_scattered(
+        self, fragments: WriterFragments, envs: np.ndarray, numbers: np.ndarray, next_numbers: np.ndarray, step: Step
+    ) -> None:
+        """Store a step of `envs` [B], from the timesteps `numbers` [B] to `next_numbers` [B]."""
         slots = self._timeline.slots
-        self._store(now % slots, new % slots, new - now, step)
-        writer.begin(now, envs)
-        j, rest = np.divmod(writer.positions[envs] + 1 - self._length, self.period)
-        done = (j >= 0) & (rest == 0)
-        self._table.append(writer.starts[j[done] % self.history, envs[done]])
+        self._store(numbers % slots, next_numbers % slots, next_numbers - numbers, step)
+        fragments.begin(numbers, envs)
+        nth_start, rest = np.divmod(fragments.positions[envs] + 1 - self._length, self.period)
+        completes = (nth_start >= 0) & (rest == 0)
+        self._table.append(fragments.starts[nth_start[completes] % self.history, envs[completes]])
 
-    def _store(self, index: Index, new_index: Index, span: Any, step: Step) -> None:
+    def _store(self, index: Index, next_index: Index, span: Any, step: Step) -> None:
         after = step.next_timestep
-        self._columns["step_type"][new_index] = after.step_type
-        self._columns["reward"][new_index] = after.reward
-        self._columns["discount"][new_index] = after.discount
+        self._columns["step_type"][next_index] = after.step_type
+        self._columns["reward"][next_index] = after.reward
+        self._columns["discount"][next_index] = after.discount
         self._span[index] = span
         self._write(index, step)
         self._trees["agent_state"].write(index, step.agent_state)

@@ -15,7 +15,7 @@ from rlframe.replay.base import STATS, Draw, KeyedReplayBuffer, check_keys, over
 from rlframe.replay.layout import check_added
 from rlframe.replay.rate_limiter import RateLimiter, WriterState
 from rlframe.replay.steps import StepStore, Writers
-from rlframe.replay.timeline import Fragments
+from rlframe.replay.timeline import WriterFragments
 from rlframe.types import Batch, Step, StepSpec
 
 _NOTHING = np.zeros(0, np.int64)
@@ -48,7 +48,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         self._waiting = 0
         self._rng = np.random.Generator(np.random.PCG64(seed))
         self._incarnations: dict[int, int] = {}  # of each rank that was ever claimed
-        self._writers = Writers[Fragments]()
+        self._writers = Writers[WriterFragments]()
         self._origins: list[tuple[int, int]] = []  # the (rank, incarnation)s that ever wrote
         self._one_writer = np.zeros((0, 3), np.int64)  # keys of a batch, while only one ever wrote
         self._store: Any = None  # a StepStore, once the first writer has said how many environments it has
@@ -89,8 +89,8 @@ class ReplayBuffer(KeyedReplayBuffer):
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         check_added(env_ids, step)
         with self._lock:
-            writer, envs = self._writers.find(env_ids)
-            self._store.add(writer, envs, step)
+            fragments, envs = self._writers.find(env_ids)
+            self._store.add(fragments, envs, step)
             self._steps += len(env_ids)
             if self._waiting:
                 self._added.notify_all()
@@ -195,10 +195,8 @@ class ReplayBuffer(KeyedReplayBuffer):
     def _items_of(self) -> dict[int, int]:
         """Return how many items of each rank a queue holds."""
         store = self._store
-        numbers = store.table.numbers()
-        return collections.Counter(
-            np.asarray(self._origins)[store.origin[store.timeline.slots_of(numbers)], 0].tolist()
-        )
+        starts = store.table.starts()
+        return collections.Counter(np.asarray(self._origins)[store.origin[store.timeline.slots_of(starts)], 0].tolist())
 
     def wait_for_batch(self, timeout: float) -> Batch | None:
         """Like `sample`, but waits up to `timeout` seconds for enough to be there."""
@@ -322,7 +320,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             store.observations.restore_framed(header["framed"])
             store.timeline.head, store.timeline.floor = header["head"], header["floor"]
             store.table.set_state(header["table"])
-            arrays, writers = store.arrays(), Writers[Fragments]()
+            arrays, writers = store.arrays(), Writers[WriterFragments]()
             for writer in header["writers"]:
                 writers.put(store.open(*writer))
                 arrays.update(_named(writers.by_rank[writer[0]]))
@@ -346,6 +344,6 @@ class ReplayBuffer(KeyedReplayBuffer):
             self._added.notify_all()
 
 
-def _named(writer: Fragments) -> dict[str, np.ndarray]:
+def _named(writer: WriterFragments) -> dict[str, np.ndarray]:
     """Return the arrays of a writer that a checkpoint must hold."""
     return {f"writer {writer.rank}/{name}": array for name, array in writer.arrays().items()}

@@ -103,7 +103,8 @@ class RateLimiter:
         assert self.ratio is not None
         zero = self.ratio * self._min_size
         least = zero - batch_size
-        # Narrower than this, both sides could be held back at once.
+        # Reverb's rule, an error buffer of max(1, ratio) to either side: an insert adds `ratio` to the difference and a
+        # sample takes 1 from it, so between narrower bounds neither might be allowed.
         return least, max(zero + self.ratio * run_ahead, least + 2 * max(1.0, self.ratio))
 
 

@@ -17,7 +17,7 @@ from rlframe.errors import UsageError
 from rlframe.replay.items import Sequences, Transitions
 from rlframe.replay.layout import Allocate, OutputArrays, check_step, no_memory, own_memory, step_layouts
 from rlframe.replay.tables import ItemTable, PrioritisedTable, QueueTable, UniformTable
-from rlframe.replay.timeline import Fragments, Index, Timeline
+from rlframe.replay.timeline import Index, Timeline, WriterFragments
 from rlframe.replay.tree_store import TreeStore, check_memory
 from rlframe.types import AgentSpecs, Batch, ReplaySpec, Sequence, Step, StepSpec, Transition, split_env_ids
 
@@ -74,57 +74,64 @@ class StepStore:
         table = make_table(spec.kind, timeline, spec.priority_exponent)
         return cls(spec, step_spec, timeline, table, num_envs, single_frame)
 
-    def open(self, rank: int, incarnation: int, num_envs: int, origin: int) -> Fragments:
+    def open(self, rank: int, incarnation: int, num_envs: int, origin: int) -> WriterFragments:
         """Return the open fragments of a writer, which `origin` stands for in the slots that it writes."""
-        fragments = Fragments(rank, incarnation, num_envs, self.items.period, self.items.history)
+        fragments = WriterFragments(rank, incarnation, num_envs, self.items.period, self.items.history)
         fragments.origin = origin
         fragments.margin = num_envs + self.timeline.chunk - self.timeline.slots
         return fragments
 
-    def add(self, writer: Fragments, envs: np.ndarray | None, step: Step) -> None:
-        """Add a step of the environments `envs` [B] of `writer`; None: of all of them, in order."""
+    def add(self, fragments: WriterFragments, envs: np.ndarray | None, step: Step) -> None:
+        """Add a step of the environments `envs` [B] of one writer; None: of all of them, in order.
+
+        Most writers are in lockstep, see `WriterFragments`, and take the short way.
+        """
         types, after = step.timestep.step_type.tobytes(), step.next_timestep
         observations = self.observations
-        if not writer.checked:
-            check_step(self._layouts, step, writer.num_envs if envs is None else len(envs))
-            writer.checked = True
-        if envs is None and writer.type_bytes == types and writer.open_block >= self.timeline.head + writer.margin:
-            after_types = after.step_type.tobytes()
-            new, index = self._take(writer.num_envs, writer)
+        if not fragments.checked:
+            check_step(self._layouts, step, fragments.num_envs if envs is None else len(envs))
+            fragments.checked = True
+        if (
+            envs is None
+            and fragments.type_bytes == types
+            and fragments.open_block >= self.timeline.head + fragments.margin
+        ):
+            next_types = after.step_type.tobytes()
+            next_block, index = self._allocate(fragments.num_envs, fragments)
             if observations.single is not None:
                 observations.single[index] = after.observation
             else:
-                observations.write(index, after.observation, new, writer.open_block)
-            self.items.put(writer, writer.open_block, new, step, types, after_types)
-            writer.open_block, writer.index, writer.type_bytes = new, index, after_types
-            writer.position += 1
+                observations.write(index, after.observation, next_block, fragments.open_block)
+            self.items.put(fragments, next_block, step, next_types)
+            fragments.open_block, fragments.index, fragments.type_bytes = next_block, index, next_types
+            fragments.position += 1
         else:
-            self._add_scattered(writer, writer.range if envs is None else envs, step)
+            self._add_scattered(fragments, fragments.range if envs is None else envs, step)
 
-    def _add_scattered(self, writer: Fragments, envs: np.ndarray, step: Step) -> None:
-        """Add a step of some of a writer's environments, or of ones whose fragments are broken."""
-        writer.scatter()
+    def _add_scattered(self, fragments: WriterFragments, envs: np.ndarray, step: Step) -> None:
+        """Add a step of some of a writer's environments, or of all where a fragment begins or is broken."""
+        fragments.scatter()
         before, after, count = step.timestep, step.next_timestep, len(envs)
-        now = writer.open[envs]
+        numbers = fragments.open[envs]
         # What this call may overwrite (two timesteps for each environment) counts as gone.
-        kept = (now >= self.timeline.safe(2 * count)) & (writer.types[envs] == before.step_type)
+        kept = (numbers >= self.timeline.safe(2 * count)) & (fragments.types[envs] == before.step_type)
         if not kept.all():
             lost = ~kept
-            first, index = self._take(int(np.count_nonzero(lost)), writer)
-            now[lost] = first + np.arange(np.count_nonzero(lost))
+            first, index = self._allocate(int(np.count_nonzero(lost)), fragments)
+            numbers[lost] = first + np.arange(np.count_nonzero(lost))
             self.observations.write(index, self._layouts["observation"].map(before.observation, lost), first)
             self.items.open(index, before.step_type[lost])
-            self.items.discard(writer, envs[lost])
-        first, index = self._take(count, writer)
-        new = first + np.arange(count)
-        self.observations.write(index, after.observation, first, now)
-        self.items.put_scattered(writer, envs, now, new, step)
-        writer.open[envs], writer.types[envs] = new, after.step_type
-        writer.positions[envs] += 1
-        if count == writer.num_envs and (envs == writer.range).all():
-            writer.gather(self.timeline)
+            self.items.discard(fragments, envs[lost])
+        first, index = self._allocate(count, fragments)
+        next_numbers = first + np.arange(count)
+        self.observations.write(index, after.observation, first, numbers)
+        self.items.put_scattered(fragments, envs, numbers, next_numbers, step)
+        fragments.open[envs], fragments.types[envs] = next_numbers, after.step_type
+        fragments.positions[envs] += 1
+        if count == fragments.num_envs and (envs == fragments.range).all():
+            fragments.gather(self.timeline)
 
-    def _take(self, count: int, writer: Fragments) -> tuple[int, Index]:
+    def _allocate(self, count: int, fragments: WriterFragments) -> tuple[int, Index]:
         """Allocate `count` timesteps, and drop the items that are given up for them."""
         timeline = self.timeline
         first = timeline.head
@@ -134,7 +141,7 @@ class StepStore:
         timeline.head = first + count
         index = timeline.index(first, count)
         if self.marks_origin:
-            self.origin[index] = writer.origin
+            self.origin[index] = fragments.origin
         return first, index
 
     def read(self, slots: np.ndarray) -> tuple[Any, np.ndarray]:
@@ -270,7 +277,7 @@ class ItemAssembler:
 
     def __init__(self, agent: AgentSpecs) -> None:
         self._agent = agent
-        self._writers = Writers[Fragments]()
+        self._writers = Writers[WriterFragments]()
         self._stores: dict[int, tuple[StepStore, QueueTable]] = {}
         self._next: dict[int, int] = {}
 
@@ -299,17 +306,17 @@ class ItemAssembler:
 
         Their keys number the items of each writer (see `renumber`). Their `probabilities` mean nothing.
         """
-        writer, envs = self._writers.find(env_ids)
-        store, table = self._stores[writer.rank]
-        store.add(writer, envs, step)
+        fragments, envs = self._writers.find(env_ids)
+        store, table = self._stores[fragments.rank]
+        store.add(fragments, envs, step)
         count = table.size
         if not count:
             return None
         starts, probabilities = table.draw(count)
         data, versions = store.read(store.timeline.slots_of(starts))
-        keys = np.full((count, 3), (writer.rank, writer.incarnation, 0), np.int64)
-        keys[:, 2] = np.arange(self._next[writer.rank], self._next[writer.rank] + count)
-        self._next[writer.rank] += count
+        keys = np.full((count, 3), (fragments.rank, fragments.incarnation, 0), np.int64)
+        keys[:, 2] = np.arange(self._next[fragments.rank], self._next[fragments.rank] + count)
+        self._next[fragments.rank] += count
         return Batch(data, keys, probabilities, versions)
 
     def renumber(self, batch: Batch, at_least: int) -> None:

@@ -1,6 +1,6 @@
 """Which items there are, and which are drawn: a class for each kind of `ReplaySpec`.
 
-Items are known by the number of their first timestep, and leave when it is overwritten.
+An item is known by its `start`, the number of its first timestep (timeline.py), and leaves when that is overwritten.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class ItemTable(abc.ABC):
         """[B] bool: whether the items `starts` are still there."""
         return self._timeline.holds(starts) & self._present[self._timeline.slots_of(starts)]
 
-    def numbers(self) -> np.ndarray:
-        """[size] int64: the items that are there."""
+    def starts(self) -> np.ndarray:
+        """[size] int64: the starts of the items that are there."""
         raise NotImplementedError
 
     @property
@@ -205,8 +205,8 @@ class Ring(ItemTable):
                 return
             self.tail += len(window)
 
-    def numbers(self) -> np.ndarray:
-        """Return the items that are there, in order."""
+    def starts(self) -> np.ndarray:
+        """Return the starts of the items that are there, in order."""
         self._settle()
         positions = np.arange(self.tail, self.end)
         starts = self._starts[positions % len(self._starts)]
@@ -262,7 +262,7 @@ class QueueTable(Ring):
 
     def forget_before(self, version: int, versions: np.ndarray) -> int:
         """Drop the items that a version below `version` acted in (`versions`: of each slot). Return how many."""
-        starts = self.numbers()
+        starts = self.starts()
         slots = self._timeline.slots_of(starts)
         old = versions.take(slots, mode="wrap") < version
         gone = int(np.count_nonzero(old))
@@ -341,16 +341,16 @@ class PrioritisedTable(ItemTable):
         self.highest = max(self.highest, float(priorities.max()))
         self._tree.set(self._timeline.slots_of(starts), np.maximum(priorities, LOWEST) ** self._exponent)
 
-    def numbers(self) -> np.ndarray:
+    def starts(self) -> np.ndarray:
         return self._timeline.living(self._present.nonzero()[0])
 
-    def leaves(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the weights of the items `numbers`: priority^exponent."""
-        return self._tree.leaves.take(self._timeline.slots_of(numbers))
+    def leaves(self, starts: np.ndarray) -> np.ndarray:
+        """Return the weights of the items `starts`: priority^exponent."""
+        return self._tree.leaves.take(self._timeline.slots_of(starts))
 
-    def set_leaves(self, numbers: np.ndarray, leaves: np.ndarray) -> None:
-        """Set the weights of the items `numbers`, which are there."""
-        self._tree.set(self._timeline.slots_of(numbers), leaves)
+    def set_leaves(self, starts: np.ndarray, leaves: np.ndarray) -> None:
+        """Set the weights of the items `starts`, which are there."""
+        self._tree.set(self._timeline.slots_of(starts), leaves)
 
     def arrays(self) -> dict[str, np.ndarray]:
         self._tree.refresh()

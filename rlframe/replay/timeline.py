@@ -90,11 +90,11 @@ class Timeline:
         return rows[: self.head]
 
 
-class Fragments:
+class WriterFragments:
     """The open fragments of one rank's environments.
 
     A fragment is an environment's timesteps without a gap. Its last timestep is open: the next step continues it. An
-    item may start at every `period`-th step of a fragment. The number of start j is kept in row `j % history`.
+    item may start at every `period`-th step of a fragment. The number of start n, from 0, is kept in row `n % history`.
 
     A writer whose every batch holds all its environments in order is in lockstep. Then its open timesteps are one
     block, and one integer is enough for all environments. `gather` enters this form, `scatter` leaves it. In the
@@ -169,11 +169,11 @@ class Fragments:
             self.start_blocks = [int(x) for x in self.starts[:, 0]]
             self.acting = [None if (acted := self.ages > k).all() else acted for k in range(self.history)]
 
-    def begin(self, now: np.ndarray, envs: np.ndarray) -> None:
-        """Note the open timesteps `now` of `envs` as starts, if their position is a multiple of the period."""
+    def begin(self, numbers: np.ndarray, envs: np.ndarray) -> None:
+        """Note the open timesteps `numbers` of `envs` as starts, if their position is a multiple of the period."""
         if self.period == 1:
-            self.starts[self.positions[envs] % self.history, envs] = now
+            self.starts[self.positions[envs] % self.history, envs] = numbers
         else:
-            j, rest = np.divmod(self.positions[envs], self.period)
+            nth_start, rest = np.divmod(self.positions[envs], self.period)
             begins = rest == 0
-            self.starts[j[begins] % self.history, envs[begins]] = now[begins]
+            self.starts[nth_start[begins] % self.history, envs[begins]] = numbers[begins]

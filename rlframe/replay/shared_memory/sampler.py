@@ -46,7 +46,7 @@ class Sampler:
         self.reader = SegmentReader(memory, spec, step_spec, spec.kind)
         self._is_bound = False
         self._oldest = -1  # version: older items of a queue are dropped
-        self._unfinished = _NOTHING  # numbers of a queue's items that were drawn, and are still to be read
+        self._unfinished = _NOTHING  # starts of a queue's items that were drawn, and are still to be read
         self._limiter = RateLimiter(spec)
         self._fresh_for, self._fresh_until = (0.0 if spec.kind == "queue" else _FRESH), 0.0
 
@@ -92,11 +92,11 @@ class Sampler:
         self._count(self._control[block.SAMPLED], self._control[block.EVICTED_UNSAMPLED])
         reader.table.dropped = self._control[block.DROPPED]
 
-    def resume(self, numbers: np.ndarray, sampled: int, rng: Any, evicted_unsampled: int) -> None:
+    def resume(self, starts: np.ndarray, sampled: int, rng: Any, evicted_unsampled: int) -> None:
         """Continue from a saved buffer, whose segments have been filled."""
         self.reader = SegmentReader(self._memory, self._spec, self._step_spec, self._spec.kind)
         self._unfinished = _NOTHING
-        self.reader.resume(numbers)
+        self.reader.resume(starts)
         self._count(sampled, evicted_unsampled)
         self.rng.bit_generator.state = rng
 
@@ -127,11 +127,11 @@ class Sampler:
         draw = None
         if count:
             reader = self.reader
-            numbers, probabilities = reader.table.draw(count, self.rng)
-            draw = Draw(reader.keys(numbers, reader.timeline.slots_of(numbers)), probabilities)
+            starts, probabilities = reader.table.draw(count, self.rng)
+            draw = Draw(reader.keys(starts, reader.timeline.slots_of(starts)), probabilities)
             self.sampled += count
             if isinstance(reader.table, QueueTable):
-                self._unfinished = np.concatenate([self._unfinished, numbers])
+                self._unfinished = np.concatenate([self._unfinished, starts])
         self.publish(draw is not None or forgot)
         return draw
 
@@ -166,19 +166,19 @@ class Sampler:
 
     def _draw(self, count: int) -> Batch | None:
         reader = self.reader
-        numbers, probabilities = reader.table.draw(count, self.rng)
-        batch = reader.read(numbers, probabilities)
-        torn = reader.torn(numbers)
+        starts, probabilities = reader.table.draw(count, self.rng)
+        batch = reader.read(starts, probabilities)
+        torn = reader.torn(starts)
         while torn is not None:  # a writer came round to them while they were copied: others instead
             rows = torn.nonzero()[0]
             reader.sync()
             if reader.table.size < (len(rows) if self._spec.kind == "queue" else 1):
                 return None
-            numbers, probabilities = reader.table.draw(len(rows), self.rng)
-            again = reader.read(numbers, probabilities)
+            starts, probabilities = reader.table.draw(len(rows), self.rng)
+            again = reader.read(starts, probabilities)
             for whole, part in zip(jax.tree_util.tree_leaves(batch), jax.tree_util.tree_leaves(again)):
                 whole[rows] = part
-            torn = reader.torn(numbers)
+            torn = reader.torn(starts)
             if torn is not None:
                 torn = np.isin(np.arange(count), rows[torn])
         self.sampled += count
@@ -256,4 +256,4 @@ class Sampler:
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         """Set the priorities of the items `keys` [B, 3]."""
         self.reader.sync()
-        self.reader.table.update(self.reader.numbers(keys), priorities)
+        self.reader.table.update(self.reader.starts_of(keys), priorities)

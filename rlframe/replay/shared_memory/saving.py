@@ -37,7 +37,7 @@ def save(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: Re
         cursors, slots = reader.cursors[rank], words[block.SLOTS]
         described[rank] = [slots, words[block.CHUNK], words[block.CLAIMS], cursors]
         arrays.update(_rows(memory, rank, cursors.head, slots))
-    arrays["numbers"] = table.numbers()
+    arrays["numbers"] = table.starts()
     if isinstance(table, PrioritisedTable):
         arrays["leaves"] = table.leaves(arrays["numbers"])
     arrays["headers"] = memory.header_words  # last, and read only when it is written: these floors hold for the rest
@@ -79,42 +79,42 @@ def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec:
                 arrays.update(_rows(memory, int(rank), block.Cursors(*cursors).head, slots))
             saved.check_shapes(arrays)
         saved.read(arrays)
-    numbers = made["numbers"]
+    starts = made["numbers"]
     if not is_same:
         memory.control[block.ORIGIN] = header["shared"][1]
         for rank, (slots, chunk, claims, cursors) in header["segments"].items():
             floor = int(made["headers"][int(rank), block.FLOOR])
-            there = numbers[(numbers >> RANK_BITS == int(rank))] & NUMBER_MASK
+            there = starts[(starts >> RANK_BITS == int(rank))] & NUMBER_MASK
             _fill(memory, int(rank), slots, chunk, block.Cursors(*cursors), there[there >= floor], floor)
             words = memory.headers[int(rank)]
             words[block.CLAIMS] = max(claims, words[block.CLAIMS])
             words[block.EPOCH] += 1
-        sampler.resume(numbers, header["sampled"], header["rng"], header["evicted_unsampled"])
+        sampler.resume(starts, header["sampled"], header["rng"], header["evicted_unsampled"])
     table = sampler.reader.table
     if isinstance(table, PrioritisedTable):
-        held = table.holds(numbers)
-        table.set_leaves(numbers[held], made["leaves"][held])
+        held = table.holds(starts)
+        table.set_leaves(starts[held], made["leaves"][held])
         table.set_state({**table.state(), **header["priorities"]})
     sampler.publish(True)
 
 
 def _rows(memory: Block, rank: int, head: int, slots: int) -> dict[str, np.ndarray]:
-    """Return the used part of a segment. The numbers of the items tell which there are."""
+    """Return the used part of a segment. The starts of the items tell which there are."""
     rows = slice(rank * memory.rows, rank * memory.rows + min(head, slots))
     return {f"{rank}/{name}": array[rows] for name, array in memory.arrays.items() if name != "present"}
 
 
 def _fill(
-    memory: Block, rank: int, slots: int, chunk: int, cursors: block.Cursors, items: np.ndarray, floor: int
+    memory: Block, rank: int, slots: int, chunk: int, cursors: block.Cursors, starts: np.ndarray, floor: int
 ) -> None:
-    """Register the rows of a segment, which are in memory already. `items`: the first timesteps of its items."""
+    """Register the rows of a segment, which are in memory already. `starts`: of its items."""
     words, present = memory.headers[rank], memory.arrays["present"][rank * memory.rows :][:slots]
     present[:] = False
-    present[items % slots] = True
-    memory.logs[rank][: len(items)] = block.entries(items)
+    present[starts % slots] = True
+    memory.logs[rank][: len(starts)] = block.entries(starts)
     words[block.SLOTS], words[block.CHUNK], words[block.FLOOR] = slots, chunk, floor
-    words[block.LOG_RESERVED] = len(items)
-    memory.cursors[rank].write(*cursors._replace(end=len(items)))
+    words[block.LOG_RESERVED] = len(starts)
+    memory.cursors[rank].write(*cursors._replace(end=len(starts)))
 
 
 def _check_free(

@@ -197,18 +197,18 @@ class SegmentReader:
         count = min(floor - before, int(timeline.sizes[rank]))
         self.table.evict(timeline.index(floor - count, count))
 
-    def read(self, numbers: np.ndarray, probabilities: np.ndarray) -> Batch:
-        """Copy the items `numbers` out."""
-        slots = self.timeline.slots_of(numbers)
+    def read(self, starts: np.ndarray, probabilities: np.ndarray) -> Batch:
+        """Copy the items `starts` out."""
+        slots = self.timeline.slots_of(starts)
         data, versions = self.store.read(slots)
-        return Batch(data, self.keys(numbers, slots), probabilities, versions)
+        return Batch(data, self.keys(starts, slots), probabilities, versions)
 
-    def keys(self, numbers: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """[B, 3] int64: of the items `numbers`, which begin in `slots`."""
-        keys = np.zeros((len(numbers), 3), np.int64)
-        keys[:, 2] = numbers & NUMBER_MASK
+    def keys(self, starts: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """[B, 3] int64: of the items `starts`, which begin in `slots`."""
+        keys = np.zeros((len(starts), 3), np.int64)
+        keys[:, 2] = starts & NUMBER_MASK
         if len(self.cursors) > 1:
-            keys[:, 0] = numbers >> RANK_BITS
+            keys[:, 0] = starts >> RANK_BITS
         if max(self._memory.incarnations) > 1:
             keys[:, 1] = self.store.origin.take(slots)
         return keys
@@ -219,15 +219,15 @@ class SegmentReader:
             self.timeline.sizes[rank] = max(1, header[block.SLOTS])
         heads = np.array([cursors.read()[0] for cursors in self._memory.cursors])
         fence()
-        numbers = self.numbers(keys)
-        known = numbers >= 0
-        numbers = np.where(known, numbers, 0)
-        ranks = numbers >> RANK_BITS
-        known &= (numbers & NUMBER_MASK) < heads.take(ranks)
-        batch = self.read(numbers, probabilities)
+        starts = self.starts_of(keys)
+        known = starts >= 0
+        starts = np.where(known, starts, 0)
+        ranks = starts >> RANK_BITS
+        known &= (starts & NUMBER_MASK) < heads.take(ranks)
+        batch = self.read(starts, probabilities)
         fence()
         floors = np.array([header[block.FLOOR] for header in self._memory.headers])
-        return batch, ~known | ((numbers & NUMBER_MASK) < floors.take(ranks))
+        return batch, ~known | ((starts & NUMBER_MASK) < floors.take(ranks))
 
     def take_over(self) -> None:
         """Take over a queue from the process that sampled it before. The items that it took are gone."""
@@ -246,17 +246,17 @@ class SegmentReader:
             self.cursors[rank] = self.cursors[rank]._replace(end=end)
         self.sync()
 
-    def resume(self, numbers: np.ndarray) -> None:
-        """Begin with the items `numbers`, those that are there, as all that the segments hold."""
+    def resume(self, starts: np.ndarray) -> None:
+        """Begin with the items `starts`, those that are there, as all that the segments hold."""
         for rank, header in enumerate(self._memory.headers):
-            self.cursors[rank] = self._memory.cursors_of(rank)  # `numbers` stand for the log so far
+            self.cursors[rank] = self._memory.cursors_of(rank)  # `starts` stand for the log so far
             self._sync(rank, header)
-        self.table.append(numbers[~self.timeline.gone(numbers)])
+        self.table.append(starts[~self.timeline.gone(starts)])
         self.added = self.table.added = sum([cursors.added for cursors in self.cursors])
 
     def items_of(self) -> dict[int, int]:
         """Return how many items of each rank a queue holds."""
-        counts = np.bincount(self.table.numbers() >> RANK_BITS, minlength=len(self.cursors))
+        counts = np.bincount(self.table.starts() >> RANK_BITS, minlength=len(self.cursors))
         return dict(enumerate(counts.tolist()))
 
     def publish_needs(self, unfinished: np.ndarray) -> bool:
@@ -266,7 +266,7 @@ class SegmentReader:
             unfinished: items that were drawn, and are still to be read.
         """
         assert isinstance(self.table, QueueTable)
-        waiting = self.table.numbers()
+        waiting = self.table.starts()
         left = [len(waiting)]
         if len(self.cursors) > 1:
             left = np.bincount(waiting >> RANK_BITS, minlength=len(self.cursors)).tolist()
@@ -284,19 +284,19 @@ class SegmentReader:
             header[block.SYNCED] = end
         return changed
 
-    def torn(self, numbers: np.ndarray) -> np.ndarray | None:
+    def torn(self, starts: np.ndarray) -> np.ndarray | None:
         """[B] bool: which of the items that were just read may have been overwritten meanwhile; None if none."""
         fence()
         floors = [header[block.FLOOR] for header in self._memory.headers]
         if all(floor <= kept for floor, kept in zip(floors, self._kept)):
             return None
-        torn = (numbers & NUMBER_MASK) < np.array(floors).take(numbers >> RANK_BITS)
+        torn = (starts & NUMBER_MASK) < np.array(floors).take(starts >> RANK_BITS)
         return torn if torn.any() else None
 
-    def numbers(self, keys: np.ndarray) -> np.ndarray:
-        """Return the items' numbers, of their keys [B, 3]; -1 for those that no such writer wrote."""
+    def starts_of(self, keys: np.ndarray) -> np.ndarray:
+        """Return the starts of the items `keys` [B, 3]; -1 for those that no such writer wrote."""
         rank, incarnation, number = np.asarray(keys, np.int64).T
         known = (rank >= 0) & (rank < self._memory.num_writers) & (number >= 0) & (number <= NUMBER_MASK)
-        numbers = np.where(known, rank << RANK_BITS | number, 0)
-        same = self.store.origin.take(self.timeline.slots_of(numbers)) == incarnation
-        return np.where(known & same, numbers, -1)
+        starts = np.where(known, rank << RANK_BITS | number, 0)
+        same = self.store.origin.take(self.timeline.slots_of(starts)) == incarnation
+        return np.where(known & same, starts, -1)

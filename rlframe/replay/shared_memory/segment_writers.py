@@ -18,7 +18,7 @@ from rlframe.replay.rate_limiter import RateLimiter, items_of_rounds
 from rlframe.replay.shared_memory import block
 from rlframe.replay.shared_memory.block import Block, SegmentWriter
 from rlframe.replay.steps import Writers
-from rlframe.replay.timeline import Fragments
+from rlframe.replay.timeline import WriterFragments
 from rlframe.replay.tree_store import check_memory
 from rlframe.types import ReplaySpec, Step, StepSpec
 
@@ -63,7 +63,7 @@ class SegmentWriters:
         self._is_makers = plan.name.maker == this_process()
         self._incarnations: dict[int, int] = {}  # of the ranks that this process claimed
         self._segments: dict[int, SegmentWriter] = {}
-        self._writers = Writers[Fragments]()
+        self._writers = Writers[WriterFragments]()
         self._stopped_ranks: set[int] = set()  # see `end_waits`
 
     # --- ranks
