@@ -3,20 +3,22 @@
 A topology describes a program by calls of `Engine.add`, one for each node; `Engine.run` runs it to its end.
 
     engine = LocalEngine(EngineOptions())
-    learner = engine.add("learner", Learner, cfg, agent, replay)  # a handle
-    engine.add("actor", Actor, make_env, learner, replay)         # which is an argument of other nodes
+    learner = engine.add("learner", Learner, learner_config, agent, replay)  # a handle, an argument of other objects
+    inferencer = Inferencer(inferencer_config, agent, learner)               # no node: a part of the actor's
+    engine.add("actor", Actor, make_env, inferencer, replay)
     engine.run()
 
 What happens then under the engine `local`, whose nodes are processes (folder `supervision`):
 
 - Start. `run` pickles each node as a `ServedNode` and makes it a `NodeProcess` (`supervision/node_main.py`). The
-  `ProgramSupervisor` starts each one: `NodeProcess.start` returns a `RunningProcess`. In that process, `run_node`
-  (`supervision/served_node.py`) calls the constructor, serves the object's public methods, and calls its `run()`.
+  `ProgramSupervisor` starts each one: `NodeProcess.start` returns a `RunningProcess`. In that process,
+  `run_served_node` (`supervision/served_node.py`) calls the constructor, serves the object's public methods, and calls
+  its `run()`.
 - Watch. The supervisor has one `Slot` for each node. It reads the heartbeat of each process and the lines that it
   prints, and hears of its end.
-- Restart. The actor dies, or is killed because it hangs. `ProgramSupervisor._decide_after_exit` starts it again
+- Restart. The actor dies, or is killed because it hangs. `ProgramSupervisor.decide_after_exit` starts it again
   after the pause of `Backoff`, or, after too many deaths, ends the program with an error. Its handle stays valid.
-- End. The learner's `run()` returns: its group has the rule `ends_program` (`base.py: rules_by_group`). The
+- End. The learner's `run()` returns: its group has the rule `ends_program` (`group_rules.py: rules_by_group`). The
   supervisor sends SIGTERM to all others, and SIGKILL after `grace_seconds`. `run` returns, or raises `ProgramError`.
 
 Other engines differ in where a node is:
@@ -29,8 +31,9 @@ Other engines differ in where a node is:
 - `InlineEngine`, in `threads.py`, runs the one node of `single_process` in the thread that calls `run`. It has no name
   on the command line: a topology of one node has it by default.
 
-Beside the engines, `base.py` has their contract and the rules of groups, `logs.py` the lines of nodes, `stopping.py`
-the signals that end a run. `reverb_server.py` is a node with a Reverb server, `reverb_node.py` one for `launchpad`.
+Beside the engines, `base.py` has their contract, `group_rules.py` the rules of groups, `logs.py` the lines of nodes,
+`stopping.py` the signals that end a run. `reverb_server.py` is a node with a Reverb server, `reverb_node.py` is one for
+`launchpad`.
 
 Workers of elastic come and go while a program runs. A subclass of the same `Supervisor` keeps them running:
 `SupervisedOperator` in `rlframe.coordinator.operators`.

@@ -1,14 +1,13 @@
-"""The contract of an engine: what a topology and a session ask of it. And the rules of groups, which engines share."""
+"""The contract of an engine: what a topology and a session ask of it. And functions that engines share."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import pathlib
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Protocol, TextIO, Union
 
 from rlframe.engines.logs import Nowhere
@@ -19,27 +18,7 @@ GRACE = 8.0  # seconds between SIGTERM and SIGKILL, unless another number is ask
 
 Accelerated = Literal["learner", "inferencer", "policy"]  # groups whose nodes may use accelerators
 
-# The groups whose nodes save when they end. If a program is stopped, everything is saved only if these ended well.
-SAVING_GROUPS = ("learner", "replay", "coordinator")
-
-# A program ends with the first of these groups that it has. Each has one node.
-_ENDING_GROUPS = ("coordinator", "monitor", "learner")
-
-NO_ACCELERATOR = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-
-# JAX and numerical libraries with one thread, on the CPU.
-ON_CPU = {
-    **NO_ACCELERATOR,
-    "NPROC": "1",  # XLA's threads; its flag for a single one takes slower kernels too
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-}
-
-_PREALLOCATES = "XLA_PYTHON_CLIENT_PREALLOCATE"
-
-# Groups that have the cores which the others leave: more threads than cores slow each other. They work in turns.
-_WIDE_GROUPS = ("learner", "policy")
+NodeState = Literal["BUSY", "LOST", "GONE"]  # runs; died, and will be started again; ended
 
 # Called with (whether the nodes are being ended, `node_status` of each) when these change.
 Watch = Callable[[bool, list[dict[str, Any]]], None]
@@ -96,7 +75,7 @@ class Engine(Protocol):
         """Add a node, which constructs an object and calls its `run()`, and `stop()` when the program ends.
 
         Args:
-            group: learner, inferencer, actor or monitor, say; the program ends as `ending_group` says.
+            group: learner, inferencer, actor or monitor, say; see `group_rules.py`.
             constructor: of the object.
             *args: its arguments; some may be what `add` gave for other nodes.
             **kwargs: the same.
@@ -118,7 +97,7 @@ class Engine(Protocol):
             most: by role, how many may run at a time.
 
         Returns:
-            By role, a function (index, incarnation) -> the node, a `SupervisedNode`.
+            By role, a function (index, incarnation) -> the node, a `StartableNode`.
 
         Raises:
             UsageError: this engine has no operator of its own.
@@ -166,75 +145,17 @@ class ResourceEngine(Engine):
         return resource
 
 
-# --- the rules of groups: what restarts, what ends the program, what must save, who gets accelerators and cores
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupRules:
-    """The rules for the nodes of one group (label) of a program."""
-
-    # Each node is started again, at the same address, until it has died more often than this. The default suits any
-    # program, since its nodes may not bear a restart; those of our topologies do (`NodeOptions.max_restarts`).
-    max_restarts: int = 0
-    ends_program: bool = False  # the program is over, and well, when the nodes of all such groups have ended well
-    must_save: bool = False  # a program that is stopped has ended well only if these nodes have, since they save then
-    env: Mapping[str, str | None] = dataclasses.field(default_factory=dict)  # environment variables; None: removed
-
-
-def ending_group(groups: Iterable[str]) -> str | None:
-    """Return the group whose end is the program's: of `heavy_env`, "monitor". None: it ends with its last node."""
-    there = set(groups)
-    return next((group for group in _ENDING_GROUPS if group in there), None)
-
-
-def rules_by_group(groups: Mapping[str, int], options: EngineOptions) -> dict[str, GroupRules]:
-    """Return the rules of each group of a program.
-
-    Args:
-        groups: how many nodes each has.
-        options: of the engine.
-    """
-    ending = ending_group(groups)
-    return {
-        group: GroupRules(
-            max_restarts=options.max_restarts,
-            ends_program=group == ending,
-            must_save=group in SAVING_GROUPS,
-            env=_variables(group, groups, options.accelerators),
-        )
-        for group in groups
-    }
-
-
-def _variables(group: str, groups: Mapping[str, int], accelerators: Iterable[str]) -> dict[str, str]:
-    found = {"NPROC": str(_cores_left(groups))} if group in _WIDE_GROUPS else dict(ON_CPU)
-    if group not in accelerators:
-        return {**found, **NO_ACCELERATOR}
-    for name in NO_ACCELERATOR:
-        found.pop(name, None)
-    # If several nodes share an accelerator, none may take all of its memory.
-    if sum(count for name, count in groups.items() if name in accelerators) > 1 and _PREALLOCATES not in os.environ:
-        found[_PREALLOCATES] = "false"
-    return found
-
-
-def _cores_left(groups: Mapping[str, int]) -> int:
-    idle = (*_WIDE_GROUPS, ending_group(groups))
-    busy = sum(count for name, count in groups.items() if name not in idle)
-    return max(1, len(os.sched_getaffinity(0)) - busy)
-
-
 # --- for the engines
 
 
-def node_status(name: str, incarnation: int, pid: int | None, state: str = "BUSY") -> dict[str, Any]:
+def node_status(name: str, incarnation: int, pid: int | None, state: NodeState = "BUSY") -> dict[str, Any]:
     """Return the row of a node in `rlframe status`, with the keys that the workers of elastic have.
 
     Args:
         name: of the node: `actor/0`.
         incarnation: number of its restarts.
         pid: of its process.
-        state: a `WorkerState` (`rlframe.coordinator.states`).
+        state: of the process; the words are those of elastic's `WorkerState` (`rlframe.coordinator.states`).
     """
     role, _, index = name.partition("/")
     return {

@@ -17,16 +17,15 @@ from rlframe import extras, handles
 from rlframe.engines.base import (
     GRACE,
     EngineOptions,
-    GroupRules,
     ResourceEngine,
     Watch,
     pick_free_port,
-    rules_by_group,
     warn_of_open_ports,
 )
+from rlframe.engines.group_rules import GroupRules, rules_by_group
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.node_main import pickle_node, program_processes
-from rlframe.engines.supervision.program import STOP_SIGNAL, ProgramSupervisor
+from rlframe.engines.supervision.program_supervisor import STOP_SIGNAL, ProgramSupervisor
 from rlframe.errors import UsageError, suggest
 from rlframe.interprocess.heartbeat import TIMEOUT
 from rlframe.interprocess.phases import STARTING
@@ -144,7 +143,7 @@ def launch(
                 f"The program has no group {label!r}; it has {', '.join(program.groups)}."
                 f"{suggest(label, program.groups)}"
             )
-    processes = program_processes(run_node, _pickled(program, ports or {}), rules)
+    processes = program_processes(run_launchpad_node, _pickled(program, ports or {}), rules)
     if listening := _open_ports(program):
         warn_of_open_ports(listening, output or sys.stderr)
     return ProgramSupervisor(
@@ -152,7 +151,7 @@ def launch(
     ).run()
 
 
-def run_node(pickled: bytes) -> None:
+def run_launchpad_node(pickled: bytes) -> None:
     """Run a node in its process, with Launchpad made ready for it."""
     with STARTING:
         import cloudpickle

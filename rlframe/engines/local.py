@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from rlframe import extras
-from rlframe.engines.base import EngineOptions, Watch, pick_free_port, rules_by_group, warn_of_open_ports
+from rlframe.engines.base import EngineOptions, Watch, pick_free_port, warn_of_open_ports
+from rlframe.engines.group_rules import rules_by_group
 from rlframe.engines.supervision.node_main import program_processes
-from rlframe.engines.supervision.served_node import ServedEngine, run_node
+from rlframe.engines.supervision.served_node import ServedEngine, run_served_node
 from rlframe.transport.sockets import SocketDirectory, SocketTransport
 
 
@@ -45,7 +46,7 @@ class LocalEngine(ServedEngine):
         """See `Engine`; as `rlframe.launch`."""
         with self._resources:
             pickled = {group: [node.pickled() for node in nodes] for group, nodes in self._nodes.items()}
-            processes = program_processes(run_node, pickled, rules_by_group(self.groups, self._options))
+            processes = program_processes(run_served_node, pickled, rules_by_group(self.groups, self._options))
             if self._reverb:
                 listening = ", ".join(f"{group} (Reverb, {at.address})" for group, at in self._reverb.items())
                 warn_of_open_ports(listening, self._options.output)

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlframe import extras
-from rlframe.engines.base import EngineOptions, GroupRules, Watch, rules_by_group
+from rlframe.engines.base import EngineOptions, Watch
+from rlframe.engines.group_rules import GroupRules, rules_by_group
 from rlframe.engines.supervision.node_main import pickle_node
-from rlframe.engines.supervision.running import SupervisedNode
+from rlframe.engines.supervision.running import StartableNode
 from rlframe.engines.supervision.served_node import MakeWorker, ServedEngine, pickle_worker
 from rlframe.transport.ray import RayTransport
 
@@ -41,13 +42,13 @@ class RayEngine(ServedEngine):
 
     def worker_nodes(
         self, makers: Mapping[str, MakeWorker], most: Mapping[str, int]
-    ) -> dict[str, Callable[[int, int], SupervisedNode]]:
+    ) -> dict[str, Callable[[int, int], StartableNode]]:
         """See `Engine`."""
         rules_of = rules_by_group(most, self._options)
         are_bound = {role: refers_to(make, self._owned) for role, make in makers.items()}
         shares = self._shares(most, any(are_bound.values()))
 
-        def node(role: str, make: bytes, index: int, incarnation: int) -> SupervisedNode:
+        def node(role: str, make: bytes, index: int, incarnation: int) -> StartableNode:
             name, address = f"{role}/{index}", f"{role}/{index}/{incarnation}"
             pickled = pickle_worker(self.transport, address, make, name, index, incarnation)
             return self._placed(name, address, pickled, rules_of[role], shares[role], are_bound[role], lambda: None)
@@ -66,7 +67,7 @@ class RayEngine(ServedEngine):
             supervisor.add(*self._program_nodes(supervisor.stop))
             return supervisor.run()
 
-    def _program_nodes(self, end_program: Callable[[], None]) -> Iterator[SupervisedNode]:
+    def _program_nodes(self, end_program: Callable[[], None]) -> Iterator[StartableNode]:
         """Yield the nodes, each with its share of the cluster."""
         groups = self.groups
         rules_of = rules_by_group(groups, self._options)
@@ -91,7 +92,7 @@ class RayEngine(ServedEngine):
         share: tuple[float, float],
         is_bound: bool,
         end_program: Callable[[], None],
-    ) -> SupervisedNode:
+    ) -> StartableNode:
         """Return a node with its share of the cluster: (CPUs, accelerators)."""
         from rlframe.engines.ray_nodes.host import HostedNode
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rlframe import extras
-from rlframe.engines.base import SAVING_GROUPS, EngineOptions, ResourceEngine, Watch, ending_group, node_status
+from rlframe.engines.base import EngineOptions, ResourceEngine, Watch, node_status
+from rlframe.engines.group_rules import SAVING_GROUPS, ending_group
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import ProgramError
 from rlframe.interprocess.inbox import Inbox

@@ -14,7 +14,8 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.engines import Engine, EngineOptions, logs
-from rlframe.engines.base import GRACE, ending_group
+from rlframe.engines.base import GRACE
+from rlframe.engines.group_rules import ending_group
 from rlframe.envs.names import split
 from rlframe.errors import ProgramError, UsageError
 from rlframe.learners import Checkpointer

@@ -9,7 +9,7 @@ from typing import Any
 
 import launchpad as lp
 
-from rlframe.engines.base import GroupRules
+from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.launchpad import launch
 from rlframe.errors import RlframeError
 

@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
-from rlframe.engines.base import GroupRules
+from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.logs import NodeLogs
-from rlframe.engines.supervision.program import ProgramSupervisor
+from rlframe.engines.supervision.program_supervisor import ProgramSupervisor
 from rlframe.engines.supervision.running import NodeProcess
 from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.errors import ProgramError
@@ -149,7 +149,7 @@ def test_nothing_is_killed_where_it_is_turned_off():
 LAUNCHER = """
 import sys
 from rlframe.engines.supervision.running import NodeProcess
-from rlframe.engines.supervision.program import ProgramSupervisor
+from rlframe.engines.supervision.program_supervisor import ProgramSupervisor
 nodes = [NodeProcess(name, [sys.executable, "-S", "-c", sys.argv[1]]) for name in ("a", "b")]
 print(ProgramSupervisor(nodes, hang_timeout=float(sys.argv[2])).run())
 """

@@ -14,9 +14,9 @@ import threading
 import psutil
 import pytest
 
-from rlframe.engines.base import GroupRules
+from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.logs import NodeLogs
-from rlframe.engines.supervision.program import STOP_SIGNAL, ProgramSupervisor
+from rlframe.engines.supervision.program_supervisor import STOP_SIGNAL, ProgramSupervisor
 from rlframe.engines.supervision.running import NodeProcess
 from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.errors import ProgramError
@@ -175,7 +175,7 @@ import signal, sys
 for ignored_under_nohup in (signal.SIGHUP, signal.SIGINT):
     signal.signal(ignored_under_nohup, signal.SIG_DFL)
 from rlframe.engines.supervision.running import NodeProcess
-from rlframe.engines.supervision.program import STOP_SIGNAL, ProgramSupervisor
+from rlframe.engines.supervision.program_supervisor import STOP_SIGNAL, ProgramSupervisor
 code = sys.argv[1]
 nodes = [NodeProcess(name, [sys.executable, "-S", "-c", code]) for name in ("a", "b")]
 print(ProgramSupervisor(nodes, grace=60.0).run())

@@ -11,7 +11,7 @@ import launchpad as lp
 
 from rlframe import Actor, Inferencer, InferencerConfig, Learner, LearnerConfig, SharedMemReplayBuffer, SyncEnv
 from rlframe.agents import IMPALA, IMPALAConfig
-from rlframe.engines.base import ON_CPU, GroupRules
+from rlframe.engines.group_rules import ON_CPU, GroupRules
 from rlframe.engines.launchpad import launch
 from rlframe.errors import RlframeError
 from rlframe.replay.reverb import ReverbReplayBuffer

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from rlframe.engines import logs
-from rlframe.engines.base import GroupRules
-from rlframe.engines.supervision.program import ProgramSupervisor
+from rlframe.engines.group_rules import GroupRules
+from rlframe.engines.supervision.program_supervisor import ProgramSupervisor
 from rlframe.engines.supervision.running import NodeProcess
 from rlframe.programs import make_experiment, run_experiment
 from tests.programs.running import ROOT

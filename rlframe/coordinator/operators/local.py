@@ -9,11 +9,11 @@ from typing import TextIO
 
 from rlframe.coordinator.messages import ROLES, Role, worker_id_of
 from rlframe.coordinator.operators.supervised import BACKOFF, SupervisedOperator
-from rlframe.engines.base import ON_CPU, GroupRules
+from rlframe.engines.group_rules import ON_CPU, GroupRules
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.node_main import node_process, pickle_node
 from rlframe.engines.supervision.running import NodeProcess
-from rlframe.engines.supervision.served_node import MakeWorker, pickle_worker, run_node
+from rlframe.engines.supervision.served_node import MakeWorker, pickle_worker, run_served_node
 from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.interprocess.heartbeat import TIMEOUT
 from rlframe.transport.sockets import SocketDirectory, SocketTransport
@@ -77,4 +77,4 @@ class LocalOperator(SupervisedOperator):
 
 
 def _run_worker(pickled: bytes) -> None:
-    run_node(pickled, end=lambda: None)  # a worker does not end the program
+    run_served_node(pickled, end=lambda: None)  # a worker does not end the program

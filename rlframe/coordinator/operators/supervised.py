@@ -14,13 +14,13 @@ from typing import Any, cast
 
 from rlframe.coordinator.messages import Role, WorkerInfo, WorkerKey, worker_id_of
 from rlframe.engines.logs import NodeLogs
-from rlframe.engines.supervision.running import EXIT_PERMANENT, RunningNode, SupervisedNode
+from rlframe.engines.supervision.running import EXIT_PERMANENT, RunningNode, StartableNode
 from rlframe.engines.supervision.supervisor import Backoff, Slot, Supervisor
 from rlframe.errors import UsageError
 from rlframe.handles import Remote
 from rlframe.transport import Transport
 
-MakeNode = Callable[[int, int], SupervisedNode]  # (index, incarnation) -> the node of a worker
+MakeNode = Callable[[int, int], StartableNode]  # (index, incarnation) -> the node of a worker
 
 BACKOFF = Backoff(healthy=30.0)
 _EVERY, _GRACE = 0.1, 7.0
@@ -67,53 +67,53 @@ class SupervisedOperator(Supervisor):
 
     def list(self) -> list[WorkerInfo]:
         """See `Operator`."""
-        with self._lock:
-            return [self._seen(slot) for slot in self._slots.values() if slot.running is not None or slot.is_wanted]
+        with self.lock:
+            return [self._seen(slot) for slot in self.slots.values() if slot.running is not None or slot.is_wanted]
 
     def scale(self, role: Role, n: int) -> None:
         """See `Operator`."""
         if n and role not in self._nodes:
             raise UsageError(f"There are no workers of the role {role!r}, only {', '.join(self._nodes)}.")
-        with self._lock:
+        with self.lock:
             self._wanted[role] = n
             self._fit(role)
-        self._events.put(_wake)
+        self.events.put(_wake)
 
     def replace(self, key: WorkerKey) -> None:
         """See `Operator`."""
-        with self._lock:
-            slot = self._slots.get(key[0])
+        with self.lock:
+            slot = self.slots.get(key[0])
             if slot is not None and slot.incarnation == key[1] and not slot.is_ending:
                 slot.problem = f"{slot.name} was replaced."
-                self._kill(slot)
+                self.kill(slot)
 
     def release(self, key: WorkerKey) -> None:
         """See `Operator`."""
-        with self._lock:
-            slot = self._slots.get(key[0])
+        with self.lock:
+            slot = self.slots.get(key[0])
             if slot is not None and slot.incarnation == key[1] and slot.running is not None:
                 _give_up(slot)
-                self._terminate(slot)
+                self.terminate(slot)
                 self._fit(_role_of(slot))
-        self._events.put(_wake)
+        self.events.put(_wake)
 
     def close(self) -> None:
         """Kill the workers that still run."""
         if not self._is_closed:
             self._is_closed = True
-            self._events.put(_wake)
+            self.events.put(_wake)
             self._thread.join()
-            self._kill_all()
+            self.kill_all()
             self._server.stop()
-            self._logs.close()
+            self.node_logs.close()
 
     def _run(self) -> None:
         while not self._is_closed:
-            self._step()
+            self.step()
 
     def _fit(self, role: Role) -> None:
         """Want as many slots as are asked for; a running one is never given up here."""
-        slots = [slot for slot in self._slots.values() if _role_of(slot) == role and slot.is_wanted]
+        slots = [slot for slot in self.slots.values() if _role_of(slot) == role and slot.is_wanted]
         for slot in reversed(slots[:]):
             if len(slots) > self._wanted[role] and slot.running is None:
                 _give_up(slot)
@@ -128,28 +128,29 @@ class SupervisedOperator(Supervisor):
 
     def _slot(self, role: Role, index: int) -> Slot:
         name = worker_id_of(role, index)
-        if name not in self._slots:
-            self._slots[name] = Slot(name, functools.partial(self._nodes[role], index), is_wanted=False)
-        return self._slots[name]
+        if name not in self.slots:
+            self.slots[name] = Slot(name, functools.partial(self._nodes[role], index), is_wanted=False)
+        return self.slots[name]
 
-    def _start(self, slot: Slot) -> None:
+    def start(self, slot: Slot) -> None:
+        """Start the next incarnation of a worker; later, if that fails."""
         try:
-            super()._start(slot)
+            super().start(slot)
         except Exception as error:  # no room for a process, or any error of Ray: the other workers need this thread
             slot.deaths += 1
             slot.problem = f"{slot.name} could not be started: {type(error).__name__}: {error}."
-            self._restart_later(slot)
+            self.restart_later(slot)
 
-    def _decide_after_exit(self, slot: Slot, running: RunningNode) -> None:
+    def decide_after_exit(self, slot: Slot, running: RunningNode) -> None:
         """Start the next incarnation later, if the worker is still wanted."""
         if not slot.is_ending:
             reason = _exit_reason(running)
             slot.problem = f"{slot.name} {reason}"
-            self._logs.warn(slot.name, f"(incarnation {slot.incarnation}) {reason}")
+            self.node_logs.warn(slot.name, f"(incarnation {slot.incarnation}) {reason}")
         running.send(signal.SIGKILL)  # to the processes that it started, and left
         if slot.is_wanted:
-            self._count_death(slot, running)
-            self._restart_later(slot)
+            self.count_death(slot, running)
+            self.restart_later(slot)
         self._fit(_role_of(slot))
 
     def _seen(self, slot: Slot) -> WorkerInfo:
@@ -159,7 +160,7 @@ class SupervisedOperator(Supervisor):
             problem += f" It died {slot.deaths} times in succession."
         if running is None:
             return dataclasses.replace(info, problem=problem)
-        if running.lived() > self._backoff.healthy:
+        if running.lived() > self.backoff.healthy:
             problem = ""
         if running.pid is None and running.lived() > _PLACED_WITHIN:
             problem = f"{slot.name} has not been started by Ray yet: its nodes may have no CPU to spare."

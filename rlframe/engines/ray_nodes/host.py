@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlframe import extras
-from rlframe.engines.base import GroupRules
+from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.ray_nodes.params import FetchedVersions, Policy, PublishedVersions
 from rlframe.engines.supervision.node_main import node_process
 from rlframe.engines.supervision.running import RunningNode
-from rlframe.engines.supervision.served_node import run_node
+from rlframe.engines.supervision.served_node import run_served_node
 from rlframe.errors import UnavailableError
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
 from rlframe.interprocess.memory import MACHINE
@@ -109,12 +109,12 @@ class NodeHost:
         self._changed = threading.Condition()
         self._lines: collections.deque[str] = collections.deque(maxlen=_LINES)
         self._count, self._ends, self._has_exited = 0, False, False
-        pulse = HeartbeatMonitor(node.hang_timeout, 0.0) if node.hang_timeout else None
+        heartbeat = HeartbeatMonitor(node.hang_timeout, 0.0) if node.hang_timeout else None
         env = {**node.rules.env, **self._relay.station.variables, MACHINE: ray_node}
         rules = dataclasses.replace(node.rules, env=env)
         sys.path += [path for path in node.imports if path not in sys.path]  # the node's is the same
         process = node_process(node.name, run_ray_node, node.pickled, rules)
-        self._node = process.start(pulse, self._on_exit, self._take)
+        self._node = process.start(heartbeat, self._on_exit, self._take)
 
     @ray.method(concurrency_group="watch")
     def watch(self, count: int, others: Handles) -> Seen:
@@ -129,8 +129,8 @@ class NodeHost:
             self._changed.wait_for(lambda: self._count > count or self._has_exited or self._ends, LONGEST_LOOK)
             new = self._count - count
             lines = list(self._lines)[-new:] if new > 0 else []
-            pulse, running = self._node.pulse, self._node
-            page = pulse.page if pulse is not None else None
+            heartbeat, running = self._node.heartbeat, self._node
+            page = heartbeat.page if heartbeat is not None else None
             code = running.code if self._has_exited else None
             serves = os.path.exists(self._path)
             return Seen(lines, self._count, page, socket.gethostname(), running.pid, code, self._ends, serves)
@@ -263,4 +263,4 @@ class Relay:
 
 def run_ray_node(pickled: bytes) -> None:
     """Run a node in its process, beside its host."""
-    run_node(pickled, end=lambda: ask_relay("end_program"))
+    run_served_node(pickled, end=lambda: ask_relay("end_program"))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlframe import extras
-from rlframe.engines.base import GroupRules
+from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.ray_nodes.host import CONCURRENCY, HostedNode, NodeHost, Seen
 from rlframe.engines.supervision.running import OnExit, RunningNode, TakeLine
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
@@ -23,7 +23,7 @@ _KILLED_WITHIN = 5.0  # seconds within which the actor of a killed node must con
 
 @dataclasses.dataclass(frozen=True)
 class RayNode:
-    """A node of a program on Ray. See `SupervisedNode`.
+    """A node of a program on Ray. See `StartableNode`.
 
     Attributes:
         hosted: what its actor runs.
@@ -41,30 +41,24 @@ class RayNode:
 
     @property
     def name(self) -> str:
-        """See `SupervisedNode`."""
+        """See `StartableNode`."""
         return self.hosted.name
 
     @property
     def rules(self) -> GroupRules:
-        """See `SupervisedNode`."""
+        """See `StartableNode`."""
         return self.hosted.rules
 
-    def start(self, pulse: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine) -> RunningRayNode:
-        """See `SupervisedNode`."""
-        return RunningRayNode(self, pulse, on_exit, take_line)
+    def start(self, heartbeat: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine) -> RunningRayNode:
+        """See `StartableNode`."""
+        return RunningRayNode(self, heartbeat, on_exit, take_line)
 
 
 class RunningRayNode(RunningNode):
-    """An actor, and the thread that watches it.
+    """An actor, and the thread that watches it."""
 
-    Attributes:
-        serves_at: the address at which the node takes calls; None until it does.
-    """
-
-    serves_at: str | None = None
-
-    def __init__(self, node: RayNode, pulse: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine) -> None:
-        super().__init__(node.name, pulse, take_line)
+    def __init__(self, node: RayNode, heartbeat: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine) -> None:
+        super().__init__(node.name, heartbeat, take_line)
         self._node, self._lost, self._killed_at = node, "", float("inf")
         make: Any = ray.remote(concurrency_groups=CONCURRENCY)(NodeHost)  # type: ignore[call-overload]
         self._host = make.options(max_restarts=0, **node.options).remote(node.hosted)
@@ -118,8 +112,8 @@ class RunningRayNode(RunningNode):
         self.serves_at = self._node.hosted.address if seen.serves else None
         for line in seen.lines:
             self._take(line)
-        if self.pulse is not None and seen.page is not None:
-            self.pulse.page = seen.page
+        if self.heartbeat is not None and seen.page is not None:
+            self.heartbeat.page = seen.page
         if seen.ends:
             self._node.end_program()
         self.code = seen.code

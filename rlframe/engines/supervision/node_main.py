@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from rlframe import streams
 from rlframe.engines import logs
-from rlframe.engines.base import GroupRules
+from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.supervision.running import EXIT_PERMANENT, NodeProcess
 from rlframe.errors import CheckpointError, JobFailedError, NonFiniteLossError, UsageError
 from rlframe.interprocess import heartbeat

@@ -1,4 +1,4 @@
-"""Nodes that run: `SupervisedNode.start` returns a `RunningNode`, here a process of this machine."""
+"""Nodes that run: `StartableNode.start` returns a `RunningNode`, here a process of this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from rlframe.engines.base import GroupRules
+from rlframe.engines.group_rules import GroupRules
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
 from rlframe.interprocess.processes import start_process
 
@@ -29,7 +29,7 @@ class RunningNode(abc.ABC):
 
     Args:
         name: of the node.
-        pulse: its heartbeat; None: nobody watches it.
+        heartbeat: its heartbeat; None: nobody watches it.
         take_line: is given (the name, each line that it writes).
 
     Attributes:
@@ -37,7 +37,7 @@ class RunningNode(abc.ABC):
         pid: its number, on its machine; None where that is not known.
         host: the name of that machine.
         serves_at: the address at which it takes calls; None until it does, or if it takes none.
-        hang_reason: why it was killed before it ended by itself; empty if it was not.
+        hang_reason: how it hung, if `kill_if_hung` killed it; else empty.
     """
 
     code: int | None = None
@@ -45,8 +45,8 @@ class RunningNode(abc.ABC):
     host: str = socket.gethostname()
     serves_at: str | None = None
 
-    def __init__(self, name: str, pulse: HeartbeatMonitor | None, take_line: Callable[[str, str], None]) -> None:
-        self.name, self.pulse, self.hang_reason = name, pulse, ""
+    def __init__(self, name: str, heartbeat: HeartbeatMonitor | None, take_line: Callable[[str, str], None]) -> None:
+        self.name, self.heartbeat, self.hang_reason = name, heartbeat, ""
         self.began = time.monotonic()
         self._take_line = take_line
         self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
@@ -59,9 +59,16 @@ class RunningNode(abc.ABC):
     def wait(self) -> None:
         """Wait until a killed process has ended and its last lines are out."""
 
+    def kill_if_hung(self, now: float) -> None:
+        """Kill the process if its heartbeat says that it hangs; the seconds `now` are by the supervisor's `Clock`."""
+        if self.heartbeat is not None and not self.hang_reason:
+            self.hang_reason = self.heartbeat.problem(now)
+            if self.hang_reason:
+                self.send(signal.SIGKILL)
+
     def lived(self) -> float:
         """Return the seconds since its start, without those in which it hung."""
-        hung = self.pulse.stuck if self.pulse is not None and self.hang_reason else 0.0
+        hung = self.heartbeat.stuck if self.heartbeat is not None and self.hang_reason else 0.0
         return time.monotonic() - self.began - hung
 
     def exit_reason(self) -> str:
@@ -95,7 +102,7 @@ OnExit = Callable[[RunningNode], None]
 TakeLine = Callable[[str, str], None]
 
 
-class SupervisedNode(Protocol):
+class StartableNode(Protocol):
     """A node that a `Supervisor` starts, and starts again."""
 
     @property
@@ -106,13 +113,13 @@ class SupervisedNode(Protocol):
     def rules(self) -> GroupRules:
         """The rules of its group."""
 
-    def start(self, pulse: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine) -> RunningNode:
+    def start(self, heartbeat: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine) -> RunningNode:
         """Start it. Waits for nothing. Other threads call `on_exit` and `take_line`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NodeProcess:
-    """A node that is a process of this machine. See `SupervisedNode`."""
+    """A node that is a process of this machine. See `StartableNode`."""
 
     name: str  # "actor/1"
     command: Sequence[str]
@@ -120,29 +127,31 @@ class NodeProcess:
     content: bytes | None = None  # that it reads from a descriptor, whose number is appended to the command
     address: str | None = None  # path of the socket at which it takes calls
 
-    def start(self, pulse: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine) -> RunningProcess:
-        """See `SupervisedNode`."""
-        return RunningProcess(self, pulse, on_exit, take_line)
+    def start(self, heartbeat: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine) -> RunningProcess:
+        """See `StartableNode`."""
+        return RunningProcess(self, heartbeat, on_exit, take_line)
 
 
 class RunningProcess(RunningNode):
     """A process of this machine, and the threads that read from it and wait for it."""
 
-    def __init__(self, node: NodeProcess, pulse: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine) -> None:
-        super().__init__(node.name, pulse, take_line)
+    def __init__(
+        self, node: NodeProcess, heartbeat: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine
+    ) -> None:
+        super().__init__(node.name, heartbeat, take_line)
         self._address = node.address
         variables = {
             **os.environ,
             "PYTHONUNBUFFERED": "1",
             **node.rules.env,
-            **(pulse.variables if pulse is not None else {}),
+            **(heartbeat.variables if heartbeat is not None else {}),
         }
         with contextlib.ExitStack() as opened:
             descriptors = [opened.enter_context(_in_memory(node.content))] if node.content is not None else []
             self._process = start_process(
                 [*node.command, *map(str, descriptors)],
                 env={name: value for name, value in variables.items() if value is not None},
-                pass_fds=(*descriptors, *([pulse.descriptor] if pulse is not None else [])),
+                pass_fds=(*descriptors, *([heartbeat.descriptor] if heartbeat is not None else [])),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -2,7 +2,8 @@
 
 - In the launcher: `ServedEngine.add` keeps the constructor and the address of each node as a `ServedNode`, which is
   pickled for the process of the node.
-- In that process: `run_node` calls the constructor, serves the object's methods at the address, and calls its `run()`.
+- In that process: `run_served_node` calls the constructor, serves the object's methods at the address, and calls its
+  `run()`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Any, ClassVar
 from rlframe.engines.base import EngineOptions, ResourceEngine, Watch
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.node_main import LAUNCHER_PID, pickle_node
-from rlframe.engines.supervision.program import STOP_SIGNAL, ProgramSupervisor
-from rlframe.engines.supervision.running import SupervisedNode
+from rlframe.engines.supervision.program_supervisor import STOP_SIGNAL, ProgramSupervisor
+from rlframe.engines.supervision.running import StartableNode
 from rlframe.handles import Remote
 from rlframe.interprocess.phases import STARTING
 from rlframe.program_end import join_program
@@ -45,7 +46,7 @@ class ServedNode:
     kwargs: dict[str, Any]
 
     def pickled(self) -> bytes:
-        """See `run_node`."""
+        """See `run_served_node`."""
         return pickle_node(self.group, self)
 
 
@@ -85,7 +86,7 @@ class ServedEngine(ResourceEngine):
         """Return the address of a node."""
         raise NotImplementedError
 
-    def _supervisor(self, nodes: Sequence[SupervisedNode], watch: Watch | None) -> ProgramSupervisor:
+    def _supervisor(self, nodes: Sequence[StartableNode], watch: Watch | None) -> ProgramSupervisor:
         options = self._options
         return ProgramSupervisor(
             nodes,
@@ -97,7 +98,7 @@ class ServedEngine(ResourceEngine):
 
 
 def pickle_worker(transport: Transport, address: str, make: bytes, name: str, index: int, incarnation: int) -> bytes:
-    """Pickle a worker of elastic, for `run_node`.
+    """Pickle a worker of elastic, for `run_served_node`.
 
     Args:
         transport: by which it is called.
@@ -117,7 +118,7 @@ def _make_worker(make: bytes, name: str, index: int, incarnation: int) -> Any:
     return cloudpickle.loads(make)(name, index, incarnation)
 
 
-def run_node(pickled: bytes, end: Callable[[], None] | None = None) -> None:
+def run_served_node(pickled: bytes, end: Callable[[], None] | None = None) -> None:
     """Make the object of a node in its process, serve it and run it.
 
     An object without `run` is served until SIGTERM, and closed then if it has `close`.

@@ -1,8 +1,8 @@
 """The supervisor: it starts nodes, starts the dead and the hung again after a backoff, and ends them.
 
-`ProgramSupervisor` (`program.py`) runs the nodes of a program to its end with it. `SupervisedOperator`
+`ProgramSupervisor` (`program_supervisor.py`) runs the nodes of a program to its end with it. `SupervisedOperator`
 (`rlframe.coordinator.operators.supervised`) keeps the workers of elastic running. What a node is (a process of this
-machine, a process beside a Ray actor) is in `SupervisedNode`.
+machine, a process beside a Ray actor) is in `StartableNode`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from rlframe.engines.base import GRACE, GroupRules
+from rlframe.engines.base import GRACE
+from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.logs import NodeLogs
-from rlframe.engines.supervision.running import RunningNode, SupervisedNode
+from rlframe.engines.supervision.running import RunningNode, StartableNode
 from rlframe.interprocess.heartbeat import Clock, HeartbeatMonitor, interval_of
 from rlframe.interprocess.inbox import Inbox
 
@@ -43,7 +44,8 @@ class Slot:
 
     Attributes:
         name: of the node: `actor/1`.
-        make: returns the node to start, given its incarnation.
+        make: returns the node to start, given its incarnation: a node of a program is always the same, a worker of
+            elastic is not.
         rules: of the node's group.
         incarnation: number of starts before the newest one.
         running: the process; None while there is none.
@@ -56,7 +58,7 @@ class Slot:
     """
 
     name: str
-    make: Callable[[int], SupervisedNode]
+    make: Callable[[int], StartableNode]
     rules: GroupRules = dataclasses.field(default_factory=GroupRules)
     incarnation: int = -1
     running: RunningNode | None = None
@@ -67,10 +69,18 @@ class Slot:
     is_wanted: bool = True
     problem: str = ""
 
+    @property
+    def waits_for_restart(self) -> bool:
+        """Whether a start is due, now or later."""
+        return self.restart_at < math.inf
+
 
 class Supervisor:
-    """Keeps nodes running. One thread calls `_step` in a loop; subclasses decide in `_decide_after_exit`
-    what the exit of a process means.
+    """Keeps nodes running. A subclass puts a `Slot` for each node into `slots`, calls `step` in a loop, and decides in
+    `decide_after_exit` what the exit of a process means: it may call `count_death` and `restart_later`.
+
+    `start`, `terminate` and `kill` act on a slot at once, `kill_all` on all. The thread that calls `step` calls them.
+    Another thread holds `lock` meanwhile, or puts a function that calls them into `events`.
 
     Args:
         logs: take the lines of the nodes, and warnings about them; None: they are shown on stderr.
@@ -78,6 +88,13 @@ class Supervisor:
             one whose work makes no progress; that counts as a death. 0: hung nodes are not killed.
         grace: seconds from SIGTERM to SIGKILL.
         backoff: seconds from a death to the restart.
+
+    Attributes:
+        slots: by name of the node.
+        lock: of the slots; `step` holds it except while it waits.
+        events: functions for the next `step` to call.
+        node_logs: the argument `logs`.
+        backoff: the argument.
     """
 
     def __init__(
@@ -88,83 +105,83 @@ class Supervisor:
         grace: float = GRACE,
         backoff: Backoff | None = None,
     ) -> None:
-        self._logs = logs or NodeLogs()
-        self._grace, self._backoff = grace, backoff or Backoff()
+        self.node_logs = logs or NodeLogs()
+        self._grace, self.backoff = grace, backoff or Backoff()
         self._hang_timeout, self._look_every = hang_timeout, interval_of(hang_timeout) if hang_timeout else 1.0
         self._clock = Clock(2.0 * self._look_every)  # stands still while this process does: see `HeartbeatMonitor`
-        self._slots: dict[str, Slot] = {}
-        self._lock = threading.RLock()  # of the slots
-        self._events: Inbox[Callable[[], None]] = Inbox()  # each is called by the thread of `_step`
+        self.slots: dict[str, Slot] = {}
+        self.lock = threading.RLock()
+        self.events: Inbox[Callable[[], None]] = Inbox()
 
-    def _decide_after_exit(self, slot: Slot, running: RunningNode) -> None:
+    def decide_after_exit(self, slot: Slot, running: RunningNode) -> None:
         """Decide what follows the exit of a process: a restart, the end of the program, or nothing."""
         raise NotImplementedError
 
-    def _step(self) -> None:
+    def step(self) -> None:
         """Wait for the next event and handle it; then make the kills and starts that are due."""
         now = time.monotonic()
-        due = min((min(slot.restart_at, slot.kill_at) for slot in self._slots.values()), default=math.inf)
+        due = min((min(slot.restart_at, slot.kill_at) for slot in self.slots.values()), default=math.inf)
         event = None
         with contextlib.suppress(queue.Empty):
-            event = self._events.get(max(0.0, min(due - now, self._look_every)))
-        with self._lock:
+            event = self.events.get(max(0.0, min(due - now, self._look_every)))
+        with self.lock:
             if event is not None:
                 event()
             self._kill_hung()
-            for slot in list(self._slots.values()):
+            for slot in list(self.slots.values()):
                 if slot.kill_at <= time.monotonic():
-                    self._logs.warn(slot.name, f"did not end within {self._grace:g} s: killed")
-                    self._kill(slot)
+                    self.node_logs.warn(slot.name, f"did not end within {self._grace:g} s: killed")
+                    self.kill(slot)
                 if slot.restart_at <= time.monotonic():
-                    self._start(slot)
+                    self.start(slot)
 
-    def _start(self, slot: Slot) -> None:
+    def start(self, slot: Slot) -> None:
+        """Start the next incarnation of a node."""
         slot.incarnation, slot.restart_at, slot.is_ending = slot.incarnation + 1, math.inf, False
-        pulse = HeartbeatMonitor(self._hang_timeout, self._clock()) if self._hang_timeout else None
-        slot.running = slot.make(slot.incarnation).start(pulse, self._on_exit, self._logs.write)
+        heartbeat = HeartbeatMonitor(self._hang_timeout, self._clock()) if self._hang_timeout else None
+        slot.running = slot.make(slot.incarnation).start(heartbeat, self._on_exit, self.node_logs.write)
 
     def _on_exit(self, running: RunningNode) -> None:
-        self._events.put(functools.partial(self._exit_event, running))
+        self.events.put(functools.partial(self._exit_event, running))
 
     def _exit_event(self, running: RunningNode) -> None:
-        slot = self._slots.get(running.name)
+        slot = self.slots.get(running.name)
         if slot is not None and slot.running is running:
             slot.running, slot.kill_at = None, math.inf
-            self._decide_after_exit(slot, running)
+            self.decide_after_exit(slot, running)
 
-    def _count_death(self, slot: Slot, running: RunningNode) -> None:
-        slot.deaths = 1 if running.lived() > self._backoff.healthy else slot.deaths + 1
+    def count_death(self, slot: Slot, running: RunningNode) -> None:
+        """Count a death: in a row with those before, unless the process lived for a healthy time."""
+        slot.deaths = 1 if running.lived() > self.backoff.healthy else slot.deaths + 1
 
-    def _restart_later(self, slot: Slot) -> float:
+    def restart_later(self, slot: Slot) -> float:
         """Schedule the next start, and return the seconds until then."""
-        delay = self._backoff.delay(slot.deaths)
+        delay = self.backoff.delay(slot.deaths)
         slot.restart_at = time.monotonic() + delay
         return delay
 
-    def _terminate(self, slot: Slot) -> None:
+    def terminate(self, slot: Slot) -> None:
         """Tell the process to end; after `grace` seconds it is killed."""
         if slot.running is not None and not slot.is_ending:
             slot.is_ending, slot.kill_at = True, time.monotonic() + self._grace
             slot.running.send(signal.SIGTERM)
             slot.running.send(signal.SIGCONT)  # a process that was paused does not handle SIGTERM
 
-    def _kill(self, slot: Slot) -> None:
+    def kill(self, slot: Slot) -> None:
+        """Kill the process of a slot, if there is one."""
         slot.is_ending, slot.kill_at = True, math.inf
         if slot.running is not None:
             slot.running.send(signal.SIGKILL)
 
     def _kill_hung(self) -> None:
         now = self._clock.tick()
-        for slot in self._slots.values():
-            running = slot.running
-            if running is not None and running.pulse is not None and not running.hang_reason and not slot.is_ending:
-                running.hang_reason = running.pulse.problem(now)
-                if running.hang_reason:
-                    running.send(signal.SIGKILL)
+        for slot in self.slots.values():
+            if slot.running is not None and not slot.is_ending:
+                slot.running.kill_if_hung(now)
 
-    def _kill_all(self) -> None:
+    def kill_all(self) -> None:
         """Kill all processes, and wait until they have ended."""
-        running = [slot.running for slot in self._slots.values() if slot.running is not None]
+        running = [slot.running for slot in self.slots.values() if slot.running is not None]
         for each in running:
             each.send(signal.SIGKILL)
         for each in running:

@@ -22,7 +22,7 @@ from rlframe.coordinator.operators.ray import RayOperator
 from rlframe.coordinator.workers.collector import CollectorWorker
 from rlframe.coordinator.workers.learner import LearnerWorker
 from rlframe.engines import Engine
-from rlframe.engines.base import NO_ACCELERATOR
+from rlframe.engines.group_rules import NO_ACCELERATOR
 from rlframe.engines.logs import Nowhere
 from rlframe.engines.supervision.served_node import MakeWorker
 from rlframe.errors import PeerError, StoppedError, UsageError

@@ -16,7 +16,7 @@ import pytest
 
 from rlframe import handles
 from rlframe.coordinator.operators.ray import RayOperator
-from rlframe.engines.base import GroupRules
+from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.supervision.node_main import pickle_node
 from rlframe.engines.supervision.served_node import pickle_worker
 from rlframe.errors import UsageError

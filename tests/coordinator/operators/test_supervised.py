@@ -61,12 +61,12 @@ class Worker(RunningNode):
 
 
 class Node:
-    """See `SupervisedNode`."""
+    """See `StartableNode`."""
 
     def __init__(self, world: World, index: int, incarnation: int) -> None:
         self.world, self.key = world, (f"collector/{index}", incarnation)
 
-    def start(self, pulse: object, on_exit: OnExit, take_line: object) -> Worker:
+    def start(self, heartbeat: object, on_exit: OnExit, take_line: object) -> Worker:
         self.world.begun.append(self.key)
         if self.world.start_error is not None:
             raise self.world.start_error
@@ -85,7 +85,7 @@ class World(SupervisedOperator):
         self.told: list[Key] = []
         self.start_error: Exception | None = None
         super().__init__({"collector": lambda *which: Node(self, *which)}, InProcess(), f"world-{id(self)}")
-        self._backoff = BACKOFF
+        self.backoff = BACKOFF
         supervised.time = supervisor.time = self.time  # type: ignore[assignment]
 
     def close(self) -> None:
@@ -98,8 +98,8 @@ class World(SupervisedOperator):
     def round(self, after: float = 0.0) -> None:
         self.time.now += after
         for _ in range(8):
-            self._events.put(supervised._wake)
-            self._step()
+            self.events.put(supervised._wake)
+            self.step()
 
     def live(self) -> list[Key]:
         return sorted(worker.key for worker in self.list() if worker.is_live)
@@ -108,7 +108,7 @@ class World(SupervisedOperator):
         return [worker.problem for worker in self.list() if worker.problem]
 
     def due_in(self) -> float:
-        return min(slot.restart_at for slot in self._slots.values()) - self.time.now
+        return min(slot.restart_at for slot in self.slots.values()) - self.time.now
 
 
 @pytest.fixture

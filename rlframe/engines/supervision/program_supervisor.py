@@ -8,10 +8,10 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-from rlframe.engines.base import GRACE, Watch, node_status
+from rlframe.engines.base import GRACE, NodeState, Watch, node_status
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.stopping import handling, stop_signals
-from rlframe.engines.supervision.running import EXIT_PERMANENT, RunningNode, SupervisedNode
+from rlframe.engines.supervision.running import EXIT_PERMANENT, RunningNode, StartableNode
 from rlframe.engines.supervision.supervisor import Backoff, Slot, Supervisor
 from rlframe.errors import ProgramError
 
@@ -30,7 +30,7 @@ class ProgramSupervisor(Supervisor):
 
     def __init__(
         self,
-        nodes: Sequence[SupervisedNode],
+        nodes: Sequence[StartableNode],
         logs: NodeLogs | None = None,
         *,
         hang_timeout: float = 0.0,
@@ -49,14 +49,14 @@ class ProgramSupervisor(Supervisor):
         self._unsaved: str | None = None
         self.add(*nodes)
 
-    def add(self, *nodes: SupervisedNode) -> None:
+    def add(self, *nodes: StartableNode) -> None:
         """Add nodes that need this object to be made. Call it before `run`."""
         for node in nodes:
-            self._slots[node.name] = _slot_of(node)
+            self.slots[node.name] = _slot_of(node)
 
     def stop(self) -> None:
         """End the program, and well. Any thread may call it."""
-        self._events.put(self._stop)
+        self.events.put(self._stop)
 
     def run(self) -> int | None:
         """Run the program to its end.
@@ -70,15 +70,15 @@ class ProgramSupervisor(Supervisor):
         """
         with handling((*stop_signals(), STOP_SIGNAL), self._on_signal):
             try:
-                for slot in self._slots.values():
-                    self._start(slot)
+                for slot in self.slots.values():
+                    self.start(slot)
                 self._tell()
                 while not self._is_over():
-                    self._step()
+                    self.step()
                     self._tell()
             finally:
-                self._kill_all()
-                self._logs.close()
+                self.kill_all()
+                self.node_logs.close()
         if self._failure is not None:
             raise ProgramError(self._failure)
         if self._unsaved is not None and not self._is_complete:
@@ -86,55 +86,55 @@ class ProgramSupervisor(Supervisor):
         return self._signal
 
     def _is_over(self) -> bool:
-        return all(slot.running is None and slot.restart_at == math.inf for slot in self._slots.values())
+        return all(slot.running is None and not slot.waits_for_restart for slot in self.slots.values())
 
-    def _decide_after_exit(self, slot: Slot, running: RunningNode) -> None:
+    def decide_after_exit(self, slot: Slot, running: RunningNode) -> None:
         """Restart a node that died; end the program if that is its end."""
         rules, code, reason = slot.rules, running.code, running.exit_reason()
         if self._is_stopping:
             if code not in (0, -signal.SIGTERM, -signal.SIGKILL):
-                self._logs.warn(slot.name, f"{reason} while the program ended")
+                self.node_logs.warn(slot.name, f"{reason} while the program ended")
             if rules.must_save and code not in (0, -signal.SIGTERM):  # a node that SIGTERM kills had not begun
                 self._note_unsaved(slot, f"{reason} while the program ended", running.last_words())
             return
         if code == 0:
             self._exited_well.add(slot.name)
-            ending = [each.name for each in self._slots.values() if each.rules.ends_program]
+            ending = [each.name for each in self.slots.values() if each.rules.ends_program]
             if rules.ends_program and self._exited_well.issuperset(ending):
                 self._is_complete = True
                 self._stop()
             return
-        self._count_death(slot, running)
+        self.count_death(slot, running)
         if code == EXIT_PERMANENT or slot.deaths > rules.max_restarts:
             times = f" (and {slot.deaths - 1} times before)" if slot.deaths > 1 else ""
             self._failure = f"The node {slot.name} {reason}{times}.{running.last_words()}"
             self._stop()
             return
-        delay = self._restart_later(slot)
-        self._logs.warn(slot.name, f"{reason}: restart {slot.deaths} of {rules.max_restarts} in {delay:g} s")
+        delay = self.restart_later(slot)
+        self.node_logs.warn(slot.name, f"{reason}: restart {slot.deaths} of {rules.max_restarts} in {delay:g} s")
 
     def _stop(self) -> None:
         if self._is_stopping:
             return
         self._is_stopping = True
-        for slot in self._slots.values():
-            if slot.rules.must_save and slot.restart_at < math.inf:
+        for slot in self.slots.values():
+            if slot.rules.must_save and slot.waits_for_restart:
                 self._note_unsaved(slot, "had died, and was not back yet when the program was stopped", "")
             slot.restart_at = math.inf
-            self._terminate(slot)
+            self.terminate(slot)
 
     def _note_unsaved(self, slot: Slot, reason: str, last_words: str) -> None:
         self._unsaved = f"The node {slot.name} {reason}: its unsaved work is lost.{last_words}"
 
     def _on_signal(self, number: int) -> None:
-        self._events.put(self._stop if number == STOP_SIGNAL else functools.partial(self._signalled, number))
+        self.events.put(self._stop if number == STOP_SIGNAL else functools.partial(self._signalled, number))
 
     def _signalled(self, number: int) -> None:
         if self._signal is not None:
-            self._kill_all()
+            self.kill_all()
         elif not self._is_stopping:
-            count = sum(slot.running is not None for slot in self._slots.values())
-            self._logs.warn(
+            count = sum(slot.running is not None for slot in self.slots.values())
+            self.node_logs.warn(
                 "launcher", f"{signal.Signals(number).name}: ending {count} processes; once more kills them"
             )
         self._signal = self._signal or number
@@ -143,7 +143,7 @@ class ProgramSupervisor(Supervisor):
     def _tell(self) -> None:
         if self._watch is None:
             return
-        now = self._is_stopping, [self._status_of(slot) for slot in self._slots.values()]
+        now = self._is_stopping, [self._status_of(slot) for slot in self.slots.values()]
         if now != self._told:
             self._told = now
             self._watch(*now)
@@ -151,13 +151,13 @@ class ProgramSupervisor(Supervisor):
     def _status_of(self, slot: Slot) -> dict[str, Any]:
         running = slot.running
         if running is None:
-            state = "GONE" if slot.restart_at == math.inf else "LOST"  # as a `WorkerState` of a coordinator is called
+            state: NodeState = "LOST" if slot.waits_for_restart else "GONE"
             return node_status(slot.name, slot.incarnation, None, state)
         status = {**node_status(slot.name, slot.incarnation, running.pid), "host": running.host}
-        if running.pulse is not None:
-            status.update(phase=running.pulse.phase, silent_for=round(running.pulse.silent))
+        if running.heartbeat is not None:
+            status.update(phase=running.heartbeat.phase, silent_for=round(running.heartbeat.silent))
         return status
 
 
-def _slot_of(node: SupervisedNode) -> Slot:
+def _slot_of(node: StartableNode) -> Slot:
     return Slot(node.name, lambda _: node, node.rules)
