@@ -63,7 +63,7 @@ class Scaling:
         """
         steps = job.accounts.env_steps
         here = (now, job.learner_waits.seconds(now), steps, job.collect_seconds, job.paced_seconds)
-        if job.manual or job.state is not JobState.RUNNING or self._window is None:
+        if job.count_is_manual or job.state is not JobState.RUNNING or self._window is None:
             self._window = here
             return None
         began, waited, steps_before, collected, paced = self._window
@@ -71,7 +71,7 @@ class Scaling:
             return None
         self._window = here
         count = job.wanted["collector"]
-        if len([worker for worker in job.roster.of("collector") if worker.params_version >= 0]) < count:
+        if len([worker for worker in job.roster.of("collector") if worker.rollouts.params_version >= 0]) < count:
             return None
         load = Load(
             collectors=count,

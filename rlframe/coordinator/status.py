@@ -41,7 +41,7 @@ def status(
         "job": {**_NOTHING, **describes, **_job(job, counters, rates, now)},
         "wanted": dict(job.wanted),
         "limits": limits,
-        "scaling": "manual" if job.manual else "auto",
+        "scaling": "manual" if job.count_is_manual else "auto",
         "workers": [
             _worker(job, worker, counters["params_version"], now)
             for worker in sorted(job.roster, key=lambda worker: (ROLES.index(worker.role), worker.index))
@@ -108,17 +108,17 @@ def _worker(job: TrainingJob, worker: KnownWorker, learner_version: int, now: fl
         "host": worker.host,
         "pid": worker.pid,
         "silent_for": round(max(now - worker.heard_at, 0.0), 1),
-        "env_steps": int(worker.counts.get("env_steps", 0)),
-        "env_steps_per_second": worker.rates.per_second(now)[0] if worker.role == "collector" else None,
-        "episodes": int(worker.counts.get("episodes", 0)),
-        "return_mean": _mean(worker.counts),
+        "env_steps": int(worker.rollouts.counts.get("env_steps", 0)),
+        "env_steps_per_second": worker.rollouts.rates.per_second(now)[0] if worker.role == "collector" else None,
+        "episodes": int(worker.rollouts.counts.get("episodes", 0)),
+        "return_mean": _mean(worker.rollouts.counts),
         "params_version": learner_version if worker.role == "learner" else _known(worker),
     }
 
 
 def _known(worker: KnownWorker) -> int | None:
     """Return the version that a worker acts by; None before it has one."""
-    return worker.params_version if worker.params_version >= 0 else None
+    return worker.rollouts.params_version if worker.rollouts.params_version >= 0 else None
 
 
 def _mean(counts: dict[str, float]) -> float | None:
@@ -132,5 +132,5 @@ def _waits_for(job: TrainingJob) -> str | None:
         return "evaluation" if job.tasks.open("evaluate") else None
     if job.learner_waits.what == "data":
         collectors = [worker for worker in job.roster.of("collector") if worker.task_id]
-        return "pacing" if collectors and all(worker.waits for worker in collectors) else "data"
+        return "pacing" if collectors and all(worker.rollouts.is_waiting for worker in collectors) else "data"
     return job.learner_waits.what

@@ -126,4 +126,4 @@ def test_nothing_is_judged_while_the_job_stands_still_or_collectors_are_on_their
 
 def test_a_scaling_by_load_is_no_persons_word(world: World):
     world.deliver(ev.Scaled("collector", 3, "load"))
-    assert world.m.wanted["collector"] == 3 and not world.m.manual
+    assert world.m.wanted["collector"] == 3 and not world.m.count_is_manual

@@ -90,7 +90,7 @@ def test_it_tells_what_the_learner_waits_for(world: World) -> None:
     world.m.learner_waits.note("data", world.now)
     assert waits() == "data"
     for worker in world.m.roster.of("collector"):
-        worker.waits = True
+        worker.rollouts.is_waiting = True
     assert waits() == "pacing"
     world.m.learner_waits.note("learner", world.now)
     assert waits() == "learner"

@@ -14,7 +14,7 @@ from rlframe.coordinator.messages import ROLES, Header, Role, WorkerInfo
 from rlframe.coordinator.states import EndingStep, JobState, check, is_over
 from rlframe.metrics.rows import ActorCounts, Rows
 
-_SAVED = ("reason", "manual", "began", "paused", "learner_came", "min_version", "evaluated_at")
+_SAVED = ("reason", "count_is_manual", "began", "paused", "learner_has_started", "min_version", "evaluated_at")
 _CALLS_PER_START = 2**32  # numbers of calls between two starts of a coordinator
 
 
@@ -93,15 +93,15 @@ class TrainingJob:
 
     Attributes:
         now: when the newest event happened.
-        out: the effects of the newest event.
-        to_call: workers that may need another call: see `machine.handle`.
-        manual: whether a person chose the number of collectors.
+        effects: those of the newest event.
+        workers_to_call: workers that may need another call: see `machine.handle`.
+        count_is_manual: whether a person chose the number of collectors.
         min_version: learners publish above it: the newest version of the job before.
         paused: whether collecting and learning pause.
-        saves: whether the learner writes a checkpoint with its next update.
+        save_next_update: whether the learner saves a checkpoint with its next update.
         operator_answered: whether the operator has answered this coordinator.
         operator_problem: why the operator cannot be reached; empty if it can.
-        learner_came: whether a learner has started, so that collectors find their buffer.
+        learner_has_started: whether any learner has started, so that collectors find their buffer.
         draw_fails_since: when the replay buffer began to raise with every draw; None: it does not raise.
         evaluated_at: environment steps at which the newest evaluation was begun.
         collect_seconds: in calls of collectors.
@@ -125,9 +125,9 @@ class TrainingJob:
         self.commander, self.limits, self.by_key, self.now, self.began = commander, limits, by_key, now, now
         self.state, self.reason, self.evaluates = JobState.INIT, "", evaluates
         self.wanted: dict[Role, int] = {role: wanted.get(role, 0) for role in ROLES}
-        self.manual = self.paused = self.saves = False
+        self.count_is_manual = self.paused = self.save_next_update = False
         self.operator_answered, self.operator_problem = False, ""
-        self.learner_came, self.min_version = False, -1
+        self.learner_has_started, self.min_version = False, -1
         self.draw_fails_since: float | None = None
         self.collect_seconds = self.paced_seconds = 0.0
         self.lacks_since: dict[Role, float] = {}
@@ -138,8 +138,8 @@ class TrainingJob:
         self.rows = Rows(self.evaluated_at, self.accounts.total(), self.accounts.total_logged(), now)
         self.roster, self.tasks = Roster(), Tasks()
         self.learner_waits = LearnerWaits(now)
-        self.out: list[Any] = []
-        self.to_call: list[KnownWorker] = []
+        self.effects: list[Any] = []
+        self.workers_to_call: list[KnownWorker] = []
         self._starts = saved["starts"] + 1 if saved is not None else 0  # of a coordinator, before this one
         # The number of the last call. Calls of a coordinator that was killed have numbers below it.
         self._seq = self._starts * _CALLS_PER_START
@@ -156,7 +156,7 @@ class TrainingJob:
             "row": self.rows.to_json(),
             "task_count": self.tasks.count,
             "tasks": [task.to_json() for task in self.tasks],
-            "workers": [(each.role, each.index, each.incarnation) for each in self.roster if each.is_here],
+            "workers": [(each.role, each.index, each.incarnation) for each in self.roster if each.counts_as_wanted],
             "accounts": self.accounts.to_json(),
             "ending": self.ending.to_json() if self.ending is not None else None,
         }
@@ -171,7 +171,7 @@ class TrainingJob:
         self.accounts = Accounts(**saved["accounts"])
         self.tasks.count = saved["task_count"]
         for role, index, incarnation in saved["workers"]:  # some may have ended while no coordinator ran
-            self.roster.add(WorkerInfo(role, index, incarnation), self.now).has_come = True
+            self.roster.add(WorkerInfo(role, index, incarnation), self.now).has_answered = True
         for each in saved["tasks"]:
             task = Task.from_json(each)
             self.accounts.lost += task.granted
@@ -200,7 +200,7 @@ class TrainingJob:
 
     def emit(self, effect: Any) -> None:
         """Add an effect to those of the event."""
-        self.out.append(effect)
+        self.effects.append(effect)
 
     def note(self, kind: str, text: str, **fields: Any) -> None:
         """Add a line to the log of events."""
@@ -214,7 +214,7 @@ class TrainingJob:
 
     def queue_call(self, *workers: KnownWorker) -> None:
         """Choose the next call of these workers at the end of the event."""
-        self.to_call += workers
+        self.workers_to_call += workers
 
     def header(self, worker: KnownWorker, task: Task) -> Header:
         """Make the header of the next call: its number is above all before."""
@@ -260,8 +260,8 @@ class TrainingJob:
         It leaves, the job ends, or the commander, which is asked again, has another task for it by now.
         """
         if self.ending is not None:
-            return worker.leaves or self.ending.closes(task)
-        return worker.leaves or (task.kind != "evaluate" and not self._is_still_wanted(worker.role, task))
+            return worker.is_leaving or self.ending.closes(task)
+        return worker.is_leaving or (task.kind != "evaluate" and not self._is_still_wanted(worker.role, task))
 
     def _is_still_wanted(self, role: Role, task: Task) -> bool:
         """Return True if the commander still gives the task's worker the same task."""

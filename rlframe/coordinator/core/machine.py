@@ -20,17 +20,17 @@ def handle(job: TrainingJob, event: Any, now: float) -> list[Any]:
     """Change the job by an event (see `events`), and return the effects. Nothing changes once the job is over."""
     if is_over(job.state):
         return []
-    job.now, job.out = max(now, job.now), []
+    job.now, job.effects = max(now, job.now), []
     _HANDLERS[type(event)](job, event)
     if job.ending is None and job.state is not JobState.INIT:
         _check_stop(job)
     if job.ending is not None and not is_over(job.state):
         _advance_ending(job, job.ending)
-    to_call, job.to_call = job.to_call, []
+    to_call, job.workers_to_call = job.workers_to_call, []
     for worker in to_call:
         next_calls.call_next(job, worker)
     _derive_state(job)
-    return job.out
+    return job.effects
 
 
 # --- the state of the job
@@ -59,7 +59,7 @@ def _derive_state(job: TrainingJob) -> None:
         job.become(JobState.PAUSED)
     elif any(task.state is TaskState.RUNNING for task in job.tasks.open("learn")):
         job.become(JobState.RUNNING)
-    elif job.learner_came:
+    elif job.learner_has_started:
         if job.state is JobState.WAITING:  # after a restart of the coordinator
             job.become(JobState.RUNNING)
         job.become(JobState.DEGRADED)
@@ -106,7 +106,7 @@ def _is_step_done(job: TrainingJob, ending: JobEnding) -> bool:
     if ending.step is EndingStep.EVALUATION:
         return _is_evaluated(job, ending, waited)
     left = job.tasks.open("collect" if ending.step is EndingStep.COLLECTORS else "learn")
-    if ending.step is EndingStep.COLLECTORS or not ending.wants_learner or not job.learner_came:
+    if ending.step is EndingStep.COLLECTORS or not ending.wants_learner or not job.learner_has_started:
         left = [task for task in left if task.is_live or _may_be_at_work(job, task)]
     if not left:
         return True
@@ -114,7 +114,7 @@ def _is_step_done(job: TrainingJob, ending: JobEnding) -> bool:
         return False
     overdue = f"{', '.join(task.task_id for task in left)} did not close within {ending.close_within:g} s"
     job.note("overdue", f"{overdue}.")
-    if ending.step is EndingStep.LEARNER and job.learner_came:
+    if ending.step is EndingStep.LEARNER and job.learner_has_started:
         job.fail(overdue)
     for task in left:
         tasks.cancel(job, task)
@@ -201,14 +201,14 @@ def _ticked(job: TrainingJob, event: ev.Ticked) -> None:
 
 
 def _scaled(job: TrainingJob, event: ev.Scaled) -> None:
-    job.manual = job.manual or (event.role == "collector" and event.by == "request")
+    job.count_is_manual = job.count_is_manual or (event.role == "collector" and event.by == "request")
     before = job.wanted[event.role]
     if before == event.count or job.ending is not None:
         return
     text = f"{event.role}s: {before} → {event.count} ({event.by})"
     job.note("scaled", text, role=event.role, wanted=event.count)
     job.want(event.role, event.count)
-    here = [worker for worker in job.roster.of(event.role) if worker.is_here]
+    here = [worker for worker in job.roster.of(event.role) if worker.counts_as_wanted]
     for worker in here[event.count :]:
         workers.remove(job, worker)
 
@@ -235,7 +235,7 @@ def _evaluation_asked(job: TrainingJob, event: ev.EvaluationAsked) -> None:
 
 
 def _checkpoint_asked(job: TrainingJob, event: ev.CheckpointAsked) -> None:
-    job.saves = True
+    job.save_next_update = True
     job.emit(ev.SaveReplay())
     job.note("checkpoint", "The learner saves with its next update.")
 

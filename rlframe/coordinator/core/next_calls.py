@@ -36,10 +36,10 @@ _WAITS_FOR = ("data", "params", "room", "paused")  # a worker may wait for these
 
 def call_next(job: TrainingJob, worker: KnownWorker) -> None:
     """Make a worker's next call, unless a call is out or there is nothing to do."""
-    if worker.call is not None or not worker.answers:
+    if worker.call is not None or not worker.can_be_called:
         return
     task = job.tasks.get(worker.task_id)
-    if task is None and not worker.leaves:
+    if task is None and not worker.is_leaving:
         task = _assign(job, worker)
     if task is None:
         return
@@ -81,7 +81,7 @@ def _must_wait(job: TrainingJob, task: Task) -> bool:
 
 
 def _close_task(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
-    if not worker.leaves:
+    if not worker.is_leaving:
         worker.become(WorkerState.CLOSING)
     # The learner of the next task continues from the checkpoint of this one.
     job.call(worker, task, "close_task", job.ending is not None or task.kind == "learn")
@@ -106,7 +106,7 @@ def _assign(job: TrainingJob, worker: KnownWorker) -> Task | None:
 def _task_for(job: TrainingJob, worker: KnownWorker) -> Task | None:
     """Return a task that waits for such a worker, or a new task from the commander."""
     kind, ending = KINDS[worker.role], job.ending
-    if kind == "collect" and (ending is not None or job.paused or not job.learner_came):
+    if kind == "collect" and (ending is not None or job.paused or not job.learner_has_started):
         return None
     if kind == "learn" and ending is not None and not ending.wants_learner:
         return None
@@ -142,7 +142,7 @@ def unanswered(job: TrainingJob, event: ev.Unanswered) -> None:
     if worker is None:
         return
     if event.header is None:
-        worker.ping_out = worker.ping_out and event.method != "ping"
+        worker.ping.is_out = worker.ping.is_out and event.method != "ping"
     elif worker.call is not None and worker.call.header == event.header:
         job.call_again(worker, worker.call, job.limits.retry_after)
 

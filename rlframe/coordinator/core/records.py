@@ -13,41 +13,59 @@ from rlframe.coordinator.states import Stateful, TaskState, WorkerState, is_over
 
 
 @dataclasses.dataclass
+class Ping:
+    """The newest ping to a worker."""
+
+    sent_at: float = 0.0
+    is_out: bool = False  # no answer has come yet
+
+
+@dataclasses.dataclass
+class Rollouts:
+    """What a collector has reported."""
+
+    num_envs: int = 0
+    env_steps: int = 0  # in all answers of this incarnation
+    rates: Rates = dataclasses.field(default_factory=lambda: Rates(1))  # of `env_steps`
+    counts: dict[str, float] = dataclasses.field(default_factory=dict)  # its counters since its task began
+    params_version: int = -1  # that it acts by; -1: none yet
+    is_waiting: bool = False  # for newer parameters, or for room
+
+
+@dataclasses.dataclass
 class KnownWorker(Stateful):
-    """One incarnation of a worker."""
+    """One incarnation of a worker: where it runs, its state, its task, and the call that is out."""
 
     worker_id: str
     role: Role
     index: int
     incarnation: int
-    since: float  # when it was first seen
-    failed_starts: int = 0  # incarnations up to this one that never came, in a row
-    has_come: bool = False  # it has answered a ping, of this coordinator or of an earlier one
+    seen_at: float  # when the operator listed it first
+    failed_starts: int = 0  # incarnations up to this one that never answered, in a row
+    has_answered: bool = False  # a ping, of this coordinator or of an earlier one
     state: WorkerState = WorkerState.REQUESTED
     host: str = ""
     pid: int | None = None
-    heard_at: float = 0.0
-    pinged_at: float = 0.0
-    ping_out: bool = False
+    heard_at: float = 0.0  # time of its last sign of life
+    ping: Ping = dataclasses.field(default_factory=Ping)
     task_id: str | None = None
     call: ev.Send | None = None  # the call that is out; None: none is
     called_at: float = 0.0  # time at which the call was, or will be, sent
-    leaves: bool = False  # it is to go once its task is closed
-    counts: dict[str, float] = dataclasses.field(default_factory=dict)  # that it reported last, since its task began
-    collected: int = 0  # environment steps of a collector's rollouts
-    rates: Rates = dataclasses.field(default_factory=lambda: Rates(1))  # of those
-    num_envs: int = 0  # a collector's
-    params_version: int = -1
-    waits: bool = False  # a collector: for newer parameters, or for room
+    rollouts: Rollouts = dataclasses.field(default_factory=Rollouts)
 
     @property
-    def is_here(self) -> bool:
-        """True if it counts towards the number of wanted workers."""
-        return not is_over(self.state) and not self.leaves
+    def is_leaving(self) -> bool:
+        """True if it goes once its task is closed."""
+        return self.state is WorkerState.DRAINING
 
     @property
-    def answers(self) -> bool:
-        """True if it can be called."""
+    def counts_as_wanted(self) -> bool:
+        """True if it is one of the `TrainingJob.wanted` workers of its role."""
+        return not is_over(self.state) and not self.is_leaving
+
+    @property
+    def can_be_called(self) -> bool:
+        """True if it has answered a ping, and is not suspect or lost."""
         return self.state in (WorkerState.IDLE, WorkerState.BUSY, WorkerState.CLOSING, WorkerState.DRAINING)
 
 

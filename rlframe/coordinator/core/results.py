@@ -36,15 +36,15 @@ def started(job: TrainingJob, worker: KnownWorker, task: Task, reply: Started) -
     """Note that the task runs."""
     task.become(TaskState.RUNNING)
     task.started_at = job.now
-    worker.num_envs = int(reply.info.get("num_envs", 0))
-    worker.counts = {}
-    worker.rates.add(job.now, worker.collected)
+    worker.rollouts.num_envs = int(reply.info.get("num_envs", 0))
+    worker.rollouts.counts = {}
+    worker.rollouts.rates.add(job.now, worker.rollouts.env_steps)
     job.note("started", f"{worker.worker_id} is at {task.task_id}.", worker_id=worker.worker_id, **reply.info)
     if task.kind == "learn":
         accounts = job.accounts
         accounts.reach(reply.info.get("learner_steps", accounts.learner_steps), reply.info.get("params_version", -1))
         job.learner_waits.note(None, job.now)
-        job.learner_came = True
+        job.learner_has_started = True
         job.queue_call(*job.roster)  # collectors waited for the buffer to be there
 
 
@@ -80,17 +80,17 @@ def collected(job: TrainingJob, worker: KnownWorker, task: Task, reply: Collecte
     """Note the counters of a collector."""
     note_pace(job, worker, reply.waits)
     job.accounts.add(reply.stats)
-    worker.counts = {name: reply.stats[name] for name in COUNTERS}
-    worker.collected += reply.length
-    worker.rates.add(job.now, worker.collected)
-    worker.params_version = reply.params_version
+    worker.rollouts.counts = {name: reply.stats[name] for name in COUNTERS}
+    worker.rollouts.env_steps += reply.length
+    worker.rollouts.rates.add(job.now, worker.rollouts.env_steps)
+    worker.rollouts.params_version = reply.params_version
     if job.accounts.env_steps >= job.rows.step + job.limits.row_every:
         job.write_row()
 
 
 def note_pace(job: TrainingJob, worker: KnownWorker, waits: bool) -> None:
     """Note how long a collector's call took, and whether it waited."""
-    seconds, worker.waits = max(job.now - worker.called_at, 0.0), waits
+    seconds, worker.rollouts.is_waiting = max(job.now - worker.called_at, 0.0), waits
     job.collect_seconds, job.paced_seconds = job.collect_seconds + seconds, job.paced_seconds + seconds * waits
 
 
@@ -118,7 +118,7 @@ def drawn(job: TrainingJob, event: ev.BatchesDrawn) -> None:
         task.drawing = None
         task.again_at = job.now + _MUCH_LATER if event.why else task.again_at
     _judge_replay(job, event)
-    if task is None or not is_awaited or worker is None or not worker.answers:
+    if task is None or not is_awaited or worker is None or not worker.can_be_called:
         job.accounts.granted += len(event.batches)
         job.accounts.lost += len(event.batches)
         if event.batches:
@@ -144,7 +144,7 @@ def _judge_replay(job: TrainingJob, event: ev.BatchesDrawn) -> None:
 
 
 def _learn(job: TrainingJob, worker: KnownWorker, task: Task, learn: Learn) -> None:
-    learn, job.saves = dataclasses.replace(learn, save=job.saves), False
+    learn, job.save_next_update = dataclasses.replace(learn, save=job.save_next_update), False
     task.granted = learn.count
     job.accounts.granted += learn.count
     job.call(worker, task, "learn", learn)

@@ -87,7 +87,7 @@ def restart_learners(job: TrainingJob) -> None:
 def free(job: TrainingJob, worker: KnownWorker) -> None:
     """Make the worker idle, or release it if it leaves."""
     worker.task_id = worker.call = None
-    if worker.leaves:
+    if worker.is_leaving:
         release(job, worker)
     else:
         worker.become(WorkerState.IDLE)

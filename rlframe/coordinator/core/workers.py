@@ -36,7 +36,7 @@ def _see(job: TrainingJob, seen: WorkerInfo) -> None:
         if newest is not None and not is_over(newest.state):
             lose(job, newest, REPLACED)
         worker = job.roster.add(seen, job.now)
-        here = [each for each in job.roster.of(worker.role) if each.is_here]
+        here = [each for each in job.roster.of(worker.role) if each.counts_as_wanted]
         if len(here) > job.wanted[worker.role] and job.ending is None:
             remove(job, worker)
             return
@@ -55,7 +55,7 @@ def answered_ping(job: TrainingJob, worker: KnownWorker, reply: WorkerReply) -> 
         return
     note_alive(job, worker)
     if isinstance(reply, Alive):
-        worker.ping_out = False
+        worker.ping.is_out = False
         if worker.state is WorkerState.CONNECTING:
             _came(job, worker, reply)
         job.queue_call(worker)
@@ -65,7 +65,7 @@ def answered_ping(job: TrainingJob, worker: KnownWorker, reply: WorkerReply) -> 
 
 def _came(job: TrainingJob, worker: KnownWorker, reply: Alive) -> None:
     worker.become(WorkerState.IDLE)
-    worker.failed_starts, worker.has_come = 0, True
+    worker.failed_starts, worker.has_answered = 0, True
     job.emit(ev.Send(worker.worker_id, worker.incarnation, "resources", None))
     text = f"{worker.worker_id} (incarnation {worker.incarnation}) is here."
     job.note("came", text, worker_id=worker.worker_id)
@@ -88,7 +88,7 @@ def _adopt(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
     task.started_at = job.now
     worker.become(WorkerState.BUSY)
     worker.task_id = task.task_id
-    job.learner_came = True
+    job.learner_has_started = True
     if task.kind == "learn":
         job.learner_waits.note(None, job.now)
     job.note("adopted", f"{worker.worker_id} is at {task.task_id} still.", worker_id=worker.worker_id)
@@ -108,7 +108,7 @@ def why_nobody_comes(job: TrainingJob) -> str:
     is_out = bool(job.operator_problem) or not job.operator_answered
     for role, since in job.lacks_since.items():
         is_here = any(worker.role == role and not is_over(worker.state) for worker in job.roster)
-        if is_here or (is_out and job.learner_came):
+        if is_here or (is_out and job.learner_has_started):
             job.lacks_since[role] = job.now
         elif job.now - since > deadline and is_out:
             why = job.operator_problem or "it does not answer"
@@ -141,7 +141,7 @@ def _why_lost(job: TrainingJob, worker: KnownWorker, starts: bool) -> str:
     """Return why the worker is given up; empty if it is not. `starts`: its task starts, and may compile."""
     limits, silent = job.limits, job.now - worker.heard_at
     if worker.state in (WorkerState.REQUESTED, WorkerState.CONNECTING):
-        waited = job.now - worker.since
+        waited = job.now - worker.seen_at
         is_late = waited > limits.starting_deadline
         if worker.state is WorkerState.CONNECTING:  # it has an address, and does not answer there
             is_late = is_late or silent > limits.lost_after_starting
@@ -153,8 +153,8 @@ def _why_lost(job: TrainingJob, worker: KnownWorker, starts: bool) -> str:
 def _ping_where_due(job: TrainingJob, worker: KnownWorker, starts: bool) -> None:
     limits = job.limits
     # One that is out for long is lost: the connection may have been another's.
-    every = limits.suspect_after if worker.ping_out else limits.ping_every
-    if worker.state is not WorkerState.REQUESTED and worker.pinged_at + every <= job.now:
+    every = limits.suspect_after if worker.ping.is_out else limits.ping_every
+    if worker.state is not WorkerState.REQUESTED and worker.ping.sent_at + every <= job.now:
         _ping(job, worker)
     silent = job.now - worker.heard_at
     if silent > limits.suspect_after and worker.state in _CAN_BE_SUSPECT and not starts:
@@ -163,7 +163,7 @@ def _ping_where_due(job: TrainingJob, worker: KnownWorker, starts: bool) -> None
 
 
 def _ping(job: TrainingJob, worker: KnownWorker) -> None:
-    worker.pinged_at, worker.ping_out = job.now, True
+    worker.ping.sent_at, worker.ping.is_out = job.now, True
     job.emit(ev.Send(worker.worker_id, worker.incarnation, "ping", None))
 
 
@@ -171,10 +171,7 @@ def note_alive(job: TrainingJob, worker: KnownWorker) -> None:
     """Note an answer as a sign of life, which ends the state SUSPECT."""
     worker.heard_at = job.now
     if worker.state is WorkerState.SUSPECT:
-        if worker.leaves:
-            worker.become(WorkerState.DRAINING)
-        else:
-            worker.become(WorkerState.BUSY if worker.task_id else WorkerState.IDLE)
+        worker.become(WorkerState.BUSY if worker.task_id else WorkerState.IDLE)
         job.note("back", f"{worker.worker_id} answers again.", worker_id=worker.worker_id)
 
 
@@ -183,7 +180,6 @@ def note_alive(job: TrainingJob, worker: KnownWorker) -> None:
 
 def remove(job: TrainingJob, worker: KnownWorker) -> None:
     """Let a worker go, once its task is closed."""
-    worker.leaves = True
     worker.become(WorkerState.DRAINING)
     if job.tasks.get(worker.task_id) is None:
         release(job, worker)
@@ -202,9 +198,9 @@ def disconnect(job: TrainingJob) -> None:
 
 def lose(job: TrainingJob, worker: KnownWorker, why: str) -> None:
     """Give a worker up: another one takes its index, and its task is tried again."""
+    is_replaced = not worker.is_leaving and (job.ending is None or job.ending.replaces(worker.role))
     worker.become(WorkerState.LOST)
     job.emit(ev.Shut(worker.worker_id, worker.incarnation))
-    is_replaced = not worker.leaves and (job.ending is None or job.ending.replaces(worker.role))
     job.accounts.restarts += is_replaced
     job.emit((ev.Replace if is_replaced else ev.Release)(worker.worker_id, worker.incarnation))
     job.note(
@@ -215,11 +211,11 @@ def lose(job: TrainingJob, worker: KnownWorker, why: str) -> None:
     )
     task, worker.task_id, worker.call = job.tasks.get(worker.task_id), None, None
     if task is not None and not task.is_over:
-        job.accounts.discarded += worker.num_envs
+        job.accounts.discarded += worker.rollouts.num_envs
         # A collector that ran may be lost any number of times: the others continue.
         counts = task.state is TaskState.ASSIGNED or task.kind != "collect"
         retry(job, task, why, counts=counts)
-    if not worker.has_come and is_replaced:
+    if not worker.has_answered and is_replaced:
         worker.failed_starts += 1
         if worker.failed_starts > job.limits.max_failures:
             times = f"{worker.worker_id} did not come up {worker.failed_starts} times in a row"

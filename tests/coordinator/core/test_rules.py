@@ -472,11 +472,11 @@ def test_the_first_row_of_a_resumed_run_is_of_its_own_session() -> None:
     before = ActorCounts({"before": [100.0, 10.0, 500.0, 100.0]})
     job = TrainingJob(TrainOne(env_steps=1000), LIMITS, {"learner": 1}, by_key=False, now=0.0, counts_before=before)
     job.write_row()
-    assert job.out == []
+    assert job.effects == []
     job.accounts.add(dict(env_steps=50, episodes=2, return_sum=30.0, length_sum=50, rank=0, incarnation=0))
     job.now = 5.0
     job.write_row()
-    (row,) = job.out
+    (row,) = job.effects
     assert row.env_steps == 150 and job.evaluated_at == 100
     assert (row.values["episode_return"], row.values["episodes"], row.values["steps_per_second"]) == (15.0, 2, 10.0)
 
@@ -534,7 +534,7 @@ def test_a_lost_collectors_open_fragments_are_counted() -> None:
     world = running(2)
     worker = world.m.roster.get("collector/1")
     assert worker is not None
-    worker.num_envs = 8
+    worker.rollouts.num_envs = 8
     workers.lose(world.m, worker, "it was killed")
     assert world.m.accounts.discarded == 8
 
