@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable
@@ -13,7 +12,7 @@ import numpy as np
 
 from rlframe import handles
 from rlframe.agents.base import Agent
-from rlframe.errors import RlframeError, StoppedError, UsageError
+from rlframe.errors import StoppedError, UsageError
 from rlframe.interprocess.malloc import keep_freed_memory, use_one_arena
 from rlframe.interprocess.phases import COMPUTING
 from rlframe.learners.checkpoints import Checkpointer, Restored, last_good
@@ -34,15 +33,19 @@ from rlframe.learners.versions import StalenessLimit, VersionCounter, mean_versi
 from rlframe.params.packing import PackedParams, Packing
 from rlframe.params.publication import Publication, SharedParams
 from rlframe.replay import BaseReplayBuffer, ReplayReader, as_replay_buffer
+from rlframe.replay.base import NewestStats
 from rlframe.types import Batch, Logs, Tree
-
-_PATIENCE = 0.5  # seconds that `stats` waits for the counters of the replay
 
 
 class Learner:
     """Trains an agent's parameters from batches, and publishes them under rising versions.
 
     `get_params` returns a copy, so each update can donate the Learner's own arrays.
+
+    An update is checked one update late, when the next one begins (or by `settle` and `save`): to read its loss at once
+    would make acting wait for learning. So errors come one update late, and so do the logs of `stats`. Actors are safe
+    meanwhile: where new parameters are not finite, the update itself gives actors those before it. An update that logs
+    priorities, or learns from trajectories, is checked at once.
 
     Args:
         cfg: see `LearnerConfig`.
@@ -74,51 +77,63 @@ class Learner:
     ) -> None:
         use_one_arena()  # an engine's process has done so at its start; others do it here, before JAX's first call
         keep_freed_memory()
-        self._cfg = cfg
-        self._agent = agent
+        self._cfg, self._agent, self._logger = cfg, agent, logger
         self._stop, self._finish, self._finished = threading.Event(), threading.Event(), threading.Event()
+        self._update_lock = threading.RLock()
+        self.learner_steps = 0
+        self._logs: Logs = {}  # of the newest update that was checked
+        self._unchecked: UncheckedUpdate | None = None  # the newest update, until it is checked
+        self._open_replay(replay_buffer)
+        self._open_checkpoints(may_write)
+        self._make_params()
+        self._begin_publishing(above_version)
+
+    # --- the parts of the constructor, in their order
+
+    def _open_replay(self, replay_buffer: ReplayReader | Any) -> None:
         given = handles.resolve(replay_buffer, "replay buffer", stop=self._stop)
-        self._replay_buffer = as_replay_buffer(given, lambda: agent)
-        self._owns_buffer = self._replay_buffer is not given
-        if isinstance(self._replay_buffer, handles.Remote):
+        self._replay_buffer = buffer = as_replay_buffer(given, lambda: self._agent)
+        self._owns_buffer = buffer is not given
+        if isinstance(buffer, handles.Remote):
             raise UsageError(
                 "A Learner cannot sample from a replay buffer on another node: batches would be copied through it. Use "
                 "a buffer in shared memory, or Reverb."
             )
         self._dataset: Any = None  # that `run()` takes batches from
-        self._logger = logger
+        self._is_buffer = isinstance(buffer, BaseReplayBuffer)
+        self._replay_stats = NewestStats(buffer if self._is_buffer else None)
+        self._staleness = StalenessLimit(buffer)
+
+    def _open_checkpoints(self, may_write: Callable[[], None] | None) -> None:
+        cfg, buffer = self._cfg, self._replay_buffer
+        self._saved_buffer = buffer if self._is_buffer and buffer.is_saved_by_learner else None
         self._checkpointer = Checkpointer(cfg.checkpoint_dir, cfg.checkpoints_kept) if cfg.checkpoint_dir else None
         self._last_good = functools.partial(last_good, self._checkpointer)
         self._may_write = may_write or (lambda: None)
         self._versions = VersionCounter(cfg.checkpoint_dir, may_write)
-        self.learner_steps = 0
         self.saved_step = self.replay_saved_step = -1
         self.restored: Restored | None = None
-        self._logs: Logs = {}  # of the newest update that is known to be done
-        self._unchecked: UncheckedUpdate | None = None  # the update before
-        self._update_lock = threading.RLock()
-        buffer = self._replay_buffer
-        self._is_buffer = isinstance(buffer, BaseReplayBuffer)
-        self._saved_buffer = buffer if self._is_buffer and buffer.is_saved_by_learner else None
-        self._staleness = StalenessLimit(buffer)
-
-        init_rng, learner_rng = jax.random.split(jax.random.PRNGKey(cfg.seed))
-        self._params = agent.initial_params(init_rng)
-        self._learner_state = agent.seeded(agent.initial_learner_state(self._params), learner_rng)
-        # Donated buffers must be distinct: an initial state may hold the parameters themselves (target networks).
-        self._params, self._learner_state = copied((self._params, self._learner_state))
-        self._packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
-        self._update = LearnerUpdate(agent, self._packing)
-        self._acting_arrays = self._packed()
-        self._publication = Publication(self._versions.value, PackedParams(self._packing, self._acting_arrays))
-        self._stats_thread = threading.Thread()  # this one never ran
-        self._replay_stats: dict[str, Any] = {}  # the newest answer
         self.saver: Saver | None = None
         if self._checkpointer is not None:
             self.saver = Saver(cfg, self, self._update_lock, self._saved_buffer, self._checkpointer.replays)
-        if cfg.resume and self._checkpointer is not None and self._checkpointer.steps():
+
+    def _make_params(self) -> None:
+        agent = self._agent
+        init_rng, learner_rng = jax.random.split(jax.random.PRNGKey(self._cfg.seed))
+        params = agent.initial_params(init_rng)
+        learner_state = agent.seeded(agent.initial_learner_state(params), learner_rng)
+        # Donated buffers must be distinct: an initial state may hold the parameters themselves (target networks).
+        self._params, self._learner_state = copied((params, learner_state))
+        self._packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
+        self._update = LearnerUpdate(agent, self._packing)
+
+    def _begin_publishing(self, above_version: int) -> None:
+        """Publish the initial parameters, and then those of the checkpoint, if the run is resumed."""
+        self._acting_arrays = self._packed()
+        self._publication = Publication(self._versions.value, PackedParams(self._packing, self._acting_arrays))
+        if self._cfg.resume and self._checkpointer is not None and self._checkpointer.steps():
             self.restore(with_replay=True)
-        elif cfg.resume:  # others may know the versions of a learner that died before its first checkpoint
+        elif self._cfg.resume:  # others may know the versions of a learner that died before its first checkpoint
             self._publish_past(self.params_version)
         if above_version >= self.params_version:
             self._versions.skip(above_version)
@@ -262,24 +277,9 @@ class Learner:
 
     def stats(self) -> dict[str, Any]:
         """Return counters, the logs of the last complete update, the replay's counters, and if `run` has `finished`."""
-        replay = {f"replay_{name}": value for name, value in self._newest_replay_stats().items()}
+        replay = {f"replay_{name}": value for name, value in self._replay_stats.read().items()}
         counters = {"learner_steps": self.learner_steps, "params_version": self.params_version}
         return {**as_numbers(self._logs), **replay, **counters, "finished": self._finished.is_set()}
-
-    def _newest_replay_stats(self) -> dict[str, Any]:
-        """Ask in a thread, unless one still does, and return the newest answer. The replay may be a server."""
-        if not self._is_buffer:
-            return {}
-        thread = self._stats_thread
-        if not thread.is_alive():
-            thread = self._stats_thread = threading.Thread(target=self._ask_replay, name="rlframe replay", daemon=True)
-            thread.start()
-        thread.join(_PATIENCE)
-        return self._replay_stats
-
-    def _ask_replay(self) -> None:
-        with contextlib.suppress(RlframeError):  # the server is gone, say
-            self._replay_stats = self._replay_buffer.stats()
 
     def stop(self) -> None:
         """End `run()` after the current update, or while it waits for the replay. Any thread may call it."""
@@ -390,9 +390,7 @@ class Learner:
         self._publication.close()
 
     def _check_update(self) -> None:
-        # One update late: reading the newest loss here would make acting wait for learning.
-        if self._unchecked is None:
-            return
-        update, self._unchecked = self._unchecked, None
-        check_update(update, self._last_good)
-        self._logs = update.logs
+        if self._unchecked is not None:
+            update, self._unchecked = self._unchecked, None
+            check_update(update, self._last_good)
+            self._logs = update.logs
