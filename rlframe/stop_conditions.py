@@ -4,7 +4,7 @@
 >>> limits.reached(seconds=12.0, eval_return=490.0)
 'an evaluation reached 490, and 475 was wanted'
 
-`Session.stop_conditions` holds those of `--until-return` and its like; elastic's commanders hold those of their jobs.
+`TopologyConfig.stop_conditions` has those of `--until-return` and its like; elastic's commanders have those of a job.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 
 from rlframe.cli.train_options import TrainOptions
-from rlframe.engines.base import GRACE
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import UsageError
 from rlframe.metrics.curves import plus_minus
@@ -70,14 +69,14 @@ def check_of_several(experiment: Experiment, options: TrainOptions, by: str) -> 
         raise UsageError(f"--at-once must be at least 1, got {options.at_once}.")
     if experiment.topology_config.learns_from != "steps":
         raise UsageError(f"{by} compares returns, and a run of --agent {experiment.agent} has none.")
-    if not experiment.topology_config.eval_episodes:
+    if not experiment.topology_config.evaluates:
         raise UsageError(f"{by} compares the returns of evaluations, and --eval-episodes 0 turns them off.")
 
 
 def lock_of_several(directory: RunDir, experiment: Experiment, options: TrainOptions) -> RunLock:
     """Return the lock of a directory of several runs. Its holder waits until they have saved."""
-    grace = getattr(experiment.topology_config, "grace_seconds", GRACE)
-    return RunLock(directory.path, options.take_over, ends_within=grace + 30.0)
+    ends_within = experiment.topology_config.grace_seconds + 30.0
+    return RunLock(directory.path, options.take_over, ends_within)
 
 
 def run_all(next_run: Callable[[], SeedRun | None], ended: Callable[[SeedRun], None], at_once: int) -> int | None:

@@ -37,6 +37,7 @@ from rlframe.programs.options.make_experiment import (
     with_fields,
 )
 from rlframe.programs.presets import Preset
+from rlframe.programs.topologies.config import AgentOptions, GameProgram
 
 PROG = "rlframe train"
 _HIDDEN = {"name", "topology_config"}  # fields of which `topology` is the option
@@ -89,7 +90,7 @@ def read_arguments(
     values["agent_config"] = parsed.agent_config
     if "network_config" in values:
         values["network_config"] = getattr(parsed, "network_config", None)
-    if peek(arguments, "num-actors") is None and not hasattr(defaults.topology_config, "num_actors"):
+    if peek(arguments, "num-actors") is None and not isinstance(defaults.topology_config, GameProgram):
         values.pop("num_actors", None)  # nobody gave it: its default depends on the number of environments
     experiment = from_flat(values)
     if parsed.session.resume and parsed.session.run_dir is None:
@@ -108,7 +109,7 @@ def _defaults(arguments: list[str]) -> tuple[Experiment, Preset | None]:
     network = peek(arguments, "network")
     defaults, preset = starting_point(peek(arguments, "agent"), peek(arguments, "env"), session, network)
     topology = defaults.topology_config
-    if network is not None and network != getattr(topology, "network", network):
+    if network is not None and isinstance(topology, AgentOptions) and network != topology.network:
         defaults = with_fields(defaults, network=None if network == "None" else network, network_config=None)
     defaults = fill_configs(defaults)
     names = {name: peek(arguments, name.replace("_", "-")) for name in field_names(defaults.agent_config)}

@@ -193,7 +193,7 @@ def control_of(experiment: Experiment, options: SessionOptions) -> Control | Non
     """Return the address of the run's HTTP service; None if it has none. Raise UsageError for options of none."""
     port = options.http
     if port == "auto":
-        port = None if experiment.topology_config.control is None else 0
+        port = None if experiment.topology_config.control_group is None else 0
     if port is not None:
         return Control(options.http_host, port, options.token_file)
     for name in ("http_host", "token_file"):

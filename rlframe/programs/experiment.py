@@ -23,8 +23,7 @@ class Experiment:
     """What to train, on what, for how long, in which program. `config.json` of a run directory holds one of these.
 
     Agents that learn from games count environment steps, agents that learn language count learner steps (after the
-    supervised ones of their config). `make_experiment` makes one from flat keywords and a preset; `agent_config` left
-    at None is the agent's defaults.
+    supervised ones of their config). `make_experiment` makes one from flat keywords and a preset.
     """
 
     agent: str = "ppo"  # a name that `rlframe agents` lists, or file.py:Class
@@ -40,8 +39,10 @@ class Experiment:
     checkpoint_every: int = number(100_000, at_least=0)
     log_every: int = number(0, at_least=0)  # steps between two rows of the logs; 0: a 100th of the run, 10,000 at most
     # options of the topology, among them those of network, evaluation and stopping: docs/programs.md
-    topology_config: Any = dataclasses.field(default_factory=lambda: find_topology("single_process").config_cls())
-    agent_config: Any = None
+    topology_config: TopologyConfig = dataclasses.field(
+        default_factory=lambda: find_topology("single_process").config_cls()
+    )
+    agent_config: Any = None  # the dataclass of the agent, as `PPOConfig`; None: its defaults
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -74,19 +75,20 @@ class Experiment:
         restore(state.pop("registered"))
         vars(self).update(state)
 
+    def with_topology_options(self, **changes: Any) -> Experiment:
+        """Return the same with other values of some fields of `topology_config`."""
+        return dataclasses.replace(self, topology_config=dataclasses.replace(self.topology_config, **changes))
+
     @property
     def synchronous(self) -> Experiment:
         """The same with all environments of a pool in step."""
-        topology_config = dataclasses.replace(self.topology_config, async_envs=False, wait_num=None)
-        return dataclasses.replace(self, topology_config=topology_config)
+        return self.with_topology_options(async_envs=False, wait_num=None)
 
     @property
     def for_evaluation(self) -> Experiment:
         """The same as evaluations play it: environments in step, with `eval_env_kwargs`, and their true rewards."""
-        config = dataclasses.replace(self.synchronous.topology_config, clip_rewards=None)
-        return dataclasses.replace(
-            self, env_kwargs={**self.env_kwargs, **config.eval_env_kwargs}, topology_config=config
-        )
+        env_kwargs = {**self.env_kwargs, **self.topology_config.eval_env_kwargs}
+        return dataclasses.replace(self.synchronous.with_topology_options(clip_rewards=None), env_kwargs=env_kwargs)
 
     @property
     def waits_for(self) -> int:
@@ -98,12 +100,12 @@ class Experiment:
     @property
     def envs_per_actor(self) -> int:
         """Environments of each actor."""
-        return self.num_envs // self.topology_config.shares[0]
+        return self.num_envs // self.topology_config.num_actors
 
     @property
     def envs_per_pool(self) -> int:
         """Environments of each of an actor's pools."""
-        return self.envs_per_actor // self.topology_config.shares[1]
+        return self.envs_per_actor // self.topology_config.num_pools
 
     @property
     def row_every(self) -> int:

@@ -14,7 +14,6 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.engines import Engine, EngineOptions, logs
-from rlframe.engines.base import GRACE
 from rlframe.engines.group_rules import ending_group
 from rlframe.envs.names import split
 from rlframe.errors import ProgramError, UsageError
@@ -112,7 +111,7 @@ def run_experiment(
             engine, next_program = _make_program(session, loggers, progress)
             if resume:
                 directory.write_config(experiment, directory.notes())
-            group = experiment.topology_config.control
+            group = experiment.topology_config.control_group
             coordinator = None if group is None else engine.handle_of(group)
             opened.enter_context(serve_control_of(session.path, control, coordinator, quiet))
             undo.pop_all()
@@ -290,7 +289,7 @@ def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:
     if split(experiment.env)[0] == "dm_control":
         extras.require(f"--env {experiment.env}", "dm_control")
     config = experiment.topology_config
-    if with_control and config.control is None:  # where it is not by itself
+    if with_control and config.control_group is None:  # where it is not by itself
         extras.require("--http", "trajectories")
     needed = [*config.engine_class.requires, *config.requires(experiment)]
     needed += ["trajectories"] if with_control else []
@@ -322,8 +321,8 @@ def open_session(
         raise UsageError("take_over and resume_from need resume: they continue a run.")
     else:
         directory.create()
-    grace = getattr(experiment.topology_config, "grace_seconds", GRACE)
-    with RunLock(directory.path, take_over, ends_within=grace + 22.0):  # with all that comes after
+    ends_within = experiment.topology_config.grace_seconds + 22.0  # with all that comes after
+    with RunLock(directory.path, take_over, ends_within):
         if resume:
             experiment = continue_experiment(load_experiment(directory.config, experiment.named_options), experiment)
             check_backend(directory.notes(), experiment)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import pathlib
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlframe import handles
 from rlframe.actors.actor import env_seed
@@ -15,7 +15,7 @@ from rlframe.envs.codec import Codec
 from rlframe.metrics import Logger
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.run_dir.directory import RunDir
-from rlframe.stop_conditions import StopConditions
+from rlframe.programs.topologies.config import TopologyConfig
 
 if TYPE_CHECKING:
     from rlframe.programs.training.profile import Profile
@@ -48,19 +48,9 @@ class Session:
         return RunDir(self.path)
 
     @property
-    def topology_config(self) -> Any:
+    def topology_config(self) -> TopologyConfig:
         """The config of the topology."""
         return self.experiment.topology_config
-
-    @property
-    def stop_conditions(self) -> StopConditions:
-        """The limits that may end the session before its last step; a language model has none."""
-        topology = self.topology_config
-        return StopConditions(
-            learner_steps=getattr(topology, "until_learner_steps", None),
-            seconds=getattr(topology, "until_seconds", None),
-            eval_return=getattr(topology, "until_return", None),
-        )
 
     @property
     def last_step_reason(self) -> str:
@@ -86,7 +76,7 @@ class Session:
     @property
     def peer_deadline(self) -> float:
         """Seconds that a node waits for another one: without limit if the launcher restarts nodes that hang."""
-        return math.inf if getattr(self.topology_config, "is_watched", False) else handles.DEADLINE
+        return math.inf if self.topology_config.is_watched else handles.DEADLINE
 
 
 class Schedule:
@@ -128,7 +118,7 @@ class Ending:
     """
 
     def __init__(self, session: Session, by: str | None = None) -> None:
-        self._limits, self._began = session.stop_conditions, session.began
+        self._limits, self._began = session.topology_config.stop_conditions, session.began
         self._has_limits = self._limits.are_set
         self._eval_return: float | None = None
         self.by, self.evaluates = by, True

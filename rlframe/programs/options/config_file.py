@@ -17,7 +17,7 @@ from rlframe.programs.options.fields import from_jsonable, to_jsonable
 from rlframe.programs.options.make_experiment import fill_configs
 from rlframe.programs.options.object_names import remember
 from rlframe.programs.options.registry import name_objects, with_given
-from rlframe.programs.topologies.config import find_topology
+from rlframe.programs.topologies.config import AgentOptions, find_topology
 from rlframe.user_files import look_in, module_directories
 
 
@@ -78,7 +78,7 @@ def load_experiment(
     topology = from_jsonable(topology_cls, topology, f"{path}: topology")
     if isinstance(values.get("agent_config"), dict):
         values["agent_config"] = from_jsonable(agent_cls.config_cls, values["agent_config"], f"{path}: agent_config")
-    network_cls = registry.network_config_class(getattr(topology, "network", None))
+    network_cls = registry.network_config_class(topology.network) if isinstance(topology, AgentOptions) else None
     if network_cls is not None and isinstance(topology.network_config, dict):
         network = from_jsonable(network_cls, topology.network_config, f"{path}: network_config")
         topology = dataclasses.replace(topology, network_config=network)

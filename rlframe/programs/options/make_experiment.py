@@ -37,7 +37,7 @@ from rlframe.programs.options.fields import (
 )
 from rlframe.programs.options.registry import name_objects, name_of
 from rlframe.programs.presets import Preset, find_preset
-from rlframe.programs.topologies.config import TopologyConfig, find_topology
+from rlframe.programs.topologies.config import AgentOptions, TopologyConfig, find_topology
 from rlframe.user_files import forget_changed
 
 # Fields that are no flat options, or are given otherwise.
@@ -198,10 +198,12 @@ def fill_configs(experiment: Experiment) -> Experiment:
     if experiment.agent_config is None:
         experiment = dataclasses.replace(experiment, agent_config=agent_cls.config_cls())
     config = experiment.topology_config
-    network_cls = registry.network_config_class(getattr(config, "network", None))
-    if network_cls is not None and config.network_config is None:
-        config = dataclasses.replace(config, network_config=own_config(network_cls, agent_cls.networks))
-    return dataclasses.replace(experiment, topology_config=config)
+    if isinstance(config, AgentOptions) and config.network_config is None:
+        network_cls = registry.network_config_class(config.network)
+        if network_cls is not None:
+            own = own_config(network_cls, agent_cls.networks)
+            return experiment.with_topology_options(network_config=own)
+    return experiment
 
 
 # --- flat options: the fields of an experiment and of its topology's config, side by side, as on the command line

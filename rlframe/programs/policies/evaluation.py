@@ -146,7 +146,7 @@ def num_eval_envs(experiment: Experiment) -> int:
 def describe_evaluation(experiment: Experiment) -> str:
     """Describe the evaluation after training in a sentence, for the terminal."""
     config = experiment.topology_config
-    if not config.eval_episodes:
+    if not config.evaluates:
         return "No evaluation (eval_episodes is 0)."
     episodes, num_envs = config.eval_episodes, num_eval_envs(experiment)
     return (

@@ -18,10 +18,11 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union
 
-from rlframe.engines.base import NodeOptions
+from rlframe.engines.base import GRACE, NodeOptions
 from rlframe.errors import UsageError, check_at_least
 from rlframe.programs.options import registry
 from rlframe.programs.options.fields import check_numbers, number
+from rlframe.stop_conditions import StopConditions
 
 if TYPE_CHECKING:
     from rlframe.engines.base import Engine
@@ -48,17 +49,18 @@ def configured_by(config_cls: type[TopologyConfig]) -> Callable[[Function], Func
 
 @dataclasses.dataclass(frozen=True)
 class TopologyConfig:
-    """Options of every topology: none but its name.
+    """Options of every topology: none but its name. The properties are what a topology without the options has.
 
     Attributes:
-        learns_from: the agents that it is for, by their `Agent.learns_from`.
-        control: the group of the node whose HTTP service shows and controls the run; None: the launcher's does.
+        learns_from: the agents that it is for, by their `Agent.learns_from`: steps (of environments, games or not) or
+            trajectories (of a language model).
+        control_group: the group of the node whose HTTP service shows and controls the run; None: the launcher's does.
         unit: what the steps of a run are.
         defaults: of fields of `Experiment`, where the topology has others.
     """
 
     learns_from: ClassVar[str] = "steps"
-    control: ClassVar[str | None] = None
+    control_group: ClassVar[str | None] = None
     unit: ClassVar[str] = "env steps"
     defaults: ClassVar[dict[str, Any]] = {}
 
@@ -73,6 +75,30 @@ class TopologyConfig:
     def engine_class(self) -> type[Engine]:
         """The class that runs its nodes."""
         return registry.engine_class(self.engine_name)
+
+    @property
+    def grace_seconds(self) -> float:
+        """Seconds that the nodes have to save and end."""
+        return GRACE
+
+    @property
+    def is_watched(self) -> bool:
+        """True if nodes that hang are killed: then other nodes wait for them without a limit."""
+        return False
+
+    @property
+    def evaluates(self) -> bool:
+        """True if the policy is evaluated."""
+        return True
+
+    @property
+    def stop_conditions(self) -> StopConditions:
+        """The limits that may end a session before its last step."""
+        return StopConditions()
+
+    if TYPE_CHECKING:
+        # An option of a subclass: who reads it has an experiment of such a topology.
+        def __getattr__(self, option: str) -> Any: ...
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -125,7 +151,7 @@ class ProgramConfig(NodeOptions, TopologyConfig):
 
     @property
     def is_watched(self) -> bool:
-        """True if nodes that hang are killed: then other nodes wait for them without a limit."""
+        """See `TopologyConfig`."""
         return self.hang_timeout > 0 and "hang_timeout" in self.engine_class.options
 
 
@@ -151,9 +177,14 @@ class EnvOptions(TopologyConfig):
     clip_rewards: Union[float, None] = number(None, above=0)
 
     @property
-    def shares(self) -> tuple[int, int]:
-        """How many actors share the environments, and how many pools share those of each."""
-        return 1, 1
+    def num_actors(self) -> int:
+        """Actors that share the environments."""
+        return 1
+
+    @property
+    def num_pools(self) -> int:
+        """Pools that share the environments of each actor."""
+        return 1
 
     def check(self, experiment: Experiment) -> None:
         """See `TopologyConfig`."""
@@ -165,11 +196,11 @@ class EnvOptions(TopologyConfig):
                 "A loop steps its environments one after another, so none of them can answer before the others: "
                 "use env_type thread, process or envpool with --async (async_envs)."
             )
-        num_actors, num_pools = self.shares
-        if experiment.num_envs % (num_actors * num_pools):
+        num_pools = self.num_actors * self.num_pools
+        if experiment.num_envs % num_pools:
             raise UsageError(
-                f"num_envs={experiment.num_envs} cannot be shared evenly by num_actors={num_actors} with num_pools="
-                f"{num_pools} each. Give num_envs a multiple of {num_actors * num_pools}, or change num_actors."
+                f"num_envs={experiment.num_envs} cannot be shared evenly by num_actors={self.num_actors} with "
+                f"num_pools={self.num_pools} each. Give num_envs a multiple of {num_pools}, or change num_actors."
             )
         if not 1 <= experiment.waits_for <= experiment.envs_per_pool:
             raise UsageError(
@@ -204,6 +235,11 @@ class EvaluationOptions(TopologyConfig):
     # most steps of an episode of an evaluation; more are an error
     eval_max_episode_length: int = number(108_000, at_least=1)
 
+    @property
+    def evaluates(self) -> bool:
+        """See `TopologyConfig`."""
+        return self.eval_episodes > 0
+
     def check(self, experiment: Experiment) -> None:
         """See `TopologyConfig`."""
         super().check(experiment)
@@ -216,12 +252,19 @@ class EvaluationOptions(TopologyConfig):
 
 @dataclasses.dataclass(frozen=True)
 class StoppingOptions(TopologyConfig):
-    """The limits at which a run ends before its last step: `Session.stop_conditions` are made of these."""
+    """The limits at which a run ends before its last step."""
 
     until_learner_steps: Union[int, None] = number(None, above=0)  # updates at which the run ends, if not before
     # wall time of this session at which the run ends, if not before
     until_seconds: Union[float, None] = number(None, above=0)
     until_return: Union[float, None] = None  # mean return of an evaluation (--eval-every) at which the run ends
+
+    @property
+    def stop_conditions(self) -> StopConditions:
+        """See `TopologyConfig`."""
+        return StopConditions(
+            learner_steps=self.until_learner_steps, seconds=self.until_seconds, eval_return=self.until_return
+        )
 
     def check(self, experiment: Experiment) -> None:
         """See `TopologyConfig`."""
@@ -290,11 +333,6 @@ class GameProgram(ProgramConfig, GameConfig):
         if self.replay_kind == "reverb" and not self.engine_class.runs_reverb:
             others = " or ".join(f"--replay {kind}" for kind in self.replays if kind != "reverb")
             raise UsageError(f"The engine {self.engine_name} runs no Reverb server: use {others}, or another engine.")
-
-    @property
-    def shares(self) -> tuple[int, int]:
-        """See `GameConfig`."""
-        return self.num_actors, 1
 
 
 def find_topology(name: str, learns_from: str = "steps") -> Any:

@@ -53,7 +53,7 @@ class Elastic(GameProgram):
     """The options of elastic."""
 
     replays = ("shared_memory", "service", "reverb")
-    control = "coordinator"
+    control_group = "coordinator"
     takes_own_replay = False  # its learner takes what the coordinator grants, by keys that ours have
 
     name: str = "elastic"
@@ -181,7 +181,7 @@ def make_coordinator(session: Session, replay_buffer: Any, param_store: Any, ope
         max_collectors=config.max_actors,
         cores=config.max_actors if config.crosses_machines else None,
         mean_staleness=config.mean_staleness,
-        evaluates=config.eval_episodes > 0,
+        evaluates=config.evaluates,
         stop_within=max(1.0, config.grace_seconds - 2.0),  # and then the workers have to end
         describes={
             "id": session.path.name,

@@ -166,5 +166,4 @@ def _with_ports(session: Session) -> Session:
                     f"Port {getattr(config, name)} of {HOST} cannot be listened at: {error.strerror}."
                 ) from error
             found[name] = listener.getsockname()[1]
-    topology = dataclasses.replace(config, **found)
-    return dataclasses.replace(session, experiment=dataclasses.replace(session.experiment, topology_config=topology))
+    return dataclasses.replace(session, experiment=session.experiment.with_topology_options(**found))

@@ -39,11 +39,6 @@ class LightEnv(GameProgram):
     # of each actor's environments; of 2 one steps while a service answers for the other
     num_pools: int = number(1, at_least=1)
 
-    @property
-    def shares(self) -> tuple[int, int]:
-        """See `GameConfig`."""
-        return self.num_actors, self.num_pools
-
 
 @dataclasses.dataclass(frozen=True)
 class Distributed(LightEnv):

@@ -25,7 +25,7 @@ from rlframe.programs.options import registry
 from rlframe.programs.options.object_names import load_object
 from rlframe.programs.run_dir.directory import CHECKPOINTS_KEPT
 from rlframe.programs.session import Session
-from rlframe.programs.topologies.config import GameConfig
+from rlframe.programs.topologies.config import EnvOptions
 from rlframe.programs.training.updates import total_learner_steps
 from rlframe.replay import BaseReplayBuffer, ReplayBuffer, SharedMemReplayBuffer
 from rlframe.replay.rate_limiter import ROUNDS_AHEAD, items_of_rounds
@@ -59,14 +59,14 @@ def env_builder(experiment: Experiment) -> functools.partial[Any]:
 
 def check_answer_timeout(experiment: Experiment) -> None:
     """Raise UsageError if an answer_timeout is set that neither the pool nor the engine reads."""
-    config, default = experiment.topology_config, GameConfig.answer_timeout
-    value = getattr(config, "answer_timeout", default)
-    if value == default or "hang_timeout" in config.engine_class.options:
+    config, default = experiment.topology_config, EnvOptions.answer_timeout
+    is_set = isinstance(config, EnvOptions) and config.answer_timeout != default
+    if not is_set or "hang_timeout" in config.engine_class.options:
         return
     kind = pool_type(experiment, experiment.envs_per_pool, registry.env_name_or_builder(experiment.env))
     if kind in ("loop", "envpool"):
         raise UsageError(
-            f"answer_timeout={value:g} is for the env_type thread or process: {kind}, in a single "
+            f"answer_timeout={config.answer_timeout:g} is for the env_type thread or process: {kind}, in a single "
             f"process, does not read it. Leave it at {default:g}, or choose another env_type."
         )
 
@@ -120,7 +120,8 @@ def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
             reward_clip=topology.reward_clip,
         )
 
-    if getattr(config, "total_learner_steps", 0) is not None:
+    # Without schedules, or with their end given, the config is complete.
+    if not hasattr(config, "total_learner_steps") or config.total_learner_steps is not None:
         return make(config)
     steps = topology.schedule_steps or experiment.steps
     known = {"total_learner_steps": total_learner_steps(make(config).replay_spec, steps, experiment.num_envs)}
@@ -157,7 +158,7 @@ def learner_config(session: Session) -> LearnerConfig:
     updates -= total_learner_steps(spec, steps, experiment.num_envs)  # without those that the first items wait for
     return LearnerConfig(
         seed=experiment.seed,
-        max_learner_steps=session.stop_conditions.learner_steps,
+        max_learner_steps=session.topology_config.stop_conditions.learner_steps,
         ends_program=False,  # the monitor does, after the last evaluation
         checkpoint_dir=str(session.directory.checkpoints),
         checkpoint_every=max(1, updates),

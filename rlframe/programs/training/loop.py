@@ -167,7 +167,7 @@ class TrainingLoop:
             return None
         spec, num_envs = self.replay_buffer.spec, self._experiment.num_envs
         warn_if_none(spec, self.learner.learner_steps, self.actor.env_steps, num_envs)
-        return self._evaluate(final=True) if self._experiment.topology_config.eval_episodes else None
+        return self._evaluate(final=True) if self._experiment.topology_config.evaluates else None
 
     def _loop(self, until: int) -> None:
         actor, stop, progress = self.actor, self._stop, self._session.progress

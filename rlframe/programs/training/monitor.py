@@ -166,7 +166,7 @@ class Monitor(abc.ABC):
         self._warn_of_missing_updates()
         if self._evaluation is not None:
             self._write_evaluation(rows, self._wait_for(self._evaluation))
-        if not getattr(self._session.topology_config, "eval_episodes", True):
+        if not self._session.topology_config.evaluates:
             return None
         while True:
             evaluation = self._wait_for(self._begin_evaluation(final=True))
