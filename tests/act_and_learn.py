@@ -20,7 +20,7 @@ from rlframe.envs.codec import Codec
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Learner, LearnerConfig
 from rlframe.params.packing import PackedParams
-from rlframe.params.source import NewestParams
+from rlframe.params.publication import LocalParams
 from rlframe.programs.policies.trained import TrainedPolicy
 from rlframe.replay import ReplayBuffer
 
@@ -82,7 +82,7 @@ def _made(agent: str, env: SyncEnv, network: Any, batch: int) -> Agent:
 
 def _act_by_trained(agent: Agent, learner: Learner, env: SyncEnv) -> None:
     """On one observation, on a batch of them, and on one again."""
-    source = NewestParams()
+    source = LocalParams()
     version, params = learner.get_params()
     source.publish(version, PackedParams.of(params))
     policy = TrainedPolicy(agent, Codec.of_specs(agent.observation_spec, agent.action_spec), source)

@@ -6,7 +6,7 @@ is in a `ParamStore`, a process that outlives the learner, and keeps pinned vers
 
     Learner -> Packing                      packing.py: a tree as few arrays (`PackedParams`)
             -> Publication                  publication.py: the newest version
-                 same process:   read as it is (`NewestParams`, source.py, its base)
+                 same process:   read as it is (`LocalParams`, its base)
                  same machine:   SharedParams, the reader of its memory
                  elsewhere:      a call of `get_packed`
             -> ParamStore                   store.py: in elastic, between the learner and the publication
@@ -14,10 +14,10 @@ is in a `ParamStore`, a process that outlives the learner, and keeps pinned vers
 
 One version, from the learner to an inferencer in another process of the machine:
 
-1. `Learner.step` ends with `Publication.publish(7, packed)`, which announces version 7. Nothing is copied yet.
-2. The inferencer calls `ParamReader.get_packed(6)`. Its `SharedParams` sees the announcement, and wakes the writer.
-3. The writer copies the arrays into the free one of two slots. The reader copies them, and returns (7, `PackedParams`).
-4. The inferencer uploads the few arrays as they are, and unpacks the tree inside of its jitted call.
+1. `Learner.step` ends with `Publication.publish(7, packed)`.
+2. The inferencer calls `ParamReader.get_packed(6)`, which has a `SharedParams` of that publication. The two processes
+   copy the arrays through shared memory (steps at `SharedParams`), and it returns (7, `PackedParams`).
+3. The inferencer uploads the few arrays as they are, and unpacks the tree inside of its jitted call.
 """
 
 from rlframe.params.packing import PackedParams

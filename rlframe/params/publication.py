@@ -1,7 +1,7 @@
-"""Publish the newest version: in the learner's process, and in memory that the processes of its machine share.
+"""The newest version: in the learner's process, and in memory that the processes of its machine share.
 
-The publisher announces the number of each version. It copies the arrays into shared memory when a reader asks for them,
-or at once if a reader took the version before. So a version that nobody reads costs next to nothing.
+`LocalParams` holds a version in one process. `Publication`, its subclass, is the writer of the shared memory, and
+`SharedParams` the reader, whose docstring has their protocol. A version that nobody reads costs next to nothing.
 """
 
 from __future__ import annotations
@@ -18,18 +18,60 @@ from rlframe.errors import UnavailableError, UsageError
 from rlframe.interprocess.futex import Futex, fence
 from rlframe.interprocess.memory import SUPPORTED, Fields, Name, Seqlock, SharedArrays
 from rlframe.params.packing import PackedParams, Packing
-from rlframe.params.source import NewestParams
+from rlframe.params.source import LONGEST_WAIT
+from rlframe.types import Tree
 
 _LABEL = "rlframe-params"
-_SLOTS = 2  # one holds the newest version, the next one is written to the other
+_SLOTS = 2  # one holds the newest version, the next version is written to the other
 _WORDS = 8  # of a row of numbers: a cache line
-_ANNOUNCED, _READ = 0, 1  # words of "versions": the newest version + 1; the version + 1 that was read last
+_ANNOUNCED, _READ = 0, 1  # words of "counters": the newest version + 1; the version + 1 that was read last
 _PATIENCE = 1.0  # seconds that a reader waits for an announced version
 _AGAIN = 0.02  # seconds after which a reader asks again: two that ask at once may undo each other's wake-up
 _LOOK = 0.1  # seconds between two checks whether the publisher is alive
 
 
-class Publication(NewestParams):
+class LocalParams:
+    """A `PackedSource` in this process, of the version that was published last. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._newest: tuple[int, PackedParams | None] = (-1, None)
+        self._unpacked: tuple[PackedParams | None, Tree] = (None, None)  # once per version
+
+    @property
+    def version(self) -> int:
+        """The version that was published last; -1 if there is none."""
+        return self._newest[0]
+
+    def publish(self, version: int, packed: PackedParams) -> None:
+        """Replace the version. Device arrays must not be donated afterwards."""
+        with self._changed:
+            self._newest = version, packed
+            self._changed.notify_all()
+
+    def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
+        """See `PackedSource`."""
+        version, packed = self._newest
+        return version, None if version == known_version else packed
+
+    def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
+        """See `ParamSource`. The arrays are shared: do not write to them."""
+        version, packed = self.get_packed(known_version)
+        if packed is None:
+            return version, None
+        unpacked = self._unpacked
+        if unpacked[0] is not packed:
+            self._unpacked = unpacked = packed, packed.unpack()
+        return version, unpacked[1]
+
+    def wait_for_version(self, known_version: int, timeout: float) -> int:
+        """See `ParamSource`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.version > known_version, min(timeout, LONGEST_WAIT))
+        return self.version
+
+
+class Publication(LocalParams):
     """The newest version in this process and, once another process has asked, in shared memory: the writer.
 
     Args:
@@ -142,10 +184,10 @@ class SharedParams:
         """The newest version whose arrays are in memory; -1 if there is none."""
         return self._memory.newest_written()[0]
 
-    def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
-        """See `PackedSource`. Waits up to a second until an announced version is written."""
+    def read_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
+        """As `PackedSource.get_packed`, but waits up to a second until an announced version is written."""
         memory = self._memory
-        announced = memory.versions[_ANNOUNCED] - 1
+        announced = memory.counters[_ANNOUNCED] - 1
         if announced == known_version:
             return announced, None
         self._wait_until_written()
@@ -155,53 +197,54 @@ class SharedParams:
                 return announced, None
             arrays = memory.read(slot, version)
             if arrays is not None:
-                memory.versions[_READ] = version + 1
+                memory.counters[_READ] = version + 1
                 return version, PackedParams(self._packing, arrays)
 
     def _wait_until_written(self) -> None:
         memory, deadline = self._memory, time.monotonic() + _PATIENCE
         while not memory.arrays.closed:
             seen = memory.changed.value
-            if self.written >= memory.versions[_ANNOUNCED] - 1 or time.monotonic() > deadline:
+            if self.written >= memory.counters[_ANNOUNCED] - 1 or time.monotonic() > deadline:
                 return
             memory.wanted.wake()
             memory.changed.wait(seen, _AGAIN)
 
 
 class _Memory:
-    """The memory of a `Publication`, mapped into this process.
+    """The memory of a `Publication`, mapped into this process. `SharedParams` has the protocol.
 
-    A slot's number is 0 while it is written. A reader copies the arrays and then checks that the slot is unchanged, so
-    it never waits for a writer, and a killed reader blocks nobody.
+    A reader never waits for a writer, and a killed reader blocks nobody.
 
     Attributes:
         changed: wakes readers that wait for a version.
         wanted: wakes the writer.
-        versions: see `_ANNOUNCED`.
+        counters: see `_ANNOUNCED` and `_READ`.
     """
 
     def __init__(self, arrays: SharedArrays, packing: Packing) -> None:
         self.arrays = arrays
         self.changed, self.wanted = (Futex(arrays.rows(name)[0]) for name in ("changed", "wanted"))
-        (self.versions,) = arrays.rows("versions")
+        (self.counters,) = arrays.rows("counters")
         self._numbers = [Seqlock(words[: Seqlock.words(1)]) for words in arrays.rows("slots")]  # version + 1; 0: none
         count = len(packing.packed_shapes)
         self._packed = [[arrays.arrays[f"{slot}/{i}"] for i in range(count)] for slot in range(_SLOTS)]
 
     def announce(self, version: int) -> None:
         """Tell readers that there is a newer version. Write it at once if the version before was read."""
-        was_read = 0 < self.versions[_READ] == self.versions[_ANNOUNCED]
-        self.versions[_ANNOUNCED] = version + 1
+        was_read = 0 < self.counters[_READ] == self.counters[_ANNOUNCED]
+        self.counters[_ANNOUNCED] = version + 1
         if was_read:
             self.wanted.wake()
 
     def newest_written(self) -> tuple[int, int]:
         """Return (the newest version that is written completely, its slot); the version is -1 if there is none."""
-        return max((number.read()[0] - 1, slot) for slot, number in enumerate(self._numbers))
+        written = [number.read()[0] - 1 for number in self._numbers]
+        slot = 0 if written[0] > written[1] else 1
+        return written[slot], slot
 
     def write(self, version: int, packed: list[Any]) -> None:
         """Write a version, in place of the older one."""
-        slot = 1 - self.newest_written()[1]
+        slot = 1 - self.newest_written()[1]  # the other one of the two
         self._numbers[slot].write(0)
         for target, array in zip(self._packed[slot], packed):
             target[...] = np.asarray(array)  # a quarter less time than where NumPy is given a device's array
@@ -242,7 +285,7 @@ def _fields(packing: Packing) -> Fields:
     fields: dict[str, tuple[tuple[int, ...], np.dtype]] = {
         "changed": ((1,), word),
         "wanted": ((1,), word),
-        "versions": ((_WORDS,), word),
+        "counters": ((_WORDS,), word),
         "slots": ((_SLOTS, _WORDS), word),
     }
     for slot in range(_SLOTS):

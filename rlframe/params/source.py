@@ -63,47 +63,6 @@ def as_packed_source(source: Any) -> PackedSource:
     return ParamReader(source)
 
 
-class NewestParams:
-    """A `PackedSource` of the version that was published last. Any thread may call it."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._newest: tuple[int, PackedParams | None] = (-1, None)
-        self._unpacked: tuple[PackedParams | None, Tree] = (None, None)  # once per version
-
-    @property
-    def version(self) -> int:
-        """The version that was published last; -1 if there is none."""
-        return self._newest[0]
-
-    def publish(self, version: int, packed: PackedParams) -> None:
-        """Replace the version. Device arrays must not be donated afterwards."""
-        with self._changed:
-            self._newest = version, packed
-            self._changed.notify_all()
-
-    def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
-        """See `PackedSource`."""
-        version, packed = self._newest
-        return version, None if version == known_version else packed
-
-    def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
-        """See `ParamSource`. The arrays are shared: do not write to them."""
-        version, packed = self.get_packed(known_version)
-        if packed is None:
-            return version, None
-        unpacked = self._unpacked
-        if unpacked[0] is not packed:
-            self._unpacked = unpacked = packed, packed.unpack()
-        return version, unpacked[1]
-
-    def wait_for_version(self, known_version: int, timeout: float) -> int:
-        """See `ParamSource`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.version > known_version, min(timeout, LONGEST_WAIT))
-        return self.version
-
-
 class ParamReader:
     """A `PackedSource` of a learner, of one policy of a `ParamStore`, or of an object that has `get_params` alone.
 
@@ -115,8 +74,9 @@ class ParamReader:
     """
 
     def __init__(self, peer: Any, policy_id: str | None = None) -> None:
-        # A store's methods take the policy first; a learner has one policy.
-        self._peer, self._first = peer, (policy_id,) if policy_id is not None else ()
+        self._peer = peer
+        # The first arguments of each call: a store's methods take the policy, a learner has one policy.
+        self._policy = (policy_id,) if policy_id is not None else ()
         self._shared: Any = None  # the peer's `SharedParams`
         # At the first call, and after the peer was restarted.
         self._looks_for_memory = isinstance(peer, Remote)
@@ -124,14 +84,14 @@ class ParamReader:
         self._has_get_packed, self._has_wait = hasattr(peer, "get_packed"), hasattr(peer, "wait_for_version")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ParamReader, (self._peer, *self._first)
+        return ParamReader, (self._peer, *self._policy)
 
     def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
         """See `PackedSource`. Raises as `Remote` does."""
         if self._looks_for_memory:
             self._shared, self._looks_for_memory = self._find_shared(), False
         if self._shared is not None:
-            version, packed = (-1, None) if self._shared.has_gone else self._shared.get_packed(known_version)
+            version, packed = (-1, None) if self._shared.has_gone else self._shared.read_packed(known_version)
             is_known = version == known_version and version != -1  # the caller has the newest
             is_newer = packed is not None and version > known_version
             if is_known or is_newer:
@@ -151,7 +111,7 @@ class ParamReader:
         """See `ParamSource`. Polls an object without this method."""
         try:
             if self._has_wait:
-                return self._peer.wait_for_version(*self._first, known_version, timeout)
+                return self._peer.wait_for_version(*self._policy, known_version, timeout)
         except NoMethodError:
             self._has_wait = False
         deadline = time.monotonic() + min(timeout, LONGEST_WAIT)
@@ -162,7 +122,7 @@ class ParamReader:
     def _call(self, known_version: int) -> tuple[int, PackedParams | None]:
         try:
             if self._has_get_packed:
-                return self._peer.get_packed(*self._first, known_version)
+                return self._peer.get_packed(*self._policy, known_version)
         except NoMethodError:
             self._has_get_packed = False
         version, params = self._peer.get_params(known_version)
@@ -170,7 +130,7 @@ class ParamReader:
 
     def _find_shared(self) -> Any:
         try:
-            shared = self._peer.shared_params(*self._first)
+            shared = self._peer.shared_params(*self._policy)
         except NoMethodError:  # not a Learner
             return None
         try:

@@ -26,7 +26,7 @@ from rlframe.types import Tree
 
 _PINS = 2  # versions of a policy that can be pinned at once
 _REMOTE = (
-    *("open", "check", "put", "get", "pin", "unpin", "versions", "newest_version"),
+    *("open_policy", "check_not_fenced", "put", "get", "pin", "unpin", "versions", "newest_version"),
     *("get_packed", "wait_for_version", "shared_params", "finish"),
 )
 
@@ -66,8 +66,8 @@ class ParamStore:
     A node of its own, or an object in the process that makes it: it pickles as a handle, by which other processes of
     this machine call it.
 
-    Versions of a policy only rise. A learner that `open`s a policy fences off all older attempts. A policy that nobody
-    has opened accepts versions from anybody.
+    Versions of a policy only rise. A learner that opens a policy (`open_policy`) fences off all older attempts. A
+    policy that nobody has opened accepts versions from anybody.
 
     Args:
         kept: number of versions to keep for each policy, besides the pinned ones.
@@ -80,10 +80,12 @@ class ParamStore:
         self._kept, self._at_end = kept, at_end
         self._changed = threading.Condition()
         self._policies: dict[str, _Policy] = collections.defaultdict(_Policy)
-        self._told_to_end, self._finished, self._closed = threading.Event(), threading.Event(), threading.Event()
+        # `stop` or the end of the program begins the `at_end` seconds of `run`; `finish` ends them; `close` ends calls.
+        self._is_stopping, self._finished, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._server: Server | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a handle; the first time, start the server that its calls go to."""
         transport = SocketTransport()
         with self._changed:
             if self._server is None:
@@ -92,7 +94,7 @@ class ParamStore:
 
     # --- for the learner
 
-    def open(self, policy_id: str, attempt: Attempt) -> None:
+    def open_policy(self, policy_id: str, attempt: Attempt) -> None:
         """Accept versions only from this attempt, until a newer one opens the policy.
 
         Raises:
@@ -102,7 +104,7 @@ class ParamStore:
             _check_attempt(policy_id, attempt, self._policies[policy_id].attempt)
             self._policies[policy_id].attempt = attempt
 
-    def check(self, policy_id: str, attempt: Attempt | None) -> None:
+    def check_not_fenced(self, policy_id: str, attempt: Attempt | None) -> None:
         """Raise `FencedError` if `put` would: asked before a learner writes a checkpoint."""
         with self._changed:
             _check_attempt(policy_id, attempt, self._policies[policy_id].attempt)
@@ -234,18 +236,18 @@ class ParamStore:
 
     def run(self) -> None:
         """Serve until `finish`, or for `at_end` seconds after the program was told to end."""
-        with stopped_by_program(self._told_to_end.set):
-            self._told_to_end.wait()
+        with stopped_by_program(self._is_stopping.set):
+            self._is_stopping.wait()
             self._finished.wait(self._at_end)
 
     def stop(self) -> None:
         """End `run` as the end of the program does. Any thread may call it."""
-        self._told_to_end.set()
+        self._is_stopping.set()
 
     def finish(self) -> None:
         """End `run` at once: no worker needs the store any more."""
         self._finished.set()
-        self._told_to_end.set()
+        self._is_stopping.set()
 
     def close(self) -> None:
         """Accept no more versions, and end all waits. May be called again."""

@@ -13,7 +13,7 @@ from rlframe.engines.base import EngineOptions
 from rlframe.errors import RlframeError, UnavailableError, UsageError
 from rlframe.handles import resolve
 from rlframe.interprocess.memory import MACHINE
-from rlframe.params.source import NewestParams
+from rlframe.params.publication import LocalParams
 from rlframe.program_end import program_stop, stop_program
 from rlframe.programs.options import registry
 
@@ -25,7 +25,7 @@ class Server:
     """Counts, and stays until it is stopped: it has no `run`."""
 
     def __init__(self) -> None:
-        self._versions: Any = NewestParams()
+        self._versions: Any = LocalParams()
         self._count, self._reports, self._refused = 0, 0, False
         print(f"server {os.getpid()} on {os.environ['JAX_PLATFORMS']}")
 

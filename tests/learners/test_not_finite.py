@@ -111,7 +111,7 @@ def test_what_processes_of_the_machine_read_is_never_nan():
     learner.step(reward_batch(NAN))
     version, packed = -1, None
     while version < learner.params_version:
-        version, packed = shared.get_packed()
+        version, packed = shared.read_packed()
     assert packed.unpack()["w"] == 0.5
     learner.close()
 

@@ -205,7 +205,7 @@ def test_no_read_is_torn_or_older_than_what_was_known_under_a_publisher_at_full_
         shared = here.recv()
         known, whole = -1, 0
         while whole < 300:
-            version, newer = shared.get_packed(known)
+            version, newer = shared.read_packed(known)
             assert version >= known
             if newer is not None and version > known:
                 known, whole = version, whole + 1
@@ -223,9 +223,9 @@ def test_a_version_that_nobody_asks_for_is_not_written_and_one_that_is_asked_for
     for version in range(2, 50):
         publication.publish(version, packed(version))
     assert shared.written == -1
-    wait_until(lambda: shared.get_packed(-1)[1] is not None)
-    assert shared.get_packed(49) == (49, None)
-    assert shared.get_packed(-1)[0] == 49 and shared.written == 49
+    wait_until(lambda: shared.read_packed(-1)[1] is not None)
+    assert shared.read_packed(49) == (49, None)
+    assert shared.read_packed(-1)[0] == 49 and shared.written == 49
     publication.close()
     publication.close()
     assert publication.shared() is None and shared.has_gone
@@ -235,24 +235,24 @@ def test_a_version_that_nobody_asks_for_is_not_written_and_one_that_is_asked_for
 def test_a_version_after_one_that_was_read_is_written_before_it_is_asked_for_and_the_next_is_not():
     publication = Publication(1, packed(1))
     shared = pickle.loads(pickle.dumps(publication.shared()))
-    wait_until(lambda: shared.get_packed(-1)[1] is not None)
+    wait_until(lambda: shared.read_packed(-1)[1] is not None)
     publication.publish(2, packed(2))
     wait_until(lambda: shared.written == 2)
     for version in range(3, 50):  # the second was not read
         publication.publish(version, packed(version))
     assert shared.written == 2
-    assert shared.get_packed(2)[0] == 49
+    assert shared.read_packed(2)[0] == 49
     publication.close()
 
 
 def test_memory_whose_publisher_has_closed_it_can_be_read_by_who_has_it_open_alone():
     publication = Publication(1, packed(1))
     late, early = pickle.dumps(publication.shared()), pickle.loads(pickle.dumps(publication.shared()))
-    wait_until(lambda: early.get_packed()[0] == 1)
+    wait_until(lambda: early.read_packed()[0] == 1)
     publication.close()
-    assert early.has_gone and early.get_packed()[0] == 1
+    assert early.has_gone and early.read_packed()[0] == 1
     with pytest.raises(UnavailableError, match="has ended, has closed them"):
-        pickle.loads(late).get_packed()
+        pickle.loads(late).read_packed()
 
 
 def test_memory_of_another_ray_node_is_refused(monkeypatch):
@@ -261,7 +261,7 @@ def test_memory_of_another_ray_node_is_refused(monkeypatch):
     elsewhere = pickle.dumps(publication.shared())
     monkeypatch.setenv(MACHINE, "other")
     with pytest.raises(UsageError, match=r"memory of another Ray node.* others call it"):
-        pickle.loads(elsewhere).get_packed()
+        pickle.loads(elsewhere).read_packed()
     publication.close()
 
 

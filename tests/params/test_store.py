@@ -124,11 +124,11 @@ def test_a_version_that_does_not_rise_is_refused(make: Make, version: int) -> No
 
 def test_a_repeated_put_of_the_same_attempt_changes_nothing(make: Make) -> None:
     store, attempt = make(), Attempt(1, 0)
-    store.open("main", attempt)
+    store.open_policy("main", attempt)
     for _ in range(2):  # a call whose answer was lost comes twice
         store.put("main", 4, params(4), attempt=attempt)
     assert store.versions("main") == [4]
-    store.open("main", Attempt(1, 1))
+    store.open_policy("main", Attempt(1, 1))
     with pytest.raises(UsageError, match="version 4 is there already"):
         store.put("main", 4, params(9), attempt=Attempt(1, 1))
 
@@ -136,19 +136,19 @@ def test_a_repeated_put_of_the_same_attempt_changes_nothing(make: Make) -> None:
 def test_an_older_attempt_puts_no_more_once_a_newer_one_has_opened_the_policy(make: Make) -> None:
     store = make()
     old, new = Attempt(1, 0), Attempt(1, 1)
-    store.open("main", old)
+    store.open_policy("main", old)
     store.put("main", 5, params(5), attempt=old)
     other = as_elsewhere(store)
-    other.open("main", new)
-    other.open("main", new)  # a repetition
+    other.open_policy("main", new)
+    other.open_policy("main", new)  # a repetition
     for version in (6, 5):  # above the newest, or not: that it is fenced comes first
         with pytest.raises(FencedError, match="Attempt 0 of epoch 1 is fenced off: policy 'main' was"):
             store.put("main", version, params(6), attempt=old)
-    for refused in (store.check, store.open, other.check):
+    for refused in (store.check_not_fenced, store.open_policy, other.check_not_fenced):
         with pytest.raises(FencedError, match="attempt 1 of epoch 1, which goes on"):
             refused("main", old)
     assert store.versions("main") == [5]
-    store.check("main", new)
+    store.check_not_fenced("main", new)
     other.put("main", 6, params(6), attempt=new)
     assert store.versions("main") == [5, 6]
 
@@ -157,20 +157,20 @@ def test_attempts_only_rise_and_the_epoch_comes_first(make: Make) -> None:
     store = make()
     rising = [Attempt(0, 0), Attempt(0, 7), Attempt(3, 0), Attempt(3, 1), Attempt(2**41, 0)]
     for i, attempt in enumerate(rising):
-        store.open("main", attempt)
+        store.open_policy("main", attempt)
         for older in rising[:i]:
             with pytest.raises(FencedError):
-                store.open("main", older)
+                store.open_policy("main", older)
             with pytest.raises(FencedError):
-                store.check("main", older)
-        store.check("main", attempt)
+                store.check_not_fenced("main", older)
+        store.check_not_fenced("main", attempt)
 
 
 def test_a_policy_that_nobody_opened_takes_what_anybody_puts_and_one_that_was_opened_does_not(make: Make) -> None:
     store = make()
-    store.open("main", Attempt(1, 0))
+    store.open_policy("main", Attempt(1, 0))
     store.put("rival", 1, params(1))
-    store.check("rival", None)
+    store.check_not_fenced("rival", None)
     store.put("rival", 2, params(2), attempt=Attempt(0, 0))
     assert store.versions("rival") == [1, 2]
     with pytest.raises(FencedError, match="opened by attempt 0 of epoch 1, which alone may put versions"):

@@ -14,7 +14,8 @@ from rlframe.coordinator.workers.overrides import ActsBy, check_takes_env_kwargs
 from rlframe.errors import StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.phases import waiting_for
-from rlframe.params.source import NewestParams, ParamReader
+from rlframe.params.publication import LocalParams
+from rlframe.params.source import ParamReader
 from rlframe.params.store import ParamStore, StoredParams
 from rlframe.types import Logs
 
@@ -77,7 +78,7 @@ class CollectorWorker(TaskWorker):
         self._actor: Actor | None = None
         self._began = time.monotonic()  # of its task, once it is warm
         self._inferencer: Inferencer | None = None
-        self._one_version = NewestParams()
+        self._one_version = LocalParams()
         self._evaluations: VersionEvaluator | None = None
         self._evaluated_policy: dict[str, Any] = {}  # hyper-parameters that those were made with
         self._evaluated: Evaluated | None = None

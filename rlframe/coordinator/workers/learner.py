@@ -74,11 +74,11 @@ class LearnerWorker(TaskWorker):
         self._cfg = replaced(self._made_with, "learner", task.overrides.get("learner", {}), _OVERRIDES)
         self._fence = fence = Attempt(task.options.get("epoch", 0), self._attempt)
         # First: no earlier learner can write a checkpoint or a version after this.
-        self._store.open(task.policy_id, fence)
+        self._store.open_policy(task.policy_id, fence)
         self._buffer = as_replay_buffer(self._given, lambda: self._agent)
         self._max_staleness = self._buffer.spec.max_staleness
         self._noted = NotedReplay(self._buffer)
-        may_write = functools.partial(self._store.check, task.policy_id, fence)
+        may_write = functools.partial(self._store.check_not_fenced, task.policy_id, fence)
         known = max(self._store.newest_version(task.policy_id), task.options.get("min_version", -1))
         self._learner = learner = Learner(self._cfg, agent, self._noted, may_write=may_write, above_version=known)
         if self._max_staleness is not None:

@@ -127,8 +127,10 @@ class Supervisor:
         with self.lock:
             if event is not None:
                 event()
-            self._kill_hung()
+            looked_at = self._clock.tick()
             for slot in list(self.slots.values()):
+                if slot.running is not None and not slot.is_ending:
+                    slot.running.kill_if_hung(looked_at)
                 if slot.kill_at <= time.monotonic():
                     self.node_logs.warn(slot.name, f"did not end within {self._grace:g} s: killed")
                     self.kill(slot)
@@ -172,12 +174,6 @@ class Supervisor:
         slot.is_ending, slot.kill_at = True, math.inf
         if slot.running is not None:
             slot.running.send(signal.SIGKILL)
-
-    def _kill_hung(self) -> None:
-        now = self._clock.tick()
-        for slot in self.slots.values():
-            if slot.running is not None and not slot.is_ending:
-                slot.running.kill_if_hung(now)
 
     def kill_all(self) -> None:
         """Kill all processes, and wait until they have ended."""

@@ -17,7 +17,7 @@ from rlframe.agents import Agent
 from rlframe.errors import CheckpointError, StoppedError
 from rlframe.learners import Checkpointer
 from rlframe.params.packing import PackedParams
-from rlframe.params.source import NewestParams
+from rlframe.params.publication import LocalParams
 from rlframe.programs.run_dir.directory import RunDir
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _ASK_EVERY = 5.0  # seconds between two requests: a learner that was restarted h
 _SAVE_WITHIN = 120.0  # seconds: the disk may be full
 
 
-def read_policy(agent: Agent, directory: RunDir, checkpoint: int | None = None) -> NewestParams:
+def read_policy(agent: Agent, directory: RunDir, checkpoint: int | None = None) -> LocalParams:
     """Read the parameters for acting from a run's checkpoint. Nothing is written: the run may be active.
 
     Args:
@@ -44,7 +44,7 @@ def read_policy(agent: Agent, directory: RunDir, checkpoint: int | None = None) 
     template = params, agent.initial_learner_state(params)
     with contextlib.closing(Checkpointer(directory.checkpoints)) as checkpointer:
         (params, learner_state), saved, _ = checkpointer.restore(template, checkpoint)
-    found = NewestParams()
+    found = LocalParams()
     found.publish(saved["counters"]["version"], PackedParams.of(agent.actor_params(params, learner_state)))
     return found
 
@@ -78,7 +78,7 @@ def wait_until_saved(learner: Any, checkpoints: pathlib.Path, stop: threading.Ev
             raise StoppedError("Told to stop before the policy to evaluate was saved.")
 
 
-class SavedPolicy(NewestParams):
+class SavedPolicy(LocalParams):
     """Parameters of the newest checkpoint, for evaluations: the evaluated policy is in a checkpoint.
 
     Args:
@@ -104,7 +104,7 @@ class SavedPolicy(NewestParams):
         newest = self._read() or self._learner
         self.publish(*newest.get_packed(-1))  # a learner has one from its start
 
-    def _read(self) -> NewestParams | None:
+    def _read(self) -> LocalParams | None:
         """Return the newest checkpoint's; None if there is none that can be read."""
         checkpointer = Checkpointer(self._directory.checkpoints)
         while steps := checkpointer.steps():

@@ -12,7 +12,7 @@ from rlframe.agents import Agent
 from rlframe.errors import CheckpointError, PeerError, UsageError
 from rlframe.language.model import ModelConfig, weights
 from rlframe.learners import Checkpointer
-from rlframe.params.source import NewestParams
+from rlframe.params.publication import LocalParams
 from rlframe.programs.options.config_file import load_experiment
 from rlframe.programs.policies.saved import read_policy
 from rlframe.programs.run_dir.directory import RunDir
@@ -76,7 +76,7 @@ class NewestCheckpoint:
     def __init__(self, agent: Agent, directory: RunDir) -> None:
         self._agent, self._directory = agent, directory
         self._steps: list[int] | None = None  # of the checkpoints at the last look
-        self._newest: NewestParams | None = None
+        self._newest: LocalParams | None = None
         self._looked = 0.0
 
     def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:

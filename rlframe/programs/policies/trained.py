@@ -18,7 +18,7 @@ from rlframe.envs.wrappers import FrameStack
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners.checkpoints import Checkpointer
-from rlframe.params.source import NewestParams
+from rlframe.params.publication import LocalParams
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.fields import convert
 from rlframe.programs.policies.saved import NEVER, read_policy
@@ -48,7 +48,7 @@ class TrainedPolicy:
         self,
         agent: Agent,
         codec: Codec,
-        params: NewestParams,
+        params: LocalParams,
         seed: int = 0,
         frame_stack: int = 1,
         check_finite: bool = True,
@@ -175,7 +175,7 @@ def load(
 
 def trained(
     run_dir: str | os.PathLike[str], checkpoint: int | None, agent: Any, network: Any
-) -> tuple[Agent, Codec, NewestParams, Experiment]:
+) -> tuple[Agent, Codec, LocalParams, Experiment]:
     """Read an agent, the codec of its environments and its parameters from a checkpoint; arguments as for `load`."""
     checkpoint = convert(Union[int, None], checkpoint, "checkpoint")
     directory, experiment = open_run(run_dir, {"agent": agent, "network": network})

@@ -410,14 +410,14 @@ def test_a_learner_that_was_fenced_off_reserves_no_versions(make, store, tmp_pat
 
 
 def test_a_learner_goes_on_above_what_another_put_just_before_it_was_fenced_off(make, store):
-    old, open_ = Attempt(0, 0), store.open
-    store.open(POLICY, old)
+    old, open_ = Attempt(0, 0), store.open_policy
+    store.open_policy(POLICY, old)
 
     def open_late(policy_id, attempt):
         store.put(POLICY, 50, {"w": np.float32(9.0)}, attempt=old)
         open_(policy_id, attempt)
 
-    store.open = open_late
+    store.open_policy = open_late
     new = make(filled(), attempt=1)
     assert start(new, min_version=7).info["params_version"] == 51
     assert new.until_done("learn", grant(1)).params_version == store.newest_version(POLICY) == 52
@@ -430,7 +430,7 @@ def test_what_a_restarted_store_has_lost_is_put_again_while_there_is_no_data(mak
     assert call.until_done("learn", Learn(0, ())).params_version == 1
     assert (store.versions(POLICY), store.get(POLICY).params) == ([1], {"w": 0.0})
     with pytest.raises(FencedError):
-        store.check(POLICY, Attempt(-1, 0))
+        store.check_not_fenced(POLICY, Attempt(-1, 0))
 
 
 @pytest.mark.system
@@ -473,7 +473,7 @@ def test_an_attempt_of_a_later_epoch_is_newer_whatever_its_number_is(make, store
     start(first, epoch=1_000)
     session = make(filled(), incarnation=1, task_id="of the next session")
     start(session, epoch=2_000)
-    store.check(POLICY, Attempt(2_000, 0))
+    store.check_not_fenced(POLICY, Attempt(2_000, 0))
     first.attempt = 5
     failed = first.until_done("start_task", StartTask("learn", POLICY, {"epoch": 1_000}))
     assert (failed.error, failed.for_good) == ("FencedError", False)
