@@ -13,10 +13,10 @@ All state is in a `TrainingJob` (`job.py`), whose workers and tasks are in `reco
 `accounts.py`. The functions over it:
 
 - `machine.py`: the state of the job, its ending, and what people ask for;
-- `workers.py`: workers come, answer pings, are lost, and leave;
+- `worker_tracking.py`: workers come, answer pings, and go; its docstring lists how they go;
 - `next_calls.py`: the next call of each worker, and which function takes its answer;
 - `results.py`: the answers;
-- `tasks.py`: tasks end or are tried again; its docstring lists how tasks and workers go;
+- `tasks.py`: tasks end or are tried again; its docstring lists how;
 - `evaluations.py`: which version an evaluation is of.
 
 Example: a collector joins, gets a task, dies, and its successor gets the task. A learner is at work already.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlframe.coordinator.core import evaluations, next_calls, results, tasks, workers
+from rlframe.coordinator.core import evaluations, next_calls, results, tasks, worker_tracking
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import JobEnding, TrainingJob
 from rlframe.coordinator.core.records import Task
@@ -95,7 +95,7 @@ def _begin_step(job: TrainingJob, ending: JobEnding) -> None:
     elif ending.step is EndingStep.DISCONNECT:
         for task in job.tasks:
             tasks.cancel(job, task)
-        workers.disconnect(job)
+        worker_tracking.disconnect(job)
         job.emit(ev.Disconnect())
     job.queue_call(*job.roster)
 
@@ -164,7 +164,7 @@ def _disconnected(job: TrainingJob, event: ev.Disconnected) -> None:
 def _submitted(job: TrainingJob, event: ev.Submitted) -> None:
     if job.state is JobState.INIT:
         job.become(JobState.CONNECTING)
-        workers.wait_from_now(job)
+        worker_tracking.wait_from_now(job)
         results.take_up_evaluations(job)
 
 
@@ -177,7 +177,7 @@ def _operator_answered(job: TrainingJob, event: ev.OperatorAnswered) -> None:
         job.operator_answered, job.operator_problem = True, ""
         for role in ROLES:
             job.want(role, job.wanted[role])
-    workers.listed(job, event.workers)
+    worker_tracking.take_list(job, event.workers)
 
 
 def _operator_failed(job: TrainingJob, event: ev.OperatorFailed) -> None:
@@ -190,9 +190,9 @@ def _operator_failed(job: TrainingJob, event: ev.OperatorFailed) -> None:
 
 
 def _ticked(job: TrainingJob, event: ev.Ticked) -> None:
-    workers.check_all(job)
+    worker_tracking.check_all(job)
     evaluations.end_overdue_waits(job)
-    why = workers.why_nobody_comes(job)
+    why = worker_tracking.why_nobody_comes(job)
     if why and job.ending is None:
         job.fail(why)
 
@@ -210,7 +210,7 @@ def _scaled(job: TrainingJob, event: ev.Scaled) -> None:
     job.want(event.role, event.count)
     here = [worker for worker in job.roster.of(event.role) if worker.counts_as_wanted]
     for worker in here[event.count :]:
-        workers.remove(job, worker)
+        worker_tracking.remove(job, worker)
 
 
 def _pause_asked(job: TrainingJob, event: ev.PauseAsked) -> None:
@@ -240,6 +240,15 @@ def _checkpoint_asked(job: TrainingJob, event: ev.CheckpointAsked) -> None:
     job.note("checkpoint", "The learner saves with its next update.")
 
 
+def _restore_asked(job: TrainingJob, event: ev.RestoreAsked) -> None:
+    for task in job.tasks.open("learn"):
+        worker = job.roster.get(task.worker_id, task.incarnation)
+        if job.ending is None and task.state is TaskState.RUNNING and worker is not None:
+            job.note("restored", "The learner goes back to its latest checkpoint.")
+            tasks.retry(job, task, "it was told to go back", counts=False)
+            worker_tracking.free(job, worker)
+
+
 _HANDLERS: dict[type, Callable[[TrainingJob, Any], None]] = {
     ev.Submitted: _submitted,
     ev.OperatorAnswered: _operator_answered,
@@ -253,7 +262,7 @@ _HANDLERS: dict[type, Callable[[TrainingJob, Any], None]] = {
     ev.EndAsked: _end_asked,
     ev.EvaluationAsked: _evaluation_asked,
     ev.CheckpointAsked: _checkpoint_asked,
-    ev.RestoreAsked: lambda job, event: tasks.restart_learners(job),
+    ev.RestoreAsked: _restore_asked,
     ev.Disconnected: _disconnected,
     ev.Ticked: _ticked,
 }

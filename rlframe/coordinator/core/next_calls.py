@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from rlframe.coordinator.core import evaluations, results, tasks, workers
+from rlframe.coordinator.core import evaluations, results, tasks, worker_tracking
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.records import KnownWorker, Task
@@ -65,7 +65,7 @@ def _call_running(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
     elif task.kind == "learn" and task.drawing is None and evaluations.needs_save(job, task):
         job.call(worker, task, "learn", Learn(0, save=True))
     elif _must_wait(job, task):
-        return  # `workers.check_all` makes this call again
+        return  # `worker_tracking.check_all` makes this call again
     elif task.kind == "collect":
         job.call(worker, task, "get_data", GetData(seconds=job.limits.slice))
     elif task.drawing is None:
@@ -153,19 +153,19 @@ def replied(job: TrainingJob, event: ev.Replied) -> None:
     if worker is None:
         job.accounts.stale += 1
     elif event.header is None:
-        workers.answered_ping(job, worker, event.reply)
+        worker_tracking.answered_ping(job, worker, event.reply)
     elif worker.call is None or worker.call.header != event.header:
         job.accounts.stale += 1  # and no sign of life: it may have been on its way for long
     elif isinstance(event.reply, CallRefused) and event.reply.is_another:
-        workers.lose(job, worker, workers.REPLACED)
+        worker_tracking.lose(job, worker, worker_tracking.REPLACED)
     else:
-        workers.note_alive(job, worker)
+        worker_tracking.note_alive(job, worker)
         _answered(job, worker, worker.call, job.tasks.get(event.header.task_id), event.reply)
 
 
 def _answered(job: TrainingJob, worker: KnownWorker, call: ev.Send, task: Task | None, reply: WorkerReply) -> None:
     if task is None or task.is_over:
-        tasks.free(job, worker)
+        worker_tracking.free(job, worker)
         return
     if isinstance(reply, NotReady):
         _not_ready(job, worker, task, call, reply)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from rlframe.coordinator.core import evaluations, tasks
+from rlframe.coordinator.core import evaluations, tasks, worker_tracking
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.records import KnownWorker, Task
@@ -62,7 +62,7 @@ def closed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Closed) -> 
     tasks.finish(job, task, TaskState.SUCCEEDED if is_done else TaskState.CANCELLED)
     told = {name: value for name, value in reply.result.items() if name not in ("rank", "incarnation")}  # its Actor's
     job.note("closed", f"{worker.worker_id} has closed {task.task_id}.", worker_id=worker.worker_id, **told)
-    tasks.free(job, worker)
+    worker_tracking.free(job, worker)
 
 
 def failed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Failed) -> None:
@@ -70,7 +70,7 @@ def failed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Failed) -> 
     why = f"{reply.error}: {reply.message}"
     job.note("failed", f"{worker.worker_id}: {why}", worker_id=worker.worker_id, traceback=reply.traceback)
     tasks.retry(job, task, why, counts=True, for_good=reply.for_good)
-    tasks.free(job, worker)
+    worker_tracking.free(job, worker)
 
 
 # --- collecting

@@ -1,15 +1,11 @@
-"""The lives of tasks, and of the workers that do them: they end, are tried again, or let go.
+"""How tasks end: they are finished, tried again, or cancelled.
 
-function              of whom   its state after                              when
-`finish`              task      SUCCEEDED, FAILED, CANCELLED                  its work is done, or given up
-`retry`               task      PENDING; FAILED after too many failures       its worker failed, or was lost
-`cancel`              task      CANCELLED                                     the job ends without it
-`restart_learners`    task      PENDING, from the latest checkpoint           a person asked for it
-`free`                worker    IDLE; GONE if it leaves                       its task is closed
-`release`             worker    GONE, and the operator ends its process       it leaves
-`workers.remove`      worker    DRAINING, and GONE once its task is closed    there is one too many
-`workers.lose`        worker    LOST, and the operator replaces it            it died, is silent, or was replaced
-`workers.disconnect`  workers   GONE                                          the job ends
+function            its state after                            when
+`finish`            SUCCEEDED, FAILED, CANCELLED               its work is done, or given up
+`retry`             PENDING; FAILED after too many failures    its worker failed, was lost, or is to start again
+`cancel`            CANCELLED                                  the job ends without it
+
+What happens to their workers is in `worker_tracking.py`.
 """
 
 from __future__ import annotations
@@ -17,9 +13,9 @@ from __future__ import annotations
 from rlframe.coordinator.core import evaluations
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import TrainingJob
-from rlframe.coordinator.core.records import KnownWorker, Task
+from rlframe.coordinator.core.records import Task
 from rlframe.coordinator.messages import KINDS
-from rlframe.coordinator.states import TaskState, WorkerState
+from rlframe.coordinator.states import TaskState
 
 
 def finish(job: TrainingJob, task: Task, state: TaskState) -> None:
@@ -72,34 +68,6 @@ def cancel(job: TrainingJob, task: Task) -> None:
     if not task.is_over:
         lose_grant(job, task)
         finish(job, task, TaskState.CANCELLED)
-
-
-def restart_learners(job: TrainingJob) -> None:
-    """Send learners back to their latest checkpoint."""
-    for task in job.tasks.open("learn"):
-        worker = job.roster.get(task.worker_id, task.incarnation)
-        if job.ending is None and task.state is TaskState.RUNNING and worker is not None:
-            job.note("restored", "The learner goes back to its latest checkpoint.")
-            retry(job, task, "it was told to go back", counts=False)
-            free(job, worker)
-
-
-def free(job: TrainingJob, worker: KnownWorker) -> None:
-    """Make the worker idle, or release it if it leaves."""
-    worker.task_id = worker.call = None
-    if worker.is_leaving:
-        release(job, worker)
-    else:
-        worker.become(WorkerState.IDLE)
-        job.queue_call(worker)
-
-
-def release(job: TrainingJob, worker: KnownWorker) -> None:
-    """Release a worker: the operator ends it for good."""
-    worker.become(WorkerState.GONE)
-    job.emit(ev.Release(worker.worker_id, worker.incarnation))
-    job.emit(ev.Shut(worker.worker_id, worker.incarnation))
-    job.note("gone", f"{worker.worker_id} has left.", worker_id=worker.worker_id)
 
 
 def lose_grant(job: TrainingJob, task: Task) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlframe.coordinator.commander import TrainOne
-from rlframe.coordinator.core import evaluations, workers
+from rlframe.coordinator.core import evaluations, worker_tracking
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.accounts import Accounts
 from rlframe.coordinator.core.job import TrainingJob
@@ -68,7 +68,7 @@ def test_what_is_drawn_for_a_learner_that_was_lost_meanwhile_is_settled() -> Non
     assert world.run(20.0, lambda: task.drawing is not None and len(world.buffer.items) >= enough)
     header, lost = task.drawing, world.m.accounts.lost
     world.kill(learner(world))
-    workers.listed(world.m, world.operator.list())  # which misses it before the batches are here
+    worker_tracking.take_list(world.m, world.operator.list())  # which misses it before the batches are here
     batch = world.buffer.draw()
     assert batch is not None and header is not None
     world.deliver(ev.BatchesDrawn(header, (batch,)))
@@ -535,7 +535,7 @@ def test_a_lost_collectors_open_fragments_are_counted() -> None:
     worker = world.m.roster.get("collector/1")
     assert worker is not None
     worker.rollouts.num_envs = 8
-    workers.lose(world.m, worker, "it was killed")
+    worker_tracking.lose(world.m, worker, "it was killed")
     assert world.m.accounts.discarded == 8
 
 

@@ -1,11 +1,20 @@
-"""Track the workers of a job: they are seen, pinged, suspected, lost, adopted and let go."""
+"""Track the workers of a job: they come, answer pings, fall silent, and go.
+
+How workers go:
+
+function       its state after                              when
+`remove`       DRAINING, and GONE once its task is closed   there is one too many
+`free`         IDLE; GONE if it is leaving                  its task is closed, or has failed
+`lose`         LOST, and the operator replaces it           it died, is silent, or was replaced
+`disconnect`   GONE                                         the job ends
+"""
 
 from __future__ import annotations
 
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.records import KnownWorker, Task
-from rlframe.coordinator.core.tasks import release, retry
+from rlframe.coordinator.core.tasks import retry
 from rlframe.coordinator.messages import ROLES, Alive, Resources, Role, WorkerInfo, WorkerReply
 from rlframe.coordinator.states import TaskState, WorkerState, is_over
 
@@ -16,35 +25,34 @@ _CAN_BE_SUSPECT = (WorkerState.IDLE, WorkerState.BUSY, WorkerState.CLOSING)
 # --- coming
 
 
-def listed(job: TrainingJob, workers: tuple[WorkerInfo, ...]) -> None:
-    """Take the operator's list: add new workers; workers that it does not list are lost."""
-    for seen in workers:
-        _see(job, seen)
-    here = {seen.key for seen in workers}
+def take_list(job: TrainingJob, listed: tuple[WorkerInfo, ...]) -> None:
+    """Take the operator's list: add new workers, connect to those that have an address, lose those not listed."""
+    for info in listed:
+        worker = _find_or_add(job, info)
+        is_same = worker.incarnation == info.incarnation  # else the operator lists one that is replaced
+        if is_same and worker.state is WorkerState.REQUESTED and info.address is not None:
+            worker.heard_at = job.now
+            worker.become(WorkerState.CONNECTING)
+            job.emit(ev.Open(worker.worker_id, worker.incarnation, info.address))
+            _ping(job, worker)
+    keys = {info.key for info in listed}
     for worker in job.roster:
-        if not is_over(worker.state) and (worker.worker_id, worker.incarnation) not in here:
+        if not is_over(worker.state) and (worker.worker_id, worker.incarnation) not in keys:
             lose(job, worker, "its process has ended")
 
 
-def _see(job: TrainingJob, seen: WorkerInfo) -> None:
-    newest = job.roster.newest(seen.worker_id)
-    if newest is not None and newest.incarnation >= seen.incarnation:
-        worker = newest
-        if newest.incarnation > seen.incarnation or is_over(newest.state):
-            return  # it has not gone yet
-    else:
-        if newest is not None and not is_over(newest.state):
-            lose(job, newest, REPLACED)
-        worker = job.roster.add(seen, job.now)
-        here = [each for each in job.roster.of(worker.role) if each.counts_as_wanted]
-        if len(here) > job.wanted[worker.role] and job.ending is None:
-            remove(job, worker)
-            return
-    if worker.state is WorkerState.REQUESTED and seen.address is not None:
-        worker.heard_at = job.now
-        worker.become(WorkerState.CONNECTING)
-        job.emit(ev.Open(worker.worker_id, worker.incarnation, seen.address))
-        _ping(job, worker)
+def _find_or_add(job: TrainingJob, info: WorkerInfo) -> KnownWorker:
+    """Return the newest incarnation of a listed worker. A new one replaces the one before; one too many leaves."""
+    newest = job.roster.newest(info.worker_id)
+    if newest is not None and newest.incarnation >= info.incarnation:
+        return newest
+    if newest is not None and not is_over(newest.state):
+        lose(job, newest, REPLACED)
+    worker = job.roster.add(info, job.now)
+    present = [each for each in job.roster.of(worker.role) if each.counts_as_wanted]
+    if len(present) > job.wanted[worker.role] and job.ending is None:
+        remove(job, worker)
+    return worker
 
 
 def answered_ping(job: TrainingJob, worker: KnownWorker, reply: WorkerReply) -> None:
@@ -57,24 +65,24 @@ def answered_ping(job: TrainingJob, worker: KnownWorker, reply: WorkerReply) -> 
     if isinstance(reply, Alive):
         worker.ping.is_out = False
         if worker.state is WorkerState.CONNECTING:
-            _came(job, worker, reply)
+            _note_first_answer(job, worker, reply)
         job.queue_call(worker)
     elif isinstance(reply, Resources):
         worker.host, worker.pid = reply.host, reply.pid
 
 
-def _came(job: TrainingJob, worker: KnownWorker, reply: Alive) -> None:
+def _note_first_answer(job: TrainingJob, worker: KnownWorker, reply: Alive) -> None:
     worker.become(WorkerState.IDLE)
     worker.failed_starts, worker.has_answered = 0, True
     job.emit(ev.Send(worker.worker_id, worker.incarnation, "resources", None))
     text = f"{worker.worker_id} (incarnation {worker.incarnation}) is here."
     job.note("came", text, worker_id=worker.worker_id)
     task = job.tasks.get(reply.task_id)
-    if task is not None and _goes_on(worker, task, reply):
+    if task is not None and _still_works_at(worker, task, reply):
         _adopt(job, worker, task)
 
 
-def _goes_on(worker: KnownWorker, task: Task, reply: Alive) -> bool:
+def _still_works_at(worker: KnownWorker, task: Task, reply: Alive) -> bool:
     """Return True if it still works at the attempt that it had before the coordinator was restarted."""
     is_its_own = (task.worker_id, task.incarnation) == (worker.worker_id, worker.incarnation)
     is_known = (task.state, task.attempt) == (TaskState.PENDING, reply.attempt)
@@ -132,7 +140,7 @@ def check_all(job: TrainingJob) -> None:
         if why:
             lose(job, worker, why)
             continue
-        _ping_where_due(job, worker, starts)
+        _ping_if_due(job, worker, starts)
         if worker.call is None:
             job.queue_call(worker)
 
@@ -150,7 +158,7 @@ def _why_lost(job: TrainingJob, worker: KnownWorker, starts: bool) -> str:
     return f"it has not answered for {silent:.0f} s" if is_late else ""
 
 
-def _ping_where_due(job: TrainingJob, worker: KnownWorker, starts: bool) -> None:
+def _ping_if_due(job: TrainingJob, worker: KnownWorker, starts: bool) -> None:
     limits = job.limits
     # One that is out for long is lost: the connection may have been another's.
     every = limits.suspect_after if worker.ping.is_out else limits.ping_every
@@ -182,9 +190,27 @@ def remove(job: TrainingJob, worker: KnownWorker) -> None:
     """Let a worker go, once its task is closed."""
     worker.become(WorkerState.DRAINING)
     if job.tasks.get(worker.task_id) is None:
-        release(job, worker)
+        _release(job, worker)
     else:
         job.queue_call(worker)
+
+
+def free(job: TrainingJob, worker: KnownWorker) -> None:
+    """Make the worker idle, or release it if it is leaving."""
+    worker.task_id = worker.call = None
+    if worker.is_leaving:
+        _release(job, worker)
+    else:
+        worker.become(WorkerState.IDLE)
+        job.queue_call(worker)
+
+
+def _release(job: TrainingJob, worker: KnownWorker) -> None:
+    """Release a worker: the operator ends it for good."""
+    worker.become(WorkerState.GONE)
+    job.emit(ev.Release(worker.worker_id, worker.incarnation))
+    job.emit(ev.Shut(worker.worker_id, worker.incarnation))
+    job.note("gone", f"{worker.worker_id} has left.", worker_id=worker.worker_id)
 
 
 def disconnect(job: TrainingJob) -> None:
