@@ -45,7 +45,7 @@ class ActorCritic(Agent):
     ) -> tuple[AgentOutput, AgentState]:
         (logits, value), state = self._core.step(params, timestep.observation, state)
         sample = self.policy.sample(rng, logits)
-        return AgentOutput(self.policy.to_action(sample), self.extras(logits, value, sample)), state
+        return AgentOutput(self.policy.to_action(sample), self.acting_extras(logits, value, sample)), state
 
     def eval_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
@@ -53,7 +53,7 @@ class ActorCritic(Agent):
         (logits, _), state = self._core.step(params, timestep.observation, state)
         return AgentOutput(self.policy.to_action(self.policy.mode(logits)), {}), state
 
-    def extras(self, logits: jax.Array, value: jax.Array, sample: jax.Array) -> dict[str, jax.Array]:
+    def acting_extras(self, logits: jax.Array, value: jax.Array, sample: jax.Array) -> dict[str, jax.Array]:
         """Return what the learner needs of a step: the log-probability, and the sample if `to_action` changes it."""
         extras = {"log_prob": self.policy.log_prob(logits, sample)}
         return {**extras, "sample": sample} if self.policy.clips else extras

@@ -122,6 +122,7 @@ class DQN(TargetNetworkAgent):
     def actor_step(
         self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
+        # `fold_in` gives keys that are independent of those that `epsilon_greedy` splits from `rng`.
         noisy_params = self._sample(jax.random.fold_in(rng, 2), params.params)
         greedy = self.greedy(self._values(noisy_params, timestep.observation))
         chosen, explores = epsilon_greedy(rng, greedy, params.epsilon, self._num_actions)
@@ -178,13 +179,14 @@ class DQN(TargetNetworkAgent):
         if cfg.munchausen:
             target_values = head.values(self._outputs(target, data.observation))
             reward += munchausen_bonus(target_values, data.action, cfg)
-            next_values = soft_value(head.values(next_outputs), cfg.munchausen_temperature)[:, None]
+            next_chosen = soft_value(head.values(next_outputs), cfg.munchausen_temperature)[:, None]
         else:
             selector_outputs = next_outputs
             if cfg.double:  # the online network chooses the next action (van Hasselt et al. 2016)
                 selector_outputs = self._outputs(self._sample(rngs[2], params), data.next_observation)
-            next_values = _of_action(next_outputs, jnp.argmax(head.values(selector_outputs), axis=-1))
-        loss, priority = head.loss(_of_action(outputs, data.action), reward, data.discount, next_values)
+            next_action = jnp.argmax(head.values(selector_outputs), axis=-1)
+            next_chosen = _chosen(next_outputs, next_action)
+        loss, priority = head.loss(_chosen(outputs, data.action), reward, data.discount, next_chosen)
         logs = {"value": jnp.mean(head.values(outputs)), "td_error": jnp.mean(priority)}
         if not cfg.prioritised:
             return jnp.mean(loss), logs
@@ -218,7 +220,7 @@ def munchausen_bonus(target_values: jax.Array, action: jax.Array, cfg: DQNConfig
     """
     check_shapes(target_values=(target_values, "B A"), action=(action, "B"))
     log_policy = cfg.munchausen_temperature * jax.nn.log_softmax(target_values / cfg.munchausen_temperature)
-    chosen = _of_action(log_policy[..., None], action)[:, 0]
+    chosen = _chosen(log_policy[..., None], action)[:, 0]
     return cfg.munchausen_scale * jnp.clip(chosen, cfg.munchausen_clip, 0.0)
 
 
@@ -227,6 +229,6 @@ def soft_value(values: jax.Array, temperature: float) -> jax.Array:
     return temperature * jax.nn.logsumexp(values / temperature, axis=-1)
 
 
-def _of_action(outputs: jax.Array, action: jax.Array) -> jax.Array:
-    """[B, N] of outputs [B, A, N] and actions [B]."""
+def _chosen(outputs: jax.Array, action: jax.Array) -> jax.Array:
+    """[B, N]: the outputs [B, A, N] of the chosen actions [B]."""
     return jnp.take_along_axis(outputs, action[:, None, None].astype(jnp.int32), axis=1)[:, 0]

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rlframe.agents import losses, losses_lm
+from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
-from rlframe.agents.losses_lm import Average
+from rlframe.agents.losses import Average
 from rlframe.agents.optimizers import clipped
 from rlframe.agents.trees import zero_timestep
 from rlframe.errors import UsageError, check_above, check_at_least
@@ -305,13 +305,13 @@ class GRPO(Agent):
 
     def _rows(self, data: TokenBatch) -> _Rows:
         cfg, mask = self.cfg, data.mask[:, 1:]
-        relative = losses_lm.group_advantages(data.scores, data.group, normalise_std=cfg.normalise_std)
+        relative = losses.group_advantages(data.scores, data.group, normalise_std=cfg.normalise_std)
         advantages = jnp.where(data.has_advantages[:, None], data.advantages[:, 1:], relative[:, None] * mask)
         return _Rows(
             tokens=data.tokens,
             mask=mask,
-            weights=losses_lm.token_weights(mask, cfg.average),
-            advantages=jnp.clip(advantages, -losses_lm.LARGEST_ADVANTAGE, losses_lm.LARGEST_ADVANTAGE),
+            weights=losses.token_weights(mask, cfg.average),
+            advantages=jnp.clip(advantages, -losses.LARGEST_ADVANTAGE, losses.LARGEST_ADVANTAGE),
             temperature=data.temperature,
             sampled=None if data.inference_logprobs is None else data.inference_logprobs[:, 1:],
             reference=None if data.ref_logprobs is None else data.ref_logprobs[:, 1:],
@@ -325,13 +325,13 @@ class GRPO(Agent):
             return loss, {"loss": loss}
         log_probs = self._log_probs(params, rows.tokens, rows.temperature)
         sampled = jax.lax.stop_gradient(log_probs) if rows.sampled is None else rows.sampled
-        ratio = jnp.exp(losses_lm.log_ratio(log_probs, sampled, rows.mask))
+        ratio = jnp.exp(losses.log_ratio(log_probs, sampled, rows.mask))
         if cfg.loss == "grpo":
             clip = cfg.clip_epsilon, cfg.clip_epsilon_high or cfg.clip_epsilon
             policy_loss = mean(losses.clipped_surrogate(ratio, rows.advantages, *clip, cfg.ratio_cap))
-            is_clipped = losses_lm.is_clipped(ratio, rows.advantages, *clip)
+            is_clipped = losses.is_clipped(ratio, rows.advantages, *clip)
         else:
-            each = losses_lm.corrected_policy_gradient(log_probs, ratio, rows.advantages, cfg.ratio_cap)
+            each = losses.corrected_policy_gradient(log_probs, ratio, rows.advantages, cfg.ratio_cap)
             policy_loss = mean(each)
             is_clipped = ratio > (cfg.ratio_cap or np.inf)
         logs = {
@@ -339,14 +339,14 @@ class GRPO(Agent):
             "clip_fraction": mean(is_clipped),
             # What the policy that sampled was surprised by: the mean estimates its entropy.
             "entropy": -mean(sampled),
-            "approx_kl": mean(losses_lm.kl_k3(-jnp.log(ratio))),  # from the policy that sampled, Schulman 2020
+            "approx_kl": mean(losses.kl_k3(-jnp.log(ratio))),  # from the policy that sampled, Schulman 2020
         }
         loss = policy_loss
         if cfg.kl_cost > 0:
             log_reference = rows.reference
             if log_reference is None:
                 log_reference = jax.lax.stop_gradient(self._log_probs(reference, rows.tokens, rows.temperature))
-            logs["kl"] = mean(losses_lm.kl_k3(losses_lm.log_ratio(log_probs, log_reference, rows.mask)))
+            logs["kl"] = mean(losses.kl_k3(losses.log_ratio(log_probs, log_reference, rows.mask)))
             loss += cfg.kl_cost * logs["kl"]
         return loss, {"loss": loss, **logs}
 
@@ -359,7 +359,7 @@ class GRPO(Agent):
             log_reference = data.ref_logprobs[:, 1:]
         log_ratios = jnp.sum((log_probs - log_reference) * mask, axis=1)
         rewards = self.cfg.dpo_beta * log_ratios
-        loss, accuracy = losses_lm.preference_loss(rewards, data.scores, data.group)
+        loss, accuracy = losses.preference_loss(rewards, data.scores, data.group)
         return loss, {"loss": loss, "preference_accuracy": accuracy}
 
     def _log_probs(self, params: Params, tokens: jax.Array, temperature: jax.Array | None = None) -> jax.Array:

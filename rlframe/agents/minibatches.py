@@ -196,8 +196,12 @@ class MinibatchUpdates:
 class MinibatchAgent(Agent):
     """Base of agents that learn from an unroll of each environment in epochs of minibatches, on-policy.
 
-    A subclass has a `rollout` and the `loss` of a minibatch, for which `batch.data` are rows of the rollout. Its
-    optimizer gives steps without their size, the learning rate, which is applied afterwards.
+    A learner step calls, in this order:
+
+    1. `rollout_and_logs`, once: the rows of `rollout`, which a subclass has, and logs about them.
+    2. `loss` of each minibatch, which a subclass has: `batch.data` are rows of the rollout.
+    3. `stop_condition` of its logs, if there is one.
+    4. `apply_gradients`. The optimizer gives steps without their size: the learning rate is applied afterwards.
     """
 
     @property
@@ -214,9 +218,18 @@ class MinibatchAgent(Agent):
     def initial_learner_state(self, params: Params) -> LearnerState:
         return super().initial_learner_state(params)._replace(steps=jnp.float32(0))
 
+    def rollout_and_logs(self, params: Params, data: SequenceBatch) -> tuple[Any, Logs]:
+        """Return the rollout, and logs about it."""
+        return self.rollout(params, data), {}
+
     def rollout(self, params: Params, data: SequenceBatch) -> Any:
         """Return what the minibatches are taken from: a tree of rows `[N, ...]`."""
         raise NotImplementedError
+
+    @property
+    def stop_condition(self) -> Callable[[Logs], jax.Array] | None:
+        """The argument `stops` of `MinibatchUpdates`."""
+        return None
 
     def learner_step(
         self, params: Params, learner_state: LearnerState, batch: Batch
@@ -241,14 +254,6 @@ class MinibatchAgent(Agent):
         return MinibatchUpdates(
             self, self.rollout_and_logs, cfg.num_epochs, cfg.num_minibatches, cfg.envs_per_batch, self.stop_condition
         )
-
-    @property
-    def stop_condition(self) -> Callable[[Logs], jax.Array] | None:
-        """The argument `stops` of `MinibatchUpdates`."""
-        return None
-
-    def rollout_and_logs(self, params: Params, data: SequenceBatch) -> tuple[Any, Logs]:
-        return self.rollout(params, data), {}
 
 
 def _has_structure(params: Params) -> Callable[[Tree], bool]:

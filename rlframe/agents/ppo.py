@@ -16,7 +16,7 @@ from rlframe.agents.actor_critic import ActorCritic
 from rlframe.agents.base import LearnerState
 from rlframe.agents.minibatches import MinibatchAgent
 from rlframe.agents.optimizers import annealed, clipped
-from rlframe.agents.returns import generalised_advantages
+from rlframe.agents.returns import generalized_advantages
 from rlframe.agents.trees import as_rows
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import LAST, Batch, Logs, Params, SequenceBatch, Tree
@@ -82,11 +82,35 @@ class PPO(ActorCritic, MinibatchAgent):
 
     config_cls = PPOConfig
 
-    def extras(self, logits: jax.Array, value: jax.Array, sample: jax.Array) -> dict[str, jax.Array]:
-        return {**super().extras(logits, value, sample), "value": value.reshape(logits.shape[0])}
+    def acting_extras(self, logits: jax.Array, value: jax.Array, sample: jax.Array) -> dict[str, jax.Array]:
+        return {**super().acting_extras(logits, value, sample), "value": value.reshape(logits.shape[0])}
 
     def make_optimizer(self) -> optax.GradientTransformation:
         return clipped(self.cfg.max_grad_norm, optax.scale_by_adam(eps=self.cfg.adam_epsilon))
+
+    def rollout_and_logs(self, params: Params, data: SequenceBatch) -> tuple[Rollout, Logs]:
+        """The rollout, and how well the actor's values explain the returns."""
+        rollout = self.rollout(params, data)
+        if missing := [name for name in ("value", "advantage", "mask") if not hasattr(rollout, name)]:
+            raise UsageError(
+                f"{type(self).__name__}.rollout must return a Rollout, or rows with the same fields and more; got a "
+                f"{type(rollout).__name__} without {', '.join(missing)}."
+            )
+        targets = rollout.value + rollout.advantage
+        return rollout, {"explained_variance": explained_variance(rollout.value, targets, rollout.mask)}
+
+    def rollout(self, params: Params, data: SequenceBatch) -> Rollout:
+        """The steps of a batch with their advantages, by the values that the actor had."""
+        value, last_value = jnp.asarray(data.extras["value"]), self._last_value(params, data)
+        mask = (data.step_type[:, :-1] != LAST).astype(jnp.float32)
+        values = jnp.concatenate([value, last_value[:, None]], axis=1)
+        discounts = data.discount * self.cfg.discount
+        advantage = generalized_advantages(data.reward.T, discounts.T, values.T, mask.T, self.cfg.gae_lambda).T
+        observation = jax.tree.map(lambda leaf: leaf[:, :-1], data.observation)
+        rollout = Rollout(observation, self.samples(data), data.extras["log_prob"], value, advantage, mask)
+        if self._core.is_recurrent:
+            return rollout._replace(step_type=data.step_type[:, :-1], state=data.agent_state)
+        return as_rows(rollout)
 
     def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
         """The loss of a minibatch: `batch.data` is a `Rollout`."""
@@ -94,7 +118,7 @@ class PPO(ActorCritic, MinibatchAgent):
         logits, value, rows = self._forward(params, batch.data)
         log_ratio = self.policy.log_prob(logits, rows.sample) - rows.log_prob
         ratio = jnp.exp(log_ratio)
-        advantage = losses.normalise(rows.advantage, rows.mask) if cfg.normalise_advantages else rows.advantage
+        advantage = losses.normalize(rows.advantage, rows.mask) if cfg.normalise_advantages else rows.advantage
         mean = functools.partial(losses.masked_mean, mask=rows.mask)
         policy_loss = mean(losses.clipped_surrogate(ratio, advantage, clip_epsilon))
         value_loss = mean(losses.value_error(value, rows.value, rows.value + rows.advantage, cfg.value_clip))
@@ -109,46 +133,18 @@ class PPO(ActorCritic, MinibatchAgent):
         }
         return loss, logs
 
-    def rollout(self, params: Params, data: SequenceBatch) -> Rollout:
-        """The steps of a batch with their advantages, by the values that the actor had."""
-        value, last_value = jnp.asarray(data.extras["value"]), self._last_value(params, data)
-        mask = (data.step_type[:, :-1] != LAST).astype(jnp.float32)
-        advantage = generalised_advantages(
-            data.reward.T,
-            data.discount.T,
-            jnp.concatenate([value, last_value[:, None]], axis=1).T,
-            mask.T,
-            discount=self.cfg.discount,
-            gae_lambda=self.cfg.gae_lambda,
-        ).T
-        observation = jax.tree.map(lambda leaf: leaf[:, :-1], data.observation)
-        rollout = Rollout(observation, self.samples(data), data.extras["log_prob"], value, advantage, mask)
-        if self._core.is_recurrent:
-            return rollout._replace(step_type=data.step_type[:, :-1], state=data.agent_state)
-        return as_rows(rollout)
-
-    def check_num_envs(self, num_envs: int) -> None:
-        self._minibatch_updates.check_rows(num_envs * (1 if self._core.is_recurrent else self.cfg.unroll_length))
-
     @property
     def stop_condition(self) -> Callable[[Logs], jax.Array] | None:
         return None if self.cfg.target_kl is None else self._is_above_target_kl
+
+    def check_num_envs(self, num_envs: int) -> None:
+        self._minibatch_updates.check_rows(num_envs * (1 if self._core.is_recurrent else self.cfg.unroll_length))
 
     def _is_above_target_kl(self, logs: Logs) -> jax.Array:
         if "approx_kl" not in logs:
             given = ", ".join(sorted(logs))
             raise UsageError(f"{type(self).__name__}: target_kl needs approx_kl among the logs of loss, got {given}.")
         return logs["approx_kl"] > self.cfg.target_kl
-
-    def rollout_and_logs(self, params: Params, data: SequenceBatch) -> tuple[Rollout, Logs]:
-        rollout = self.rollout(params, data)
-        if missing := [name for name in ("value", "advantage", "mask") if not hasattr(rollout, name)]:
-            raise UsageError(
-                f"{type(self).__name__}.rollout must return a Rollout, or rows with the same fields and more; got a "
-                f"{type(rollout).__name__} without {', '.join(missing)}."
-            )
-        targets = rollout.value + rollout.advantage
-        return rollout, {"explained_variance": explained_variance(rollout.value, targets, rollout.mask)}
 
     def _clip_epsilon(self, steps: jax.Array) -> jax.Array:
         return annealed(self.cfg.clip_epsilon, steps, self.cfg.total_learner_steps if self.cfg.anneal_clip else None)

@@ -1,6 +1,6 @@
 """Returns and advantages, of which values and policies learn: GAE, V-trace, n-step and Q(lambda) returns.
 
-All arrays have time first, and no estimate reaches into the next episode.
+Arrays have time first, but for `soft_targets`, which are of single steps. No estimate reaches into the next episode.
 """
 
 from __future__ import annotations
@@ -13,23 +13,16 @@ import jax.numpy as jnp
 from rlframe.agents.trees import check_shapes
 
 
-def generalised_advantages(
-    rewards: jax.Array,
-    env_discounts: jax.Array,
-    values: jax.Array,
-    mask: jax.Array,
-    *,
-    discount: float,
-    gae_lambda: float,
+def generalized_advantages(
+    rewards: jax.Array, discounts: jax.Array, values: jax.Array, mask: jax.Array, gae_lambda: float
 ) -> jax.Array:
     """Generalized advantage estimates, GAE (Schulman et al. 2016, equation 16), time first.
 
     Args:
         rewards: [T, B] float32, of action t.
-        env_discounts: [T, B] float32, of timestep t + 1, without gamma: 0 where the environment terminated.
+        discounts: [T, B] float32, gamma times the discount of timestep t + 1: 0 where the environment terminated.
         values: [T + 1, B] float32, of timestep t; the last one bootstraps.
         mask: [T, B] float32, 0 where the environment ignored action t (its timestep was LAST).
-        discount: gamma, for every step.
         gae_lambda: 0 for one-step advantages, 1 for Monte Carlo.
 
     Returns:
@@ -37,11 +30,10 @@ def generalised_advantages(
     """
     check_shapes(
         rewards=(rewards, "T B"),
-        env_discounts=(env_discounts, "T B"),
+        discounts=(discounts, "T B"),
         mask=(mask, "T B"),
         values=(values, "T+1 B"),
     )
-    discounts = env_discounts * discount
     errors = mask * (rewards + discounts * values[1:] - values[:-1])
     return discounted_sums(errors, mask * discounts * gae_lambda)
 
@@ -83,7 +75,7 @@ def vtrace(
         v_s     = V(x_s) + sum over t >= s of (gamma_s c_s ... gamma_{t-1} c_{t-1}) delta_t
         q_s     = r_s + gamma_s (lambda v_{s+1} + (1 - lambda) V(x_{s+1}))
 
-    The paper's q_s is that of lambda = 1. Mixed like this (as in rlax), an on-policy advantage is the generalised
+    The paper's q_s is that of lambda = 1. Mixed like this (as in rlax), an on-policy advantage is the generalized
     advantage estimate for every lambda.
 
     A sequence may hold several episodes. At a step that the mask leaves out (its timestep was LAST) delta and c are 0,
@@ -194,3 +186,23 @@ def unscale(x: jax.Array, epsilon: float) -> jax.Array:
     size = jnp.abs(x) + 1.0 + epsilon
     root = 2.0 * size / (1.0 + jnp.sqrt(1.0 + 4.0 * epsilon * size))  # sqrt(|h^-1(x)| + 1)
     return jnp.sign(x) * (jnp.square(root) - 1.0)
+
+
+def soft_targets(
+    rewards: jax.Array,
+    discounts: jax.Array,
+    next_values: jax.Array,
+    next_log_probs: jax.Array | float,
+    temperature: jax.Array | float,
+) -> jax.Array:
+    """[B]: rewards and the soft value of what follows, by the lower of two critics (Haarnoja et al. 2018, equation 3).
+
+    Args:
+        rewards: [B].
+        discounts: [B], gamma; 0 where the episode terminated.
+        next_values: [2, B], of the target critics for the policy's next action.
+        next_log_probs: [B], of that action; with a temperature of 0 these are the targets of TD3.
+        temperature: [], what entropy is worth.
+    """
+    check_shapes(rewards=(rewards, "B"), discounts=(discounts, "B"), next_values=(next_values, "2 B"))
+    return rewards + discounts * (jnp.min(next_values, axis=0) - temperature * next_log_probs)

@@ -13,10 +13,11 @@ import optax
 
 from rlframe.agents import losses
 from rlframe.agents.base import TargetState
-from rlframe.agents.critics import TwinCriticAgent, soft_targets, twin_td_error
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.off_policy import check_replay_size
 from rlframe.agents.policies import SquashedGaussian
+from rlframe.agents.returns import soft_targets
+from rlframe.agents.twin_critics import TwinCriticAgent
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import Batch, Logs, Params, Tree
 
@@ -126,7 +127,7 @@ class SAC(TwinCriticAgent):
         next_values = self._nets.values(learner_state.target_params, data.next_observation, next_action)
         targets = soft_targets(data.reward, data.discount, next_values, next_log_prob, temperature)
         values = self._nets.values(params.critics, data.observation, self._range.to_units(data.action))
-        critic_loss = jnp.mean(twin_td_error(values, targets))
+        critic_loss = jnp.mean(losses.twin_td_error(values, targets))
 
         action, log_prob = self._act(rng, params.policy, data.observation)
         action_values = self._nets.values(jax.lax.stop_gradient(params.critics), data.observation, action)

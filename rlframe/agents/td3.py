@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from rlframe.agents import losses
 from rlframe.agents.base import TargetState
-from rlframe.agents.critics import TwinCriticAgent, soft_targets, twin_td_error
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.off_policy import check_replay_size
+from rlframe.agents.returns import soft_targets
+from rlframe.agents.twin_critics import TwinCriticAgent
 from rlframe.errors import check_above, check_at_least, check_share
 from rlframe.types import Batch, Logs, Params, Tree
 
@@ -121,7 +123,7 @@ class TD3(TwinCriticAgent):
         targets = soft_targets(data.reward, data.discount, next_values, 0.0, 0.0)
         values = self._nets.values(params.critics, data.observation, self._range.to_units(data.action))
         logs = {"value": jnp.mean(values), "td_error": jnp.mean(jnp.abs(targets - values))}
-        return jnp.mean(twin_td_error(values, targets)), logs
+        return jnp.mean(losses.twin_td_error(values, targets)), logs
 
     def policy_loss(self, policy_params: Params, critic_params: Params, observation: Tree) -> jax.Array:
         """[]: minus the first critic's value of the policy's actions (algorithm 1)."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlframe.agents import critics, losses, off_policy, td3
+from rlframe.agents import losses, off_policy, returns, td3
 from tests.extras import import_or_skip
 
 
@@ -43,7 +43,7 @@ def test_value_error_with_clipping_is_the_larger_of_the_two():
 
 
 def test_normalise_counts_unmasked_entries_only():
-    result = losses.normalise(jnp.array([1.0, 3.0, 100.0]), jnp.array([1.0, 1.0, 0.0]))
+    result = losses.normalize(jnp.array([1.0, 3.0, 100.0]), jnp.array([1.0, 1.0, 0.0]))
     np.testing.assert_allclose(result[:2], [-1.0, 1.0], rtol=1e-6)
 
 
@@ -84,17 +84,17 @@ def test_sequence_priorities_by_hand():
 def test_soft_targets_by_hand():
     rewards, discounts = jnp.array([1.0, 2.0]), jnp.array([0.9, 0.0])
     next_values, next_log_probs = jnp.array([[3.0, 5.0], [4.0, 6.0]]), jnp.array([-2.0, 7.0])
-    targets = critics.soft_targets(rewards, discounts, next_values, next_log_probs, temperature=0.5)
+    targets = returns.soft_targets(rewards, discounts, next_values, next_log_probs, temperature=0.5)
     np.testing.assert_allclose(targets, [1.0 + 0.9 * (3.0 + 0.5 * 2.0), 2.0])
 
 
 def test_both_critics_err_by_half_a_square_each():
     values = jnp.array([[1.0, 2.0], [3.0, 2.0]])
-    np.testing.assert_allclose(critics.twin_td_error(values, jnp.array([2.0, 5.0])), [0.5 + 0.5, 4.5 + 4.5])
+    np.testing.assert_allclose(losses.twin_td_error(values, jnp.array([2.0, 5.0])), [0.5 + 0.5, 4.5 + 4.5])
 
 
 def test_no_gradient_flows_through_the_targets_of_twin_critics():
-    grads = jax.grad(lambda targets: critics.twin_td_error(jnp.ones((2, 3)), targets).sum())(jnp.zeros(3))
+    grads = jax.grad(lambda targets: losses.twin_td_error(jnp.ones((2, 3)), targets).sum())(jnp.zeros(3))
     np.testing.assert_array_equal(grads, np.zeros(3))
 
 
@@ -125,8 +125,8 @@ def test_a_wrong_shape_is_named():
         r"target must be \[...\]": lambda: losses.value_error(two, two, three, None),
         r"values must be \[2, B\] with B = 3; got \[3\]": lambda: losses.soft_policy_loss(three, three, 1.0),
         r"log_probs must be \[B\].*; got \[2, 2\]": lambda: losses.temperature_loss(0.0, np.ones((2, 2)), 1.0),
-        r"next_values must be \[2, B\] with B = 3": lambda: critics.soft_targets(three, three, three, three, 1.0),
-        r"targets must be \[B\] with B = 3; got \[2\]": lambda: critics.twin_td_error(np.ones((2, 3)), two),
+        r"next_values must be \[2, B\] with B = 3": lambda: returns.soft_targets(three, three, three, three, 1.0),
+        r"targets must be \[B\] with B = 3; got \[2\]": lambda: losses.twin_td_error(np.ones((2, 3)), two),
         r"probabilities must be \[B\].*; got \[2, 2\]": lambda: off_policy.importance_weights(np.ones((2, 2)), 1.0),
         r"mask must be \[T, B\]": lambda: off_policy.sequence_priorities(np.ones((4, 2)), np.ones((2, 4)), 0.9),
     }.items():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlframe.agents.returns import generalised_advantages, n_step_returns, q_lambda_returns, rescale, unscale, vtrace
+from rlframe.agents.returns import generalized_advantages, n_step_returns, q_lambda_returns, rescale, unscale, vtrace
 from tests.extras import import_or_skip
 
 
@@ -92,11 +92,11 @@ def test_on_policy_targets_are_n_step_returns():
 
 
 @pytest.mark.parametrize("lambda_", [0.0, 0.7, 1.0])
-def test_on_policy_advantages_are_generalised_advantages(lambda_):
+def test_on_policy_advantages_are_generalized_advantages(lambda_):
     values, rewards, discounts, _ = random_inputs(seed=2)
     mask = (np.random.RandomState(3).rand(*rewards.shape) > 0.2).astype(np.float32)
     result = vtrace(values, rewards, discounts, jnp.ones_like(rewards), mask, lambda_=lambda_)
-    expected = generalised_advantages(rewards, discounts, values, mask, discount=1.0, gae_lambda=lambda_)
+    expected = generalized_advantages(rewards, discounts, values, mask, lambda_)
     np.testing.assert_allclose(result.advantages, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(result.targets, values[:-1] + expected, rtol=1e-4, atol=1e-5)
 
@@ -166,9 +166,9 @@ def test_values_without_the_one_that_bootstraps_are_refused():
 
 
 def advantages(rewards, discounts, values, mask=None, discount=1.0, gae_lambda=1.0):
-    columns = [jnp.asarray(x, jnp.float32)[:, None] for x in (rewards, discounts, values)]
+    columns = [jnp.asarray(x, jnp.float32)[:, None] for x in (rewards, discount * np.asarray(discounts), values)]
     mask = jnp.ones_like(columns[0]) if mask is None else jnp.asarray(mask, jnp.float32)[:, None]
-    return generalised_advantages(*columns, mask, discount=discount, gae_lambda=gae_lambda)[:, 0]
+    return generalized_advantages(*columns, mask, gae_lambda)[:, 0]
 
 
 def test_advantages_by_hand():
@@ -247,7 +247,7 @@ def test_lambda_returns_by_hand():
 def test_a_wrong_shape_is_named():
     steps = np.ones((4, 2))
     with pytest.raises(ValueError, match=r"values must be \[T\+1, B\] with T = 4, B = 2; got \[4, 2\]"):
-        generalised_advantages(steps, steps, steps, steps, discount=1.0, gae_lambda=1.0)
+        generalized_advantages(steps, steps, steps, steps, 1.0)
     for returns in (n_step_returns, q_lambda_returns):
         with pytest.raises(ValueError, match=r"goes_on must be \[T, B\] with T = 4, B = 2; got \[2, 4\]"):
             returns(steps, steps, steps, steps.T > 0, 1)

@@ -1,4 +1,7 @@
-"""What SAC and TD3 share: a policy with twin critics of its continuous actions, their networks, targets and errors."""
+"""What SAC and TD3 share: a policy with twin critics of its continuous actions, and their networks.
+
+Their targets are `returns.soft_targets`, their losses are in losses.py.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from rlframe.agents.net_factory import build_network, default_config, only_outpu
 from rlframe.agents.networks import Head
 from rlframe.agents.off_policy import replay_spec
 from rlframe.agents.policies import ActionRange, check_bounds
-from rlframe.agents.trees import check_shapes, zeros_like_spec
+from rlframe.agents.trees import zeros_like_spec
 from rlframe.errors import UsageError
 from rlframe.types import AgentOutput, AgentState, Params, ReplaySpec, TimeStep, Transition, Tree, specs
 
@@ -136,34 +139,3 @@ class TwinCriticAgent(Agent):
     @property
     def replay_spec(self) -> ReplaySpec:
         return replay_spec(self.cfg, Transition(1, self.cfg.discount), "uniform")
-
-
-def soft_targets(
-    rewards: jax.Array,
-    discounts: jax.Array,
-    next_values: jax.Array,
-    next_log_probs: jax.Array | float,
-    temperature: jax.Array | float,
-) -> jax.Array:
-    """[B]: rewards and the soft value of what follows, by the lower of two critics (Haarnoja et al. 2018, equation 3).
-
-    Args:
-        rewards: [B].
-        discounts: [B], gamma; 0 where the episode terminated.
-        next_values: [2, B], of the target critics for the policy's next action.
-        next_log_probs: [B], of that action; with a temperature of 0 these are the targets of TD3.
-        temperature: [], what entropy is worth.
-    """
-    check_shapes(rewards=(rewards, "B"), discounts=(discounts, "B"), next_values=(next_values, "2 B"))
-    return rewards + discounts * (jnp.min(next_values, axis=0) - temperature * next_log_probs)
-
-
-def twin_td_error(values: jax.Array, targets: jax.Array) -> jax.Array:
-    """[B]: half the squared errors of both critics, added (Haarnoja et al. 2018, equation 5; Fujimoto et al. 2018).
-
-    Args:
-        values: [2, B], one row for each critic.
-        targets: [B], the same for both; no gradient flows through them.
-    """
-    check_shapes(values=(values, "2 B"), targets=(targets, "B"))
-    return 0.5 * jnp.sum(jnp.square(values - jax.lax.stop_gradient(targets)), axis=0)

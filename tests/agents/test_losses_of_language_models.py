@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlframe.agents import losses, losses_lm
+from rlframe.agents import losses
 
 SCORES = np.float32([1, 0, 0, 1, 5, 2, 2, 7])
 GROUP = np.int32([0, 0, 0, 0, 1, 1, 1, 2])
@@ -19,18 +19,18 @@ def test_advantages_are_within_the_group():
     """Means 0.5 and 3; standard deviations 0.5 and sqrt(2). A group of one keeps its score, as published."""
     root = np.sqrt(2)
     expected = [1, -1, -1, 1, root, -1 / root, -1 / root, 7]
-    np.testing.assert_allclose(losses_lm.group_advantages(SCORES, GROUP), expected, rtol=1e-4)
+    np.testing.assert_allclose(losses.group_advantages(SCORES, GROUP), expected, rtol=1e-4)
 
 
 def test_without_the_standard_deviation_advantages_are_differences():
-    found = losses_lm.group_advantages(SCORES, GROUP, normalise_std=False)
+    found = losses.group_advantages(SCORES, GROUP, normalise_std=False)
     np.testing.assert_allclose(found, [0.5, -0.5, -0.5, 0.5, 2, -1, -1, 7], rtol=1e-6)
 
 
 @pytest.mark.parametrize("size", [3, 7, 8, 16])
 def test_equal_scores_have_no_advantage_however_their_mean_is_rounded(size):
     scores = np.repeat(np.float32([0.1, 100.1, -12345.678]), size)
-    found = losses_lm.group_advantages(scores, np.repeat(np.arange(3, dtype=np.int32), size))
+    found = losses.group_advantages(scores, np.repeat(np.arange(3, dtype=np.int32), size))
     np.testing.assert_array_equal(found, 0)
 
 
@@ -41,28 +41,28 @@ def test_advantages_of_scores_of_any_size_are_finite(scale):
     spread = scale * np.sqrt(2 / 3)
     alone = min(scale, 1e6)
     expected = [*np.array([-scale, 0, scale]) / (spread + 1e-6), alone]
-    np.testing.assert_allclose(losses_lm.group_advantages(scores, group), expected, rtol=1e-5)
-    plain = losses_lm.group_advantages(scores, group, normalise_std=False)
+    np.testing.assert_allclose(losses.group_advantages(scores, group), expected, rtol=1e-5)
+    plain = losses.group_advantages(scores, group, normalise_std=False)
     np.testing.assert_allclose(plain, [*np.clip([-scale, 0, scale], -2e6, 2e6), alone], rtol=1e-5)
 
 
 def test_the_order_of_a_groups_sequences_does_not_matter():
     order = np.random.RandomState(0).permutation(len(SCORES))
-    found = losses_lm.group_advantages(SCORES[order], GROUP[order])
-    np.testing.assert_allclose(found, losses_lm.group_advantages(SCORES, GROUP)[order], rtol=1e-5)
+    found = losses.group_advantages(SCORES[order], GROUP[order])
+    np.testing.assert_allclose(found, losses.group_advantages(SCORES, GROUP)[order], rtol=1e-5)
 
 
 def test_weights_are_those_of_the_mean_over_sequences_or_over_tokens():
     mask = np.float32([[1, 0, 1], [1, 0, 0], [0, 0, 0]])
-    by_sequence = losses_lm.token_weights(mask, "sequence")
+    by_sequence = losses.token_weights(mask, "sequence")
     np.testing.assert_allclose(by_sequence, [[0.25, 0, 0.25], [0.5, 0, 0], [0, 0, 0]])
-    np.testing.assert_allclose(losses_lm.token_weights(mask, "token"), mask / 3)
+    np.testing.assert_allclose(losses.token_weights(mask, "token"), mask / 3)
     for average in ("sequence", "token"):
-        np.testing.assert_array_equal(losses_lm.token_weights(0 * mask, average), 0)
+        np.testing.assert_array_equal(losses.token_weights(0 * mask, average), 0)
 
 
 def test_ratios_are_one_where_the_mask_is_and_never_overflow():
-    found = losses_lm.log_ratio(np.float32([-1, -500, -1, -500]), np.float32([-3, 0, -500, -1]), np.array([1, 0, 1, 1]))
+    found = losses.log_ratio(np.float32([-1, -500, -1, -500]), np.float32([-3, 0, -500, -1]), np.array([1, 0, 1, 1]))
     np.testing.assert_allclose(found, [2, 0, 20, -20])
 
 
@@ -81,14 +81,14 @@ def test_ratios_are_one_where_the_mask_is_and_never_overflow():
 def test_the_clipped_surrogate_by_hand(ratio, advantage, loss, slope):
     found, gradient = jax.value_and_grad(losses.clipped_surrogate)(ratio, advantage, 0.2, 0.3, 3.0)
     np.testing.assert_allclose((found, gradient), (loss, slope), rtol=1e-6)
-    is_clipped = losses_lm.is_clipped(jnp.float32(ratio), jnp.float32(advantage), 0.2, 0.3)
+    is_clipped = losses.is_clipped(jnp.float32(ratio), jnp.float32(advantage), 0.2, 0.3)
     assert is_clipped == (slope == 0 and ratio < 3)
 
 
 def test_the_policy_gradient_is_weighted_by_the_truncated_ratio():
     def loss(log_prob, sampled):
         ratio = jnp.exp(log_prob - sampled)
-        return losses_lm.corrected_policy_gradient(log_prob, ratio, 2.0, ratio_cap=3.0)
+        return losses.corrected_policy_gradient(log_prob, ratio, 2.0, ratio_cap=3.0)
 
     np.testing.assert_allclose(jax.grad(loss)(-1.0, -1.5), -2 * np.exp(0.5), rtol=1e-6)
     np.testing.assert_allclose(jax.grad(loss)(-1.0, -4.0), -2 * 3.0, rtol=1e-6)
@@ -96,10 +96,10 @@ def test_the_policy_gradient_is_weighted_by_the_truncated_ratio():
 
 def test_k3_is_on_average_the_divergence():
     p, q = np.float32([0.5, 0.3, 0.2]), np.float32([0.1, 0.6, 0.3])
-    each = losses_lm.kl_k3(np.log(p / q))
+    each = losses.kl_k3(np.log(p / q))
     assert (np.asarray(each) >= 0).all()
     np.testing.assert_allclose(np.sum(p * each), np.sum(p * np.log(p / q)), rtol=1e-5)
-    np.testing.assert_allclose(losses_lm.kl_k3(jnp.log(2.0)), 0.5 - 1 + np.log(2), rtol=1e-5)
+    np.testing.assert_allclose(losses.kl_k3(jnp.log(2.0)), 0.5 - 1 + np.log(2), rtol=1e-5)
 
 
 def test_preferences_are_of_all_pairs_of_a_group_whose_scores_differ():
@@ -110,11 +110,11 @@ def test_preferences_are_of_all_pairs_of_a_group_whose_scores_differ():
         if GROUP[i] == GROUP[j] and SCORES[i] > SCORES[j]
     ]
     assert len(margins) == 4 + 2
-    loss, accuracy = losses_lm.preference_loss(rewards, SCORES, GROUP)
+    loss, accuracy = losses.preference_loss(rewards, SCORES, GROUP)
     np.testing.assert_allclose(loss, np.mean([np.log(1 + np.exp(-margin)) for margin in margins]), rtol=1e-5)
     np.testing.assert_allclose(accuracy, np.mean(np.array(margins) > 0), rtol=1e-6)
 
 
 def test_without_a_pair_there_is_no_preference():
-    loss, accuracy = losses_lm.preference_loss(np.float32([1, 2]), np.float32([3, 3]), np.int32([0, 0]))
+    loss, accuracy = losses.preference_loss(np.float32([1, 2]), np.float32([3, 3]), np.int32([0, 0]))
     assert (loss, accuracy) == (0, 0)
