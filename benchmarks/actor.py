@@ -103,7 +103,7 @@ def _loop(experiment: Any) -> TrainingLoop:
     return engine.handle_of("train")
 
 
-# With `--against`, this file also measures checkouts in which the next two had other names.
+# With `--against`, this file also measures checkouts in which the next three had other names.
 
 
 def _topology_config(experiment: Any) -> Any:
@@ -114,6 +114,10 @@ def _session_class() -> Any:
     from rlframe.programs import session
 
     return session.Session if hasattr(session, "Session") else importlib.import_module("rlframe.programs.run").Run
+
+
+def _jitted_step(inferencer: Any) -> Callable[..., Any]:
+    return inferencer._jitted_step if hasattr(inferencer, "_jitted_step") else inferencer._act
 
 
 def _table(title: str, ours: dict[str, float], bare: dict[str, float], spent: tuple[float, float]) -> Table:
@@ -184,7 +188,7 @@ def _bare_parts(loop: TrainingLoop, described: Any) -> dict[str, Callable[[], An
 
     # The very function that the Inferencer calls, without the Inferencer.
     inferencer: Any = loop.inferencer
-    act, rng, (_, params) = inferencer._act, inferencer._rng, inferencer._acting
+    act, rng, (_, params) = _jitted_step(inferencer), inferencer._rng, inferencer._acting
 
     def infer() -> np.ndarray:
         return np.asarray(act(rng, np.uint32(1), params, step.timestep, step.agent_state)[0])

@@ -79,41 +79,41 @@ class Batcher:
         with self._changed:
             if self._stopped:
                 raise UnavailableError(self._stopped)
-            one = self._round_for(rows)
-            leads, start = not one.requests, one.join(rows)
+            round_ = self._round_for(rows)
+            leads, start = not round_.requests, round_.join(rows)
             if not leads and len(self._rounds) == 1:
                 self._changed.notify_all()  # it may be large enough now
         if leads:
-            self._lead(one, env_ids, leaves, rows)
+            self._lead(round_, env_ids, leaves, rows)
         else:
-            one.write(leaves, start, rows)
+            round_.write(leaves, start, rows)
             with self._changed:
-                one.unwritten -= 1
-                if not one.unwritten:
+                round_.unwritten -= 1
+                if not round_.unwritten:
                     self._changed.notify_all()
-            if not one.over.wait(self._timeout):  # in the call under way, perhaps, which compiles for longer
+            if not round_.over.wait(self._timeout):  # in the call under way, perhaps, which compiles for longer
                 raise UnavailableError(self._too_busy)
-        if one.error is not None:
-            raise one.error
-        answer = one.part(start, rows)
+        if round_.error is not None:
+            raise round_.error
+        answer = round_.part(start, rows)
         with self._changed:
-            one.unread -= 1
-            if not one.unread and one.capacity == self._max_rows:
-                self._spare.append(one.leaves)
+            round_.unread -= 1
+            if not round_.unread and round_.capacity == self._max_rows:
+                self._spare.append(round_.leaves)
         return answer
 
     @property
     def waiting(self) -> int:
         """Calls that wait for their turn."""
         with self._changed:
-            return sum(one.requests for one in self._rounds)
+            return sum(round_.requests for round_ in self._rounds)
 
     def stop(self, why: str) -> None:
         """Refuse every call that waits, and all later ones. Those under way are answered."""
         with self._changed:
             self._stopped = why
-            for one in self._rounds:
-                one.fail(UnavailableError(why))
+            for round_ in self._rounds:
+                round_.fail(UnavailableError(why))
             self._rounds.clear()
             self._changed.notify_all()
 
@@ -148,56 +148,61 @@ class Batcher:
         self._rounds.append(_Round(leaves, self._max_rows))
         return self._rounds[-1]
 
-    def _lead(self, one: _Round, env_ids: np.ndarray, leaves: list[np.ndarray], rows: int) -> None:
+    def _lead(self, round_: _Round, env_ids: np.ndarray, leaves: list[np.ndarray], rows: int) -> None:
         """Make the call for a round when its turn comes."""
-        if not self._take_turn(one):
+        if not self._take_turn(round_):
             return
         try:
-            bucket = bucket_of(one.rows, self._max_rows)
-            counts = {"requests": one.requests, "calls": 1, "rows": one.rows, "padding_rows": bucket - one.rows}
+            bucket = bucket_of(round_.rows, self._max_rows)
+            counts = {
+                "requests": round_.requests,
+                "calls": 1,
+                "rows": round_.rows,
+                "padding_rows": bucket - round_.rows,
+            }
             with self._changed:
                 self.counts = {name: count + counts[name] for name, count in self.counts.items()}
-            if one.requests > 1 or bucket > rows:
-                one.write(leaves, 0, rows)
-                leaves = [leaf[:bucket] for leaf in one.leaves]
+            if round_.requests > 1 or bucket > rows:
+                round_.write(leaves, 0, rows)
+                leaves = [leaf[:bucket] for leaf in round_.leaves]
             with self._changed:
-                self._changed.wait_for(lambda: not one.unwritten)
-            one.answer = self._act(env_ids, *self._treedef.unflatten(leaves))
+                self._changed.wait_for(lambda: not round_.unwritten)
+            round_.answer = self._act(env_ids, *self._treedef.unflatten(leaves))
         except BaseException as error:
-            one.error = error
+            round_.error = error
         finally:
             with self._changed:
-                self._running.remove(one)
+                self._running.remove(round_)
                 self._changed.notify_all()
-            one.over.set()
+            round_.over.set()
 
-    def _take_turn(self, one: _Round) -> bool:
+    def _take_turn(self, round_: _Round) -> bool:
         """Wait until the round's turn has come. Return False if the round failed meanwhile."""
         with self._changed:
-            came = self._changed.wait_for(lambda: one.error is not None or self._is_due(one), self._timeout)
-            if one.error is None and not came:
-                self._rounds.remove(one)
-                one.fail(UnavailableError(self._too_busy))
+            came = self._changed.wait_for(lambda: round_.error is not None or self._is_due(round_), self._timeout)
+            if round_.error is None and not came:
+                self._rounds.remove(round_)
+                round_.fail(UnavailableError(self._too_busy))
                 self._changed.notify_all()
-            if one.error is not None:
+            if round_.error is not None:
                 return False
             if self._max_wait:
-                self._changed.wait_for(lambda: not one.has_room(1) or len(self._rounds) != 1, self._max_wait)
-                if one.error is not None:  # stopped
+                self._changed.wait_for(lambda: not round_.has_room(1) or len(self._rounds) != 1, self._max_wait)
+                if round_.error is not None:  # stopped
                     return False
             self._rounds.popleft()  # nobody joins it from here on
-            self._running.append(one)
+            self._running.append(round_)
         return True
 
-    def _is_due(self, one: _Round) -> bool:
+    def _is_due(self, round_: _Round) -> bool:
         """Return True if it is the oldest round, and there is room for its call.
 
         Beside a running round it must be as large as that one, unless another round waits behind it: callers come back
         together, and the first of them should not go on without the others.
         """
-        if self._rounds[0] is not one or len(self._running) >= _AT_ONCE:
+        if self._rounds[0] is not round_ or len(self._running) >= _AT_ONCE:
             return False
-        return len(self._rounds) > 1 or all(one.rows >= other.rows for other in self._running)
+        return len(self._rounds) > 1 or all(round_.rows >= other.rows for other in self._running)
 
 
 class _Round:
@@ -226,7 +231,7 @@ class _Round:
     def __init__(self, leaves: list[np.ndarray], max_rows: int) -> None:
         self.leaves, self.capacity, self._max_rows = leaves, len(leaves[0]), max_rows
         self.rows = self.requests = self.unread = 0
-        self.unwritten = -1
+        self.unwritten = -1  # `join` counts the leader's request too
         self.answer: Any = None
         self.error: BaseException | None = None
         self.over = threading.Event()
