@@ -2,9 +2,13 @@
 
 One `Actor.step()`:
 
-1. Its stepper (stepper.py, one for each pool) returns a `Request`: environment ids, timestep, recurrent state.
+1. `next_request` of its stepper (stepper.py, one for each pool): environment ids, timestep, recurrent state.
 2. The inferencer answers with actions and the next state.
-3. The stepper steps the environments, and adds the completed `Step` to the replay buffer. `EpisodeStatistics` counts.
+3. `act` of the stepper carries the actions out. `EpisodeStatistics` counts.
+
+When the environments have answered, the completed `Step` is added to the replay buffer. A synchronous pool is stepped,
+and its step added, in `act`. An asynchronous pool only gets its actions there. The next `next_request` waits for the
+environments that answer first, and adds their steps.
 
 `Actor.run()` repeats this. An actor of an on-policy agent waits after each unroll for a newer version of the parameters
 (unroll_gate.py). Its rank, from which its seeds follow, is claimed from the replay buffer (ranks.py).

@@ -6,21 +6,21 @@ import collections
 import math
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from rlframe import handles
 from rlframe.actors.ranks import AddOnlyWriter, claim_rank
-from rlframe.actors.stepper import AsyncStepper, Request, SyncStepper
+from rlframe.actors.stepper import AsyncStepper, Request, SyncStepper, merge_logs
 from rlframe.actors.unroll_gate import UnrollGate
 from rlframe.envs import as_pool
 from rlframe.errors import NoMethodError, StoppedError, UsageError
 from rlframe.inferencers.base import Inference, StatelessInference, as_inference
 from rlframe.metrics.rows import add_up
 from rlframe.replay import BaseReplayBuffer, ReplayWriter, as_replay_buffer
-from rlframe.types import AgentOutput, AgentState, Logs, global_env_ids
+from rlframe.types import AgentState, Logs, global_env_ids
 
 _POLL = 0.1  # seconds between two checks for `stop`, while the budget is used up
 
@@ -49,6 +49,10 @@ class Actor:
             budget of 0, because only the monitor knows how many steps the Actor before it took.
         incarnation: continue as this incarnation of `rank`, whose open fragments are in the buffer (it was restored);
             None: claim the rank.
+
+    Attributes:
+        rank, incarnation: of this Actor.
+        num_envs: environments in all pools.
     """
 
     def __init__(
@@ -79,10 +83,10 @@ class Actor:
         replay_buffer = as_replay_buffer(given, specs)
         self._owns_buffer = replay_buffer is not given
         self._steppers: list[SyncStepper | AsyncStepper] = []  # one for each pool
-        self._has_begun = False
-        self._max_staleness: int | None = None  # of the replay; known when the first step begins
+        self._has_reset = False  # whether the environments have been reset, before the first step
+        self._max_staleness: int | None = None  # of the replay; known then
         self._budget_changed = threading.Event()
-        self._is_ready = False
+        self._is_made = False  # whether the constructor has returned
         if rank is not None and incarnation is not None:
             self.rank, self.incarnation = rank, incarnation
         else:
@@ -96,18 +100,20 @@ class Actor:
             self._inferencer = as_inference(
                 handles.resolve(inferencer, "inferencer", deadline=deadline, stop=self._stop, first=self.rank)
             )
+            first = 0  # environment of the next pool
             for number in range(num_pools):
                 parts = (seed, self.rank, self.incarnation, number)
                 env = as_pool(
                     env_builder, seed=env_seed(*(parts if number else parts[:3])), deadline=deadline, stop=self._stop
                 )
-                env_ids = global_env_ids(self.rank, self.num_envs + np.arange(env.num_envs))
+                env_ids = global_env_ids(self.rank, first + np.arange(env.num_envs))
                 kind = SyncStepper if env.is_sync else AsyncStepper
                 self._steppers.append(kind(env, env_ids, replay_buffer))
-            self._num_envs = self.num_envs
+                first += env.num_envs
+            self.num_envs = first
             if incarnation is None:
                 replay_buffer.open_segment(self.rank, self.num_envs)
-            self._is_ready = True
+            self._is_made = True
         except BaseException:
             self.close()
             raise
@@ -122,13 +128,10 @@ class Actor:
         """Episodes that ended."""
         return sum(stepper.episodes.episodes for stepper in self._steppers)
 
-    @property
-    def num_envs(self) -> int:
-        """Environments in the pools."""
-        return sum(stepper.env.num_envs for stepper in self._steppers)
-
     def stats(self) -> dict[str, Any]:
-        """Return the counters since this Actor was made. Any thread may call it.
+        """Return the counters of this Actor. Any thread may call it.
+
+        They begin at 0. Only `env_steps` and `episodes` of an Actor whose state is restored (`set_state`) go on.
 
         Returns:
             `rank`, `incarnation`, `env_steps`, `episodes`; `return_sum` and `length_sum` of the episodes that ended;
@@ -162,12 +165,12 @@ class Actor:
             EnvError: an environment raised, or its process died.
             PeerError: a node that the Actor calls did not answer within the deadline.
         """
-        if not self._has_begun:
-            self._begin()
+        if not self._has_reset:
+            self._reset()
         logs = None
         for stepper in self._steppers:
-            request = stepper.ask()
-            logs = _merge(logs, _act(stepper, request, *self._inferencer.inference(*request)))
+            request = stepper.next_request()
+            logs = merge_logs(logs, stepper.act(request, *self._inferencer.inference(*request)))
         return logs
 
     def run(self) -> None:
@@ -180,7 +183,7 @@ class Actor:
         """
         with handles.stopped_by_program(self.stop):
             try:
-                self._begin_service()
+                self._prepare_run()
                 if isinstance(self._inferencer, handles.Remote):
                     self._run_overlapped()
                 else:
@@ -197,10 +200,10 @@ class Actor:
 
         It steps no environment. With asynchronous pools, the first step compiles.
         """
-        self._begin_service()
+        self._prepare_run()
         for stepper in self._steppers:
             if isinstance(stepper, SyncStepper):
-                self._inferencer.inference(*stepper.request())
+                self._inferencer.inference(*stepper.newest_timestep())
 
     def collect(self, steps: int = 0, seconds: float = math.inf) -> bool:
         """Step for a while, as `run` does. It may be called any number of times.
@@ -212,7 +215,7 @@ class Actor:
         Returns:
             Whether it was waiting at the end, for newer parameters or for room in the buffer.
         """
-        self._begin_service()
+        self._prepare_run()
         try:
             return self._run_until(self.env_steps + steps if steps else math.inf, time.monotonic() + seconds)
         except StoppedError:
@@ -250,7 +253,7 @@ class Actor:
         for stepper in self._steppers:
             stepper.env.close()
         if isinstance(self._replay_buffer, AddOnlyWriter):
-            self._replay_buffer.release(was_ready=self._is_ready)
+            self._replay_buffer.release(was_ready=self._is_made)
 
     def get_state(self, *, with_envs: bool = True) -> dict[str, Any]:
         """Return what a resumed Actor of one pool needs: numpy arrays, ints and bytes.
@@ -264,9 +267,10 @@ class Actor:
         """Restore the result of `get_state`. Call it before the first `step`."""
         self._only_stepper().set_state(state)
 
-    def _begin(self) -> None:
-        first = self.rank * self._num_envs  # row k of the initial state is for the program's environment k
-        states, end = self._initial_state(first + self._num_envs), first
+    def _reset(self) -> None:
+        """Reset the environments, unless their state was restored, and close a gate after each on-policy unroll."""
+        first = self.rank * self.num_envs  # row k of the initial state is for the program's environment k
+        states, end = self._initial_state(first + self.num_envs), first
         for stepper in self._steppers:
             begin, end = end, end + stepper.env.num_envs
             stepper.begin(jax.tree.map(lambda leaf, begin=begin, end=end: np.array(leaf[begin:end]), states))
@@ -277,7 +281,7 @@ class Actor:
             self._max_staleness = spec.max_staleness
             for stepper in self._steppers:
                 stepper.gate = UnrollGate(spec) if isinstance(stepper, SyncStepper) else None
-        self._has_begun = True
+        self._has_reset = True
 
     def _initial_state(self, batch_size: int) -> AgentState:
         try:
@@ -286,9 +290,10 @@ class Actor:
             self._inferencer = StatelessInference(self._inferencer)
             return self._inferencer.initial_state(batch_size)
 
-    def _begin_service(self) -> None:
-        if not self._has_begun:
-            self._begin()
+    def _prepare_run(self) -> None:
+        """Reset the environments, if they are not yet. Raise `UsageError` if they cannot keep an on-policy pace."""
+        if not self._has_reset:
+            self._reset()
         if self._max_staleness is not None and any(isinstance(each, AsyncStepper) for each in self._steppers):
             raise UsageError(
                 "The environments of an AsyncEnv complete their unrolls at different times, so they cannot "
@@ -321,24 +326,24 @@ class Actor:
         wait for newer parameters, wait for them; if no answer has come, wait for environments of an asynchronous pool;
         else act by the oldest answer, and wait for it if it has not come.
         """
-        in_flight: collections.deque[tuple[Any, Request, handles.Call]] = collections.deque()  # oldest first
+        pending: collections.deque[_PendingCall] = collections.deque()  # oldest first
         while not self._stop.is_set():
             steppers = self._steppers if self._take_from_budget() else []
-            if not steppers and not in_flight:
+            if not steppers and not pending:
                 self._wait_for_budget()
                 continue
-            free = next((each for each in steppers if each.can_ask and not each.is_at_closed_gate), None)
-            if free is None and not in_flight and (closed := [gate for gate in self._gates() if gate.is_closed]):
+            free = next((each for each in steppers if each.has_request and not each.is_at_closed_gate), None)
+            if free is None and not pending and (closed := [gate for gate in self._gates() if gate.is_closed]):
                 self._open_together(closed)
                 continue
-            if free is None and not (in_flight and in_flight[0][2].done()):
+            if free is None and not (pending and pending[0].call.done()):
                 free = next((each for each in steppers if each.can_wait), None)
             if free is not None:
-                request = free.ask()
-                in_flight.append((free, request, handles.Call(self._inferencer, "inference", request)))
+                request = free.next_request()
+                pending.append(_PendingCall(free, request, handles.Call(self._inferencer, "inference", request)))
             else:
-                stepper, request, call = in_flight.popleft()
-                self._write(_act(stepper, request, *call.result()))
+                stepper, request, call = pending.popleft()
+                self._write(stepper.act(request, *call.result()))
 
     def _open_together(self, gates: list[UnrollGate]) -> None:
         """Wait for a version that opens a gate, and open all that it opens.
@@ -363,7 +368,7 @@ class Actor:
         The count may be too high: an environment that resets takes no step. When it reaches the budget, it is corrected
         by `env_steps`, which takes longer to compute.
         """
-        self._counted += self._num_envs
+        self._counted += self.num_envs
         if self._counted >= self._budget:
             self._counted = self.env_steps
         return self._counted < self._budget
@@ -379,21 +384,14 @@ class Actor:
         return self._steppers[0]
 
 
-def _act(stepper: SyncStepper | AsyncStepper, request: Request, output: AgentOutput, state: AgentState) -> Logs | None:
-    if stepper.gate is not None:
-        stepper.gate.count_step(output.params_version)
-    return stepper.act(request, output, state)
+class _PendingCall(NamedTuple):
+    """A call of an inferencer whose answer has not been acted by."""
+
+    stepper: SyncStepper | AsyncStepper
+    request: Request
+    call: handles.Call
 
 
 def env_seed(*parts: int) -> int:
     """Return a seed below 2^31 for a pool of environments, derived from (seed, rank, incarnation)."""
     return int(np.random.SeedSequence(parts).generate_state(1)[0] >> 1)
-
-
-def _merge(some: Logs | None, more: Logs | None) -> Logs | None:
-    if some is None or more is None:
-        return some if more is None else more
-    episodes = some["episodes"] + more["episodes"]
-    names = ("episode_return", "episode_length")
-    means = {name: (some[name] * some["episodes"] + more[name] * more["episodes"]) / episodes for name in names}
-    return {**means, "episodes": episodes}

@@ -1,7 +1,12 @@
 """One environment pool of an Actor: its newest timestep, its recurrent state, its episodes.
 
-A stepper returns a request for actions (`ask`) and carries the actions out (`act`). In between, its Actor waits for the
-inferencer or works on another pool.
+A stepper returns a request for actions (`next_request`) and carries the actions out (`act`). In between, its Actor
+waits for the inferencer or works on another pool. The two kinds wait for environments, and add steps, in different
+places:
+
+                   next_request                                       act
+    SyncStepper    returns the newest timestep at once                steps the environments, and adds the step
+    AsyncStepper   waits for environments, and adds their steps       sends the actions
 """
 
 from __future__ import annotations
@@ -35,6 +40,8 @@ class PoolStepper:
         replay_buffer: receives the steps.
 
     Attributes:
+        has_request: whether `next_request` may be called, and returns at once.
+        can_wait: whether `next_request` may be called, and waits for environments.
         is_adding: whether a step is being added to the buffer, which may be full.
         gate: of an on-policy agent, closed until the next unroll may begin; None: it is always open.
     """
@@ -75,19 +82,13 @@ class PoolStepper:
 class SyncStepper(PoolStepper):
     """Steps a synchronous pool: each request has all environments."""
 
-    def __init__(self, env: Any, env_ids: np.ndarray, replay_buffer: Any) -> None:
-        super().__init__(env, env_ids, replay_buffer)
-        self._is_asking = False
+    can_wait = False
+    _is_acted_on = False  # whether an inferencer is asked to act on the newest timestep
 
     @property
-    def can_ask(self) -> bool:
-        """Whether `ask` returns without waiting for environments."""
-        return not self._is_asking
-
-    @property
-    def can_wait(self) -> bool:
-        """Whether `ask` may be called to wait for environments."""
-        return False
+    def has_request(self) -> bool:
+        """True unless the newest timestep was requested already."""
+        return not self._is_acted_on
 
     def begin(self, initial_state: AgentState) -> None:
         """Reset the environments, unless `set_state` has restored them."""
@@ -96,25 +97,27 @@ class SyncStepper(PoolStepper):
             with self._stepping:
                 self._timestep, self._state = self.env.reset(), initial_state
 
-    def ask(self) -> Request:
-        """Return the newest timestep, to be acted on."""
-        self._is_asking = True
-        return self.request()
+    def next_request(self) -> Request:
+        """Return the newest timestep. `act` must follow."""
+        self._is_acted_on = True
+        return self.newest_timestep()
 
-    def request(self) -> Request:
-        """Return the request of `ask`, without asking."""
+    def newest_timestep(self) -> Request:
+        """Return what `next_request` would. `act` need not follow."""
         assert self._timestep is not None
         return Request(self._env_ids, self._timestep, self._state)
 
     def act(self, request: Request, output: AgentOutput, next_state: AgentState) -> Logs | None:
         """Step the environments and add the step to the buffer. Return the logs of `Actor.step`."""
+        if self.gate is not None:
+            self.gate.count_step(output.params_version)
         with self._stepping:
             next_timestep = self.env.step(output.action)
         self._add(self._env_ids, Step(request.timestep, output, request.state, output.params_version, next_timestep))
         self._timestep = next_timestep
         if self._is_recurrent:
             self._state = zero_at_first(next_timestep, next_state, self._initial_state)
-        self._is_asking = False
+        self._is_acted_on = False
         return self.episodes.update(next_timestep, rewards=true_rewards(self.env, next_timestep))
 
     def get_state(self, with_envs: bool) -> dict[str, Any]:
@@ -126,7 +129,7 @@ class SyncStepper(PoolStepper):
 class AsyncStepper(PoolStepper):
     """Steps an asynchronous pool: each request has the environments that answered first."""
 
-    can_ask = False
+    has_request = False
 
     def __init__(self, env: Any, env_ids: np.ndarray, replay_buffer: Any) -> None:
         super().__init__(env, env_ids, replay_buffer)
@@ -140,7 +143,7 @@ class AsyncStepper(PoolStepper):
 
     @property
     def can_wait(self) -> bool:
-        """Whether enough environments are running for `ask`, which waits for them."""
+        """Whether enough environments are running for `next_request`, which waits for them."""
         return self._running >= self.env.wait_num
 
     def begin(self, initial_state: AgentState) -> None:
@@ -148,8 +151,8 @@ class AsyncStepper(PoolStepper):
         super().begin(initial_state)
         self._state = jax.tree.map(np.array, initial_state)
 
-    def ask(self) -> Request:
-        """Wait for environments, and add the steps that they complete to the buffer."""
+    def next_request(self) -> Request:
+        """Wait for environments, and add the steps that they complete to the buffer. Return their timesteps."""
         with self._stepping:
             indices, timestep = self.env.recv()
         self._running -= len(indices)
@@ -259,6 +262,16 @@ class EpisodeStatistics:
         self.env_steps, self.episodes = state["env_steps"], state["episodes"]
         if not resets:
             self._returns, self._lengths = state["returns"].copy(), state["lengths"].copy()
+
+
+def merge_logs(some: Logs | None, more: Logs | None) -> Logs | None:
+    """Return the logs of two pools together."""
+    if some is None or more is None:
+        return some if more is None else more
+    episodes = some["episodes"] + more["episodes"]
+    names = ("episode_return", "episode_length")
+    means = {name: (some[name] * some["episodes"] + more[name] * more["episodes"]) / episodes for name in names}
+    return {**means, "episodes": episodes}
 
 
 def zero_at_first(timestep: TimeStep, state: AgentState, initial: AgentState) -> AgentState:

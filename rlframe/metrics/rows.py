@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-COUNTERS = ("env_steps", "episodes", "return_sum", "length_sum")  # of `Actor.stats`, since the actor was made
+COUNTERS = ("env_steps", "episodes", "return_sum", "length_sum")  # of `Actor.stats`
 
 Sums = dict[str, list[float]]  # name -> [sum, count], since the source was made
 
