@@ -37,7 +37,7 @@ def _measure(way: str, reads: int) -> dict[str, float]:
     `processor_us` is what both processes take for a version, the update that makes it included.
     """
     from rlframe.handles import Remote
-    from rlframe.params.source import ParamReader
+    from rlframe.params.reader import ParamReader
 
     transport = transport_of(way)
     here, there = multiprocessing.Pipe()

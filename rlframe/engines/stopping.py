@@ -57,9 +57,8 @@ class StopSignal:
 
     `is_repeated` says whether there was a second one, which a callback may have caught.
 
-    Between `interruptible(True)` and `interruptible(False)` the first one raises as well: for work
-    whose result is of no use when it is cut off. Does nothing outside the main thread, where Python
-    allows no handlers.
+    Within `with stop.interruptible():` the first one raises as well: for work whose result is of no use when it is cut
+    off. Does nothing outside the main thread, where Python allows no handlers.
 
     Args:
         quiet: do not print that a signal came.
@@ -79,9 +78,14 @@ class StopSignal:
     def __exit__(self, *_: object) -> None:
         self._handling.close()
 
-    def interruptible(self, raises: bool) -> None:
-        """Set whether the first signal raises KeyboardInterrupt from now on."""
-        self._raises = raises
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Have the first signal raise KeyboardInterrupt, too, during a `with`."""
+        self._raises = True
+        try:
+            yield
+        finally:
+            self._raises = False
 
     def _handle(self, number: int) -> None:
         self.is_repeated = self.number is not None

@@ -20,7 +20,8 @@ from rlframe.inferencers.shared_calls import CallReader
 from rlframe.interprocess.memory import Name
 from rlframe.interprocess.phases import COMPUTING
 from rlframe.params.packing import PackedParams, Packing
-from rlframe.params.source import ParamSource, Refresher
+from rlframe.params.reader import Refresher
+from rlframe.params.source import ParamSource
 from rlframe.types import ENVS_PER_RANK, AgentOutput, AgentSpecs, AgentState, TimeStep, Tree
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ is in a `ParamStore`, a process that outlives the learner, and keeps pinned vers
                  same machine:   SharedParams, the reader of its memory
                  elsewhere:      a call of `get_packed`
             -> ParamStore                   store.py: in elastic, between the learner and the publication
-    ParamReader -> Refresher -> Inferencer  source.py: finds one of these ways, and follows new versions
+    ParamReader -> Refresher -> Inferencer  reader.py: finds one of these ways, and follows new versions
 
 One version, from the learner to an inferencer in another process of the machine:
 

@@ -15,7 +15,7 @@ from rlframe.interprocess import memory
 from rlframe.learners import Learner, LearnerConfig
 from rlframe.params import ParamStore
 from rlframe.params.packing import Packing
-from rlframe.params.source import ParamReader
+from rlframe.params.reader import ParamReader
 from tests.fakes import OBSERVATION_SPEC, RecordingBuffer, counting_agent, reward_batch
 from tests.in_process import InProcess
 

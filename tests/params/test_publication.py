@@ -19,7 +19,7 @@ from rlframe.interprocess.memory import MACHINE
 from rlframe.learners import Learner, LearnerConfig
 from rlframe.params.packing import PackedParams
 from rlframe.params.publication import Publication
-from rlframe.params.source import ParamReader
+from rlframe.params.reader import ParamReader
 from tests.fakes import ACTION_SPEC, OBSERVATION_SPEC, RecordingBuffer, counting_agent, reward_batch
 from tests.ports import free_address
 from tests.serving import CHILD_DEADLINE, Child, client, serving

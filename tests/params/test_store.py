@@ -15,7 +15,7 @@ import pytest
 from rlframe.errors import FencedError, StoppedError, UsageError
 from rlframe.params import Attempt, PackedParams, ParamStore
 from rlframe.params import store as store_module
-from rlframe.params.source import ParamReader
+from rlframe.params.reader import ParamReader
 from rlframe.program_end import join_program
 from tests.params import processes
 from tests.params.processes import DEADLINE, Process, numbers_in, params

@@ -16,8 +16,8 @@ from rlframe.coordinator.control.errors import FieldError
 from rlframe.coordinator.messages import ROLES, Role
 from rlframe.coordinator.states import JobState, WorkerState
 from rlframe.errors import RlframeError
+from rlframe.http.app import metric_families
 from rlframe.http.bodies import answer
-from rlframe.http.measuring import numbers
 
 MOST_EVENTS = 1000  # in one answer
 Number = Annotated[int, Field(ge=0, le=2**53)]  # what a browser can count to
@@ -219,7 +219,7 @@ def families(prefix: str, status: dict[str, Any] | None) -> Iterator[Metric]:
     if status is None:
         return
     job = status["job"]
-    yield from numbers(prefix, _COUNTERS, _GAUGES, job.get)
+    yield from metric_families(prefix, _COUNTERS, _GAUGES, job.get)
     state = GaugeMetricFamily(prefix + "job_state", "1 for the state that the job is in.", labels=["state"])
     for one in JobState:
         state.add_metric([one.name], job["state"] == one.name)

@@ -15,7 +15,7 @@ from rlframe.errors import StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.phases import waiting_for
 from rlframe.params.publication import LocalParams
-from rlframe.params.source import ParamReader
+from rlframe.params.reader import ParamReader
 from rlframe.params.store import ParamStore, StoredParams
 from rlframe.types import Logs
 

@@ -17,8 +17,8 @@ from starlette.types import Receive
 from rlframe.errors import UnavailableError, UsageError
 from rlframe.http.access import read_token
 from rlframe.http.app import make_app as make_base_app
+from rlframe.http.app import metric_families
 from rlframe.http.bodies import answer
-from rlframe.http.measuring import numbers
 from rlframe.language.server.errors import RefusedError, invalid, refusal, refused
 from rlframe.language.server.generation import Generation
 from rlframe.language.server.native import GenerateRequest, SglangRequest, SglangSampling, VllmRequest
@@ -63,7 +63,7 @@ def make_app(server: PolicyServer) -> FastAPI:
     known = sorted({name for kind in requests for name in kind.model_fields})
 
     async def read_families() -> Any:
-        return numbers(_PREFIX, _COUNTERS, _GAUGES, server.stats().get)
+        return metric_families(_PREFIX, _COUNTERS, _GAUGES, server.stats().get)
 
     app = make_base_app(
         "rlframe policy",

@@ -18,7 +18,7 @@ from rlframe.http.serving import ServerThread
 from rlframe.language.decoding import DecodeEngine, EngineConfig
 from rlframe.language.model import ModelConfig, transformer
 from rlframe.language.model.tokenizers import Tokenizer, load_tokenizer
-from rlframe.params.source import Refresher
+from rlframe.params.reader import Refresher
 from rlframe.types import Params
 
 _log = logging.getLogger(__name__)

@@ -230,15 +230,13 @@ class TrainingLoop:
         if self._evaluated is not None and self._evaluated[0] == self.actor.env_steps:
             return self._evaluated[1]
         evaluate = functools.partial(self._evaluations.evaluate, self.actor.close if final else None)
-        self._stop.interruptible(True)
         try:
-            values, problem = try_evaluation(evaluate, self.actor.env_steps, final=final)
+            with self._stop.interruptible():
+                values, problem = try_evaluation(evaluate, self.actor.env_steps, final=final)
         except KeyboardInterrupt:
             if self._stop.number is None:  # it came from elsewhere
                 raise
             return None
-        finally:
-            self._stop.interruptible(False)
         if values is None:
             self._evaluation_error = problem if final else None
             return None

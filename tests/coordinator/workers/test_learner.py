@@ -25,7 +25,7 @@ from rlframe.errors import FencedError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import LearnerConfig
 from rlframe.params import Attempt, ParamStore
-from rlframe.params.source import ParamReader
+from rlframe.params.reader import ParamReader
 from rlframe.replay import ReplayBuffer
 from tests.coordinator.workers.calling import PATIENCE, Caller
 from tests.fakes import CountingEnv, FixedParams, counting_agent

@@ -1,0 +1,195 @@
+"""Read a `ParamSource` in whatever process it is (`ParamReader`), and follow its versions (`Refresher`)."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rlframe import handles
+from rlframe.errors import NoMethodError, PeerError, StoppedError, UnavailableError, UsageError
+from rlframe.handles import Remote
+from rlframe.params.packing import PackedParams
+from rlframe.params.source import LONGEST_WAIT, PackedSource, ParamSource
+from rlframe.types import Tree
+
+_log = logging.getLogger(__name__)
+
+_LOOK = 0.02  # seconds between two calls of a source without `wait_for_version`
+_POLL = 0.2  # seconds that one call of a `Refresher` waits for newer parameters
+
+
+def as_packed_source(source: Any) -> PackedSource:
+    """Return a source of packed parameters for an object that has `get_params`, or for a handle to one.
+
+    Raises:
+        UsageError: it has no `get_params`.
+    """
+    if isinstance(source, Remote):
+        return ParamReader(source)
+    if hasattr(source, "get_packed"):
+        return source
+    if not callable(getattr(source, "get_params", None)):
+        raise UsageError(
+            f"A {type(source).__name__} was given as the learner of an Inferencer: it needs get_params(known_version) "
+            "-> (version, tree or None), as a Learner has."
+        )
+    return ParamReader(source)
+
+
+class ParamReader:
+    """A `PackedSource` of a learner, of one policy of a `ParamStore`, or of an object that has `get_params` alone.
+
+    A peer in another process of this machine shares its newest version in memory. Any other peer is called. It pickles.
+
+    Args:
+        peer: the learner, store or object, or a `Remote` of one.
+        policy_id: of a store: the policy.
+    """
+
+    def __init__(self, peer: Any, policy_id: str | None = None) -> None:
+        self._peer = peer
+        # The first arguments of each call: a store's methods take the policy, a learner has one policy.
+        self._policy = (policy_id,) if policy_id is not None else ()
+        self._shared: Any = None  # the peer's `SharedParams`
+        # At the first call, and after the peer was restarted.
+        self._looks_for_memory = isinstance(peer, Remote)
+        # A `Remote` has every method until it is called.
+        self._has_get_packed, self._has_wait = hasattr(peer, "get_packed"), hasattr(peer, "wait_for_version")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ParamReader, (self._peer, *self._policy)
+
+    def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
+        """See `PackedSource`. Raises as `Remote` does."""
+        if self._looks_for_memory:
+            self._shared, self._looks_for_memory = self._find_shared(), False
+        if self._shared is not None:
+            version, packed = (-1, None) if self._shared.has_gone else self._shared.read_packed(known_version)
+            is_known = version == known_version and version != -1  # the caller has the newest
+            is_newer = packed is not None and version > known_version
+            if is_known or is_newer:
+                return version, packed
+            self._shared, self._looks_for_memory = None, True  # the peer has gone, or was restarted
+        version, packed = self._call(known_version)
+        if version < 0:  # a store that was restarted shares memory once it has a version
+            self._looks_for_memory = isinstance(self._peer, Remote)
+        return version, packed
+
+    def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
+        """See `ParamSource`."""
+        version, packed = self.get_packed(known_version)
+        return version, None if packed is None else packed.unpack()
+
+    def wait_for_version(self, known_version: int, timeout: float) -> int:
+        """See `ParamSource`. Polls an object without this method."""
+        try:
+            if self._has_wait:
+                return self._peer.wait_for_version(*self._policy, known_version, timeout)
+        except NoMethodError:
+            self._has_wait = False
+        deadline = time.monotonic() + min(timeout, LONGEST_WAIT)
+        while (version := self._peer.get_params(known_version)[0]) <= known_version and time.monotonic() < deadline:
+            time.sleep(_LOOK)
+        return version
+
+    def _call(self, known_version: int) -> tuple[int, PackedParams | None]:
+        try:
+            if self._has_get_packed:
+                return self._peer.get_packed(*self._policy, known_version)
+        except NoMethodError:
+            self._has_get_packed = False
+        version, params = self._peer.get_params(known_version)
+        return version, None if params is None else PackedParams.of(params)
+
+    def _find_shared(self) -> Any:
+        try:
+            shared = self._peer.shared_params(*self._policy)
+        except NoMethodError:  # not a Learner
+            return None
+        try:
+            return None if shared is None or shared.has_gone else shared
+        except (UnavailableError, UsageError):  # on another machine or Ray node, or of another user
+            return None
+
+
+class Refresher:
+    """Fetches a learner's parameters, once or continuously.
+
+    Args:
+        learner: a `ParamSource`, or a handle to a node that is one, which is resolved at the first call.
+        known: returns the inferencer's version; -1 if it has none.
+        take: called with (version, packed parameters) of a newer version.
+        deadline: seconds that a learner in another process may be unreachable.
+        stop: ends `follow`, and any wait for the learner.
+
+    Attributes:
+        heard_at: when the learner answered last, by `time.monotonic()`; None: never.
+        problem: why the learner does not answer; empty if it does.
+    """
+
+    def __init__(
+        self,
+        learner: ParamSource | Any,
+        known: Callable[[], int],
+        take: Callable[[int, PackedParams], None],
+        deadline: float,
+        stop: threading.Event,
+    ) -> None:
+        self._learner_or_handle = learner
+        self._known, self._take = known, take
+        self._deadline, self._stop = deadline, stop
+        self.heard_at: float | None = None
+        self.problem = ""
+
+    @functools.cached_property
+    def _learner(self) -> PackedSource:
+        learner, deadline = self._learner_or_handle, self._deadline
+        return as_packed_source(handles.resolve(learner, "learner", deadline=deadline, stop=self._stop))
+
+    def refresh(self) -> None:
+        """Take the learner's newest version, if it is another one.
+
+        Raises:
+            PeerError: a learner in another process did not answer within `deadline`.
+            StoppedError: `stop` was set, or the program ended, while it did not answer.
+        """
+        version, packed = self._learner.get_packed(self._known())
+        self.heard_at, self.problem = time.monotonic(), ""
+        if packed is not None:
+            self._take(version, packed)
+
+    def wait_for_version(self, known_version: int, timeout: float) -> int:
+        """See `ParamSource`. Raises as `refresh`."""
+        return self._learner.wait_for_version(known_version, timeout)
+
+    def follow(self, interval: float, *, waits: bool = False, required: bool = True) -> None:
+        """Refresh every `interval` seconds until `stop` is set, or the program ends.
+
+        While the learner is unreachable, the inferencer keeps its version.
+
+        Args:
+            waits: wait for each new version instead of for the interval.
+            required: raise if there are no parameters and no learner answers.
+
+        Raises:
+            PeerError: no learner answered within `deadline`, and there are no parameters.
+        """
+        while not self._stop.is_set():
+            try:
+                if waits and self._known() >= 0:
+                    self.wait_for_version(self._known(), _POLL)
+                self.refresh()
+            except StoppedError:
+                return
+            except PeerError as error:
+                known, self.problem = self._known(), str(error)
+                if required and known < 0:
+                    raise
+                newest = f"version {known} of the parameters" if known >= 0 else "its own parameters"
+                _log.warning("Inference goes on by %s: %s", newest, error)
+            if not waits:
+                self._stop.wait(interval)
