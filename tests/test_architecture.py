@@ -39,7 +39,7 @@ BOXES = {
     "compilation": "jit with CPU options",
     "handles": "calls to other processes",
     "transport": "sockets, Courier, Ray",
-    "interprocess": "shared memory, processes",
+    "interprocess": "shared memory, processes, guards of plain lp.launch",
     "basics": "types, errors, extras",
 }
 _UNSEEN = ("__main__", "testing")  # not imported by the rest

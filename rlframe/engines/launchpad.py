@@ -55,7 +55,7 @@ class LaunchpadEngine(ResourceEngine):
         import launchpad as lp
 
         with self.program.group(group):
-            return self.program.add_node(lp.CourierNode(functools.partial(_start, constructor), *args, **kwargs))
+            return self.program.add_node(lp.CourierNode(functools.partial(_construct, constructor), *args, **kwargs))
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
         """See `Engine`."""
@@ -94,7 +94,7 @@ class LaunchpadEngine(ResourceEngine):
             )
 
 
-def _start(constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _construct(constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with STARTING:
         return constructor(*args, **kwargs)
 

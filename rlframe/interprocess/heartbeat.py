@@ -153,7 +153,7 @@ class HeartbeatSender:
         if stay is None:
             os.pwrite(self._descriptor, _PAGE.pack(self._beats, 0.0, 0.0, b""), 0)
             return
-        name, seconds, allowed = stay.told
+        name, seconds, allowed = stay.phase.name, stay.seconds, stay.phase.allowed
         os.pwrite(self._descriptor, _PAGE.pack(self._beats, seconds, allowed, name.encode()), 0)
         if seconds > allowed and not self._is_told:
             self._is_told = True

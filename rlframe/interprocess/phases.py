@@ -87,11 +87,6 @@ class Stay(NamedTuple):
         """Seconds beyond the limit of the phase; negative before it."""
         return self.seconds - self.phase.allowed
 
-    @property
-    def told(self) -> tuple[str, float, float]:
-        """The arguments of `complaint`."""
-        return self.phase.name, self.seconds, self.phase.allowed
-
     def where(self) -> str:
         """Return the traceback of the thread, as text."""
         frame = sys._current_frames().get(self.ident)

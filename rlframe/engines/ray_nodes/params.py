@@ -131,7 +131,8 @@ class FetchedVersions:
                 self._changed.wait_for(lambda: self._version > known, min(timeout, LONGEST_WAIT))
                 return self._version
             version, references = self._version, self._references
-        return _known(known) if version <= known else self._fetch(version, references)
+        # The caller may be up to date.
+        return messages.pack(((known, None),)) if version <= known else self._fetch(version, references)
 
     def _fetch(self, version: int, references: list[Any]) -> messages.Parts:
         with self._fetching:
@@ -141,8 +142,3 @@ class FetchedVersions:
                 except ray.exceptions.RayError as error:
                     raise UnavailableError(f"version {version} did not come: {type(error).__name__}") from None
             return self._fetched[1]
-
-
-def _known(version: int) -> messages.Parts:
-    """Return the answer to `get_packed` of a caller that is up to date."""
-    return messages.pack(((version, None),))

@@ -38,7 +38,7 @@ LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"
 def node_process(
     name: str, run: Callable[[bytes], Any], pickled: bytes, rules: GroupRules, address: str | None = None
 ) -> NodeProcess:
-    """Return the process of a node, to be started by a supervisor of this process.
+    """Return the process of a node, to be started by a supervisor of this process. It has this process's `sys.path`.
 
     Args:
         name: of the node: `actor/1`.
@@ -48,7 +48,8 @@ def node_process(
         address: see `NodeProcess`.
     """
     rules = dataclasses.replace(rules, env={**rules.env, LAUNCHER_PID: str(os.getpid())})
-    return NodeProcess(name, command_of(__name__, name), rules, pickle.dumps((run, pickled)), address)
+    code = f"import sys; sys.path[:] = {import_path()!r}; from {__name__} import main; main()"
+    return NodeProcess(name, [sys.executable, "-c", code, name], rules, pickle.dumps((run, pickled)), address)
 
 
 def program_processes(
@@ -82,12 +83,6 @@ def pickle_node(label: str, node: Any) -> bytes:
             "Their arguments must be picklable."
         ) from error
     return pickled
-
-
-def command_of(module: str, *arguments: str) -> list[str]:
-    """Return the command line of a process that calls `main` of a module, and has this process's `sys.path`."""
-    code = f"import sys; sys.path[:] = {import_path()!r}; from {module} import main; main()"
-    return [sys.executable, "-c", code, *arguments]
 
 
 # --- in the process of the node
