@@ -14,7 +14,7 @@ import sys
 import pytest
 
 import rlframe
-from rlframe.cli import train as cli_train
+from rlframe.cli import seeds as cli_seeds
 from rlframe.cli.main import main
 from rlframe.cli.seeds import parse_seeds
 from rlframe.errors import UsageError
@@ -109,7 +109,7 @@ def test_one_seed_has_no_spread(both, tmp_path, capfd):
 def test_the_table_has_no_spread_of_a_single_episode(episodes, spread, capfd):
     result = Result(100, 7, 20.0, 1.5, episodes, 50.0, 2.0, 8, "run")
     summary = {"return_mean": 20.0, "return_std": 0.0}
-    cli_train._print_table([(3, result)], summary, pathlib.Path("curve.png"))
+    cli_seeds._print_table([(3, result)], summary, pathlib.Path("curve.png"))
     row = capfd.readouterr().err.splitlines()[1]
     assert row.split() == ["3", "20.0", *spread.split(), "100", "7", "50", "2"]
 

@@ -17,7 +17,7 @@ from rlframe.cli.run_access import (
     RunOptions,
     check_names_one_run,
     connected,
-    is_steered,
+    has_reachable_coordinator,
     status_by_files,
 )
 from rlframe.coordinator.messages import ROLES
@@ -165,7 +165,7 @@ def _end_process(options: StopOptions, run_dir: str, holder: Holder) -> None:
 
     path = pathlib.Path(run_dir)
     try:
-        if is_steered(run_dir):
+        if has_reachable_coordinator(run_dir):
             _ask_coordinator_to_stop(options)
         else:
             holder.terminate()

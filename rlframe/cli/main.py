@@ -18,27 +18,26 @@ from rlframe.errors import RlframeError, UsageError, suggest
 
 
 class Command(NamedTuple):
-    """A command: the module and its function `(arguments) -> exit code`, and what the help says."""
+    """A command: its function `(arguments) -> exit code` as `module:function`, and what the help says."""
 
-    module: str
     function: str
     help: str
 
 
 COMMANDS = {
-    "train": Command("train", "run", "train an agent on an environment"),
-    "sweep": Command("sweep", "run", "search the options of train for values that learn best"),
-    "evaluate": Command("evaluate", "run", "play episodes with a trained agent, or write a video of one"),
-    "plot": Command("plot", "run", "draw the learning curves of runs"),
-    "envs": Command("listings", "envs", "list the environments that can be named"),
-    "agents": Command("listings", "agents", "list the agents, their options and their presets"),
-    "serve": Command("serve", "run", "serve trajectories, or a language model that learns, over HTTP"),
-    "status": Command("status", "run", "show how a run is"),
-    "scale": Command("control", "scale", "change how many collectors a run of the topology elastic has"),
-    "pause": Command("control", "pause", "pause such a run"),
-    "unpause": Command("control", "unpause", "end the pause of such a run"),
-    "stop": Command("control", "stop", "end a run in good order"),
-    "bench": Command("main", "bench", "measure this project and its peers, side by side in one run"),
+    "train": Command("train:run", "train an agent on an environment"),
+    "sweep": Command("sweep:run", "search the options of train for values that learn best"),
+    "evaluate": Command("evaluate:run", "play episodes with a trained agent, or write a video of one"),
+    "plot": Command("plot:run", "draw the learning curves of runs"),
+    "envs": Command("listings:envs", "list the environments that can be named"),
+    "agents": Command("listings:agents", "list the agents, their options and their presets"),
+    "serve": Command("serve:run", "serve trajectories, or a language model that learns, over HTTP"),
+    "status": Command("status:run", "show how a run is"),
+    "scale": Command("control:scale", "change how many collectors a run of the topology elastic has"),
+    "pause": Command("control:pause", "pause such a run"),
+    "unpause": Command("control:unpause", "end the pause of such a run"),
+    "stop": Command("control:stop", "end a run in good order"),
+    "bench": Command("main:bench", "measure this project and its peers, side by side in one run"),
 }
 
 INTERRUPTED = 130  # what a shell gives for a program that SIGINT ended: 128 + the signal's number
@@ -107,8 +106,8 @@ def _dispatch(arguments: list[str]) -> int:
     if command not in COMMANDS:
         known = ", ".join(COMMANDS)
         raise UsageError(f"There is no command {command!r}; there are {known}.{suggest(command, COMMANDS)}")
-    module = importlib.import_module(f"rlframe.cli.{COMMANDS[command].module}")
-    return getattr(module, COMMANDS[command].function)(rest)
+    module, _, function = COMMANDS[command].function.partition(":")
+    return getattr(importlib.import_module(f"rlframe.cli.{module}"), function)(rest)
 
 
 def bench(arguments: list[str]) -> int:

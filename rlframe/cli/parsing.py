@@ -71,8 +71,8 @@ def parse(
     return parsed
 
 
-def peek(arguments: Sequence[str], name: str) -> str | None:
-    """The value of `--name` before the options are known, or None. The last one given counts."""
+def value_before_parsing(arguments: Sequence[str], name: str) -> str | None:
+    """Return the value of `--name`, or None, before the options are known. The last one given counts."""
     value = None
     for i, argument in enumerate(arguments):
         option, joined, rest = argument.partition("=")

@@ -60,7 +60,7 @@ def check_names_one_run(options: Any) -> None:
         raise UsageError("Name one run, by RUN_DIR or by the --url of its control.")
 
 
-def is_steered(run_dir: str) -> bool:
+def has_reachable_coordinator(run_dir: str) -> bool:
     """Return True if the run in a directory has a coordinator, whose control is on this host."""
     from rlframe.coordinator.control.address import control_file, read_control
     from rlframe.programs.run_dir.status import topology_of

@@ -1,31 +1,40 @@
 """Runs that differ by their seed, each a process: `rlframe train --seeds 1-5`, and each trial of `rlframe sweep`.
 
-    seeds = parse_seeds("1-3")                              # [1, 2, 3]
-    check_of_several(experiment, options, "--seeds")        # raises for options of a single run
-    with lock_of_several(directory, experiment, options):   # no other process writes there
-        runs = iter([SeedRun(directory.path, seed, options) for seed in seeds])
-        run_all(lambda: next(runs, None), lambda run: print(run.outcome()), at_once=2)
+`rlframe train --seeds 1-3 --run-dir runs/x` is `run_seeds`:
 
-Each `SeedRun` is a process `rlframe train --config DIRECTORY/config.json --seed N --run-dir DIRECTORY/seed-N`.
+    seeds = parse_seeds("1-3")                                          # [1, 2, 3]
+    check_options_of_several_runs(experiment, options, "--seeds")       # raises for options of a single run
+    with lock_several_runs(directory, experiment, options):             # no other process writes to runs/x
+        runs = [SeedRun(directory.path, seed, options) for seed in seeds]
+        _run_unfinished(runs, options)                                  # by `run_all`, options.at_once at a time
+        _report(directory.path, runs, options)                          # the table, the plot
+
+Each `SeedRun` is a process `rlframe train --config runs/x/config.json --seed N --run-dir runs/x/seed-N`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 
 from rlframe.cli.train_options import TrainOptions
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import UsageError
-from rlframe.metrics.curves import plus_minus
+from rlframe.interprocess.files import write_atomically
+from rlframe.metrics.curves import ENOUGH, interquartile_mean, interval, plus_minus
 from rlframe.programs.experiment import MAX_SEED, Experiment
-from rlframe.programs.run_dir.directory import Result, RunDir
-from rlframe.programs.run_dir.lock import RunLock
+from rlframe.programs.options.config_file import load_experiment, save_experiment
+from rlframe.programs.run_dir.directory import SEEDS, Result, RunDir, default_path
+from rlframe.programs.run_dir.lock import RunLock, holder_of
 
 MAX_RUNS = 1_000  # far more than anybody has the time for: such a range is a slip
 # Options of the whole command: its runs do not get them.
@@ -33,6 +42,9 @@ _NOT_PASSED_ON = ("seeds", "at_once", "run_dir", "config", "resume", "take_over"
 # Options of a single run: the command refuses them.
 _SINGLE_RUN_ONLY = ("resume_from", "token_file", "stop_at", "profile", "profile_trace")
 _LOOKS = 0.1  # seconds between two looks at the runs
+
+
+# --- what several runs share
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -54,7 +66,7 @@ def parse_seeds(text: str) -> list[int]:
     return seeds
 
 
-def check_of_several(experiment: Experiment, options: TrainOptions, by: str) -> None:
+def check_options_of_several_runs(experiment: Experiment, options: TrainOptions, by: str) -> None:
     """Raise UsageError for options that several runs cannot share. `by` names the option or command of several runs."""
     for name in _SINGLE_RUN_ONLY:
         if getattr(options, name) != getattr(TrainOptions, name):
@@ -73,10 +85,13 @@ def check_of_several(experiment: Experiment, options: TrainOptions, by: str) -> 
         raise UsageError(f"{by} compares the returns of evaluations, and --eval-episodes 0 turns them off.")
 
 
-def lock_of_several(directory: RunDir, experiment: Experiment, options: TrainOptions) -> RunLock:
+def lock_several_runs(directory: RunDir, experiment: Experiment, options: TrainOptions) -> RunLock:
     """Return the lock of a directory of several runs. Its holder waits until they have saved."""
     ends_within = experiment.topology_config.grace_seconds + 30.0
     return RunLock(directory.path, options.take_over, ends_within)
+
+
+# --- the processes
 
 
 def run_all(next_run: Callable[[], SeedRun | None], ended: Callable[[SeedRun], None], at_once: int) -> int | None:
@@ -190,3 +205,150 @@ class SeedRun:
         """Return the last line of its output."""
         lines = self.log.read_text(encoding="utf-8", errors="backslashreplace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+
+
+# --- `rlframe train --seeds`
+
+
+def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
+    """Train once for each seed, each in a process. Print a table and draw a plot of all runs. Return the exit code.
+
+    The runs are RUN_DIR/seed-1 and so on; RUN_DIR/logs has their output. `--resume` leaves finished runs alone and
+    continues the others. At Ctrl-C the runs save and end. SIGKILL does not reach them: `--resume --take-over` ends them
+    and continues.
+
+    Returns:
+        0 if all runs ended well; else 128 + the signal that ended them, or the exit code of the first that failed.
+    """
+    assert options.seeds is not None
+    seeds = parse_seeds(options.seeds)
+    check_options_of_several_runs(experiment, options, "--seeds")
+    directory = RunDir(options.run_dir if options.run_dir is not None else default_path(experiment))
+    if options.resume:
+        directory.check_holds(SEEDS)
+        if experiment != load_experiment(directory.config):
+            raise UsageError(
+                f"Runs that are gone on with keep their options: leave out of rlframe train --seeds {options.seeds} "
+                f"--resume --run-dir {directory.path} those of the experiment, or begin other runs."
+            )
+    else:
+        _check_begins(experiment, options)
+        directory.create()
+    with lock_several_runs(directory, experiment, options):
+        if not options.resume:
+            directory.create()  # check again: another process may have used it before the lock
+            save_experiment(experiment, directory.config, {})
+        _write_seeds(directory, options.seeds, seeds)
+        runs = [SeedRun(directory.path, seed, options) for seed in seeds]
+        _check_free(runs, options)
+        stopped_by = _run_unfinished(runs, options)
+        code = _report(directory.path, runs, options)
+    if stopped_by is None:
+        return code
+    over = sum(run.result is not None for run in runs)
+    said = f"{over} of {len(runs)} runs are over; what the others did is saved. Go on: {directory.resume_command}"
+    print(said, file=sys.stderr)
+    return 128 + stopped_by
+
+
+def _check_begins(experiment: Experiment, options: TrainOptions) -> None:
+    """Raise what a run would raise before its first step."""
+    import jax
+
+    from rlframe.programs.api import check_trackers, control_of
+    from rlframe.programs.runner import check_extras
+    from rlframe.programs.topologies.parts import make_agent
+    from rlframe.programs.training.updates import check_updates
+
+    check_trackers(options)
+    check_extras(experiment, with_control=control_of(experiment, options) is not None)
+    jax.config.update("jax_platforms", "cpu")  # the accelerator's memory is for the runs
+    check_updates(experiment, make_agent(experiment))
+
+
+def _write_seeds(directory: RunDir, text: str, seeds: list[int]) -> None:
+    """Write the seeds of all runs to `seeds.json`: these and earlier ones."""
+    path = directory.path / SEEDS
+    before = parse_seeds(json.loads(path.read_text())["seeds"]) if path.exists() else []
+    if not set(before) <= set(seeds):
+        text = ",".join(map(str, sorted({*before, *seeds})))
+    write_atomically(path, json.dumps({"seeds": text.replace(" ", "")}), "\n")
+
+
+def _check_free(runs: list[SeedRun], options: TrainOptions) -> None:
+    """Raise UsageError if another process writes to one of the runs."""
+    for run in runs:
+        if not options.take_over and (holder := holder_of(run.path)) is not None:
+            raise UsageError(
+                f"{run.path} is in use by {holder}: wait for its end, stop it (rlframe stop {run.path}), or have it "
+                "ended and gone on with by --resume --take-over."
+            )
+
+
+def _run_unfinished(runs: list[SeedRun], options: TrainOptions) -> int | None:
+    """Run those that are not finished. Return the number of the signal that ended them, or None."""
+    waiting = [run for run in runs if run.result is None]
+
+    def say(run: SeedRun, text: str) -> None:
+        if not options.quiet:
+            print(f"seed {run.seed}: {text}", file=sys.stderr, flush=True)
+
+    def next_run() -> SeedRun | None:
+        if not waiting:
+            return None
+        say(waiting[0], f"began, in {waiting[0].path}")
+        return waiting.pop(0)
+
+    return run_all(next_run, lambda run: say(run, run.outcome()), options.at_once)
+
+
+def _report(directory: pathlib.Path, runs: list[SeedRun], options: TrainOptions) -> int:
+    done = [(run.seed, run.result) for run in runs if run.result is not None]
+    failed = next((run for run in runs if run.result is None), None)
+    if done:
+        from rlframe.metrics import plot_learning_curve
+
+        picture = directory / "learning_curve.png"
+        plot_learning_curve([run.path for run in runs if run.result is not None], picture)
+        summary = _summary(directory, done)
+        if not options.quiet:
+            _print_table(done, summary, picture)
+        if options.json:
+            print(json.dumps(summary), flush=True)
+    return 0 if failed is None else failed.code or 1
+
+
+def _summary(directory: pathlib.Path, done: list[tuple[int, Result]]) -> dict[str, Any]:
+    returns = np.array([result.return_mean for _, result in done], np.float64)
+    return {
+        "seeds": [seed for seed, _ in done],
+        "returns": returns.tolist(),
+        "return_mean": float(returns.mean()),
+        "return_std": float(returns.std()),
+        "return_iqm": float(interquartile_mean(returns)) if len(done) >= ENOUGH else None,
+        "return_iqm_interval": [float(end) for end in interval(returns)] if len(done) >= ENOUGH else None,
+        "env_steps": sum(result.env_steps for _, result in done),
+        "wall_seconds": sum(result.wall_seconds for _, result in done),
+        "run_dir": str(directory),
+    }
+
+
+def _print_table(done: list[tuple[int, Result]], summary: dict[str, Any], picture: pathlib.Path) -> None:
+    from rlframe.metrics.terminal import console, table
+
+    rows = []
+    for seed, result in done:
+        numbers = (result.env_steps, result.learner_steps, result.steps_per_second, result.wall_seconds)
+        spread = plus_minus(result.return_std, result.episodes).removeprefix(" ± ")
+        rows.append((str(seed), f"{result.return_mean:.1f}", spread, *(f"{number:,.0f}" for number in numbers)))
+    columns = ("seed", "return", "± of its episodes", "steps", "updates", "steps/s", "seconds")
+    console(sys.stderr).print(table(columns, rows, right=True))
+    text = f"mean {summary['return_mean']:.1f}{plus_minus(summary['return_std'], len(done))} over seeds"
+    if len(done) == 1:
+        text = f"return {summary['return_mean']:.1f}"
+    elif len(done) >= ENOUGH:
+        low, high = summary["return_iqm_interval"]
+        text = f"interquartile mean {summary['return_iqm']:.1f} (95%: {low:.1f} to {high:.1f}), {text}"
+    else:
+        text += f" (lowest to highest: {min(summary['returns']):.1f} to {max(summary['returns']):.1f})"
+    print(f"{len(done)} seed{'s' * (len(done) > 1)}: {text}; see {picture}", file=sys.stderr)

@@ -12,7 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 from rlframe.cli.parsing import parse
-from rlframe.cli.run_access import RunOptions, check_names_one_run, connected, is_steered, status_by_files
+from rlframe.cli.run_access import (
+    RunOptions,
+    check_names_one_run,
+    connected,
+    has_reachable_coordinator,
+    status_by_files,
+)
 from rlframe.errors import PeerError, UnavailableError, UsageError
 from rlframe.metrics.terminal import console, table
 
@@ -68,7 +74,7 @@ def _look_at(options: StatusOptions, run_dir: str, opened: contextlib.ExitStack)
     from rlframe.programs.run_dir.lock import holder_of
 
     directory = pathlib.Path(run_dir)
-    if holder_of(directory) is None or not is_steered(run_dir):
+    if holder_of(directory) is None or not has_reachable_coordinator(run_dir):
         return status_by_files(run_dir)
     client = opened.enter_context(connected(options, PROG))
 

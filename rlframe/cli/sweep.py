@@ -9,7 +9,7 @@ import sys
 
 from rlframe import extras
 from rlframe.cli.listings import print_preset
-from rlframe.cli.seeds import check_of_several, lock_of_several, parse_seeds, run_all
+from rlframe.cli.seeds import check_options_of_several_runs, lock_several_runs, parse_seeds, run_all
 from rlframe.cli.train_options import read_arguments
 from rlframe.cli.trials import SweepOptions, Trials, Varied, parse_varied
 from rlframe.errors import UsageError
@@ -38,7 +38,7 @@ def run(arguments: list[str]) -> int:
     experiment, options, preset = read_arguments(arguments, SweepOptions, PROG, DESCRIPTION)
     assert isinstance(options, SweepOptions)
     extras.require(PROG, "sweep")
-    check_of_several(experiment, options, PROG)
+    check_options_of_several_runs(experiment, options, PROG)
     path = default_path(experiment)
     directory = RunDir(options.run_dir if options.run_dir is not None else path.with_name(f"sweep-{path.name}"))
     options = _completed(experiment, options, directory)
@@ -48,7 +48,7 @@ def run(arguments: list[str]) -> int:
         print_preset(preset, experiment, sys.stderr)
     if not options.resume:
         directory.create()
-    with lock_of_several(directory, experiment, options):
+    with lock_several_runs(directory, experiment, options):
         if not options.resume:
             directory.create()  # check again: another process may have used it before the lock
         kept = {name: getattr(options, name) for name in _KEPT}

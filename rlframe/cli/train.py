@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import sys
-from typing import Any
-
-import numpy as np
 
 from rlframe.cli.listings import print_preset
-from rlframe.cli.parsing import peek
-from rlframe.cli.seeds import SeedRun, check_of_several, lock_of_several, parse_seeds, run_all
+from rlframe.cli.parsing import value_before_parsing
+from rlframe.cli.seeds import run_seeds
 from rlframe.cli.train_options import TrainOptions, read_arguments
 from rlframe.errors import UsageError
-from rlframe.interprocess.files import write_atomically
-from rlframe.metrics.curves import ENOUGH, interquartile_mean, interval, plus_minus
+from rlframe.metrics.curves import plus_minus
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.options.config_file import load_experiment, save_experiment
 from rlframe.programs.presets import Preset
-from rlframe.programs.run_dir.directory import SEEDS, Result, RunDir, default_path
-from rlframe.programs.run_dir.lock import holder_of
+from rlframe.programs.run_dir.directory import Result, RunDir
 
 
 def run(arguments: list[str]) -> int:
@@ -33,12 +26,9 @@ def run(arguments: list[str]) -> int:
         print_preset(preset, experiment, sys.stderr)
     if options.seeds is None:
         return _run_session(experiment, options, preset)
-    if peek(arguments, "seed") is not None:
+    if value_before_parsing(arguments, "seed") is not None:
         raise UsageError(f"--seeds {options.seeds} makes a run for each of them: leave --seed out.")
-    return _run_seeds(experiment, options)
-
-
-# --- one run
+    return run_seeds(experiment, options)
 
 
 def _run_session(experiment: Experiment, options: TrainOptions, preset: Preset | None) -> int:
@@ -84,150 +74,3 @@ def _print_result(experiment: Experiment, result: Result) -> None:
             f"see {directory.learning_curve}"
         )
     print(text, file=sys.stderr)
-
-
-# --- a run for each seed
-
-
-def _run_seeds(experiment: Experiment, options: TrainOptions) -> int:
-    """Train once for each seed, each in a process. Print a table and draw a plot of all runs. Return the exit code.
-
-    The runs are RUN_DIR/seed-1 and so on; RUN_DIR/logs has their output. `--resume` leaves finished runs alone and
-    continues the others. At Ctrl-C the runs save and end. SIGKILL does not reach them: `--resume --take-over` ends them
-    and continues.
-
-    Returns:
-        0 if all runs ended well; else 128 + the signal that ended them, or the exit code of the first that failed.
-    """
-    assert options.seeds is not None
-    seeds = parse_seeds(options.seeds)
-    check_of_several(experiment, options, "--seeds")
-    directory = RunDir(options.run_dir if options.run_dir is not None else default_path(experiment))
-    if options.resume:
-        directory.check_holds(SEEDS)
-        if experiment != load_experiment(directory.config):
-            raise UsageError(
-                f"Runs that are gone on with keep their options: leave out of rlframe train --seeds {options.seeds} "
-                f"--resume --run-dir {directory.path} those of the experiment, or begin other runs."
-            )
-    else:
-        _check_begins(experiment, options)
-        directory.create()
-    with lock_of_several(directory, experiment, options):
-        if not options.resume:
-            directory.create()  # check again: another process may have used it before the lock
-            save_experiment(experiment, directory.config, {})
-        _write_seeds(directory, options.seeds, seeds)
-        runs = [SeedRun(directory.path, seed, options) for seed in seeds]
-        _check_free(runs, options)
-        stopped_by = _run_unfinished(runs, options)
-        code = _report(directory.path, runs, options)
-    if stopped_by is None:
-        return code
-    over = sum(run.result is not None for run in runs)
-    said = f"{over} of {len(runs)} runs are over; what the others did is saved. Go on: {directory.resume_command}"
-    print(said, file=sys.stderr)
-    return 128 + stopped_by
-
-
-def _check_begins(experiment: Experiment, options: TrainOptions) -> None:
-    """Raise what a run would raise before its first step."""
-    import jax
-
-    from rlframe.programs.api import check_trackers, control_of
-    from rlframe.programs.runner import check_extras
-    from rlframe.programs.topologies.parts import make_agent
-    from rlframe.programs.training.updates import check_updates
-
-    check_trackers(options)
-    check_extras(experiment, with_control=control_of(experiment, options) is not None)
-    jax.config.update("jax_platforms", "cpu")  # the accelerator's memory is for the runs
-    check_updates(experiment, make_agent(experiment))
-
-
-def _write_seeds(directory: RunDir, text: str, seeds: list[int]) -> None:
-    """Write the seeds of all runs to `seeds.json`: these and earlier ones."""
-    path = directory.path / SEEDS
-    before = parse_seeds(json.loads(path.read_text())["seeds"]) if path.exists() else []
-    if not set(before) <= set(seeds):
-        text = ",".join(map(str, sorted({*before, *seeds})))
-    write_atomically(path, json.dumps({"seeds": text.replace(" ", "")}), "\n")
-
-
-def _check_free(runs: list[SeedRun], options: TrainOptions) -> None:
-    """Raise UsageError if another process writes to one of the runs."""
-    for run in runs:
-        if not options.take_over and (holder := holder_of(run.path)) is not None:
-            raise UsageError(
-                f"{run.path} is in use by {holder}: wait for its end, stop it (rlframe stop {run.path}), or have it "
-                "ended and gone on with by --resume --take-over."
-            )
-
-
-def _run_unfinished(runs: list[SeedRun], options: TrainOptions) -> int | None:
-    """Run those that are not finished. Return the number of the signal that ended them, or None."""
-    waiting = [run for run in runs if run.result is None]
-
-    def say(run: SeedRun, text: str) -> None:
-        if not options.quiet:
-            print(f"seed {run.seed}: {text}", file=sys.stderr, flush=True)
-
-    def next_run() -> SeedRun | None:
-        if not waiting:
-            return None
-        say(waiting[0], f"began, in {waiting[0].path}")
-        return waiting.pop(0)
-
-    return run_all(next_run, lambda run: say(run, run.outcome()), options.at_once)
-
-
-def _report(directory: pathlib.Path, runs: list[SeedRun], options: TrainOptions) -> int:
-    done = [(run.seed, run.result) for run in runs if run.result is not None]
-    failed = next((run for run in runs if run.result is None), None)
-    if done:
-        from rlframe.metrics import plot_learning_curve
-
-        picture = directory / "learning_curve.png"
-        plot_learning_curve([run.path for run in runs if run.result is not None], picture)
-        summary = _summary(directory, done)
-        if not options.quiet:
-            _print_table(done, summary, picture)
-        if options.json:
-            print(json.dumps(summary), flush=True)
-    return 0 if failed is None else failed.code or 1
-
-
-def _summary(directory: pathlib.Path, done: list[tuple[int, Result]]) -> dict[str, Any]:
-    returns = np.array([result.return_mean for _, result in done], np.float64)
-    return {
-        "seeds": [seed for seed, _ in done],
-        "returns": returns.tolist(),
-        "return_mean": float(returns.mean()),
-        "return_std": float(returns.std()),
-        "return_iqm": float(interquartile_mean(returns)) if len(done) >= ENOUGH else None,
-        "return_iqm_interval": [float(end) for end in interval(returns)] if len(done) >= ENOUGH else None,
-        "env_steps": sum(result.env_steps for _, result in done),
-        "wall_seconds": sum(result.wall_seconds for _, result in done),
-        "run_dir": str(directory),
-    }
-
-
-def _print_table(done: list[tuple[int, Result]], summary: dict[str, Any], picture: pathlib.Path) -> None:
-    from rlframe.metrics.terminal import console, table
-
-    rows = []
-    for seed, result in done:
-        numbers = (result.env_steps, result.learner_steps, result.steps_per_second, result.wall_seconds)
-        spread = plus_minus(result.return_std, result.episodes).removeprefix(" ± ")
-        rows.append((str(seed), f"{result.return_mean:.1f}", spread, *(f"{number:,.0f}" for number in numbers)))
-    columns = ("seed", "return", "± of its episodes", "steps", "updates", "steps/s", "seconds")
-    console(sys.stderr).print(table(columns, rows, right=True))
-    text = f"mean {summary['return_mean']:.1f}{plus_minus(summary['return_std'], len(done))} over seeds"
-    if len(done) == 1:
-        text = f"return {summary['return_mean']:.1f}"
-    elif len(done) >= ENOUGH:
-        low, high = summary["return_iqm_interval"]
-        text = f"interquartile mean {summary['return_iqm']:.1f} (95%: {low:.1f} to {high:.1f}), {text}"
-    else:
-        text += f" (lowest to highest: {min(summary['returns']):.1f} to {max(summary['returns']):.1f})"
-    print(f"{len(done)} seed{'s' * (len(done) > 1)}: {text}; see {picture}", file=sys.stderr)

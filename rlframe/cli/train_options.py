@@ -2,7 +2,7 @@
 
 Which options there are depends on a few of them. `--agent dqn --head categorical --head.num-atoms 21`, step by step:
 
-1. `peek` finds `--agent`, `--env`, `--network`, `--head` and a few others in the arguments.
+1. `value_before_parsing` finds `--agent`, `--env`, `--network`, `--head` and a few others in the arguments.
 2. `_defaults` returns the experiment that these name, with the values of its preset.
 3. `_default_options` makes a dataclass for tyro, whose fields are the groups of options: the experiment, the session,
    the agent's config (with `head`, now a categorical one) and the network's config. `_experiment_options_class` joins
@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, Union
 
 import tyro
 
-from rlframe.cli.parsing import CommandOptions, parse, peek
+from rlframe.cli.parsing import CommandOptions, parse, value_before_parsing
 from rlframe.errors import UsageError
 from rlframe.programs.api import SessionOptions, starting_point
 from rlframe.programs.experiment import Experiment
@@ -90,7 +90,7 @@ def read_arguments(
     values["agent_config"] = parsed.agent_config
     if "network_config" in values:
         values["network_config"] = getattr(parsed, "network_config", None)
-    if peek(arguments, "num-actors") is None and not isinstance(defaults.topology_config, GameProgram):
+    if value_before_parsing(arguments, "num-actors") is None and not isinstance(defaults.topology_config, GameProgram):
         values.pop("num_actors", None)  # nobody gave it: its default depends on the number of environments
     experiment = from_flat(values)
     if parsed.session.resume and parsed.session.run_dir is None:
@@ -102,17 +102,24 @@ def read_arguments(
 
 def _defaults(arguments: list[str]) -> tuple[Experiment, Preset | None]:
     """Return the defaults of the command line: a saved experiment, or those of its agent and environment."""
-    config, run_dir, preset_name = peek(arguments, "config"), peek(arguments, "run-dir"), peek(arguments, "preset")
-    session = SessionOptions(
-        preset_name or "auto", config, run_dir, resume="--resume" in arguments and run_dir is not None
+    config, run_dir, preset_name = (
+        value_before_parsing(arguments, "config"),
+        value_before_parsing(arguments, "run-dir"),
+        value_before_parsing(arguments, "preset"),
     )
-    network = peek(arguments, "network")
-    defaults, preset = starting_point(peek(arguments, "agent"), peek(arguments, "env"), session, network)
+    resume = "--resume" in arguments and run_dir is not None
+    session = SessionOptions(preset=preset_name or "auto", config=config, run_dir=run_dir, resume=resume)
+    network = value_before_parsing(arguments, "network")
+    defaults, preset = starting_point(
+        value_before_parsing(arguments, "agent"), value_before_parsing(arguments, "env"), session, network
+    )
     topology = defaults.topology_config
     if network is not None and isinstance(topology, AgentOptions) and network != topology.network:
         defaults = with_fields(defaults, network=None if network == "None" else network, network_config=None)
     defaults = fill_configs(defaults)
-    names = {name: peek(arguments, name.replace("_", "-")) for name in field_names(defaults.agent_config)}
+    names = {
+        name: value_before_parsing(arguments, name.replace("_", "-")) for name in field_names(defaults.agent_config)
+    }
     return dataclasses.replace(defaults, agent_config=with_choices(defaults.agent_config, names)), preset
 
 
@@ -170,7 +177,9 @@ def _experiment_options_class(defaults: Experiment, arguments: list[str]) -> Any
 
     All other fields are those of the bases. Values are checked when the experiment is made, not here.
     """
-    classes = config_classes(defaults.agent, peek(arguments, "topology") or defaults.topology_config.name)
+    classes = config_classes(
+        defaults.agent, value_before_parsing(arguments, "topology") or defaults.topology_config.name
+    )
     every = dict.fromkeys(classes.values())
     bases = [cls for cls in every if not any(other is not cls and issubclass(other, cls) for other in every)]
     values = {field.name: field.default for cls in bases for field in dataclasses.fields(cls)}
@@ -186,10 +195,14 @@ def _experiment_options_class(defaults: Experiment, arguments: list[str]) -> Any
         "replay": ("auto", *registry.REPLAYS),
     }
     for name, known in choices.items():
-        named = [each for each in (peek(arguments, name), values.get(name)) if isinstance(each, str) and ":" in each]
+        named = [
+            each
+            for each in (value_before_parsing(arguments, name), values.get(name))
+            if isinstance(each, str) and ":" in each
+        ]
         annotations[name] = Literal.__getitem__((*known, *named))
     return dataclasses.make_dataclass(
-        ExperimentOptions.__name__,
+        ExperimentOptions.__name__,  # by which tyro finds the help of `topology`
         [(name, hint, values[name]) for name, hint in annotations.items() if name in values],
         bases=(*bases, Experiment, ExperimentOptions),
         namespace={"__module__": __name__, "__post_init__": lambda self: None},

@@ -98,10 +98,8 @@ def run_experiment(
             return earlier
         is_program = isinstance(experiment.topology_config, ProgramConfig)
         opened.enter_context(logs.kept(directory.logs, "launcher" if is_program else "train"))
-        with contextlib.ExitStack() as undo:
-            if not resume:
-                undo.callback(directory.remove)  # until its nodes are made
-                # First: a run that is killed early can be resumed.
+        try:
+            if not resume:  # first: a run that is killed early can be resumed
                 directory.write_config(experiment, {**(notes or {}), **backend_note(experiment)})
             session = _make_session(experiment, directory, resume, stop_at, quiet, profile)
             _print_plan(session, progress)
@@ -114,13 +112,16 @@ def run_experiment(
             group = experiment.topology_config.control_group
             coordinator = None if group is None else engine.handle_of(group)
             opened.enter_context(serve_control_of(session.path, control, coordinator, quiet))
-            undo.pop_all()
+        except BaseException:
+            if not resume:
+                directory.remove()  # a run whose nodes cannot be made leaves nothing
+            raise
         status = StatusFile(directory, experiment, session.until + experiment.topology_config.warm_up_steps(experiment))
         with status.until_the_end():
             directory.result.unlink(missing_ok=True)
             with following(directory.metrics, [] if engine.in_process else loggers, called):
-                number = _run_programs(engine, next_program, session, status, called)
-            result = _write_result(directory, session, number, called)
+                signal_number = _run_programs(engine, next_program, session, status, called)
+            result = _write_result(directory, session, signal_number, called)
         status.end(result)
         return result
 
@@ -198,22 +199,22 @@ def _run_programs(
         group = ending_group(engine.groups) or next(iter(engine.groups))
         callbacks.connect(engine.handle_of(group), group)
     try:
-        number = engine.run(status.watch)
+        signal_number = engine.run(status.watch)
     except ProgramError as error:
         raise ProgramError(f"{error}\n{session.directory.what_is_saved()}") from callbacks.error or error
-    if next_program is None or number is not None or callbacks.error is not None:
-        return number
+    if next_program is None or signal_number is not None or callbacks.error is not None:
+        return signal_number
     engine = make_engine(session.experiment, session.directory.logs, session.quiet)
     return _run_programs(engine, next_program(engine, session), session, status, callbacks)
 
 
-def _write_result(directory: RunDir, session: Session, number: int | None, callbacks: Callbacks) -> Result:
+def _write_result(directory: RunDir, session: Session, signal_number: int | None, callbacks: Callbacks) -> Result:
     """Complete the result that the program wrote, and draw the learning curve. Raise the error of a callback.
 
     Args:
         directory: of the run.
         session: the session.
-        number: that of the signal that stopped it, or None.
+        signal_number: that of the signal that stopped it, or None.
         callbacks: those of the caller.
     """
     if directory.result.exists():
@@ -221,8 +222,8 @@ def _write_result(directory: RunDir, session: Session, number: int | None, callb
     else:  # The program was told to stop before its monitor had begun.
         env_steps = Progress(directory.progress, session.session_id).counts.env_steps
         result = Result(env_steps, 0, None, None, 0, 0.0, time.time() - session.began, 0, str(directory.path))
-    by = result.stopped_by if number is None else "interrupt"
-    result = dataclasses.replace(result, signal=number, stopped_by=by if callbacks.error is None else "error")
+    by = result.stopped_by if signal_number is None else "interrupt"
+    result = dataclasses.replace(result, signal=signal_number, stopped_by=by if callbacks.error is None else "error")
     if result.evaluation_error is not None:
         problem = directory.describe_failed_evaluation(result.evaluation_error)
         result = dataclasses.replace(result, evaluation_error=problem)
@@ -243,11 +244,12 @@ def _earlier_result(directory: RunDir, experiment: Experiment, progress: Logger 
     if not directory.result.exists():
         return None
     saved, result = load_experiment(directory.config, experiment.named_options), Result.read(directory.result)
-    is_same = continue_experiment(saved, with_fields(saved, steps=experiment.steps)) == experiment
-    has_them = experiment.topology_config.learns_from == "steps" and result.env_steps >= experiment.steps > saved.steps
-    is_over = saved.steps == experiment.steps or has_them
-    is_well = result.stopped_by == "steps" and result.evaluation_error is None
-    if not (is_same and is_over and is_well):
+    options_unchanged = continue_experiment(saved, with_fields(saved, steps=experiment.steps)) == experiment
+    counts_env_steps = experiment.topology_config.learns_from == "steps"
+    went_beyond = counts_env_steps and result.env_steps >= experiment.steps > saved.steps
+    reached_last_step = saved.steps == experiment.steps or went_beyond
+    ended_well = result.stopped_by == "steps" and result.evaluation_error is None
+    if not (options_unchanged and reached_last_step and ended_well):
         return None
     if progress is not None:
         print(

@@ -36,11 +36,11 @@ class Session:
     resumes: bool = False  # continues the run in the directory
     resumed_at: int = 0  # environment steps of the sessions before
     quiet: bool = False  # prints nothing
-    # Only set in a single process:
+    codec: Codec | None = None  # of the environments; None for a language model
+    # These three are only set in a single process. Of several processes, the launcher keeps the loggers.
     loggers: tuple[Logger, ...] = ()  # get each row as it is written
-    progress: Logger | None = None  # the same, and without values, a few times a second
-    profile: Profile | None = None
-    codec: Codec | None = None  # of the environments; None where there are none
+    progress: Logger | None = None  # gets the rows, and a few times a second the step without values
+    profile: Profile | None = None  # measures where the time goes
 
     @property
     def directory(self) -> RunDir:

@@ -12,4 +12,14 @@
   topology.
 - `config_file.save_experiment` writes it by `fields.to_jsonable`, and `load_experiment` reads it.
 - `resume.continue_experiment` checks the options of a resumed run against those that were saved.
+
+Where a value is from, with `agent.batch_size` after each step of `rlframe.train("dqn", batch_size=128)`:
+
+1. `api.starting_point` returns the saved experiment, with `config` or `resume`. Else `default_experiment` makes one:
+2. `from_flat` makes it of the defaults of the classes `Experiment`, the topology's config and `DQNConfig`: 32. A few
+   fields have other defaults for a topology (`TopologyConfig.defaults`: a language model has `num_envs=1`).
+3. `find_preset` finds `dqn/cartpole`, and `apply_preset` puts its values over these: 64.
+4. `fill_configs` makes the configs that are None by now: an agent's without a preset, and the network's.
+5. `change_options` puts the user's options over all: 128. The command line lets tyro do this, with the values of step 4
+   as its defaults.
 """

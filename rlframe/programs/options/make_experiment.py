@@ -79,6 +79,13 @@ def make_experiment(
 def change_options(defaults: Experiment, options: Mapping[str, Any], others: Iterable[str] = ()) -> Experiment:
     """Return the experiment with other values of some options: those of `rlframe train`, with underscores.
 
+    `{"num_envs": 4, "head": "categorical", "head_num_atoms": 21}` change an experiment with dqn in these steps:
+
+    1. Options are fields of three kinds of dataclasses: the experiment with its topology's config (flat options), the
+       agent's config, and the network's. The agent's config gets the head that is named, as that has options too.
+    2. `resolve_names` finds the options that are meant: num_envs, head and head.num_atoms.
+    3. `num_envs` is flat: `convert` checks its value. `head` and `head.num_atoms` go into the agent's config.
+
     Args:
         defaults: the experiment.
         options: by name.
@@ -88,21 +95,24 @@ def change_options(defaults: Experiment, options: Mapping[str, Any], others: Ite
         UsageError: an option is unknown, or its value is of a wrong type.
     """
     options, agent = name_objects(options), defaults.agent
+    # 1. The fields that are options.
     hints = _hints_of_flat(agent, convert(str, options.get("topology", defaults.topology_config.name), "topology"))
     defaults = fill_configs(_with_network(defaults, options, hints))
     prefixes = {"agent_config": ""} | ({"network_config": "network."} if "network" in hints else {})
     options = {name: value for name, value in options.items() if name not in prefixes or value is not None}
     configs = _configs_to_change(defaults, options, prefixes)
-    in_configs = {part: option_names(config, prefixes[part]) for part, config in configs.items()}
-    known = [*hints, *prefixes, *itertools.chain(*in_configs.values())]
-    found = resolve_names(options, known, f"an experiment with {agent}", functools.partial(where_is, agent), others)
-    values = {name: convert(hints[name], value, name) for name, value in found.items() if name in hints}
+    names = {part: option_names(config, prefixes[part]) for part, config in configs.items()}
+    # 2. The options that are meant.
+    known = [*hints, *prefixes, *itertools.chain(*names.values())]
+    given = resolve_names(options, known, f"an experiment with {agent}", functools.partial(where_is, agent), others)
+    # 3. Their values: flat ones, and those in configs.
+    values = {name: convert(hints[name], value, name) for name, value in given.items() if name in hints}
     for part, config in configs.items():
         prefix = prefixes[part]
-        whole = flat_fields(config) if part in found else {}  # its types are checked, too
-        changes = {name: found[name] for name in in_configs[part] if name in found and name not in hints}
-        changes = {name.removeprefix(prefix): value for name, value in changes.items()}
-        values[part] = with_options(config, {**whole, **changes}, prefix)
+        changes = flat_fields(config) if part in given else {}  # the types of a whole config are checked, too
+        in_config = [name for name in names[part] if name in given and name not in hints]
+        changes |= {name.removeprefix(prefix): given[name] for name in in_config}
+        values[part] = with_options(config, changes, prefix)
     return with_fields(defaults, **values)
 
 

@@ -17,7 +17,7 @@ from tests.extras import needs
 needs("trajectories")
 
 from rlframe.cli import main
-from rlframe.cli.run_access import is_steered
+from rlframe.cli.run_access import has_reachable_coordinator
 from rlframe.coordinator.control.address import control_file, make_token, read_control, status_file, write_control
 from rlframe.coordinator.control.app import serve_control
 from rlframe.coordinator.states import JobState
@@ -283,7 +283,7 @@ def test_the_control_of_a_run_on_another_host_is_not_looked_for_here(coordinator
         assert told.startswith(f"The control of the run in {directory.path} is at {server.url} of another host")
     assert (coordinator.asked, coordinator.calls) == (0, [])
     write_control(directory.path, "http://192.0.2.1:8765", None)  # an address that means the same machine anywhere
-    assert is_steered(str(directory.path))
+    assert has_reachable_coordinator(str(directory.path))
 
 
 @pytest.mark.parametrize("command", [("pause",), ("unpause",), ("scale", "collector", "2")])
