@@ -21,7 +21,7 @@ from rlframe.coordinator.config import CoordinatorConfig, JobRecorder
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.accounts import Rates
 from rlframe.coordinator.core.job import TrainingJob
-from rlframe.coordinator.core.machine import handle
+from rlframe.coordinator.core.machine import advance
 from rlframe.coordinator.journal import Journal
 from rlframe.coordinator.messages import ROLES, Role
 from rlframe.coordinator.operator_thread import OperatorThread
@@ -44,6 +44,10 @@ _PLAIN = (str, int, float, bool, type(None))  # what of a note goes into the jou
 _HANDLING = Phase("handling what happened", 300.0)
 _HEARD_WITHIN = 1.0  # seconds for the loop to take what a person wants
 _CLOSE_WITHIN = 14.0  # seconds more that `close` waits, for the operator
+
+
+class _Mark(threading.Event):
+    """A mark among the events, which is set once all events before it are in the journal."""
 
 
 class Coordinator:
@@ -105,8 +109,8 @@ class Coordinator:
         if saved is None and self._journal.state is not None:  # of the job before, in the same folder
             before = self._journal.state
             self._job.min_version = max(before["accounts"]["params_version"], before["min_version"])
-        # A coordinator may be killed between the job's last step and the writing of its result.
-        self._is_finished = saved is None or saved.get("is_finished", False)
+        # Of a job that is over too, if its coordinator was killed between the last step and the writing of the result.
+        self._result_is_missing = saved is not None and not saved["result_is_written"]
         self._numbers = itertools.count(self._journal.notes[-1]["number"] + 1 if self._journal.notes else 1)
         self._lock = threading.RLock()  # of the job and the journal
         self._noted = threading.Condition(self._lock)
@@ -167,7 +171,7 @@ class Coordinator:
                 gc.freeze()
                 self.submit()
                 self._over.wait()
-            elif not self._is_finished:
+            elif self._result_is_missing:
                 self._write_late_result()
         self._tear_down()
         if self._failure is not None:
@@ -239,7 +243,7 @@ class Coordinator:
         if isinstance(n, bool) or not isinstance(n, int) or not least <= n <= most:
             bounds = f"{least} to {most}" if least < most else f"{least}"
             raise UsageError(f"There can be {bounds} workers of the role {role}, not {n!r}.")
-        self._request_change(ev.Scaled(role, n))
+        self._request_change(ev.ScaleAsked(role, n))
 
     def evaluate_now(self) -> None:
         """Evaluate the newest version."""
@@ -272,11 +276,11 @@ class Coordinator:
 
     def _request(self, event: Any) -> None:
         """Hand a request to the loop, and wait until it is in the journal, so that it is not forgotten."""
-        written = threading.Event()
+        mark = _Mark()
         self._events.put(event)
-        self._events.put(written)
+        self._events.put(mark)
         if self._thread is not None and threading.current_thread() is not self._thread:
-            written.wait(_HEARD_WITHIN)
+            mark.wait(_HEARD_WITHIN)
 
     def status(self) -> dict[str, Any]:
         """Return the status of the job; see docs/coordinator.md."""
@@ -311,14 +315,14 @@ class Coordinator:
             self._replay.start()
             if self._recorder is not None:
                 self._recorder.begin(self._job.accounts)
-            self._handle([ev.Submitted()])
+            self._advance([ev.Submitted()])
             while not is_over(self._job.state):
                 happened = self._next_events()
                 if time.monotonic() >= tick_at:
                     happened.append(ev.Ticked())
                     tick_at = time.monotonic() + _TICK
                 with _HANDLING:
-                    self._handle(happened)
+                    self._advance(happened)
         except BaseException as error:
             self._failure = error
         finally:
@@ -339,19 +343,20 @@ class Coordinator:
             pass
         return found
 
-    def _handle(self, happened: list[Any]) -> None:
+    def _advance(self, happened: list[Any]) -> None:
+        """Advance the job by these events, write the journal, and carry out the effects."""
         effects: list[Any] = []
         with self._lock:
             for event in happened:
-                if not isinstance(event, threading.Event):
-                    effects += handle(self._job, event, self._clock())
+                if not isinstance(event, _Mark):
+                    effects += advance(self._job, event, self._clock())
             wanted = self._scaling.wanted(self._job, self._clock())
             if wanted is not None:
-                effects += handle(self._job, ev.Scaled("collector", wanted, "load"), self._clock())
+                effects += advance(self._job, ev.ScaleAsked("collector", wanted, "load"), self._clock())
             self._write_down(effects)
         for event in happened:
-            if isinstance(event, threading.Event):
-                event.set()  # all events before it are in the journal
+            if isinstance(event, _Mark):
+                event.set()
         for effect in effects:
             self._carry_out[type(effect)](effect)
 
@@ -364,7 +369,7 @@ class Coordinator:
             self._journal.note({**fields, "number": number, "time": time.time(), "kind": note.kind, "text": note.text})
         if notes or now > self._journaled_at + _JOURNAL_EVERY:
             self._journaled_at = now
-            state = {**self._job.to_json(), "job_id": self._cfg.job_id, "is_finished": False}
+            state = {**self._job.to_json(), "job_id": self._cfg.job_id, "result_is_written": False}
             if state != self._journal.state:
                 self._journal.write(state)
             self._published = state["accounts"]
@@ -403,4 +408,4 @@ class Coordinator:
             summary = {**status["job"], "failed": over.failed, "reason": over.reason, "stopped_by": by, **found}
             self._recorder.finish(summary)
         with self._lock:
-            self._journal.write({**(self._journal.state or {}), "is_finished": True})
+            self._journal.write({**(self._journal.state or {}), "result_is_written": True})

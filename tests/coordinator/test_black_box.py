@@ -240,7 +240,7 @@ def test_a_stop_is_sticky(stage: Stage) -> None:
     coordinator.cancel("enough")
     wait_until(lambda: job(coordinator)["state"] in ("DRAINING", "CLOSED"), "the ending")
     coordinator._events.put(ev.PauseAsked(False))
-    coordinator._events.put(ev.Scaled("collector", 4))
+    coordinator._events.put(ev.ScaleAsked("collector", 4))
     coordinator._events.put(ev.EndAsked("another reason"))
     assert (finish(coordinator)["state"], job(coordinator)["reason"]) == ("CLOSED", "enough")
     with pytest.raises(UsageError, match=r"over: CLOSED \(enough\)"):
@@ -338,4 +338,4 @@ def test_a_job_outlives_a_full_disk_and_is_written_down_when_there_is_room_again
     assert finish(coordinator)["state"] == "CLOSED"
     coordinator.close()
     state = Journal(small_disk.path / "journal.jsonl").state
-    assert state is not None and (state["state"], state["is_finished"]) == ("CLOSED", True)
+    assert state is not None and (state["state"], state["result_is_written"]) == ("CLOSED", True)

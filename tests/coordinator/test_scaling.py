@@ -108,7 +108,7 @@ def test_a_window_is_judged_by_what_happened_in_it(world: World):
 
 def test_nothing_is_judged_once_a_person_has_said_how_many_there_are(world: World):
     judge = Judge(3)
-    world.deliver(ev.Scaled("collector", 1))
+    world.deliver(ev.ScaleAsked("collector", 1))
     assert [look(world, judge, 6.0) for _ in range(4)] == [None] * 4 and judge.seen == []
 
 
@@ -125,5 +125,5 @@ def test_nothing_is_judged_while_the_job_stands_still_or_collectors_are_on_their
 
 
 def test_a_scaling_by_load_is_no_persons_word(world: World):
-    world.deliver(ev.Scaled("collector", 3, "load"))
+    world.deliver(ev.ScaleAsked("collector", 3, "load"))
     assert world.m.wanted["collector"] == 3 and not world.m.count_is_manual

@@ -122,7 +122,7 @@ def test_it_tells_that_the_operator_is_away_and_that_a_person_scales(world: Worl
     world.run(1.0)
     operator = status(world)["operator"]
     assert (operator["connected"], operator["problem"]) == (False, "it is away")
-    world.deliver(ev.Scaled("collector", 3))
+    world.deliver(ev.ScaleAsked("collector", 3))
     assert status(world)["scaling"] == "manual" and status(world)["wanted"]["collector"] == 3
 
 

@@ -1,13 +1,13 @@
 """The decisions of a coordinator, without I/O and without a clock: events and the time come in, effects go out.
 
-Deterministic: the same events at the same times give the same effects. `machine.handle(job, event, now)` takes one
+Deterministic: the same events at the same times give the same effects. `machine.advance(job, event, now)` takes one
 event (`events.py` has all events and effects):
 
 1. The event's handler changes the job. `job.emit` collects effects, `job.queue_call` collects workers whose next call
    must be chosen.
-2. `handle` begins the job's ending if it is due, or advances it.
+2. The job's ending begins if it is due, or takes its next steps.
 3. `next_calls.call_next` chooses the next call of each collected worker, an effect too.
-4. `handle` derives the job's state, and returns the effects. The coordinator carries them out.
+4. The job's state is derived, and the effects are returned. The coordinator carries them out.
 
 All state is in a `TrainingJob` (`job.py`), whose workers and tasks are in `records.py` and whose counters are in
 `accounts.py`. The functions over it:

@@ -79,12 +79,12 @@ class Pinned:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaled:
-    """The number of wanted workers of a role, `by` a person or by the scaling."""
+class ScaleAsked:
+    """A person, or the scaling, asked for so many workers of a role."""
 
     role: Role
     count: int
-    by: str = "request"
+    by: str = "request"  # of a person; "load": the scaling
 
 
 @dataclasses.dataclass(frozen=True)

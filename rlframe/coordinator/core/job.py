@@ -94,7 +94,7 @@ class TrainingJob:
     Attributes:
         now: when the newest event happened.
         effects: those of the newest event.
-        workers_to_call: workers that may need another call: see `machine.handle`.
+        workers_to_call: workers that may need another call: see `machine.advance`.
         count_is_manual: whether a person chose the number of collectors.
         min_version: learners publish above it: the newest version of the job before.
         paused: whether collecting and learning pause.

@@ -1,6 +1,6 @@
 """The state machine of a job: events come in, effects go out, and nothing else happens.
 
-`handle` is the only entry. This file has the state of the job, its ending, and the requests of people.
+`advance` is the only entry. This file has the state of the job, its ending, and the requests of people.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlframe.coordinator.messages import ROLES
 from rlframe.coordinator.states import EndingStep, JobState, TaskState, WorkerState, is_over
 
 
-def handle(job: TrainingJob, event: Any, now: float) -> list[Any]:
+def advance(job: TrainingJob, event: Any, now: float) -> list[Any]:
     """Change the job by an event (see `events`), and return the effects. Nothing changes once the job is over."""
     if is_over(job.state):
         return []
@@ -200,7 +200,7 @@ def _ticked(job: TrainingJob, event: ev.Ticked) -> None:
 # --- what a person asks for
 
 
-def _scaled(job: TrainingJob, event: ev.Scaled) -> None:
+def _scale_asked(job: TrainingJob, event: ev.ScaleAsked) -> None:
     job.count_is_manual = job.count_is_manual or (event.role == "collector" and event.by == "request")
     before = job.wanted[event.role]
     if before == event.count or job.ending is not None:
@@ -257,7 +257,7 @@ _HANDLERS: dict[type, Callable[[TrainingJob, Any], None]] = {
     ev.Unanswered: next_calls.unanswered,
     ev.BatchesDrawn: results.drawn,
     ev.Pinned: evaluations.pinned,
-    ev.Scaled: _scaled,
+    ev.ScaleAsked: _scale_asked,
     ev.PauseAsked: _pause_asked,
     ev.EndAsked: _end_asked,
     ev.EvaluationAsked: _evaluation_asked,

@@ -22,6 +22,7 @@ from rlframe.coordinator.messages import (
     Learn,
     Learned,
     NotReady,
+    Role,
     Started,
     WorkerReply,
 )
@@ -105,32 +106,49 @@ def _assign(job: TrainingJob, worker: KnownWorker) -> Task | None:
 
 def _task_for(job: TrainingJob, worker: KnownWorker) -> Task | None:
     """Return a task that waits for such a worker, or a new task from the commander."""
-    kind, ending = KINDS[worker.role], job.ending
-    if kind == "collect" and (ending is not None or job.paused or not job.learner_has_started):
+    if not _may_work(job, worker.role):
         return None
-    if kind == "learn" and ending is not None and not ending.wants_learner:
-        return None
-    open_tasks = job.tasks.open(kind)
-    for task in open_tasks:
-        is_meant = kind != "collect" or task.index == worker.index
-        is_known = kind != "evaluate" or evaluations.has_version(task)
-        if kind == "evaluate" and ending is not None and ending.closes(task):
-            continue
-        if task.state is TaskState.PENDING and is_meant and is_known:
+    for task in job.tasks.open(KINDS[worker.role]):
+        if task.state is TaskState.PENDING and _may_start(job, worker, task):
             return task
-    if ending is not None or kind == "evaluate":
+    if job.ending is not None or worker.role == "evaluator":  # `evaluations` adds the tasks of evaluators
         return None
+    return _new_task(job, worker)
+
+
+def _may_work(job: TrainingJob, role: Role) -> bool:
+    """Return True if workers of this role may start a task now."""
+    if role == "collector":
+        return job.ending is None and not job.paused and job.learner_has_started
+    return role == "evaluator" or job.ending is None or job.ending.wants_learner
+
+
+def _may_start(job: TrainingJob, worker: KnownWorker, task: Task) -> bool:
+    """Return True if the worker may start this task, which waits for a worker of its role."""
+    if task.kind == "evaluate":
+        return evaluations.has_version(task) and (job.ending is None or not job.ending.closes(task))
+    return task.kind == "learn" or task.index == worker.index
+
+
+def _new_task(job: TrainingJob, worker: KnownWorker) -> Task | None:
+    """Add the commander's task for a worker; there is one learner for each policy."""
     start = job.commander.task(worker.role, worker.index, job.view)
     if start is None:
         return None
-    if kind == "learn" and any(task.start.policy_id == start.policy_id for task in open_tasks):
-        return None  # one learner for each policy
-    if kind == "learn":
-        # Above all earlier epochs, of this session and of others that used the same param store.
-        epochs = [task.start.options.get("epoch", 0) for task in job.tasks if task.kind == "learn"]
-        epoch = max([int(job.now * 1000), *(before + 1 for before in epochs)])
-        start = dataclasses.replace(start, options={**start.options, "epoch": epoch})
+    if worker.role == "learner":
+        if any(task.start.policy_id == start.policy_id for task in job.tasks.open("learn")):
+            return None
+        start = dataclasses.replace(start, options={**start.options, "epoch": _next_epoch(job)})
     return job.tasks.add(start, worker.index)
+
+
+def _next_epoch(job: TrainingJob) -> int:
+    """Return an epoch of a learner above all earlier ones, also of sessions that used the same param store.
+
+    It fences off earlier learners: see `rlframe.params.store.Attempt`.
+    """
+    epochs = [task.start.options.get("epoch", 0) for task in job.tasks if task.kind == "learn"]
+    return max([int(job.now * 1000), *(before + 1 for before in epochs)])
 
 
 # --- answers

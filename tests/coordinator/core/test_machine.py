@@ -12,7 +12,7 @@ from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.config import Limits
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import TrainingJob
-from rlframe.coordinator.core.machine import handle
+from rlframe.coordinator.core.machine import advance
 from rlframe.coordinator.messages import Alive, CallRefused, Collected, Failed, Started, StartTask, WorkerInfo
 from rlframe.coordinator.states import JobState, TaskState, WorkerState
 from tests.coordinator.core.world import LIMITS, World
@@ -118,9 +118,9 @@ def methods(world: World, role: str) -> list[str]:
 
 def test_collectors_are_scaled_up_and_down_while_it_trains() -> None:
     world = running(1)
-    world.deliver(ev.Scaled("collector", 4))
+    world.deliver(ev.ScaleAsked("collector", 4))
     assert world.run(30.0, lambda: at_work(world) == 4)
-    world.deliver(ev.Scaled("collector", 2))
+    world.deliver(ev.ScaleAsked("collector", 2))
     assert world.run(10.0, lambda: len(world.live("collector")) == 2 and at_work(world) == 2)
     closed = [send for send in world.sent if send.method == "close_task"]
     assert {send.worker_id for send in closed} == {"collector/2", "collector/3"}
@@ -197,7 +197,7 @@ def test_training_goes_on_while_the_operator_is_away_and_is_reconciled_after() -
     world.run(40.0)
     assert world.m.accounts.env_steps > steps and world.m.operator_problem
     assert at_work(world) == 1  # nobody replaces it
-    world.deliver(ev.Scaled("collector", 3))
+    world.deliver(ev.ScaleAsked("collector", 3))
     world.operator.is_out = False
     assert world.run(30.0, lambda: at_work(world) == 3)
     assert world.m.operator_problem == ""
@@ -231,7 +231,7 @@ def test_a_stop_is_sticky() -> None:
     world = running(1)
     world.deliver(ev.EndAsked("enough"))
     world.deliver(ev.PauseAsked(False))
-    world.deliver(ev.Scaled("collector", 3))
+    world.deliver(ev.ScaleAsked("collector", 3))
     world.deliver(ev.EndAsked("another reason"))
     world.kill_coordinator()
     world.start_coordinator()
@@ -501,7 +501,7 @@ def test_the_example_of_the_package_a_collector_dies_and_its_successor_gets_the_
     effects: list[Any] = []
 
     def happens(event: Any) -> list[str]:
-        effects[:] = [effect for effect in handle(job, event, job.now + 0.1) if not isinstance(effect, ev.Note)]
+        effects[:] = [effect for effect in advance(job, event, job.now + 0.1) if not isinstance(effect, ev.Note)]
         return [effect.method if isinstance(effect, ev.Send) else type(effect).__name__ for effect in effects]
 
     def answers(reply: Any) -> list[str]:
@@ -509,7 +509,7 @@ def test_the_example_of_the_package_a_collector_dies_and_its_successor_gets_the_
         return happens(ev.Replied(*call.key, call.method, call.header, reply))
 
     here = WorkerInfo("learner", 0, 0, "there")
-    handle(job, ev.Submitted(), 0.0)
+    advance(job, ev.Submitted(), 0.0)
     happens(ev.OperatorAnswered((here,)))
     answers(Alive("learner/0", 0, "idle"))
     answers(Started())

@@ -73,7 +73,7 @@ class Schedules(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 5))
     def scale(self, n: int) -> None:
-        self.world.deliver(ev.Scaled("collector", n))
+        self.world.deliver(ev.ScaleAsked("collector", n))
 
     @rule(event=st.sampled_from([*map(ev.PauseAsked, (True, False)), ev.EvaluationAsked(), ev.CheckpointAsked()]))
     def ask(self, event: object) -> None:

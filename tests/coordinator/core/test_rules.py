@@ -13,7 +13,7 @@ from rlframe.coordinator.core import evaluations, worker_tracking
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.accounts import Accounts
 from rlframe.coordinator.core.job import TrainingJob
-from rlframe.coordinator.core.machine import handle
+from rlframe.coordinator.core.machine import advance
 from rlframe.coordinator.core.records import Tasks
 from rlframe.coordinator.messages import (
     Alive,
@@ -42,7 +42,7 @@ def calls(world: World, worker_id: str, since: int = 0) -> list[str]:
 def test_a_collector_that_comes_in_a_pause_waits_for_its_end() -> None:
     world = running(1)
     world.deliver(ev.PauseAsked(True))
-    world.deliver(ev.Scaled("collector", 2))
+    world.deliver(ev.ScaleAsked("collector", 2))
     world.run(20.0)
     assert state(world, "collector/1") is WorkerState.IDLE and not calls(world, "collector/1")
     world.deliver(ev.PauseAsked(False))
@@ -54,7 +54,7 @@ def test_a_learner_that_is_to_go_closes_once_its_batches_are_drawn() -> None:
     (task,) = world.m.tasks.open("learn")
     assert world.run(20.0, lambda: task.drawing is not None)
     sent = len(world.sent)
-    world.deliver(ev.Scaled("learner", 0))
+    world.deliver(ev.ScaleAsked("learner", 0))
     world.run(10.0)
     assert set(calls(world, "learner/0", sent)[:2]) <= {"learn", "close_task"}
     assert "learn" not in calls(world, "learner/0", sent)[calls(world, "learner/0", sent).index("close_task") :]
@@ -174,9 +174,9 @@ def test_a_learners_epoch_and_attempt_rise_with_each_that_follows_another() -> N
     world.kill(learner(world))
     world.start_coordinator()
     assert world.run(60.0, lambda: world.m.state is JobState.RUNNING)
-    world.deliver(ev.Scaled("learner", 0))  # the task is closed: the next one's attempts begin anew
+    world.deliver(ev.ScaleAsked("learner", 0))  # the task is closed: the next one's attempts begin anew
     assert world.run(30.0, lambda: not world.m.tasks.open("learn"))
-    world.deliver(ev.Scaled("learner", 1))
+    world.deliver(ev.ScaleAsked("learner", 1))
     assert world.run(60.0, lambda: world.m.state is JobState.RUNNING)
     starts = {}
     for send in world.sent:
@@ -238,7 +238,7 @@ def test_a_lost_worker_is_reported_and_one_that_is_not_wanted_is_released() -> N
     world.kill(world.live("collector")[0])
     assert world.run(10.0, lambda: bool(told)) and told == [("replace", ("collector/0", 0))]
     assert world.run(30.0, lambda: at_work(world) == 2)
-    world.deliver(ev.Scaled("collector", 1))
+    world.deliver(ev.ScaleAsked("collector", 1))
     assert world.run(10.0, lambda: len(told) == 2) and told[1] == ("release", ("collector/1", 0))
 
 
@@ -252,7 +252,7 @@ def test_workers_are_pinged_every_few_seconds() -> None:
 
 def test_a_worker_that_has_an_address_and_never_answers_there_is_replaced() -> None:
     world = running(1)
-    world.deliver(ev.Scaled("collector", 2))
+    world.deliver(ev.ScaleAsked("collector", 2))
     assert world.run(10.0, lambda: len(world.live("collector")) == 2)
     world.stop(world.live("collector")[1])
     assert world.run(LIMITS.lost_after_starting + 5.0, lambda: world.m.accounts.restarts == 1)
@@ -261,7 +261,7 @@ def test_a_worker_that_has_an_address_and_never_answers_there_is_replaced() -> N
 
 def test_a_worker_may_be_silent_for_longer_while_its_task_starts() -> None:
     world = running(1)
-    world.deliver(ev.Scaled("collector", 2))
+    world.deliver(ev.ScaleAsked("collector", 2))
     assert world.run(20.0, lambda: bool(calls(world, "collector/1")))
     worker = world.live("collector")[1]
     world.stop(worker)
@@ -453,7 +453,7 @@ def test_an_operator_that_never_lets_go_does_not_keep_the_job_from_ending() -> N
 def test_nobody_is_scaled_once_the_job_ends() -> None:
     world = running(1)
     world.deliver(ev.EndAsked("enough"))
-    world.deliver(ev.Scaled("collector", 5))
+    world.deliver(ev.ScaleAsked("collector", 5))
     assert world.m.wanted["collector"] == 1
 
 
@@ -542,9 +542,9 @@ def test_a_lost_collectors_open_fragments_are_counted() -> None:
 def test_a_learner_publishes_above_what_the_job_before_it_had() -> None:
     job = TrainingJob(TrainOne(env_steps=10), LIMITS, {"learner": 1}, by_key=False, now=0.0)
     job.min_version = 70
-    handle(job, ev.Submitted(), 0.0)
-    handle(job, ev.OperatorAnswered((WorkerInfo("learner", 0, 0, "there"),)), 1.0)
-    effects = handle(job, ev.Replied("learner/0", 0, "ping", None, Alive("learner/0", 0, "idle")), 2.0)
+    advance(job, ev.Submitted(), 0.0)
+    advance(job, ev.OperatorAnswered((WorkerInfo("learner", 0, 0, "there"),)), 1.0)
+    effects = advance(job, ev.Replied("learner/0", 0, "ping", None, Alive("learner/0", 0, "idle")), 2.0)
     (start,) = [effect.args[0] for effect in effects if isinstance(effect, ev.Send) and effect.method == "start_task"]
     assert start.options["min_version"] == 70 and job.to_json()["min_version"] == 70
 
@@ -552,5 +552,5 @@ def test_a_learner_publishes_above_what_the_job_before_it_had() -> None:
 def test_what_is_written_down_of_a_job_does_not_change_with_it() -> None:
     world = running(1)
     before = world.m.to_json()
-    world.deliver(ev.Scaled("collector", 2))
+    world.deliver(ev.ScaleAsked("collector", 2))
     assert (before["wanted"]["collector"], world.m.to_json()["wanted"]["collector"]) == (1, 2)

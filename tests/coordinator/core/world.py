@@ -20,7 +20,7 @@ from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.config import Limits
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import TrainingJob
-from rlframe.coordinator.core.machine import handle
+from rlframe.coordinator.core.machine import advance
 from rlframe.coordinator.messages import (
     Alive,
     BatchMeta,
@@ -516,7 +516,7 @@ class World:
         if job is None:
             return
         before_over = is_over(job.state)
-        effects = handle(job, event, self.now)
+        effects = advance(job, event, self.now)
         assert not (before_over and effects), "a job that was over did something"
         self._check(job)
         if any(isinstance(effect, ev.Note) for effect in effects) or self.now > self.journaled_at + JOURNAL_EVERY:
