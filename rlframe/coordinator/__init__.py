@@ -40,10 +40,10 @@ from rlframe.lazy import lazy_names
 # Imported on first use: the commands that only talk to a coordinator do not wait for JAX.
 _PUBLIC = {
     "Attempt": "rlframe.params.store",
-    "CollectorWorker": "rlframe.coordinator.workers.collector",
+    "CollectorWorker": "rlframe.coordinator.workers.collector_worker",
     "Coordinator": "rlframe.coordinator.coordinator",
     "CoordinatorConfig": "rlframe.coordinator.config",
-    "LearnerWorker": "rlframe.coordinator.workers.learner",
+    "LearnerWorker": "rlframe.coordinator.workers.learner_worker",
     "Limits": "rlframe.coordinator.config",
     "LocalOperator": "rlframe.coordinator.operators.local",
     "ParamStore": "rlframe.params.store",

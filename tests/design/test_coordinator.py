@@ -29,8 +29,8 @@ from rlframe.coordinator.messages import (
     StartTask,
 )
 from rlframe.coordinator.states import TRANSITIONS, JobState, TaskState, WorkerState
-from rlframe.coordinator.workers.collector import CollectorWorker
-from rlframe.coordinator.workers.learner import LearnerWorker
+from rlframe.coordinator.workers.collector_worker import CollectorWorker
+from rlframe.coordinator.workers.learner_worker import LearnerWorker
 from tests.coordinator.fakes import Scene
 from tests.waiting import wait_until
 

@@ -19,8 +19,8 @@ from rlframe.coordinator.config import CoordinatorConfig, Limits
 from rlframe.coordinator.coordinator import Coordinator
 from rlframe.coordinator.operators.base import Operator
 from rlframe.coordinator.operators.ray import RayOperator
-from rlframe.coordinator.workers.collector import CollectorWorker
-from rlframe.coordinator.workers.learner import LearnerWorker
+from rlframe.coordinator.workers.collector_worker import CollectorWorker
+from rlframe.coordinator.workers.learner_worker import LearnerWorker
 from rlframe.engines import Engine
 from rlframe.engines.group_rules import NO_ACCELERATOR
 from rlframe.engines.logs import Nowhere

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from rlframe.coordinator.messages import Header, NotReady
-from rlframe.coordinator.workers.base import TaskWorker
+from rlframe.coordinator.workers.task_worker import TaskWorker
 
 PATIENCE = 60.0  # seconds
 

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 from rlframe.coordinator.messages import Learn
-from rlframe.coordinator.workers.learner import LearnerWorker
+from rlframe.coordinator.workers.learner_worker import LearnerWorker
 from rlframe.learners import LearnerConfig
 from tests.coordinator.workers.calling import Caller
-from tests.coordinator.workers.test_learner import filled, start
+from tests.coordinator.workers.test_learner_worker import filled, start
 from tests.fakes import counting_agent
 
 

@@ -11,8 +11,8 @@ from rlframe.actors import Actor
 from rlframe.agents import DQN, IMPALA, DQNConfig, IMPALAConfig, Normalized
 from rlframe.agents.dqn_heads import Quantiles
 from rlframe.coordinator.messages import Failed, GetData, Learn, Started, StartTask
-from rlframe.coordinator.workers.collector import CollectorWorker
-from rlframe.coordinator.workers.learner import LearnerWorker
+from rlframe.coordinator.workers.collector_worker import CollectorWorker
+from rlframe.coordinator.workers.learner_worker import LearnerWorker
 from rlframe.coordinator.workers.overrides import ActsBy, with_config
 from rlframe.envs import SyncEnv
 from rlframe.errors import UsageError

@@ -94,15 +94,15 @@ class TaskWorker:
         return self._call(header, "start_task", lambda: self._begin_task(header, request))
 
     def data_demand(self, header: Header) -> Demand | NotReady | CallRefused | Failed:
-        """Answer how many batches it can take now."""
+        """Answer how many batches a learner can take now: its demand for data."""
         return self._call(header, "data_demand", self._data_demand)
 
     def learn(self, header: Header, request: Learn) -> Learned | NotReady | CallRefused | Failed:
-        """Learn, and publish the new version."""
+        """Learn from so many batches, and publish the new version."""
         return self._call(header, "learn", lambda: self._learn(request))
 
     def get_data(self, header: Header, request: GetData) -> Collected | Evaluated | NotReady | CallRefused | Failed:
-        """Step the environments for a while, or evaluate."""
+        """Step the environments for a while; in a task `evaluate`, until the evaluation is done."""
         return self._call(header, "get_data", lambda: self._get_data(request))
 
     def close_task(self, header: Header, final: bool) -> Closed | NotReady | CallRefused | Failed:

@@ -18,8 +18,8 @@ import pytest
 from rlframe.actors import Actor
 from rlframe.agents import DQN, PPO, DQNConfig, PPOConfig
 from rlframe.coordinator.messages import CallRefused, Closed, Demand, Learn, Learned, NotReady, Started, StartTask
-from rlframe.coordinator.workers import learner as learner_module
-from rlframe.coordinator.workers.learner import LearnerWorker
+from rlframe.coordinator.workers import learner_worker as learner_module
+from rlframe.coordinator.workers.learner_worker import LearnerWorker
 from rlframe.envs import SyncEnv
 from rlframe.errors import FencedError
 from rlframe.inferencers import Inferencer, InferencerConfig

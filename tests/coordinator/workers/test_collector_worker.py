@@ -11,7 +11,7 @@ import pytest
 from rlframe.actors import Actor
 from rlframe.agents import DQN, IMPALA, PPO, DQNConfig, IMPALAConfig, PPOConfig
 from rlframe.coordinator.messages import Closed, Collected, Evaluated, Failed, GetData, NotReady, Started, StartTask
-from rlframe.coordinator.workers.collector import CollectorWorker
+from rlframe.coordinator.workers.collector_worker import CollectorWorker
 from rlframe.envs import SyncEnv
 from rlframe.errors import EnvError, StoppedError
 from rlframe.params import ParamStore

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from rlframe import handles
 from rlframe.actors import Actor
 from rlframe.coordinator.messages import Collected, Evaluated, GetData, NotReady, Started, StartTask
-from rlframe.coordinator.workers.base import TaskWorker
 from rlframe.coordinator.workers.overrides import ActsBy, check_takes_env_kwargs, with_config
+from rlframe.coordinator.workers.task_worker import TaskWorker
 from rlframe.errors import StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.phases import waiting_for

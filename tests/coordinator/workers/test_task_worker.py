@@ -23,8 +23,8 @@ from rlframe.coordinator.messages import (
     Started,
     StartTask,
 )
-from rlframe.coordinator.workers import base
-from rlframe.coordinator.workers.base import TaskWorker
+from rlframe.coordinator.workers import task_worker
+from rlframe.coordinator.workers.task_worker import TaskWorker
 from rlframe.errors import EnvError, UsageError
 from rlframe.interprocess.phases import ThreadProgress
 from tests.coordinator.workers.calling import Caller
@@ -356,7 +356,7 @@ def test_a_worker_that_does_not_do_such_work_says_so(worker, call):
 
 
 def test_close_ends_work_that_waits_and_leaves_no_thread(worker, call, monkeypatch):
-    monkeypatch.setattr(base, "_ENDS_WITHIN", 60.0)
+    monkeypatch.setattr(task_worker, "_ENDS_WITHIN", 60.0)
     held_up(worker, call)
     worker.close()
     assert not worker._thread.is_alive()
@@ -367,7 +367,7 @@ def test_close_ends_work_that_waits_and_leaves_no_thread(worker, call, monkeypat
 
 
 def test_close_is_bounded_where_the_work_hangs(worker, call, monkeypatch):
-    monkeypatch.setattr(base, "_ENDS_WITHIN", 0.2)
+    monkeypatch.setattr(task_worker, "_ENDS_WITHIN", 0.2)
     held_up(worker, call)
     worker.is_stuck = True
     worker.close()
