@@ -332,7 +332,7 @@ class Actor:
             if not steppers and not pending:
                 self._wait_for_budget()
                 continue
-            free = next((each for each in steppers if each.has_request and not each.is_at_closed_gate), None)
+            free = next((each for each in steppers if each.has_request), None)
             if free is None and not pending and (closed := [gate for gate in self._gates() if gate.is_closed]):
                 self._open_together(closed)
                 continue

@@ -34,6 +34,7 @@ class Evaluator:
         max_episode_length: the most steps of an episode; one that is longer is an error.
 
     Attributes:
+        num_envs: number of environments.
         steps: that all environments together have taken, so far.
     """
 
@@ -54,6 +55,7 @@ class Evaluator:
             self._env = as_pool(env_builder, seed=env_seed(seed, EVALUATOR_RANK))
         if not self._env.is_sync:
             raise UsageError("Evaluator needs a synchronous pool (SyncEnv); its env_builder gave an asynchronous one.")
+        self.num_envs = self._env.num_envs
         self._inferencer = as_inference(inferencer)
         self._episodes = episodes
         self._max_episode_length = max_episode_length
@@ -65,11 +67,6 @@ class Evaluator:
         """Begin the first episodes. `evaluate` does so itself; call this to see whether every environment starts."""
         with stepping(self._env):
             self._first = self._env.reset()
-
-    @property
-    def num_envs(self) -> int:
-        """How many environments there are."""
-        return self._env.num_envs
 
     def evaluate(self) -> Logs:
         """Play the episodes, all by the version of the parameters that is the newest at the start.
@@ -83,7 +80,7 @@ class Evaluator:
             StoppedError: `stop` was called.
         """
         self._inferencer.refresh()
-        num_envs = self._env.num_envs
+        num_envs = self.num_envs
         env_ids = global_env_ids(EVALUATOR_RANK, np.arange(num_envs))
         quota = np.full(num_envs, self._episodes // num_envs)
         quota[: self._episodes % num_envs] += 1

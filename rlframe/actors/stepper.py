@@ -60,11 +60,6 @@ class PoolStepper:
         self._initial_state = initial_state
         self._is_recurrent = bool(jax.tree.leaves(initial_state))
 
-    @property
-    def is_at_closed_gate(self) -> bool:
-        """Whether the next step waits for newer parameters."""
-        return self.gate is not None and self.gate.is_closed
-
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore the result of `get_state`. Without the state of the environments, they are reset."""
         resets = state["env"] is None
@@ -87,8 +82,8 @@ class SyncStepper(PoolStepper):
 
     @property
     def has_request(self) -> bool:
-        """True unless the newest timestep was requested already."""
-        return not self._is_acted_on
+        """False if the newest timestep was requested already, or must wait for newer parameters."""
+        return not self._is_acted_on and (self.gate is None or not self.gate.is_closed)
 
     def begin(self, initial_state: AgentState) -> None:
         """Reset the environments, unless `set_state` has restored them."""

@@ -75,6 +75,9 @@ class Inferencer:
         learner: a `ParamSource` (a Learner, a policy of a param store), or a handle to a node that is one, which is
             looked up at the first call.
 
+    Attributes:
+        agent: the agent that acts.
+
     Raises:
         UsageError: `learner` is a Launchpad node and not its handle.
     """
@@ -83,7 +86,7 @@ class Inferencer:
         # Now: an Inferencer may be made in the launcher, and is used in another process.
         handles.refuse_nodes(learner, "as the learner")
         self._cfg = cfg
-        self._agent = agent
+        self.agent = agent
         self._learner_or_handle = learner
         self._calls = 0
         # (version, packed parameters): a refresh beside a call replaces both at once.
@@ -99,7 +102,7 @@ class Inferencer:
         self._new_version = threading.Condition()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._cfg, self._agent, self._learner_or_handle)
+        return type(self), (self._cfg, self.agent, self._learner_or_handle)
 
     # Made when they are first used, in the process that uses them.
 
@@ -121,14 +124,9 @@ class Inferencer:
         # A jitted identity moves arrays to the device in a tenth of the time that jax.device_put takes.
         return jax.jit(lambda arrays: arrays)
 
-    @property
-    def agent(self) -> Any:
-        """The agent that acts."""
-        return self._agent
-
     def specs(self) -> AgentSpecs:
         """Return (replay_spec, step_spec) of the agent. An Actor makes its side of a replay from these."""
-        return AgentSpecs(self._agent.replay_spec, self._agent.step_spec)
+        return AgentSpecs(self.agent.replay_spec, self.agent.step_spec)
 
     @property
     def params_version(self) -> int:
@@ -137,7 +135,7 @@ class Inferencer:
 
     def initial_state(self, batch_size: int) -> AgentState:
         """Return the agent's recurrent state at FIRST, as numpy: a tree of [batch_size, ...]."""
-        return jax.tree.map(np.asarray, self._agent.initial_state(batch_size))
+        return jax.tree.map(np.asarray, self.agent.initial_state(batch_size))
 
     def inference(
         self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState = ()
@@ -232,10 +230,10 @@ class Inferencer:
         """
         if self._batcher is not None:
             raise UsageError("This Inferencer is a service already, or was one: make another.")
-        self._batcher = Batcher(self._agent, self._answer_round, self._cfg.max_batch, self._cfg.max_wait)
+        self._batcher = Batcher(self.agent, self._answer_round, self._cfg.max_batch, self._cfg.max_wait)
         try:
             with handles.stopped_by_program(self.stop):
-                is_on_policy = self._agent.replay_spec.max_staleness is not None
+                is_on_policy = self.agent.replay_spec.max_staleness is not None
                 self._refresher.follow(self._cfg.refresh_interval, waits=is_on_policy)
         finally:
             self.stop()
@@ -309,8 +307,8 @@ class Inferencer:
         self, rng: jax.Array, call: jax.Array, packed: list[jax.Array], timestep: TimeStep, state: AgentState
     ) -> list[jax.Array]:
         # Python runs this once for each number of rows, to trace it: the checks cost nothing afterwards.
-        self._agent.check_observation(timestep.observation)
-        step = self._agent.eval_step if self._cfg.greedy else self._agent.actor_step
+        self.agent.check_observation(timestep.observation)
+        step = self.agent.eval_step if self._cfg.greedy else self.agent.actor_step
         assert self._params_packing is not None
         params = self._params_packing.unpack(packed)
         output, state = step(jax.random.fold_in(rng, call), params, timestep, state)

@@ -182,7 +182,7 @@ class Learner:
         if self._agent.learns_from == "trajectories":  # their updates take long: waiting for one costs little
             self._check_update()
         version = self._versions.next()
-        if self._staleness.is_set:
+        if self._staleness.limit is not None:
             jax.block_until_ready(self._acting_arrays)  # actors wait for it, and a call of theirs must not
             self._staleness.forget(version)
             self._staleness.resumed_from = None

@@ -102,18 +102,16 @@ class StalenessLimit:
 
     Args:
         replay_buffer: the source of the batches.
+
+    Attributes:
+        limit: versions that a batch may be behind the newest; None: any number.
+        resumed_from: the version of the restored checkpoint: the first version after it has the same parameters.
     """
 
     def __init__(self, replay_buffer: object) -> None:
         self._buffer = replay_buffer if isinstance(replay_buffer, BaseReplayBuffer) else None
-        self._limit = self._buffer.spec.max_staleness if self._buffer is not None else None
-        # The version of the restored checkpoint: the first version after it has the same parameters.
+        self.limit = self._buffer.spec.max_staleness if self._buffer is not None else None
         self.resumed_from: int | None = None
-
-    @property
-    def is_set(self) -> bool:
-        """Return True if there is a limit."""
-        return self._limit is not None
 
     def refuses(self, versions: np.ndarray, newest: int) -> bool:
         """Return True if a batch is too old: drawn before the buffer dropped what is too old for `newest`.
@@ -122,11 +120,11 @@ class StalenessLimit:
             versions: [B] that acted.
             newest: version of the learner.
         """
-        if self._limit is None:
+        if self.limit is None:
             return False
-        old = versions < newest - self._limit
+        old = versions < newest - self.limit
         if self.resumed_from is not None:
-            old &= (versions < self.resumed_from - self._limit) | (versions > self.resumed_from)
+            old &= (versions < self.resumed_from - self.limit) | (versions > self.resumed_from)
         if not old.any():
             return False
         _log.warning(
@@ -134,15 +132,15 @@ class StalenessLimit:
             versions.min(),
             versions.max(),
             newest,
-            self._limit,
+            self.limit,
         )
         return True
 
     def forget(self, newest: int) -> None:
         """Drop items from the buffer that are too old for the version `newest`."""
-        if self._limit is not None:
+        if self.limit is not None:
             assert self._buffer is not None
-            self._buffer.forget_before(newest - self._limit)
+            self._buffer.forget_before(newest - self.limit)
 
 
 def mean_version(versions: np.ndarray) -> float:

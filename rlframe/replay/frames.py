@@ -84,8 +84,7 @@ class FrameStore:
                 same &= _as_strings(values[:, j]) == _as_strings(stored)
             return None if same.all() else ~same
         stored = self._frames.take(references % self._rows, axis=0)
-        for row, j in zip(*(references < 0).nonzero()):
-            stored[row, j] = self._aside[-1 - int(references[row, j])]
+        self._patch(stored, references)
         differ = (stored != values[:, :-1]).any(axis=(1, 2, 3))
         differ |= ((references >= 0) & (references < youngest)).any(axis=1)
         return differ if differ.any() else None

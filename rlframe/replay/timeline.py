@@ -29,10 +29,13 @@ Numbers = Union[int, np.ndarray]  # the first number of a block, or one number p
 _NONE = 255  # not a step type
 
 
-def ring_index(first: int, count: int, size: int) -> Index:
-    """Return the places of `count` numbers from `first` on in a ring of `size`: a slice if they do not wrap."""
+def ring_index(first: int, count: int, size: int, base: int = 0) -> Index:
+    """Return the places of `count` numbers from `first` on in a ring of `size`: a slice if they do not wrap.
+
+    The ring begins at the place `base`.
+    """
     low = first % size
-    return slice(low, low + count) if low + count <= size else (low + np.arange(count)) % size
+    return slice(base + low, base + low + count) if low + count <= size else base + (low + np.arange(count)) % size
 
 
 class Timeline:

@@ -1,6 +1,6 @@
 """The reading side of a shared replay buffer: one table of all segments' items, kept up to date from their logs.
 
-An item of rank r that starts at timestep n is known here by the number `r << RANK_BITS | n`, so that one table, the
+An item of rank r that starts at timestep n has the start `r << RANK_BITS | n` here, so that one table, the
 same as that of the in-process buffer, holds the items of all segments.
 """
 
@@ -16,7 +16,7 @@ from rlframe.replay.shared_memory import block
 from rlframe.replay.shared_memory.block import COUNT_BITS, COUNT_MASK, MARGIN, Block
 from rlframe.replay.steps import StepStore, make_table
 from rlframe.replay.tables import ItemTable, QueueTable, Ring
-from rlframe.replay.timeline import Index, Numbers, Timeline
+from rlframe.replay.timeline import Index, Numbers, Timeline, ring_index
 from rlframe.types import Batch, ReplaySpec, StepSpec
 
 RANK_BITS = 43
@@ -40,11 +40,7 @@ class SegmentsTimeline(Timeline):
         if not isinstance(numbers, int):
             return self.slots_of(numbers)
         rank, number = numbers >> RANK_BITS, numbers & NUMBER_MASK
-        base, size = rank * self._rows, int(self.sizes[rank])
-        low = number % size
-        if low + count <= size:
-            return slice(base + low, base + low + count)
-        return base + (low + np.arange(count)) % size
+        return ring_index(number, count, int(self.sizes[rank]), base=rank * self._rows)
 
     def slots_of(self, numbers: np.ndarray) -> np.ndarray:
         if len(self._ranks) == 1:
