@@ -1,6 +1,6 @@
 """Learners hold the parameters, train them from a replay buffer and publish them.
 
-`Learner.run()` is one loop. In learner.py its parts are in this order: an update, the loop, calls of other nodes,
+`Learner.run()` is one loop. learner.py has, in this order: the constructor, an update, the loop, calls of other nodes,
 checkpoints. One pass of it:
 
 1. `make_dataset` of the replay buffer gives a `Batch`; `StalenessLimit` (versions.py) refuses one that is too old.
