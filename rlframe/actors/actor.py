@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import math
 import threading
 import time
@@ -73,14 +74,9 @@ class Actor:
             raise UsageError(f"num_pools={num_pools} needs an env_builder that can be called for each of them.")
         self._stop, self._logger = threading.Event(), logger
         self._has_run = threading.Event()  # `run` has returned
-        given = handles.resolve(replay_buffer, "replay buffer", deadline=deadline, stop=self._stop)
-
-        def specs() -> Any:
-            return handles.resolve(
-                inferencer, "inferencer", deadline=deadline, stop=self._stop, first=rank or 0
-            ).specs()
-
-        replay_buffer = as_replay_buffer(given, specs)
+        resolve = functools.partial(handles.resolve, deadline=deadline, stop=self._stop)
+        given = resolve(replay_buffer, "replay buffer")
+        replay_buffer = as_replay_buffer(given, lambda: resolve(inferencer, "inferencer", first=rank or 0).specs())
         self._owns_buffer = replay_buffer is not given
         self._steppers: list[SyncStepper | AsyncStepper] = []  # one for each pool
         self._has_reset = False  # whether the environments have been reset, before the first step
@@ -97,26 +93,26 @@ class Actor:
         try:
             # The inferencer is not called before the first step, except for specs: a node's constructor does not wait
             # for another node's.
-            self._inferencer = as_inference(
-                handles.resolve(inferencer, "inferencer", deadline=deadline, stop=self._stop, first=self.rank)
-            )
-            first = 0  # environment of the next pool
-            for number in range(num_pools):
-                parts = (seed, self.rank, self.incarnation, number)
-                env = as_pool(
-                    env_builder, seed=env_seed(*(parts if number else parts[:3])), deadline=deadline, stop=self._stop
-                )
-                env_ids = global_env_ids(self.rank, first + np.arange(env.num_envs))
-                kind = SyncStepper if env.is_sync else AsyncStepper
-                self._steppers.append(kind(env, env_ids, replay_buffer))
-                first += env.num_envs
-            self.num_envs = first
+            self._inferencer = as_inference(resolve(inferencer, "inferencer", first=self.rank))
+            self._make_pools(env_builder, num_pools, seed, deadline)
             if incarnation is None:
                 replay_buffer.open_segment(self.rank, self.num_envs)
             self._is_made = True
         except BaseException:
             self.close()
             raise
+
+    def _make_pools(self, env_builder: Any, num_pools: int, seed: int, deadline: float) -> None:
+        """Make the pools, each with its stepper. Their environments are numbered through all pools."""
+        self.num_envs = 0
+        for number in range(num_pools):
+            parts = (seed, self.rank, self.incarnation, number)
+            pool_seed = env_seed(*(parts if number else parts[:3]))
+            env = as_pool(env_builder, seed=pool_seed, deadline=deadline, stop=self._stop)
+            env_ids = global_env_ids(self.rank, self.num_envs + np.arange(env.num_envs))
+            kind = SyncStepper if env.is_sync else AsyncStepper
+            self._steppers.append(kind(env, env_ids, self._replay_buffer))
+            self.num_envs += env.num_envs
 
     @property
     def env_steps(self) -> int:

@@ -168,8 +168,8 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
 class Draw(NamedTuple):
     """The items of a batch by their keys. Another process can `fetch` them.
 
-    A key is (rank, incarnation, start): the writer of the item, and the number of the item's first timestep among all
-    of its buffer (timeline.py). In a buffer that keeps whole items, its third part is the number of the item.
+    A key is (rank, incarnation, start): the writer of the item, and the number of the item's first timestep
+    (timeline.py). In a buffer that keeps whole items, the third part is the number of the item.
     """
 
     keys: np.ndarray  # [B, 3] int64
