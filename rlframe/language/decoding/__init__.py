@@ -8,7 +8,7 @@
         Slots.decode -> sampling.decode # sampling.py: some steps of the model, each of which draws a token
     handle.result()                     # an `Answer`: tokens, their log-probabilities, the versions of the parameters
 
-`ranking.py` has the likeliest tokens, and the scores of a prompt.
+`sampling.py` also has the likeliest tokens, and the scores of a prompt.
 """
 
 from rlframe.language.decoding.engine import DecodeEngine, generate

@@ -24,9 +24,8 @@ import numpy as np
 
 from rlframe.errors import PeerError, RlframeError, UnavailableError, UsageError
 from rlframe.interprocess.phases import COMPUTING
-from rlframe.language.decoding.ranking import Ranked
 from rlframe.language.decoding.requests import Answer, DecodeRequest, Handle, OnTokens
-from rlframe.language.decoding.sampling import Sampled, SamplingParams, check_prompt, power_of_two, row_key
+from rlframe.language.decoding.sampling import Ranked, Sampled, SamplingParams, check_prompt, power_of_two, row_key
 from rlframe.language.decoding.slots import EngineConfig, Slots
 from rlframe.language.model.config import ModelConfig
 from rlframe.program_end import Closing

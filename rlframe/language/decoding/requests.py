@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlframe.errors import PeerError
-from rlframe.language.decoding.ranking import PromptScores, Ranked
-from rlframe.language.decoding.sampling import SamplingParams
+from rlframe.language.decoding.sampling import PromptScores, Ranked, SamplingParams
 
 RESULT_TIMEOUT = 600.0  # seconds
 

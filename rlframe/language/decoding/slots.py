@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlframe.errors import check_at_least
-from rlframe.language.decoding.ranking import MOST_RANKED, PromptScores, score_prompt
 from rlframe.language.decoding.requests import DecodeRequest
 from rlframe.language.decoding.sampling import (
+    MOST_RANKED,
     DecodeProgress,
+    PromptScores,
     Sampled,
     SamplingParams,
     SamplingRows,
@@ -26,6 +27,7 @@ from rlframe.language.decoding.sampling import (
     decode,
     make_rows,
     power_of_two,
+    score_prompt,
 )
 from rlframe.language.model import transformer
 from rlframe.language.model.config import ModelConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlframe.errors import UnavailableError
 from rlframe.language.decoding import Answer, DecodeEngine
-from rlframe.language.decoding.ranking import PromptScores
+from rlframe.language.decoding.sampling import PromptScores
 from rlframe.language.model.tokenizers import Tokenizer
 from rlframe.language.server.errors import RETRY, RefusedError
 from rlframe.language.server.requests import Asked

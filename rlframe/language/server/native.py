@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from rlframe.language.decoding.ranking import MOST_RANKED
+from rlframe.language.decoding.sampling import MOST_RANKED
 from rlframe.language.model.tokenizers import Tokenizer
 from rlframe.language.server.errors import RefusedError
 from rlframe.language.server.generation import AnswerPiece

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import Self
 
-from rlframe.language.decoding.ranking import MOST_RANKED
-from rlframe.language.decoding.sampling import SamplingParams
+from rlframe.language.decoding.sampling import MOST_RANKED, SamplingParams
 from rlframe.language.model.tokenizers import Tokenizer
 from rlframe.language.server.errors import RefusedError
 
