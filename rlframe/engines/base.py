@@ -31,8 +31,8 @@ class NodeOptions:
     ray_address: Union[str, None] = None  # the Ray cluster: auto or HOST:PORT; None: a Ray of this machine's own
     accelerators: tuple[Accelerated, ...] = ("learner",)  # the nodes that may use accelerators; the others get none
     max_restarts: int = 3  # how often each node may die and be started again
-    hang_timeout: float = TIMEOUT  # seconds without a heartbeat after which a node is killed; 0: none that hangs is
-    grace_seconds: float = GRACE  # that nodes have to save and end, once they are told to, before they are killed
+    hang_timeout: float = TIMEOUT  # seconds without a heartbeat after which a node is killed; 0: never
+    grace_seconds: float = GRACE  # seconds in which nodes save and end, before they are killed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Engine(Protocol):
             **kwargs: the same.
 
         Returns:
-            What stands for the node in the arguments of others.
+            The node as an argument for other nodes.
         """
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
@@ -122,7 +122,7 @@ class Engine(Protocol):
         """Run the program to its end.
 
         Args:
-            watch: is told how the nodes are, whenever that changes.
+            watch: called with the states of the nodes whenever they change.
 
         Returns:
             The number of the signal that ended it, or None where it ended by itself.

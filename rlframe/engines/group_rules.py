@@ -3,7 +3,7 @@
 `rules_by_group` derives them from the names of the groups. For `heavy_env` with 4 actors, on 8 cores:
 
     group    max_restarts  ends_program  must_save  env
-    learner  3             no            yes        NPROC=4: the cores that the actors leave; any accelerator is seen
+    learner  3             no            yes        NPROC=4: the cores that the actors leave; it sees accelerators
     actor    3             no            no         ON_CPU: one thread, no accelerator
     monitor  3             yes           no         ON_CPU
 """

@@ -11,10 +11,10 @@ In the order of an actor's life:
 
 The classes about one node:
 
-    what                                         a process of this machine    beside a Ray actor (`ray_nodes`)
-    the object to make and serve, pickled        ServedNode                   ServedNode, in a HostedNode
-    what can be started (`StartableNode`)        NodeProcess                  RayNode
-    what runs, for the supervisor (`RunningNode`) RunningProcess              RunningRayNode
-    what starts and watches the process          the launcher                 NodeHost, in the Ray actor
-    its place in the supervisor, over restarts   Slot                         Slot
+    what                                          a process of this machine    beside a Ray actor (`ray_nodes`)
+    the object to make and serve, pickled         ServedNode                   ServedNode, in a HostedNode
+    what can be started (`StartableNode`)         NodeProcess                  RayNode
+    what runs, for the supervisor (`RunningNode`) RunningProcess               RunningRayNode
+    what starts and watches the process           the launcher                 NodeHost, in the Ray actor
+    its place in the supervisor, over restarts    Slot                         Slot
 """

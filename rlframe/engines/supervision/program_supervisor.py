@@ -24,7 +24,7 @@ class ProgramSupervisor(Supervisor):
     Args:
         nodes: the nodes.
         logs, hang_timeout, backoff: see `Supervisor`.
-        watch: is told whether the nodes are being ended, and `node_status` of each, when that changes.
+        watch: see `Watch`.
         grace: seconds from SIGTERM to SIGKILL when the program ends.
     """
 
