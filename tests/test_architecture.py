@@ -40,7 +40,7 @@ BOXES = {
     "handles": "calls to other processes",
     "transport": "sockets, Courier, Ray",
     "interprocess": "shared memory, processes, guards of plain lp.launch",
-    "basics": "types, errors, extras",
+    "basics": "files beside the packages: types, errors, extras, retry, program_end, stop_conditions, user_files",
 }
 _UNSEEN = ("__main__", "testing")  # not imported by the rest
 

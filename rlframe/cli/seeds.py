@@ -255,13 +255,13 @@ def _check_begins(experiment: Experiment, options: TrainOptions) -> None:
     """Raise what a run would raise before its first step."""
     import jax
 
-    from rlframe.programs.api import check_trackers, control_of
+    from rlframe.programs.api import check_trackers, control_address_of
     from rlframe.programs.runner import check_extras
     from rlframe.programs.topologies.parts import make_agent
     from rlframe.programs.training.updates import check_updates
 
     check_trackers(options)
-    check_extras(experiment, with_control=control_of(experiment, options) is not None)
+    check_extras(experiment, with_control=control_address_of(experiment, options) is not None)
     jax.config.update("jax_platforms", "cpu")  # the accelerator's memory is for the runs
     check_updates(experiment, make_agent(experiment))
 

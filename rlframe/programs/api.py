@@ -20,7 +20,7 @@ from rlframe.programs.options.make_experiment import change_options, default_exp
 from rlframe.programs.options.registry import name_objects, name_of
 from rlframe.programs.options.resume import import_env
 from rlframe.programs.presets import Preset
-from rlframe.programs.run_dir.control import Control
+from rlframe.programs.run_dir.control import ControlAddress
 from rlframe.programs.run_dir.directory import Result, RunDir, default_path
 from rlframe.programs.training.callbacks import Callback
 from rlframe.programs.training.profile import Profile
@@ -157,7 +157,7 @@ def run_session(
             progress=progress,
             profile=profile,
             notes={"preset": preset.name if preset is not None else None},
-            control=control_of(experiment, options),
+            control_address=control_address_of(experiment, options),
             quiet=silent,
         )
     finally:
@@ -189,13 +189,13 @@ def open_trackers(experiment: Experiment, options: SessionOptions, path: pathlib
     return [make(path, project=options.project, config=config) for make in made]
 
 
-def control_of(experiment: Experiment, options: SessionOptions) -> Control | None:
+def control_address_of(experiment: Experiment, options: SessionOptions) -> ControlAddress | None:
     """Return the address of the run's HTTP service; None if it has none. Raise UsageError for options of none."""
     port = options.http
     if port == "auto":
         port = None if experiment.topology_config.control_group is None else 0
     if port is not None:
-        return Control(options.http_host, port, options.token_file)
+        return ControlAddress(options.http_host, port, options.token_file)
     for name in ("http_host", "token_file"):
         if getattr(options, name) != getattr(SessionOptions, name):
             raise UsageError(f"{name} is of the HTTP service of the run, and there is none: give it a port by --http.")

@@ -24,7 +24,7 @@ from rlframe.programs.options.config_file import load_experiment
 from rlframe.programs.options.make_experiment import fill_configs, with_fields
 from rlframe.programs.options.resume import backend_note, check_backend, continue_experiment, import_env
 from rlframe.programs.policies.evaluation import describe_evaluation
-from rlframe.programs.run_dir.control import Control, serve_control_of
+from rlframe.programs.run_dir.control import ControlAddress, serve_control_of
 from rlframe.programs.run_dir.directory import Result, RunDir, default_path
 from rlframe.programs.run_dir.lock import RunLock
 from rlframe.programs.run_dir.status import StatusFile
@@ -55,7 +55,7 @@ def run_experiment(
     progress: Logger | None = None,
     profile: Profile | None = None,
     notes: dict[str, Any] | None = None,
-    control: Control | None = None,
+    control_address: ControlAddress | None = None,
     quiet: bool = False,
 ) -> Result:
     """Train an experiment's agent to its last step, and evaluate the final policy.
@@ -77,7 +77,7 @@ def run_experiment(
         progress: a logger that a single process also writes to, without values, a few times a second.
         profile: measures the time that the parts of a single process take.
         notes: for a reader of `config.json`; those of a resumed run stay as they are.
-        control: address of the HTTP service that shows and controls the run; None: no service.
+        control_address: of the HTTP service that shows and controls the run; None: no service.
         quiet: print nothing, also no output of the nodes.
 
     Returns:
@@ -88,7 +88,7 @@ def run_experiment(
         ProgramError: a node failed more often than it may, or did not save when the program was stopped.
         RlframeError: the run failed; all that was saved is kept.
     """
-    _check_can_run(experiment, profile, with_control=control is not None)
+    _check_can_run(experiment, profile, with_control=control_address is not None)
     called = Callbacks(callbacks)
     directory = RunDir(run_dir if run_dir is not None else default_path(experiment))
     import_env(experiment)
@@ -111,7 +111,7 @@ def run_experiment(
                 directory.write_config(experiment, directory.notes())
             group = experiment.topology_config.control_group
             coordinator = None if group is None else engine.handle_of(group)
-            opened.enter_context(serve_control_of(session.path, control, coordinator, quiet))
+            opened.enter_context(serve_control_of(session.path, control_address, coordinator, quiet))
         except BaseException:
             if not resume:
                 directory.remove()  # a run whose nodes cannot be made leaves nothing

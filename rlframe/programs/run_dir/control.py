@@ -18,7 +18,7 @@ from rlframe.programs.run_dir.status import OVER, StatusReader
 
 
 @dataclasses.dataclass(frozen=True)
-class Control:
+class ControlAddress:
     """The address of the HTTP service of a run; see docs/coordinator.md."""
 
     host: str = "127.0.0.1"
@@ -61,20 +61,20 @@ class RunTarget:
 
 @contextlib.contextmanager
 def serve_control_of(
-    run_dir: pathlib.Path, control: Control | None, coordinator: Any = None, quiet: bool = False
+    run_dir: pathlib.Path, address: ControlAddress | None, coordinator: Any = None, quiet: bool = False
 ) -> Iterator[None]:
     """Serve the control of a run in this process, and write the address into its directory. Do nothing for None.
 
     Args:
         run_dir: of the run.
-        control: where.
+        address: where; None: nowhere.
         coordinator: its coordinator, or a handle to it; None: it has none.
         quiet: do not print where it is.
 
     Raises:
         UsageError: it cannot be served there, or a package is missing.
     """
-    if control is None:
+    if address is None:
         yield
         return
     from rlframe.coordinator.control.address import make_token, remove_control, write_control
@@ -82,12 +82,12 @@ def serve_control_of(
     with extras.needed("--http", "trajectories"):
         from rlframe.coordinator.control.app import COORDINATOR, RUN, serve_control
         from rlframe.http.access import read_token
-    token_file = control.token_file or make_token(run_dir)
+    token_file = address.token_file or make_token(run_dir)
     target: Any
     target, kind = RunTarget(run_dir), RUN
     if coordinator is not None:
         target, kind = coordinator, COORDINATOR
-    with serve_control(target, control.host, control.port, token_file, kind=kind) as server:
+    with serve_control(target, address.host, address.port, token_file, kind=kind) as server:
         write_control(run_dir, server.url, token_file)
         # If it is no terminal, others may read the output.
         link = f"{server.url}/#token={read_token(token_file)}" if sys.stderr.isatty() else server.url

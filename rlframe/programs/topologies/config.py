@@ -7,6 +7,9 @@
       ProgramConfig                                   several nodes, and their engine   Language
         GameProgram(ProgramConfig, GameConfig)        games in several nodes            HeavyEnv, LightEnv, Elastic
 
+A game is any environment whose steps an agent learns from, a robot's or a pendulum's as well; the other kind are the
+environments of language models, whose agents learn from trajectories (`TopologyConfig.learns_from`).
+
 The fields of all bases lie side by side: `--topology heavy_env --network lstm --until-return 475` sets the fields
 `network` (of `AgentOptions`) and `until_return` (of `StoppingOptions`) of a `HeavyEnv`.
 """
@@ -49,7 +52,7 @@ def configured_by(config_cls: type[TopologyConfig]) -> Callable[[Function], Func
 
 @dataclasses.dataclass(frozen=True)
 class TopologyConfig:
-    """Options of every topology: none but its name. The properties are what a topology without the options has.
+    """Options of every topology: none but its name. The properties have the values of a topology without the option.
 
     Attributes:
         learns_from: the agents that it is for, by their `Agent.learns_from`: steps (of environments, games or not) or

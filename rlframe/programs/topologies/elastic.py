@@ -130,15 +130,15 @@ def add_elastic_replay(engine: Engine, session: Session) -> Any:
     # Each collector keeps its share of the steps as if there were num_actors of them: few keep as many as they do in
     # another topology, and many keep more.
     capacity = replay_capacity(session.agent.replay_spec, experiment) * most // config.num_actors
-    # Writers may be far enough ahead that a learner finds all the batches it is granted.
-    ahead = most * experiment.envs_per_actor, Limits.grant
+    # Writers may be far enough ahead (`rounds`) that a learner finds all the batches it is granted.
+    writers_envs = most * experiment.envs_per_actor
     if config.replay_kind == "reverb":
         from rlframe.replay.reverb import ReverbReplayBuffer
 
-        add_reverb(engine, session, capacity, *ahead)
+        add_reverb(engine, session, capacity, num_envs=writers_envs, rounds=Limits.grant)
         return ReverbReplayBuffer(session.agent, engine.address_of("replay"))
     if config.replay_kind == "service":
-        return add_service(engine, session, capacity, *ahead)
+        return add_service(engine, session, capacity, num_envs=writers_envs, rounds=Limits.grant)
     # A pause takes as long as it takes: a learner that hangs is the coordinator's to see.
     options: dict[str, Any] = {"timeout": math.inf, "rounds_ahead": Limits.grant, "come_and_go": True}
     return add_shared_memory(engine, session, most, capacity, **options)

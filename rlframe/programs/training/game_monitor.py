@@ -1,4 +1,4 @@
-"""The monitor of a program that learns from environments."""
+"""The monitor of a program that learns from the steps of environments (games, robots): it counts and limits them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from rlframe.cli import main
 from rlframe.coordinator.control.address import read_control
 from rlframe.engines.base import node_status
 from rlframe.programs import make_experiment, run_experiment
-from rlframe.programs.run_dir.control import Control, RunTarget, serve_control_of
+from rlframe.programs.run_dir.control import ControlAddress, RunTarget, serve_control_of
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.run_dir.lock import RunLock
 from rlframe.programs.run_dir.status import StatusFile
@@ -59,7 +59,7 @@ def client(run_dir: pathlib.Path) -> httpx.Client:
 def test_a_run_is_shown_over_http_and_offers_its_stop_alone(directory, monkeypatch):
     killed = []
     monkeypatch.setattr("rlframe.programs.run_dir.control.os.kill", lambda pid, number: killed.append(number))
-    with serve_control_of(directory.path, Control()), client(directory.path) as http:
+    with serve_control_of(directory.path, ControlAddress()), client(directory.path) as http:
         assert http.get("/healthz", headers={"Authorization": ""}).json() == {"status": "ok"}
         assert http.get("/status", headers={"Authorization": ""}).status_code == 401
         status = http.get("/status").json()
@@ -83,13 +83,13 @@ def test_a_run_is_shown_over_http_and_offers_its_stop_alone(directory, monkeypat
 
 
 def test_only_a_terminal_gets_a_link_with_the_token(directory, monkeypatch, capsys):
-    with serve_control_of(directory.path, Control()):
+    with serve_control_of(directory.path, ControlAddress()):
         token = (directory.path / "token").read_text().strip()
     assert token not in capsys.readouterr().err
     ours, theirs = pty.openpty()
     with open(ours) as terminal, open(theirs, "w", buffering=1) as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
-        with serve_control_of(directory.path, Control()):
+        with serve_control_of(directory.path, ControlAddress()):
             told = re.search(r"(http://\S+)/#token=(\S+) \(token: ", terminal.readline())
             assert told is not None and told[2] == token
             asked = httpx.get(f"{told[1]}/status", headers={"Authorization": f"Bearer {told[2]}"}, timeout=60.0)
@@ -101,7 +101,7 @@ def test_the_control_of_a_run_refuses_who_has_no_token_or_a_wrong_one(directory,
     killed = []  # a stop that is heard would end this process
     monkeypatch.setattr("rlframe.programs.run_dir.control.os.kill", lambda pid, number: killed.append(number))
     coordinator = ScriptedCoordinator() if has_coordinator else None
-    with serve_control_of(directory.path, Control(), coordinator):
+    with serve_control_of(directory.path, ControlAddress(), coordinator):
         known = read_control(directory.path)
         secret = pathlib.Path(known.token_file)
         assert secret == directory.path / "token" and secret.stat().st_mode & 0o777 == 0o600
@@ -116,7 +116,7 @@ def test_the_control_of_a_run_refuses_who_has_no_token_or_a_wrong_one(directory,
 
 def test_a_service_that_is_asked_before_the_run_has_begun_says_so(directory):
     directory.status.unlink()
-    with serve_control_of(directory.path, Control()), client(directory.path) as http:
+    with serve_control_of(directory.path, ControlAddress()), client(directory.path) as http:
         answer = http.get("/status")
         assert answer.status_code == 503 and "The run begins" in answer.json()["error"]["message"]
 
@@ -151,7 +151,7 @@ def test_a_single_process_serves_while_it_trains(tmp_path):
             return http.get("/status").json()["job"]
 
     described = make_experiment("dqn", steps=300, num_envs=2, log_every=100, eval_episodes=1, min_replay_size=100)
-    run_experiment(described, run_dir=tmp_path / "run", callbacks=[look], control=Control())
+    run_experiment(described, run_dir=tmp_path / "run", callbacks=[look], control_address=ControlAddress())
     assert seen[0]["state"] == "RUNNING" and seen[0]["topology"] == "single_process"
     assert not (tmp_path / "run/control.json").exists()
 
@@ -167,7 +167,7 @@ def test_the_page_shows_what_a_run_has_and_offers_what_it_can(directory):
     if chromium.CHROMIUM is None:
         pytest.skip("The page's tests need Chromium: apt-get install chromium, or make chromium")
     with (
-        serve_control_of(directory.path, Control()),
+        serve_control_of(directory.path, ControlAddress()),
         chromium.running_browser() as browser,
         chromium.checked_pages(browser) as new_page,
     ):
