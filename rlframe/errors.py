@@ -85,6 +85,18 @@ class JobFailedError(ProgramError):
     """A job under a coordinator failed, in spite of all that it tries again. Names what failed last."""
 
 
+class FieldError(UsageError):
+    """A field of a request that cannot be. `field` names it."""
+
+    def __init__(self, field: str | None, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class ConflictError(UsageError):
+    """The state that the job is in does not allow the request."""
+
+
 def check_at_least(config: object, least: float, *names: str) -> None:
     """Raise `UsageError` for the first of these fields that is below `least`. None is left alone."""
     for name, value in _numbers(config, names):

@@ -8,9 +8,8 @@ import pickle
 
 import pytest
 
-from rlframe.coordinator.control.errors import FieldError
 from rlframe.envs.layout import MisfitError
-from rlframe.errors import RlframeError, UsageError, check_above, check_at_least, check_share
+from rlframe.errors import FieldError, RlframeError, UsageError, check_above, check_at_least, check_share
 from rlframe.language.server.errors import RefusedError
 from rlframe.trajectories.service.validation import InvalidGroupError
 

@@ -63,7 +63,7 @@ class WorkerCalls:
     def _call(self, effect: ev.Send) -> None:
         client = self._clients.get(effect.key)
         if client is None:
-            self._put_event(ev.Unanswered(*effect.key, effect.method, effect.header, "there is no connection"))
+            self._put_event(ev.Unanswered(*effect.key, effect.method, effect.header))  # there is no connection
         else:
             self._threads.submit(self._ask, client, effect)
 
@@ -72,8 +72,8 @@ class WorkerCalls:
         args = effect.args if effect.header is None else (effect.header, *effect.args)
         try:
             self._put_event(ev.Replied(*who, reply_of(client, effect.method, *args)))
-        except UnavailableError as error:
-            self._put_event(ev.Unanswered(*who, str(error)))
+        except UnavailableError:
+            self._put_event(ev.Unanswered(*who))
 
 
 def reply_of(client: Client, method: str, *args: Any) -> WorkerReply:

@@ -17,8 +17,7 @@ from starlette.responses import Response
 from rlframe import handles
 from rlframe.coordinator.control.calls import CoordinatorCalls, EventLog
 from rlframe.coordinator.control.endpoints import REFUSED, command_router, read_families, reading_router
-from rlframe.coordinator.control.errors import refusal, refused
-from rlframe.errors import RlframeError
+from rlframe.errors import FieldError, RlframeError, UsageError
 from rlframe.http.access import check_guarded, read_token
 from rlframe.http.app import make_app as make_base_app
 from rlframe.http.bodies import answer
@@ -29,11 +28,22 @@ _MAX_BODY = 1 << 20
 _MAX_CONNECTIONS = 256
 _ATTEMPTS = 2.0  # seconds for which a call to another process is repeated; the app has deadlines of its own
 _OPEN = ("/healthz",)  # without a token
+_RETRY_AFTER = 1  # seconds, of a 503
+_TYPES = {
+    400: "bad_request",
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    409: "conflict",
+    422: "invalid",
+    503: "unavailable",
+}
 _DESCRIPTION = """Watches and steers a run. `GET /` is a page that does so in a browser."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class ControlKind:
     """A kind of application."""
 
     title: str
@@ -41,12 +51,12 @@ class Kind:
     commands: tuple[str, ...]  # that it offers, by the methods of the target
 
 
-COORDINATOR = Kind(
+COORDINATOR = ControlKind(
     "rlframe coordinator",
     "rlframe_coordinator_",
     ("cancel", "pause", "unpause", "scale", "evaluate_now", "checkpoint", "restore"),
 )
-RUN = Kind("rlframe run", "rlframe_run_", ("cancel",))  # without a coordinator
+RUN = ControlKind("rlframe run", "rlframe_run_", ("cancel",))  # without a coordinator
 
 
 @contextlib.contextmanager
@@ -56,7 +66,7 @@ def serve_control(
     port: int = 0,
     token_file: str | None = None,
     *,
-    kind: Kind = COORDINATOR,
+    kind: ControlKind = COORDINATOR,
 ) -> Any:
     """Serve the control of a coordinator in a thread during a `with`, which gets a `ServerThread` with its `url`.
 
@@ -86,7 +96,7 @@ def make_app(
     target: Any,
     token: str | None = None,
     *,
-    kind: Kind = COORDINATOR,
+    kind: ControlKind = COORDINATOR,
 ) -> FastAPI:
     """Make the application.
 
@@ -119,8 +129,8 @@ def make_app(
         lambda: read_families(calls, kind.prefix),
         token=token,
         max_body=_MAX_BODY,
-        errors={RequestValidationError: _invalid, RlframeError: refused},
-        refusal=refusal,
+        errors={RequestValidationError: _invalid, RlframeError: _refused},
+        refusal=_refusal,
         lifespan=life,
         without_token=_OPEN,
         page=PAGE,
@@ -138,11 +148,26 @@ def make_app(
     return app
 
 
+def _refusal(error: str, status: int, headers: dict[str, str] | None = None, *, field: str | None = None) -> Response:
+    """Refuse a request: `{"error": {"type", "message", "field"}}`. See `rlframe.http.bodies.Refusal`."""
+    if status == 503:
+        headers = {"Retry-After": str(_RETRY_AFTER), **(headers or {})}
+    content = {"type": _TYPES.get(status, "error"), "message": error, "field": field}
+    return answer({"error": content}, status, headers)
+
+
+def _refused(error: RlframeError) -> Response:
+    """Answer a call that raised."""
+    if isinstance(error, FieldError):
+        return _refusal(str(error), 422, field=error.field)
+    return _refusal(str(error), 409 if isinstance(error, UsageError) else 503)
+
+
 def _invalid(error: RequestValidationError) -> Response:
     """Refuse a request without repeating its content, which may be long or no valid JSON."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
-        return refusal("The body is no valid JSON.", 422)
+        return _refusal("The body is no valid JSON.", 422)
     field = ".".join(str(part) for part in first["loc"][1:])[:100] or None
     named = f"{field}: " if field else ""
-    return refusal(f"{named}{first['msg']}.", 422, field=field)
+    return _refusal(f"{named}{first['msg']}.", 422, field=field)

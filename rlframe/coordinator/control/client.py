@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 
 from rlframe.coordinator.control.address import read_control
-from rlframe.coordinator.control.errors import ConflictError, FieldError
-from rlframe.errors import PeerError, RemoteError, UnavailableError, UsageError
+from rlframe.errors import ConflictError, FieldError, PeerError, RemoteError, UnavailableError, UsageError
 from rlframe.http.access import read_token
 from rlframe.program_end import Closing
 

@@ -12,10 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response, StreamingResponse
 
 from rlframe.coordinator.control.calls import CoordinatorCalls, EventLog
-from rlframe.coordinator.control.errors import FieldError
 from rlframe.coordinator.messages import ROLES, Role
 from rlframe.coordinator.states import JobState, WorkerState
-from rlframe.errors import RlframeError
+from rlframe.errors import FieldError, RlframeError
 from rlframe.http.app import metric_families
 from rlframe.http.bodies import answer
 

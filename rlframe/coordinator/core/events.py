@@ -57,7 +57,6 @@ class Unanswered(_OfWorker):
 
     method: str
     header: Header | None
-    why: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -223,7 +223,7 @@ class TrainingJob:
 
     def call(self, worker: KnownWorker, task: Task, method: str, *args: Any) -> None:
         """Call a worker."""
-        worker.call = ev.Send(worker.worker_id, worker.incarnation, method, self.header(worker, task), args)
+        worker.call = ev.Send(*worker.key, method, self.header(worker, task), args)
         worker.called_at = self.now
         self.emit(worker.call)
 

@@ -164,7 +164,6 @@ def _disconnected(job: TrainingJob, event: ev.Disconnected) -> None:
 def _submitted(job: TrainingJob, event: ev.Submitted) -> None:
     if job.state is JobState.INIT:
         job.become(JobState.CONNECTING)
-        worker_tracking.wait_from_now(job)
         results.take_up_evaluations(job)
 
 

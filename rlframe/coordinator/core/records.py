@@ -8,7 +8,7 @@ from typing import Any
 
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.accounts import Rates
-from rlframe.coordinator.messages import BatchMeta, Header, Kind, Role, StartTask, WorkerInfo
+from rlframe.coordinator.messages import BatchMeta, Header, Kind, Role, StartTask, WorkerInfo, WorkerKey
 from rlframe.coordinator.states import Stateful, TaskState, WorkerState, is_over
 
 
@@ -52,6 +52,11 @@ class KnownWorker(Stateful):
     call: ev.Send | None = None  # the call that is out; None: none is
     called_at: float = 0.0  # time at which the call was, or will be, sent
     rollouts: Rollouts = dataclasses.field(default_factory=Rollouts)
+
+    @property
+    def key(self) -> WorkerKey:
+        """(worker_id, incarnation)."""
+        return self.worker_id, self.incarnation
 
     @property
     def is_leaving(self) -> bool:

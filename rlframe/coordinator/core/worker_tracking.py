@@ -33,11 +33,11 @@ def take_list(job: TrainingJob, listed: tuple[WorkerInfo, ...]) -> None:
         if is_same and worker.state is WorkerState.REQUESTED and info.address is not None:
             worker.heard_at = job.now
             worker.become(WorkerState.CONNECTING)
-            job.emit(ev.Open(worker.worker_id, worker.incarnation, info.address))
+            job.emit(ev.Open(*worker.key, info.address))
             _ping(job, worker)
     keys = {info.key for info in listed}
     for worker in job.roster:
-        if not is_over(worker.state) and (worker.worker_id, worker.incarnation) not in keys:
+        if not is_over(worker.state) and worker.key not in keys:
             lose(job, worker, "its process has ended")
 
 
@@ -57,9 +57,8 @@ def _find_or_add(job: TrainingJob, info: WorkerInfo) -> KnownWorker:
 
 def answered_ping(job: TrainingJob, worker: KnownWorker, reply: WorkerReply) -> None:
     """Take the answer to a call without a task: `ping` or `resources`."""
-    if isinstance(reply, Alive) and (reply.worker_id, reply.incarnation) != (worker.worker_id, worker.incarnation):
-        if not is_over(worker.state):
-            lose(job, worker, REPLACED)
+    if isinstance(reply, Alive) and (reply.worker_id, reply.incarnation) != worker.key:
+        lose(job, worker, REPLACED)
         return
     note_alive(job, worker)
     if isinstance(reply, Alive):
@@ -74,7 +73,7 @@ def answered_ping(job: TrainingJob, worker: KnownWorker, reply: WorkerReply) -> 
 def _note_first_answer(job: TrainingJob, worker: KnownWorker, reply: Alive) -> None:
     worker.become(WorkerState.IDLE)
     worker.failed_starts, worker.has_answered = 0, True
-    job.emit(ev.Send(worker.worker_id, worker.incarnation, "resources", None))
+    job.emit(ev.Send(*worker.key, "resources", None))
     text = f"{worker.worker_id} (incarnation {worker.incarnation}) is here."
     job.note("came", text, worker_id=worker.worker_id)
     task = job.tasks.get(reply.task_id)
@@ -84,7 +83,7 @@ def _note_first_answer(job: TrainingJob, worker: KnownWorker, reply: Alive) -> N
 
 def _still_works_at(worker: KnownWorker, task: Task, reply: Alive) -> bool:
     """Return True if it still works at the attempt that it had before the coordinator was restarted."""
-    is_its_own = (task.worker_id, task.incarnation) == (worker.worker_id, worker.incarnation)
+    is_its_own = (task.worker_id, task.incarnation) == worker.key
     is_known = (task.state, task.attempt) == (TaskState.PENDING, reply.attempt)
     return is_its_own and is_known and reply.phase in ("running", "waiting")
 
@@ -102,19 +101,16 @@ def _adopt(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
     job.note("adopted", f"{worker.worker_id} is at {task.task_id} still.", worker_id=worker.worker_id)
 
 
-def wait_from_now(job: TrainingJob) -> None:
-    """Start the deadline for workers to come, `Limits.starting_deadline`."""
-    job.lacks_since = dict.fromkeys(_NEEDED, job.now)
-
-
 def why_nobody_comes(job: TrainingJob) -> str:
     """Return why the job is given up, because no worker ever comes; empty where it is not.
 
-    An outage of the operator is waited for, unless no learner has come before it.
+    The deadline, `Limits.starting_deadline`, begins with the first call. An outage of the operator is waited for,
+    unless no learner has come before it.
     """
     deadline = job.limits.starting_deadline
     is_out = bool(job.operator_problem) or not job.operator_answered
-    for role, since in job.lacks_since.items():
+    for role in _NEEDED:
+        since = job.lacks_since.setdefault(role, job.now)
         is_here = any(worker.role == role and not is_over(worker.state) for worker in job.roster)
         if is_here or (is_out and job.learner_has_started):
             job.lacks_since[role] = job.now
@@ -172,7 +168,7 @@ def _ping_if_due(job: TrainingJob, worker: KnownWorker, starts: bool) -> None:
 
 def _ping(job: TrainingJob, worker: KnownWorker) -> None:
     worker.ping.sent_at, worker.ping.is_out = job.now, True
-    job.emit(ev.Send(worker.worker_id, worker.incarnation, "ping", None))
+    job.emit(ev.Send(*worker.key, "ping", None))
 
 
 def note_alive(job: TrainingJob, worker: KnownWorker) -> None:
@@ -208,8 +204,8 @@ def free(job: TrainingJob, worker: KnownWorker) -> None:
 def _release(job: TrainingJob, worker: KnownWorker) -> None:
     """Release a worker: the operator ends it for good."""
     worker.become(WorkerState.GONE)
-    job.emit(ev.Release(worker.worker_id, worker.incarnation))
-    job.emit(ev.Shut(worker.worker_id, worker.incarnation))
+    job.emit(ev.Release(*worker.key))
+    job.emit(ev.Shut(*worker.key))
     job.note("gone", f"{worker.worker_id} has left.", worker_id=worker.worker_id)
 
 
@@ -219,16 +215,16 @@ def disconnect(job: TrainingJob) -> None:
         if not is_over(worker.state):
             worker.become(WorkerState.GONE)
             worker.task_id = worker.call = None
-            job.emit(ev.Shut(worker.worker_id, worker.incarnation))
+            job.emit(ev.Shut(*worker.key))
 
 
 def lose(job: TrainingJob, worker: KnownWorker, why: str) -> None:
     """Give a worker up: another one takes its index, and its task is tried again."""
     is_replaced = not worker.is_leaving and (job.ending is None or job.ending.replaces(worker.role))
     worker.become(WorkerState.LOST)
-    job.emit(ev.Shut(worker.worker_id, worker.incarnation))
+    job.emit(ev.Shut(*worker.key))
     job.accounts.restarts += is_replaced
-    job.emit((ev.Replace if is_replaced else ev.Release)(worker.worker_id, worker.incarnation))
+    job.emit((ev.Replace if is_replaced else ev.Release)(*worker.key))
     job.note(
         "lost",
         f"{worker.worker_id} (incarnation {worker.incarnation}) is lost: {why}.",

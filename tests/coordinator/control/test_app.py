@@ -18,9 +18,8 @@ needs("trajectories")
 from rlframe.coordinator.control.app import serve_control
 from rlframe.coordinator.control.calls import AT_ONCE, STATUS_AGE
 from rlframe.coordinator.control.client import ControlClient
-from rlframe.coordinator.control.errors import ConflictError
 from rlframe.coordinator.states import JobState
-from rlframe.errors import PeerError, UnavailableError, UsageError
+from rlframe.errors import ConflictError, PeerError, UnavailableError, UsageError
 from rlframe.http.serving import ServerThread
 from tests.coordinator.control.coordinators import MAX_ACTORS, ScriptedCoordinator
 

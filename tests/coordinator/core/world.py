@@ -629,18 +629,18 @@ class World:
             self.later(seconds, do)
 
         if worker is None or worker.is_dead:
-            answer(ev.Unanswered(*who, "it is gone"), self._latency())
+            answer(ev.Unanswered(*who), self._latency())
             return
         if worker.is_stopped:
             worker.heard.append(lambda: self._arrive(send, life))
             return
         luck = self.rng.random()
         if luck < self.trouble / 3:  # it never got there
-            answer(ev.Unanswered(*who, "lost"), self._latency())
+            answer(ev.Unanswered(*who), self._latency())
             return
         reply = worker.call(send.method, send.header, send.args)
         if luck < self.trouble * 2 / 3:  # the answer never got back
-            answer(ev.Unanswered(*who, "lost"), self._latency())
+            answer(ev.Unanswered(*who), self._latency())
             return
         event = ev.Replied(*who, reply)
         self.old_answers = [*self.old_answers[-30:], event]
