@@ -117,7 +117,7 @@ class Coordinator:
         self._events: Inbox[Any] = Inbox()
         self._calls = WorkerCalls(operator.transport, self._events.put)
         self._operator = OperatorThread(operator, self._events.put)
-        self._kind = getattr(operator, "kind", type(operator).__name__)
+        self._operator_kind = getattr(operator, "kind", type(operator).__name__)
         self._replay = ReplayThread(replay, param_store, self._events.put, pathlib.Path(cfg.path) / "replay")
         self._carry_out: dict[type, Callable[[Any], None]] = {
             ev.Send: self._calls.send,
@@ -290,7 +290,7 @@ class Coordinator:
                 self._published,
                 describes=self._cfg.describes,
                 limits={"collector": [self._cfg.min_collectors, self._cfg.max_collectors]},
-                operator={"kind": self._kind, "problems": self._operator.problems()},
+                operator={"kind": self._operator_kind, "problems": self._operator.problems()},
                 replay=self._replay.stats,
                 rates=self._rates,
                 now=self._clock(),

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from rlframe.coordinator.messages import Learned
-from rlframe.metrics.rows import ActorCounts, add_point
+from rlframe.metrics.rows import ActorCounts
 
 _SPAN = 5.0  # seconds that rates are measured over
 
@@ -54,14 +54,6 @@ class Accounts(ActorCounts):
         """Take the progress of a learner."""
         self.learner_steps = int(learner_steps)
         self.params_version = max(self.params_version, int(params_version))
-
-    def note_return(self, mean: float) -> None:
-        """Add a point to the curve of training."""
-        add_point(self.returns, self.env_steps, mean)
-
-    def note_evaluation(self, mean: float, version: int) -> None:
-        """Add the mean return of an evaluation."""
-        add_point(self.evaluations, self.env_steps, mean, version)
 
     def to_json(self) -> dict[str, Any]:
         """Return the arguments of an equal `Accounts`, for the journal."""

@@ -12,7 +12,7 @@ from rlframe.coordinator.core.accounts import Accounts
 from rlframe.coordinator.core.records import KnownWorker, Roster, Task, Tasks
 from rlframe.coordinator.messages import ROLES, Header, Role, WorkerInfo
 from rlframe.coordinator.states import EndingStep, JobState, check, is_over
-from rlframe.metrics.rows import ActorCounts, Rows
+from rlframe.metrics.rows import ActorCounts, Rows, add_point
 
 _SAVED = ("reason", "count_is_manual", "began", "paused", "learner_has_started", "min_version", "evaluated_at")
 _CALLS_PER_START = 2**32  # numbers of calls between two starts of a coordinator
@@ -240,7 +240,7 @@ class TrainingJob:
         if not row:
             return
         if "episode_return" in row:
-            accounts.note_return(row["episode_return"])
+            add_point(accounts.returns, accounts.env_steps, row["episode_return"])
         row |= {**accounts.logs, "learner_steps": accounts.learner_steps, "params_version": accounts.params_version}
         row["collectors"] = len([worker for worker in self.roster.of("collector") if worker.task_id])
         self.emit(ev.Row(accounts.env_steps, row))

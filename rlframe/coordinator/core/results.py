@@ -23,7 +23,7 @@ from rlframe.coordinator.messages import (
     Started,
 )
 from rlframe.coordinator.states import TaskState
-from rlframe.metrics.rows import COUNTERS, evaluation_row
+from rlframe.metrics.rows import COUNTERS, add_point, evaluation_row
 
 _LATER = 0.05  # seconds before a learner that can take no batch is asked again
 _MUCH_LATER = 1.0  # the same, where the replay buffer raised
@@ -186,7 +186,7 @@ def evaluated(job: TrainingJob, worker: KnownWorker, task: Task, reply: Evaluate
     if version != wanted:
         failed(job, worker, task, Failed("Mismatch", f"it evaluated version {version}, not {wanted}"))
         return
-    job.accounts.note_evaluation(reply.values["return_mean"], version)
+    add_point(job.accounts.evaluations, job.accounts.env_steps, reply.values["return_mean"], version)
     if job.ending is not None and task.task_id == job.ending.task_id:
         job.ending.evaluation = {**reply.values, "params_version": version}
     text = f"Version {version}: mean return {reply.values['return_mean']:g}"

@@ -146,9 +146,8 @@ def _why_lost(job: TrainingJob, worker: KnownWorker, starts: bool) -> str:
     limits, silent = job.limits, job.now - worker.heard_at
     if worker.state in (WorkerState.REQUESTED, WorkerState.CONNECTING):
         waited = job.now - worker.seen_at
-        is_late = waited > limits.starting_deadline
-        if worker.state is WorkerState.CONNECTING:  # it has an address, and does not answer there
-            is_late = is_late or silent > limits.lost_after_starting
+        is_mute = worker.state is WorkerState.CONNECTING and silent > limits.lost_after_starting  # at its address
+        is_late = is_mute or waited > limits.starting_deadline
         return f"it did not come within {waited:.0f} s" if is_late else ""
     is_late = silent > (limits.lost_after_starting if starts else limits.lost_after)
     return f"it has not answered for {silent:.0f} s" if is_late else ""

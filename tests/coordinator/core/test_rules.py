@@ -27,7 +27,7 @@ from rlframe.coordinator.messages import (
     WorkerInfo,
 )
 from rlframe.coordinator.states import JobState, TaskState, WorkerState
-from rlframe.metrics.rows import ActorCounts
+from rlframe.metrics.rows import ActorCounts, add_point
 from tests.coordinator.core.test_machine import at_work, learner, running, state
 from tests.coordinator.core.world import LIMITS, SimWorker, World
 
@@ -496,8 +496,8 @@ def test_long_curves_keep_their_span() -> None:
     accounts = Accounts()
     for number in range(1300):
         accounts.add(dict(env_steps=number, episodes=0, return_sum=0.0, length_sum=0.0, rank=0, incarnation=0))
-        accounts.note_return(float(number))
-        accounts.note_evaluation(float(number), number)
+        add_point(accounts.returns, accounts.env_steps, float(number))
+        add_point(accounts.evaluations, accounts.env_steps, float(number), number)
     for curve in (accounts.returns, accounts.evaluations):
         assert 250 <= len(curve) <= 500 and curve[0][0] == 0.0 and curve[-1][0] > 1280.0
         assert all(row[0] == row[1] for row in curve)
