@@ -127,7 +127,7 @@ class Actor:
     def stats(self) -> dict[str, Any]:
         """Return the counters of this Actor. Any thread may call it.
 
-        They begin at 0. Only `env_steps` and `episodes` of an Actor whose state is restored (`set_state`) go on.
+        They begin at 0. An Actor whose state is restored (`set_state`) continues `env_steps` and `episodes`.
 
         Returns:
             `rank`, `incarnation`, `env_steps`, `episodes`; `return_sum` and `length_sum` of the episodes that ended;

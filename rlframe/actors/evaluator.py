@@ -1,4 +1,4 @@
-"""The Evaluator: full episodes in environments of its own, and their returns."""
+"""The Evaluator: full episodes in its own environments, and their returns."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class AddOnlyWriter:
 
     def __init__(self, target: Any, rank: int | None) -> None:
         self._target, self._rank, self._is_open = target, rank, True
-        # Of a node it is known after the first call.
+        # Unknown for a node until the first call.
         self._takes_pair = not isinstance(target, handles.Remote) and count_positional(target.add) == 1
         with _CLAIMING:
             if id(target) not in _claims:

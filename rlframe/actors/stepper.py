@@ -32,7 +32,7 @@ class Request(NamedTuple):
 
 
 class PoolStepper:
-    """What synchronous and asynchronous pools have in common.
+    """Base of the steppers of synchronous and of asynchronous pools.
 
     Args:
         env: the pool.

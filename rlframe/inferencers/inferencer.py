@@ -49,7 +49,7 @@ class InferencerConfig:
 class Inferencer:
     """Answers batches of timesteps with an agent's actions, by the learner's newest parameters.
 
-    Called by one thread it is synchronous and repeats exactly. While `run()` goes on it is a service: calls that come
+    Called by one thread it is synchronous and repeats exactly. While `run()` runs, it is a service: calls that come
     at the same time are answered by one jitted call, and parameters are refreshed beside them.
 
     One call, in the process of its Inferencer, or from another one through a handle:

@@ -114,7 +114,7 @@ class StalenessLimit:
         self.resumed_from: int | None = None
 
     def refuses(self, versions: np.ndarray, newest: int) -> bool:
-        """Return True if a batch is too old: drawn before the buffer dropped what is too old for `newest`.
+        """Return True if a batch is too old for `newest`: it was drawn before the buffer dropped such items.
 
         Args:
             versions: [B] that acted.

@@ -63,7 +63,7 @@ class _Items:
 
 
 class Transitions(_Items):
-    """Items of up to n steps, whose rewards are summed as they arrive: sampling is one gather whatever n is.
+    """Items of up to n steps, whose rewards are summed as they arrive: sampling is one gather for any n.
 
     With n = 3 and two environments, three steps from the blocks 406, 408 and 410 (the last one to 412) do this, where
     r, d and g are a step's reward, its discount, and gamma:

@@ -53,7 +53,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         self._one_writer = np.zeros((0, 3), np.int64)  # keys of a batch, while only one ever wrote
         self._store: Any = None  # a StepStore, once the first writer has said how many environments it has
         self._sampled = self._steps = 0
-        self._held: dict[bytes, Batch] = {}  # by their keys: of a queue, what was drawn and is not finished
+        self._held: dict[bytes, Batch] = {}  # batches of a queue that were drawn and are not finished, by their keys
         self._oldest = -1  # version: older items are dropped
         self._limiter = RateLimiter(self.spec)
         steps.check_fits(self.spec, self._step_spec, self.spec.capacity, 1, single_frame)
@@ -122,7 +122,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         return self._store.table.draw(count, self._rng)
 
     def draw(self, timeout: float = 0.0) -> Draw | None:
-        """See `KeyedReplayBuffer`. What a queue gave is copied at once: its writers, which never wait, go on."""
+        """See `KeyedReplayBuffer`. Items of a queue are copied at once, because its writers never wait."""
         with self._added:
             self._wait_for_items(timeout)
             if self.spec.kind == "queue":

@@ -20,7 +20,7 @@ _START = 2  # a writer that has yet to take its first step is waited for so many
 
 
 class RateLimiter:
-    """Paces what is sampled against what is inserted.
+    """Keeps samples in proportion to inserts.
 
     A batch may be sampled
 

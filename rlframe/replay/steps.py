@@ -1,4 +1,4 @@
-"""A ring of timesteps and the items that they form: one class, wherever the memory lies and whoever reads it.
+"""A ring of timesteps and the items that they form: one class for own and for shared memory, for writers and readers.
 
 A buffer in this process has one of its own. In shared memory each writer has one over its segment, and each reader one
 over all of them. A writer to a Reverb server has a small one, which its items leave as soon as they are complete.

@@ -270,7 +270,7 @@ class SegmentWriter:
     def unsampled_below(self, floor: int) -> bool:
         """Return whether an item of a queue that starts below `floor` was not sampled."""
         header = self._header
-        synced = header[SYNCED]  # first: what is needed of the entries before it was written before it
+        synced = header[SYNCED]  # read first: it is written after NEEDED of the entries before it
         if self._timeline.floor <= header[NEEDED] < floor:
             return True
         return self._log.any_below(synced, floor)

@@ -196,8 +196,8 @@ class Sampler:
         return {rank: self._writer(rank, header) for rank, header in enumerate(self._memory.headers)}
 
     def _writer(self, rank: int, header: memoryview) -> WriterState:
-        # Who has not come may come, unless writers come and go: only one that ended is known to be dead. Who waits for
-        # unfinished items to leave does not stand still by himself.
+        # A writer that has not come yet may still come, unless writers come and go. A writer that waits for unfinished
+        # items to leave counts as moving.
         is_held_up = header[block.WAITS] and len(self._unfinished)
         return WriterState(
             header[block.NUM_ENVS],
@@ -213,12 +213,12 @@ class Sampler:
         changed = has_drawn
         if isinstance(table, QueueTable):
             changed = self.reader.publish_needs(self._unfinished) or has_drawn
-        # Last: who dies in between has evicted what it took of a queue.
+        # Last: a sampler that dies in between has evicted the items that it took from a queue.
         control[block.SAMPLED], control[block.SIZE] = self.sampled, table.size
         control[block.EVICTED], control[block.EVICTED_UNSAMPLED] = table.evicted, table.evicted_unsampled
         control[block.DROPPED] = table.dropped
         fence()
-        if changed and self._writers_wait():  # or they and who waits for a batch would wake each other all the time
+        if changed and self._writers_wait():  # else waiting writers and readers would wake each other all the time
             self._memory.room.wake()
 
     def _writers_wait(self) -> bool:

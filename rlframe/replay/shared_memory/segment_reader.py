@@ -152,7 +152,7 @@ class SegmentReader:
         self._versions[rank], self.cursors[rank] = version, cursors
 
     def _entries(self, rank: int, header: memoryview, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """(first timesteps, how many) of the log's entries since the last call; without those overwritten meanwhile."""
+        """Return (first timesteps, counts) of the log's entries since the last call that were not overwritten."""
         log = self._memory.logs[rank]
         low = max(self.cursors[rank].end, header[block.LOG_RESERVED] - len(log))
         entries = log.take(np.arange(low, end), mode="wrap")
@@ -236,7 +236,7 @@ class SegmentReader:
             starts = self._starts((rank << RANK_BITS) + firsts, counts)
             fence()
             self._floors[rank] = header[block.FLOOR]
-            self._raise_floor(rank, header)  # while the table is empty: what is below was in these slots a lap before
+            self._raise_floor(rank, header)  # while the table is empty: lower numbers were in these slots a lap before
             starts = starts[starts >= (rank << RANK_BITS) + self._floors[rank]]
             self.table.append(starts[max(0, len(starts) - count) :])
             self.cursors[rank] = self.cursors[rank]._replace(end=end)
