@@ -246,8 +246,10 @@ def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
     if stopped_by is None:
         return code
     over = sum(run.result is not None for run in runs)
-    said = f"{over} of {len(runs)} runs are over; what the others did is saved. Go on: {directory.resume_command}"
-    print(said, file=sys.stderr)
+    print(
+        f"{over} of {len(runs)} runs are over; what the others did is saved. Go on: {directory.resume_command}",
+        file=sys.stderr,
+    )
     return 128 + stopped_by
 
 

@@ -64,8 +64,10 @@ def _print_result(experiment: Experiment, result: Result) -> None:
             f"{result.wall_seconds:.1f} s; see {directory.learning_curve}"
         )
     elif result.return_mean is None:
-        text = f"stopped at {result.env_steps:,} steps; everything is saved. Go on: "
-        text += f"rlframe train --resume --run-dir {directory.path}"
+        text = (
+            f"stopped at {result.env_steps:,} steps; everything is saved. Go on: "
+            f"rlframe train --resume --run-dir {directory.path}"
+        )
     else:
         text = (
             f"return {result.return_mean:.1f}{plus_minus(result.return_std, result.episodes)} "

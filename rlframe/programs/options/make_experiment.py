@@ -211,8 +211,7 @@ def fill_configs(experiment: Experiment) -> Experiment:
     if isinstance(config, AgentOptions) and config.network_config is None:
         network_cls = registry.network_config_class(config.network)
         if network_cls is not None:
-            own = own_config(network_cls, agent_cls.networks)
-            return experiment.with_topology_options(network_config=own)
+            return experiment.with_topology_options(network_config=own_config(network_cls, agent_cls.networks))
     return experiment
 
 
