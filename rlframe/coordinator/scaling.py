@@ -71,7 +71,7 @@ class Scaling:
             return None
         self._window = here
         count = job.wanted["collector"]
-        if len([worker for worker in job.roster.of("collector") if worker.rollouts.params_version >= 0]) < count:
+        if len([worker for worker in job.roster.of("collector") if worker.rollouts.params_version is not None]) < count:
             return None
         load = Load(
             collectors=count,

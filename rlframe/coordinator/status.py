@@ -112,13 +112,8 @@ def _worker(job: TrainingJob, worker: KnownWorker, learner_version: int, now: fl
         "env_steps_per_second": worker.rollouts.rates.per_second(now)[0] if worker.role == "collector" else None,
         "episodes": int(worker.rollouts.counts.get("episodes", 0)),
         "return_mean": _mean(worker.rollouts.counts),
-        "params_version": learner_version if worker.role == "learner" else _known(worker),
+        "params_version": learner_version if worker.role == "learner" else worker.rollouts.params_version,
     }
-
-
-def _known(worker: KnownWorker) -> int | None:
-    """Return the version that a worker acts by; None before it has one."""
-    return worker.rollouts.params_version if worker.rollouts.params_version >= 0 else None
 
 
 def _mean(counts: dict[str, float]) -> float | None:

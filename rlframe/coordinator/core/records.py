@@ -28,7 +28,7 @@ class Rollouts:
     env_steps: int = 0  # in all answers of this incarnation
     rates: Rates = dataclasses.field(default_factory=lambda: Rates(1))  # of `env_steps`
     counts: dict[str, float] = dataclasses.field(default_factory=dict)  # its counters since its task began
-    params_version: int = -1  # that it acts by; -1: none yet
+    params_version: int | None = None  # that it acts by
     is_waiting: bool = False  # for newer parameters, or for room
 
 
