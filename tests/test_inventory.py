@@ -110,7 +110,7 @@ def endpoints() -> Inventory:
     from rlframe.coordinator.control.app import RUN, make_app
     from rlframe.language import ModelConfig, PolicyServer, PolicyServerConfig
     from rlframe.language.server.app import make_app as make_policy_app
-    from rlframe.trajectories.service.app import Settings
+    from rlframe.trajectories.config import Settings
     from rlframe.trajectories.service.app import make_app as make_trajectories_app
 
     apps = {

@@ -130,7 +130,8 @@ def _sentence(box: str) -> str:
             break
         if not rule:
             message.append(line.strip("│ "))
-    return re.sub(r"\s+", " ", " ".join(message)).strip().rstrip(".") + "."
+    text = re.sub(r"\s+", " ", " ".join(message)).strip().rstrip(".") + "."
+    return re.sub(r"^Error parsing \w+: ", "", text)  # before what a config raised
 
 
 def _registry() -> Any:

@@ -41,7 +41,7 @@ def connected(options: Any, prog: str) -> ControlClient:
     """Connect to the control of a run, for the command `prog`. Raise `UsageError` if it cannot be found."""
     with extras.needed(prog, "trajectories"):
         from rlframe.coordinator.control.client import ControlClient
-        from rlframe.http.access import read_token
+        from rlframe.http.config import read_token
     from rlframe.coordinator.control.address import read_control
 
     if options.run_dir is None:

@@ -11,6 +11,8 @@ import tyro
 from rlframe import extras, transport
 from rlframe.cli.parsing import CommandOptions, parse
 from rlframe.errors import UsageError, suggest
+from rlframe.http.config import ServiceConfig
+from rlframe.trajectories.config import Settings
 
 # Services, with the sentence that the help has about each.
 SERVICES = {
@@ -30,31 +32,21 @@ _POLICY = (
 
 
 @dataclasses.dataclass(frozen=True)
-class ServiceOptions(CommandOptions):
-    """Options of both services."""
+class ServiceOptions(CommandOptions, ServiceConfig):
+    """Options of both services, in the forms of the command line."""
 
-    host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 for all networks, which needs a --token-file or --no-token
-    token_file: Union[str, None] = None  # file with the bearer token that every request has to carry
     # answer other machines without a token: whoever reaches the service can do all that it offers
     no_token: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     # a name that the service is reached under, beside localhost and IP addresses; only without a token
     allowed_hosts: Annotated[tuple[str, ...], tyro.conf.arg(name="allowed-host"), tyro.conf.UseAppendAction] = ()
-    max_body_mb: int = 64  # megabytes of one request, decompressed
-    max_connections: int = 1024  # at the same time; more are refused
 
 
 @dataclasses.dataclass(frozen=True)
-class TrajectoryOptions(ServiceOptions):
+class TrajectoryOptions(ServiceOptions, Settings):
     """Options of `rlframe serve trajectories`."""
 
-    port: int = 8000  # 0: one that is free
-    store: str = "sqlite:trajectories.db"  # sqlite:PATH, memory, or redis://HOST:PORT/DATABASE
     # clear the store: drop all registrations, environments and groups in it
     fresh: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    tokenizer: Union[str, None] = None  # byte, or a tokenizer.json, with which the live page shows tokens as text
-    max_queue_mb: int = 16_384  # megabytes of groups that are kept; environments are told to hold at 80 % of it
-    reset: bool = True  # whether /reset_data is there
-    cors_origins: tuple[str, ...] = ()  # origins whose pages may call the service, or *
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +91,9 @@ def _serve_trajectories(arguments: list[str]) -> None:
     if options.tokenizer not in (None, "byte"):
         extras.require("--tokenizer", "trajectories", "tokenizers")
     with extras.needed(prog, "trajectories"):
-        from rlframe.trajectories.service.app import Settings, TrajectoryServer
+        from rlframe.trajectories.service.app import TrajectoryServer
 
-    names = [field.name for field in dataclasses.fields(Settings)]
-    settings = Settings(**{name: getattr(options, name) for name in names})
-    _run(TrajectoryServer(settings, options.host, options.port, options.max_connections))
+    _run(TrajectoryServer(options))
 
 
 def _serve_policy(arguments: list[str]) -> None:

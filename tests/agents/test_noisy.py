@@ -11,8 +11,7 @@ import pytest
 
 from rlframe.agents import DQN, SAC, DQNConfig, SACConfig
 from rlframe.agents.dqn_heads import Categories, Quantiles
-from rlframe.agents.networks import MLPConfig
-from rlframe.agents.noisy import NoisyParams, sampled, with_deviations
+from rlframe.agents.networks import MLPConfig, NoisyParams, sampled, with_deviations
 from rlframe.agents.off_policy import importance_weights
 from rlframe.errors import UsageError
 from tests.agents import batches

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 
 from rlframe.coordinator.control.app import serve_control
-from rlframe.trajectories.service.app import Settings, TrajectoryServer
+from rlframe.trajectories.config import Settings
+from rlframe.trajectories.service.app import TrajectoryServer
 from tests.coordinator.control.coordinators import ScriptedCoordinator
 from tests.language.server.serving import serving_policy
 from tests.trajectories.api import Api, group
@@ -41,7 +42,7 @@ class Target:
 @contextlib.contextmanager
 def trajectories(host: str = "127.0.0.1", **settings: Any) -> Iterator[Target]:
     """With a batch that waits to be taken. Its address is that of loopback, however it listens."""
-    server = TrajectoryServer(Settings(store="memory", **settings), host, 0)
+    server = TrajectoryServer(Settings(host, port=0, store="memory", **settings))
     url = f"http://127.0.0.1:{server.url.rpartition(':')[2]}"
     try:
         with httpx.Client(base_url=url, timeout=60.0) as client:

@@ -14,7 +14,7 @@ needs("trajectories", "envs")
 
 from rlframe.errors import UsageError
 from rlframe.language.server import PolicyServerConfig
-from rlframe.trajectories.service.app import Settings, TrajectoryServer
+from rlframe.trajectories.config import Settings
 from tests.http.services import COMPLETION, Target, control, policy, trajectories
 from tests.trajectories.serving import outer_address
 
@@ -108,7 +108,7 @@ def test_without_a_token_they_listen_to_other_machines_only_where_that_was_said(
     (tmp_path / "token").write_text("secret\n")
     said = "0.0.0.0 can be reached from other machines, and whoever reaches this service can .*--no-token"
     with pytest.raises(UsageError, match=said):
-        TrajectoryServer(Settings(store="memory"), "0.0.0.0", 0)
+        Settings("0.0.0.0", store="memory")
     with pytest.raises(UsageError, match=said):
         PolicyServerConfig(host="0.0.0.0")
     with pytest.raises(UsageError, match="--token-file, or listen at 127.0.0.1"), control(host="0.0.0.0"):

@@ -26,7 +26,8 @@ from rlframe.programs.session import Session
 from rlframe.programs.topologies import language as topology
 from rlframe.programs.topologies.language_nodes import Environment, WarmUp, api_server_config, next_incarnation
 from rlframe.programs.training.language_monitor import LanguageMonitor
-from rlframe.trajectories.service.app import Settings, TrajectoryServer
+from rlframe.trajectories.config import Settings
+from rlframe.trajectories.service.app import TrajectoryServer
 from rlframe.trajectories.service.previews import load_decode
 from tests.programs.running import ROOT, RunningProgram, stop_signal
 from tests.small_disk import small_disk
@@ -242,7 +243,7 @@ def test_a_run_reaches_its_last_step_whichever_services_are_killed(tmp_path):
     for name in SERVICES:
         assert f"[{name}] was killed by SIGKILL: restart 1 of 3" in program.errors()
     # Everything that was acknowledged was learned from, or waits still.
-    service = TrajectoryServer(Settings(store=f"sqlite:{tmp_path / 'run' / 'trajectories.db'}"), "127.0.0.1", 0)
+    service = TrajectoryServer(Settings(port=0, store=f"sqlite:{tmp_path / 'run' / 'trajectories.db'}"))
     try:
         report = httpx.get(f"{service.url}/report", timeout=60.0).json()
     finally:

@@ -18,9 +18,9 @@ from rlframe import handles
 from rlframe.coordinator.control.calls import CoordinatorCalls, EventLog
 from rlframe.coordinator.control.endpoints import REFUSED, command_router, read_families, reading_router
 from rlframe.errors import FieldError, RlframeError, UsageError
-from rlframe.http.access import check_guarded, read_token
 from rlframe.http.app import make_app as make_base_app
 from rlframe.http.bodies import answer
+from rlframe.http.config import check_guarded, read_token
 from rlframe.http.serving import ServerThread
 
 PAGE = pathlib.Path(__file__).with_name("page.html")  # asks for /status and /events/stream

@@ -11,7 +11,7 @@ import httpx
 
 from rlframe.coordinator.control.address import read_control
 from rlframe.errors import ConflictError, FieldError, PeerError, RemoteError, UnavailableError, UsageError
-from rlframe.http.access import read_token
+from rlframe.http.config import read_token
 from rlframe.program_end import Closing
 
 _TIMEOUT = 15.0  # seconds for an answer: more than the service takes at most

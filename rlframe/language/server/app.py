@@ -15,10 +15,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive
 
 from rlframe.errors import UnavailableError, UsageError
-from rlframe.http.access import read_token
 from rlframe.http.app import make_app as make_base_app
 from rlframe.http.app import metric_families
 from rlframe.http.bodies import answer
+from rlframe.http.config import read_token
 from rlframe.language.server.errors import RefusedError, invalid, refusal, refused
 from rlframe.language.server.generation import Generation
 from rlframe.language.server.native import GenerateRequest, SglangRequest, SglangSampling, VllmRequest

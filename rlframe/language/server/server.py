@@ -6,14 +6,14 @@ import dataclasses
 import logging
 import threading
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from rlframe import handles
-from rlframe.errors import PeerError, UnavailableError, UsageError, check_above, check_at_least
-from rlframe.http.access import check_guarded, warn_of_no_token
+from rlframe.errors import PeerError, UnavailableError, UsageError, check_above
+from rlframe.http.config import ServiceConfig, warn_of_no_token
 from rlframe.http.serving import ServerThread
 from rlframe.language.decoding import DecodeEngine, EngineConfig
 from rlframe.language.model import ModelConfig, transformer
@@ -23,22 +23,17 @@ from rlframe.types import Params
 
 _log = logging.getLogger(__name__)
 
-CAN = "have the model answer"  # what whoever may call the server can do
 _READY = 60.0  # seconds for it to begin
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyServerConfig:
+class PolicyServerConfig(ServiceConfig):
     """Address and limits of a policy server, and how it follows its learner."""
 
-    host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 for all networks
+    can: ClassVar[str] = "have the model answer"
+
     port: int = 8001  # 0: one that is free
-    token_file: str | None = None  # file with the bearer token that every request has to carry
-    no_token: bool = False  # whether to answer other machines without a token: whoever reaches it can do all of `CAN`
-    allowed_hosts: tuple[str, ...] = ()  # without a token: its names, beside localhost and IP addresses
     model_name: str = "policy"  # that requests have to ask for
-    max_connections: int = 1024  # at the same time; more are refused
-    max_body_mb: int = 64  # megabytes of one request, decompressed
     request_timeout: float = 600.0  # seconds for an answer
     refresh_interval: float = 0.02  # seconds between two looks at the learner's parameters
     learner_deadline: float = handles.DEADLINE  # seconds that a learner in another process may be out of reach
@@ -46,8 +41,7 @@ class PolicyServerConfig:
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)  # how much is decoded at once
 
     def __post_init__(self) -> None:
-        check_guarded(self.host, self.token_file, CAN, self.no_token)
-        check_at_least(self, 1, "max_connections", "max_body_mb")
+        super().__post_init__()
         check_above(self, 0, "request_timeout", "refresh_interval", "learner_deadline")
 
 
@@ -201,7 +195,7 @@ class PolicyServer:
 
     def _greet(self, url: str) -> None:
         self._url = f"{url}/v1"
-        warn_of_no_token(self.cfg.no_token, CAN)
+        warn_of_no_token(self.cfg.no_token, self.cfg.can)
         print(f"Policy at {self._url}  (model {self.cfg.model_name!r}, endpoints: {url}/docs)", flush=True)
         self._ready.set()
 

@@ -81,7 +81,7 @@ def serve_control_of(
 
     with extras.needed("--http", "trajectories"):
         from rlframe.coordinator.control.app import COORDINATOR, RUN, serve_control
-        from rlframe.http.access import read_token
+        from rlframe.http.config import read_token
     token_file = address.token_file or make_token(run_dir)
     target: Any
     target, kind = RunTarget(run_dir), RUN

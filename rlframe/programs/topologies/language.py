@@ -92,7 +92,8 @@ def language(engine: Engine, session: Session) -> Topology | None:
     from rlframe.programs.topologies.language_nodes import MODEL, Environment, WarmUp, check_environment
     from rlframe.programs.topologies.parts import make_agent
     from rlframe.programs.training.language_monitor import LanguageMonitor
-    from rlframe.trajectories.service.app import Settings, TrajectoryServer
+    from rlframe.trajectories.config import Settings
+    from rlframe.trajectories.service.app import TrajectoryServer
 
     session = _with_ports(session)
     check_environment(session)
@@ -104,12 +105,13 @@ def language(engine: Engine, session: Session) -> Topology | None:
             return language
         weights = dataclasses.replace(experiment.agent_config, weights=str(session.directory.warmup))
         session = dataclasses.replace(session, agent=make_agent(dataclasses.replace(experiment, agent_config=weights)))
-    settings = Settings(store=f"sqlite:{session.path / 'trajectories.db'}", tokenizer=tokenizer)
-    engine.add("trajectories", TrajectoryServer, settings, HOST, config.service_port)
+    store = f"sqlite:{session.path / 'trajectories.db'}"
+    settings = Settings(HOST, port=config.service_port, store=store, tokenizer=tokenizer)
+    engine.add("trajectories", TrajectoryServer, settings)
     learner = engine.add("learner", make_learner, session)
     policy_config = PolicyServerConfig(
         HOST,
-        config.policy_port,
+        port=config.policy_port,
         model_name=MODEL,
         engine=EngineConfig(slots=config.slots, length=experiment.agent_config.max_tokens),
         seed=experiment.seed,

@@ -1,4 +1,4 @@
-"""The trajectory service as a program: its settings, its FastAPI application, and the server in front of it."""
+"""The trajectory service as a program: its FastAPI application, and the server in front of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import pathlib
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, get_type_hints
 
 import msgspec
@@ -17,11 +17,12 @@ from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response
 
 from rlframe import handles
-from rlframe.errors import PeerError, StoreError, UnavailableError, UsageError, check_at_least, suggest
-from rlframe.http.access import check_guarded, read_token, warn_of_no_token
+from rlframe.errors import PeerError, StoreError, UnavailableError, UsageError, suggest
 from rlframe.http.app import make_app as make_base_app
 from rlframe.http.bodies import answer, retry_later
+from rlframe.http.config import read_token, warn_of_no_token
 from rlframe.http.serving import ServerThread
+from rlframe.trajectories.config import Settings
 from rlframe.trajectories.service.endpoints import (
     REFUSED,
     batches,
@@ -38,51 +39,7 @@ from rlframe.trajectories.service.service import Service
 from rlframe.trajectories.service.validation import InvalidGroupError
 from rlframe.trajectories.stores import open_store
 
-VARIABLES = "RLFRAME_TRAJECTORIES_"
-CAN = "read, send and erase experience"  # what whoever may call the service can do
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The service's options. `rlframe serve trajectories` takes them as --store and so on; under uvicorn,
-    `RLFRAME_TRAJECTORIES_STORE` and so on set them."""
-
-    store: str = "sqlite:trajectories.db"  # sqlite:PATH, memory, or redis://HOST:PORT
-    token_file: str | None = None  # file with the bearer token that every request has to carry
-    no_token: bool = False  # whether to answer other machines without a token: whoever reaches it can do all of `CAN`
-    allowed_hosts: tuple[str, ...] = ()  # without a token: its names, beside localhost and IP addresses
-    tokenizer: str | None = None  # byte, or a tokenizer.json, with which the live page shows tokens as text
-    fresh: bool = False  # begin every run of the store anew, without what it holds
-    max_queue_mb: int = 16_384  # megabytes of groups that are kept; environments are told to hold at 80 % of it
-    max_body_mb: int = 64  # megabytes of one request, decompressed
-    reset: bool = True  # whether /reset_data is there
-    cors_origins: tuple[str, ...] = ()  # origins whose pages may call the service, or *
-
-    def __post_init__(self) -> None:
-        check_guarded("localhost", self.token_file, CAN, self.no_token)  # where it listens is not said here
-        check_at_least(self, 1, "max_queue_mb", "max_body_mb")
-
-    @classmethod
-    def from_environment(cls, variables: Mapping[str, str] = os.environ) -> Settings:
-        """Raise `UsageError` for a variable that names no setting, or whose value cannot be."""
-        told: dict[str, Any] = {}
-        names, hints = {f.name: f for f in fields(cls)}, get_type_hints(cls)
-        for variable, text in variables.items():
-            if not variable.startswith(VARIABLES):
-                continue
-            name = variable[len(VARIABLES) :].lower()
-            if name not in names:
-                known = [VARIABLES + known.upper() for known in names]
-                raise UsageError(f"{variable} names no setting of the trajectory service.{suggest(variable, known)}")
-            split = [part.strip() for part in text.split(",") if part.strip()]
-            try:
-                value = split if isinstance(names[name].default, tuple) else text
-                told[name] = msgspec.convert(value, hints[name], strict=False)
-            except msgspec.ValidationError as error:
-                raise UsageError(f"{variable}: {error}; got {text!r}.") from None
-        return cls(**told)
-
-
+VARIABLES = "RLFRAME_TRAJECTORIES_"  # of the environment, under uvicorn
 PAGE = pathlib.Path(__file__).with_name("page.html")  # asks for /report and /previews
 _CHANGING = ("/batch", "/reset_data")  # by GET
 _DESCRIPTION = """Stands between environments, which send groups of sequences, and trainers, which pull batches of them.
@@ -138,10 +95,35 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
 
 
 def app_from_environment() -> FastAPI:
-    """The application of `rlframe.trajectories.server`, with its settings from the environment (see `Settings`)."""
-    settings = Settings.from_environment()
-    warn_of_no_token(settings.no_token, CAN)
+    """The application of `rlframe.trajectories.server`, with the settings of `RLFRAME_TRAJECTORIES_STORE` and so on."""
+    settings = settings_of(os.environ)
+    warn_of_no_token(settings.no_token, settings.can)
     return make_app(settings)
+
+
+def settings_of(variables: Mapping[str, str]) -> Settings:
+    """The settings that environment variables have, but for those of the address, which are uvicorn's.
+
+    Raises:
+        UsageError: a variable names no setting, or its value cannot be.
+    """
+    told: dict[str, Any] = {}
+    of_uvicorn = ("host", "port", "max_connections")
+    names, hints = {f.name: f for f in fields(Settings) if f.name not in of_uvicorn}, get_type_hints(Settings)
+    for variable, text in variables.items():
+        if not variable.startswith(VARIABLES):
+            continue
+        name = variable[len(VARIABLES) :].lower()
+        if name not in names:
+            known = [VARIABLES + known.upper() for known in names]
+            raise UsageError(f"{variable} names no setting of the trajectory service.{suggest(variable, known)}")
+        split = [part.strip() for part in text.split(",") if part.strip()]
+        try:
+            value = split if isinstance(names[name].default, tuple) else text
+            told[name] = msgspec.convert(value, hints[name], strict=False)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"{variable}: {error}; got {text!r}.") from None
+    return Settings(**told)
 
 
 def open_service(settings: Settings) -> Service:
@@ -176,7 +158,6 @@ def _invalid_request(error: RequestValidationError) -> Response:
     return answer({"detail": details}, 422)
 
 
-MAX_CONNECTIONS = 1024
 _END = 120.0  # seconds for requests under way, what is still to be written, and a snapshot
 
 
@@ -185,8 +166,6 @@ class TrajectoryServer:
 
     Args:
         settings: see `Settings`.
-        host, port: where it listens.
-        max_connections: at the same time; more are refused.
 
     Raises:
         UsageError: it cannot listen there, or needs a token to; a setting cannot be.
@@ -196,15 +175,16 @@ class TrajectoryServer:
         url: of the service.
     """
 
-    def __init__(self, settings: Settings, host: str, port: int, max_connections: int = MAX_CONNECTIONS) -> None:
-        check_guarded(host, settings.token_file, CAN, settings.no_token)
+    def __init__(self, settings: Settings) -> None:
         self._settings, self._stop = settings, threading.Event()
         self._service = open_service(settings)
         self._service.on_failure = self.stop  # the store failed: who watches over the process can start it again
         self._found = list(_found(self._service))
         try:
             app, let_go = make_app(settings, self._service), self._service.stop_waiting
-            self._server = ServerThread(app, host, port, max_connections, let_go=let_go, ended=self.stop, end=_END)
+            self._server = ServerThread(
+                app, settings.host, settings.port, settings.max_connections, let_go=let_go, ended=self.stop, end=_END
+            )
         except BaseException:
             self._service.store.close()
             raise
@@ -216,7 +196,7 @@ class TrajectoryServer:
         Raises:
             StoreError: the store failed: what was acknowledged is in it.
         """
-        warn_of_no_token(self._settings.no_token, CAN)
+        warn_of_no_token(self._settings.no_token, self._settings.can)
         lines = [f"Trajectories at {self.url}  (endpoints: /docs)", self._service.store.durability, *self._found]
         print("\n".join(lines), flush=True)
         with handles.stopped_by_program(self.stop):

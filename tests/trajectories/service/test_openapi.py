@@ -15,7 +15,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from rlframe.trajectories.service.app import Settings, make_app
+from rlframe.trajectories.config import Settings
+from rlframe.trajectories.service.app import make_app
 from tests.trajectories.serving import ServiceProcess, running_service
 
 schema = schemathesis.openapi.from_dict(make_app(Settings(store="memory")).openapi())

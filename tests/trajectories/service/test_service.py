@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from rlframe.errors import PeerError, StoreError, UnavailableError
-from rlframe.trajectories.service.app import Settings, make_app
+from rlframe.trajectories.config import Settings
+from rlframe.trajectories.service.app import make_app
 from rlframe.trajectories.service.service import Service
 from rlframe.trajectories.service.state_machine import encode_state
 from rlframe.trajectories.stores import RecordsDroppedError, open_store
