@@ -23,7 +23,7 @@ _VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class ControlAddress:
+class RunningControl:
     """The content of the file."""
 
     url: str
@@ -69,7 +69,7 @@ def make_token(run_dir: str | os.PathLike) -> str:
 def write_control(run_dir: str | os.PathLike, url: str, token_file: str | None) -> None:
     """Write the file, atomically."""
     path = control_file(run_dir)
-    known = ControlAddress(url, None if token_file is None else os.path.abspath(token_file), os.getpid())
+    known = RunningControl(url, None if token_file is None else os.path.abspath(token_file), os.getpid())
     write_atomically(
         path, json.dumps({"version": _VERSION, **dataclasses.asdict(known)}), "\n", parents=True, mode=0o600
     )
@@ -82,14 +82,14 @@ def remove_control(run_dir: str | os.PathLike) -> None:
             control_file(run_dir).unlink(missing_ok=True)
 
 
-def read_control(run_dir: str | os.PathLike) -> ControlAddress:
+def read_control(run_dir: str | os.PathLike) -> RunningControl:
     """Read the file. Raise `UsageError` if the run has none, or it is not valid."""
     path = control_file(run_dir)
     try:
         read = json.loads(path.read_text())
         if read["version"] != _VERSION:
             raise ValueError(f"it is of version {read['version']}, and {_VERSION} is known")
-        return ControlAddress(str(read["url"]), read["token_file"], int(read["pid"]))
+        return RunningControl(str(read["url"]), read["token_file"], int(read["pid"]))
     except FileNotFoundError:
         raise UsageError(
             f"There is no {path}: the run in {os.fspath(run_dir)} has no control, has not begun, or is over (then "
