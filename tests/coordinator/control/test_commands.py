@@ -24,7 +24,7 @@ from rlframe.coordinator.states import JobState
 from rlframe.errors import UnavailableError
 from rlframe.http.serving import ServerThread
 from rlframe.programs import make_experiment
-from rlframe.programs.run_dir.control import Control, serve_control_of
+from rlframe.programs.run_dir.control import ControlAddress, serve_control_of
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.run_dir.lock import NAME, RunLock
 from rlframe.programs.run_dir.status import StatusFile
@@ -193,11 +193,11 @@ def test_a_run_directory_knows_where_its_control_is_and_its_token(coordinator, t
 
 
 def test_a_run_that_has_ended_names_no_control_whose_port_may_be_anothers(tmp_path, capsys):
-    with serve_control_of(tmp_path, Control(), "localhost:1"):
+    with serve_control_of(tmp_path, ControlAddress(), "localhost:1"):
         assert read_control(tmp_path).pid == os.getpid()
     capsys.readouterr()
     assert "is over (then" in refused(capsys, "pause", str(tmp_path))
-    with serve_control_of(tmp_path, Control(), "localhost:1"):
+    with serve_control_of(tmp_path, ControlAddress(), "localhost:1"):
         content = control_file(tmp_path).read_text().replace(f'"pid": {os.getpid()}', '"pid": 1')
         control_file(tmp_path).write_text(content)  # of a session that came later
     assert read_control(tmp_path).pid == 1
@@ -207,7 +207,7 @@ def test_the_status_of_a_run_that_is_over_is_its_last(coordinator, tmp_path, cap
     coordinator.become(JobState.DRAINING)
     coordinator.become(JobState.CLOSED, "100,000 environment steps")
     status_file(tmp_path).parent.mkdir()
-    with serve_control_of(tmp_path, Control(), "localhost:1"):
+    with serve_control_of(tmp_path, ControlAddress(), "localhost:1"):
         status_file(tmp_path).write_text(json.dumps(coordinator.status()))
     capsys.readouterr()
     assert main(["status", str(tmp_path), "--watch"]) == 0
