@@ -26,8 +26,8 @@ from rlframe.learners.update import (
     check_params,
     check_update,
     copied,
-    needed,
     not_a_batch,
+    required_method,
 )
 from rlframe.learners.versions import StalenessLimit, VersionCounter, mean_version
 from rlframe.params.packing import PackedParams, Packing
@@ -85,8 +85,13 @@ class Learner:
         self._unchecked: UncheckedUpdate | None = None  # the newest update, until it is checked
         self._open_replay(replay_buffer)
         self._open_checkpoints(may_write)
-        self._make_params()
-        self._begin_publishing(above_version)
+        self._publish_initial_params()
+        if cfg.resume:
+            self._restore_if_saved()
+        if above_version >= self.params_version:
+            self._versions.skip(above_version)
+            self._publish()
+        self._note_update(())
 
     # --- the parts of the constructor, in their order
 
@@ -100,13 +105,14 @@ class Learner:
                 "a buffer in shared memory, or Reverb."
             )
         self._dataset: Any = None  # that `run()` takes batches from
-        self._is_buffer = isinstance(buffer, BaseReplayBuffer)
-        self._replay_stats = NewestStats(buffer if self._is_buffer else None)
-        self._staleness = StalenessLimit(buffer)
+        # The same, if it has every method of a buffer; None: it has those of a `ReplayReader` alone.
+        self._full_buffer = buffer if isinstance(buffer, BaseReplayBuffer) else None
+        self._replay_stats = NewestStats(self._full_buffer)
+        self._staleness = StalenessLimit(self._full_buffer)
 
     def _open_checkpoints(self, may_write: Callable[[], None] | None) -> None:
-        cfg, buffer = self._cfg, self._replay_buffer
-        self._saved_buffer = buffer if self._is_buffer and buffer.is_saved_by_learner else None
+        cfg, buffer = self._cfg, self._full_buffer
+        self._saved_buffer = buffer if buffer is not None and buffer.is_saved_by_learner else None
         self._checkpointer = Checkpointer(cfg.checkpoint_dir, cfg.checkpoints_kept) if cfg.checkpoint_dir else None
         self._last_good = functools.partial(last_good, self._checkpointer)
         self._may_write = may_write or (lambda: None)
@@ -117,7 +123,7 @@ class Learner:
         if self._checkpointer is not None:
             self.saver = Saver(cfg, self, self._update_lock, self._saved_buffer, self._checkpointer.replays)
 
-    def _make_params(self) -> None:
+    def _publish_initial_params(self) -> None:
         agent = self._agent
         init_rng, learner_rng = jax.random.split(jax.random.PRNGKey(self._cfg.seed))
         params = agent.initial_params(init_rng)
@@ -126,20 +132,16 @@ class Learner:
         self._params, self._learner_state = copied((params, learner_state))
         self._packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
         self._update = LearnerUpdate(agent, self._packing)
-
-    def _begin_publishing(self, above_version: int) -> None:
-        """Publish the initial parameters, and then those of the checkpoint, if the run is resumed."""
         self._acting_arrays = self._packed()
         self._publication = Publication(self._versions.value, PackedParams(self._packing, self._acting_arrays))
-        if self._cfg.resume and self._checkpointer is not None and self._checkpointer.steps():
+
+    def _restore_if_saved(self) -> None:
+        """Continue from the latest checkpoint, or without one, above all versions that may have been published."""
+        if self._checkpointer is not None and self._checkpointer.steps():
             self.restore(with_replay=True)
-        elif self._cfg.resume:  # others may know the versions of a learner that died before its first checkpoint
-            self._publish_past(self.params_version)
-        if above_version >= self.params_version:
-            self._versions.skip(above_version)
+        else:  # others may know the versions of a learner that died before its first checkpoint
+            self._versions.resume(self.params_version)
             self._publish()
-        if self._is_buffer:
-            self._replay_buffer.note_update((), self.params_version)
 
     # --- updates
 
@@ -184,16 +186,18 @@ class Learner:
         version = self._versions.next()
         if self._staleness.limit is not None:
             jax.block_until_ready(self._acting_arrays)  # actors wait for it, and a call of theirs must not
-            self._staleness.forget(version)
-            self._staleness.resumed_from = None
+            self._staleness.forget_for_update(version)
         self._publication.publish(version, PackedParams(self._packing, self._acting_arrays))
-        if self._is_buffer:
-            self._replay_buffer.note_update(keys, version)
+        self._note_update(keys)
         if priorities is not None:
             self._check_update()  # they are fetched here in any case, and a buffer takes no NaN
-            update_priorities = needed(self._replay_buffer, "update_priorities", "The agent logs priorities")
+            update_priorities = required_method(self._replay_buffer, "update_priorities", "The agent logs priorities")
             update_priorities(keys, np.asarray(priorities))
         return logs
+
+    def _note_update(self, keys: Any) -> None:
+        if self._full_buffer is not None:
+            self._full_buffer.note_update(keys, self.params_version)
 
     def settle(self) -> dict[str, float]:
         """Wait for the newest update, and return its logs as numbers: none before the first.
@@ -252,7 +256,7 @@ class Learner:
         `stop()` closes the dataset that this method makes, which ends the wait for a batch: build on
         `super()._make_dataset(data_cfg)`, and the override ends with it.
         """
-        make_dataset = needed(self._replay_buffer, "make_dataset", "run() takes batches from it")
+        make_dataset = required_method(self._replay_buffer, "make_dataset", "run() takes batches from it")
         self._dataset = make_dataset(**data_cfg.options_of(make_dataset))
         return self._dataset
 
@@ -360,8 +364,9 @@ class Learner:
         self._params, self._learner_state = copied(tree)
         self.learner_steps = saved["counters"]["learner_steps"]
         self._unchecked = None
-        self._staleness.resumed_from = saved["counters"]["version"]
-        self._publish_past(saved["counters"]["version"])
+        self._staleness.resume(saved["counters"]["version"])
+        self._versions.resume(saved["counters"]["version"])
+        self._publish()
         self._note_saved(has_replay)
         self.restored = Restored(saved["extras"], has_replay)
         return saved["extras"]
@@ -370,11 +375,8 @@ class Learner:
         self.saved_step = self.learner_steps
         self.replay_saved_step = self.learner_steps if with_replay else self.replay_saved_step
 
-    def _publish_past(self, version: int) -> None:
-        self._versions.resume(version)
-        self._publish()
-
     def _publish(self) -> None:
+        """Publish the present parameters, other than after an update."""
         self._acting_arrays = self._packed()
         self._publication.publish(self._versions.value, PackedParams(self._packing, self._acting_arrays))
 

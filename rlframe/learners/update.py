@@ -151,7 +151,7 @@ def not_a_batch(*given: Any) -> UsageError:
     )
 
 
-def needed(replay_buffer: Any, method: str, why: str) -> Callable[..., Any]:
+def required_method(replay_buffer: Any, method: str, why: str) -> Callable[..., Any]:
     """Return a method of a replay buffer. Raise UsageError if it has none."""
     if not hasattr(replay_buffer, method):
         kind = type(replay_buffer).__name__

@@ -101,17 +101,20 @@ class StalenessLimit:
     """Applies a replay's `max_staleness`, if it has one.
 
     Args:
-        replay_buffer: the source of the batches.
+        replay_buffer: the source of the batches; None: one without a limit.
 
     Attributes:
         limit: versions that a batch may be behind the newest; None: any number.
-        resumed_from: the version of the restored checkpoint: the first version after it has the same parameters.
     """
 
-    def __init__(self, replay_buffer: object) -> None:
-        self._buffer = replay_buffer if isinstance(replay_buffer, BaseReplayBuffer) else None
-        self.limit = self._buffer.spec.max_staleness if self._buffer is not None else None
-        self.resumed_from: int | None = None
+    def __init__(self, replay_buffer: BaseReplayBuffer | None) -> None:
+        self._buffer = replay_buffer
+        self.limit = replay_buffer.spec.max_staleness if replay_buffer is not None else None
+        self._resumed_from: int | None = None  # until the next update
+
+    def resume(self, version: int) -> None:
+        """Take `version`, of a checkpoint, to be as new as the next one: both have the same parameters."""
+        self._resumed_from = version
 
     def refuses(self, versions: np.ndarray, newest: int) -> bool:
         """Return True if a batch is too old for `newest`: it was drawn before the buffer dropped such items.
@@ -123,8 +126,8 @@ class StalenessLimit:
         if self.limit is None:
             return False
         old = versions < newest - self.limit
-        if self.resumed_from is not None:
-            old &= (versions < self.resumed_from - self.limit) | (versions > self.resumed_from)
+        if self._resumed_from is not None:
+            old &= (versions < self._resumed_from - self.limit) | (versions > self._resumed_from)
         if not old.any():
             return False
         _log.warning(
@@ -135,6 +138,11 @@ class StalenessLimit:
             self.limit,
         )
         return True
+
+    def forget_for_update(self, newest: int) -> None:
+        """Do the same as `forget`, when an update has made the version `newest`."""
+        self.forget(newest)
+        self._resumed_from = None
 
     def forget(self, newest: int) -> None:
         """Drop items from the buffer that are too old for the version `newest`."""
