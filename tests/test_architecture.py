@@ -40,7 +40,8 @@ BOXES = {
     "handles": "calls to other processes",
     "transport": "sockets, Courier, Ray",
     "interprocess": "shared memory, processes, guards of plain lp.launch",
-    "basics": "files beside the packages: types, errors, extras, retry, program_end, stop_conditions, user_files",
+    "basics": "files beside the packages: types, errors, extras, retry, program_end, stop_conditions",
+    "user_code": "files and modules that a user names",
 }
 _UNSEEN = ("__main__", "testing")  # not imported by the rest
 

@@ -18,7 +18,7 @@ from rlframe.envs import registered
 from rlframe.envs.adapters import SingleEnv, env_seed, is_environment, wrap
 from rlframe.envs.registered import gymnasium_ids, users_spec
 from rlframe.errors import EnvError, RlframeError, UsageError, suggest
-from rlframe.user_files import import_module, look_in, module_directories
+from rlframe.user_code.files import import_module, look_in, module_directories
 
 PREFIXES = ("gymnasium", "envpool", "dm_control")
 CHANGED = ", as your code has registered it"  # in `describe_backend`, of a class of Gymnasium's

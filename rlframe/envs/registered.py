@@ -15,7 +15,7 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.errors import UsageError, suggest
-from rlframe.user_files import import_module
+from rlframe.user_code.files import import_module
 
 # Ours, registered with Gymnasium when its ids are first read: id -> where its class is, and its time limit.
 OURS = {"PositionOnlyCartPole-v1": ("rlframe.envs.position_only:PositionOnlyCartPole", 500)}

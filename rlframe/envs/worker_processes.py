@@ -22,7 +22,7 @@ from rlframe.interprocess.heartbeat import Clock
 from rlframe.interprocess.memory import SUPPORTED, anonymous_file
 from rlframe.interprocess.processes import start_process
 from rlframe.metrics.rows import Sums, add_up
-from rlframe.user_directories import import_path
+from rlframe.user_code.directories import import_path
 
 _CLOSE_TIMEOUT = 5.0  # seconds for the environments' own close(); then the worker is killed
 

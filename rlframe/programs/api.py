@@ -24,7 +24,7 @@ from rlframe.programs.run_dir.control import ControlAddress
 from rlframe.programs.run_dir.directory import Result, RunDir, default_path
 from rlframe.programs.training.callbacks import Callback
 from rlframe.programs.training.profile import Profile
-from rlframe.user_files import forget_changed
+from rlframe.user_code.files import forget_changed
 
 TRACKERS: dict[str, Any] = {"wandb": WandbLogger, "trackio": TrackioLogger}
 _PATHS = ("config", "run_dir", "token_file")

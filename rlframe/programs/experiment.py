@@ -13,7 +13,7 @@ from rlframe.programs.options.fields import check_numbers, number
 from rlframe.programs.options.object_names import check_can_leave, is_live
 from rlframe.programs.options.registry import OPTIONS
 from rlframe.programs.topologies.config import TopologyConfig, find_topology
-from rlframe.user_files import look_in, module_directories
+from rlframe.user_code.files import look_in, module_directories
 
 MAX_SEED = 2**31 - 1
 

@@ -37,7 +37,7 @@ from rlframe.programs.training.profile import Profile
 from rlframe.programs.training.progress import Progress
 from rlframe.programs.training.row_writer import following
 from rlframe.programs.training.updates import check_updates
-from rlframe.user_files import check_main_is_guarded, check_not_loading, keep_files
+from rlframe.user_code.files import check_main_is_guarded, check_not_loading, keep_files
 
 _log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from rlframe.transport.base import CALL_TIMEOUT
 from rlframe.transport.messages import Parts
 from rlframe.transport.ray import Station, ask_relay
 from rlframe.transport.sockets import SocketClient, SocketServer, SocketTransport
-from rlframe.user_directories import import_path
+from rlframe.user_code.directories import import_path
 
 with extras.needed("--engine ray", "ray"):
     import ray

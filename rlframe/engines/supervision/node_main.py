@@ -27,7 +27,7 @@ from rlframe.interprocess import heartbeat
 from rlframe.interprocess.malloc import use_one_arena
 from rlframe.interprocess.phases import ENDING
 from rlframe.interprocess.processes import die_with_parent
-from rlframe.user_directories import import_path
+from rlframe.user_code.directories import import_path
 
 LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"
 

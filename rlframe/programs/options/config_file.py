@@ -18,7 +18,7 @@ from rlframe.programs.options.make_experiment import fill_configs
 from rlframe.programs.options.object_names import remember
 from rlframe.programs.options.registry import name_objects, with_given
 from rlframe.programs.topologies.config import AgentOptions, find_topology
-from rlframe.user_files import look_in, module_directories
+from rlframe.user_code.files import look_in, module_directories
 
 
 def save_experiment(experiment: Experiment, path: pathlib.Path, notes: dict[str, Any]) -> None:

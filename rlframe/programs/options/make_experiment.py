@@ -38,7 +38,7 @@ from rlframe.programs.options.fields import (
 from rlframe.programs.options.registry import name_objects, name_of
 from rlframe.programs.presets import Preset, find_preset
 from rlframe.programs.topologies.config import AgentOptions, TopologyConfig, find_topology
-from rlframe.user_files import forget_changed
+from rlframe.user_code.files import forget_changed
 
 # Fields that are no flat options, or are given otherwise.
 _NOT_FLAT = ("name", "agent", "topology_config", "agent_config", "network_config")

@@ -28,8 +28,8 @@ from typing import Any
 
 from rlframe.envs import snapshot
 from rlframe.errors import UsageError, suggest
-from rlframe.user_directories import INSTALLED
-from rlframe.user_files import import_module, is_guard, load_file, pickle_by_value
+from rlframe.user_code.directories import INSTALLED
+from rlframe.user_code.files import import_module, is_guard, load_file, pickle_by_value
 
 MAIN, LIVE = "__main__", "__live__"  # the places of live names
 

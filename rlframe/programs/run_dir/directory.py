@@ -24,7 +24,7 @@ from rlframe.programs.options.config_file import load_experiment, save_experimen
 from rlframe.programs.options.fields import convert
 from rlframe.programs.presets import plain_name
 from rlframe.programs.run_dir import lock
-from rlframe.user_files import forget_changed
+from rlframe.user_code.files import forget_changed
 
 CHECKPOINTS_KEPT = 3
 RUN, SEEDS, SWEEP = "config.json", "seeds.json", "sweep.json"  # the file that says what a directory holds

@@ -1,15 +1,6 @@
 """Load modules and files that a user names, and load them again for a later run if they have changed.
 
 A module is looked for in the working directory. A run keeps the directory in which it was found, for later sessions.
-
-`rlframe.train("my_agent.py:Mine", "my_package.maze:Maze")` in a notebook, step by step:
-
-1. `forget_changed` forgets the loaded files that have been edited since the run before.
-2. `load_file("my_agent.py")` executes the file as a module whose name has the path. `import_module` imports
-   `my_package.maze` from the working directory. `user_directories.loading` gives each of them the modules of its own
-   directory: two directories may both have a `helpers.py`.
-3. `keep_files` keeps these versions until the run ends. `module_directories` says where `my_package` is, for
-   `config.json` and for other processes, which call `look_in` before they load it.
 """
 
 from __future__ import annotations
@@ -28,8 +19,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from rlframe import user_directories
 from rlframe.errors import UsageError, suggest
+from rlframe.user_code import directories
 
 _places: dict[str, str] = {}  # directories of the modules of the run, by the name of the outermost package
 _lock = threading.Lock()
@@ -60,7 +51,7 @@ def forget_changed() -> None:
     with _lock:
         if not _runs:
             _places.clear()
-            user_directories.forget_changed()
+            directories.forget_changed()
             importlib.invalidate_caches()
 
 
@@ -85,12 +76,12 @@ def import_module(module: str, name: str) -> ModuleType:
         raise UsageError(f"{name!r} should read module:Id or file.py:NAME, and {module!r} is not the name of a module.")
     top, here = module.partition(".")[0], os.getcwd()
     place = next((each for each in (_places.get(top), here) if each is not None and _has(each, top)), None)
-    directory = user_directories.find_directory(top, place)
+    directory = directories.find_directory(top, place)
     try:
-        if directory is None or user_directories.is_current(directory, module):
+        if directory is None or directories.is_current(directory, module):
             found = importlib.import_module(module)
         else:
-            with user_directories.loading(directory, module, place, put_back=_runs > 0):
+            with directories.loading(directory, module, place, put_back=_runs > 0):
                 found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
@@ -136,7 +127,7 @@ def load_file(path: pathlib.Path, what: str) -> ModuleType:
     place = str(path.parent)
     directory = os.path.realpath(place)
     try:
-        loading = user_directories.loading(directory, name, place, put_back=_runs > 0)
+        loading = directories.loading(directory, name, place, put_back=_runs > 0)
         with _while_loading(path), loading as contents:
             contents[os.path.join(directory, path.name)] = content = path.read_bytes()
             sys.modules[name] = module

@@ -11,7 +11,7 @@ import pytest
 
 from rlframe.programs.options import registry
 from rlframe.programs.options.object_names import load_object
-from rlframe.user_files import forget_changed, keep_files
+from rlframe.user_code.files import forget_changed, keep_files
 
 
 @pytest.fixture(autouse=True)

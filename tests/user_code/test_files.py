@@ -12,8 +12,8 @@ import pytest
 import rlframe
 from rlframe.errors import UsageError
 from rlframe.programs.options.object_names import load_object
-from rlframe.user_directories import import_path
-from rlframe.user_files import forget_changed, keep_files
+from rlframe.user_code.directories import import_path
+from rlframe.user_code.files import forget_changed, keep_files
 
 ENV = """
 import os

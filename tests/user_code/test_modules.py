@@ -16,9 +16,9 @@ import rlframe
 from rlframe.errors import UsageError
 from rlframe.programs.options.object_names import load_object
 from rlframe.programs.options.resume import is_other_backend
-from rlframe.user_files import forget_changed
+from rlframe.user_code.files import forget_changed
 from tests.programs.running import WITH_ELASTIC, options_of
-from tests.test_user_files import ENV
+from tests.user_code.test_files import ENV
 
 REGISTERED = ENV + '\ngymnasium.register("{id}", "{name}:Env")\n'
 
@@ -78,7 +78,7 @@ def test_a_module_that_has_gone_is_named_with_the_directory_where_it_was(tmp_pat
     os.chdir(tmp_path)
     (tmp_path / "renamed" / "gone_module.py").write_text("VALUE = 1\n")  # so that its old version is forgotten
     code = "import rlframe, sys; rlframe.train(run_dir=sys.argv[1], resume=True, steps=128, quiet=True)"
-    root = str(pathlib.Path(__file__).parents[1])
+    root = str(pathlib.Path(__file__).parents[2])
     forget_changed()
     config = tmp_path / "run" / "config.json"
     saved = config.read_text()
@@ -112,7 +112,9 @@ def test_a_run_says_what_makes_its_environment_and_is_refused_where_the_id_means
     gymnasium.register("Acrobot-v1", Nine)
     run_dir = run("Acrobot-v1", quiet=False, run_dir=tmp_path / "run").run_dir
     said = capsys.readouterr().err
-    assert "The environment Acrobot-v1 is made by Gymnasium (tests.test_user_modules:" in said and ".Nine)." in said
+    assert (
+        "The environment Acrobot-v1 is made by Gymnasium (tests.user_code.test_modules:" in said and ".Nine)." in said
+    )
     for other in ("gymnasium.envs.classic_control:AcrobotEnv", "another_module:Nine", type("Ten", (Nine,), {})):
         gymnasium.register("Acrobot-v1", other)
         for go_on in (lambda: rlframe.train(run_dir=run_dir, resume=True), lambda: rlframe.evaluate(run_dir)):
@@ -152,7 +154,7 @@ def test_an_agents_module_is_loaded_again_and_a_module_of_a_package_too(tmp_path
 SCRIPT = """
 import os, pathlib, sys
 import gymnasium, rlframe
-from tests.test_user_modules import write
+from tests.user_code.test_modules import write
 
 engine, topology = sys.argv[1:3]
 here = pathlib.Path.cwd() / "here"
@@ -183,7 +185,7 @@ if __name__ == "__main__":
 def returns_of(program, tmp_path, *arguments):
     _, engine, _, topology = options_of(program)
     (tmp_path / "script.py").write_text(SCRIPT)
-    env = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1])}
+    env = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
     if engine == "ray":
         env["HOME"] = str(tmp_path)
     command = [sys.executable, "script.py", engine, topology, *arguments]
