@@ -122,7 +122,7 @@ class DQN(TargetNetworkAgent):
     def actor_step(
         self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        # `fold_in` gives keys that are independent of those that `epsilon_greedy` splits from `rng`.
+        # `fold_in` gives keys that are independent of what `epsilon_greedy` draws with `rng` itself.
         noisy_params = self._sample(jax.random.fold_in(rng, 2), params.params)
         greedy = self.greedy(self._values(noisy_params, timestep.observation))
         chosen, explores = epsilon_greedy(rng, greedy, params.epsilon, self._num_actions)

@@ -154,7 +154,7 @@ class WorkerReply:
 class NotReady(WorkerReply):
     """The call is under way, or waits for something: repeat it, with the same number."""
 
-    why: str = ""  # starting, data, params, busy
+    why: str = ""  # "data" or "params": it waits for these, however long; "starting" or "busy": it works
 
 
 @dataclasses.dataclass(frozen=True)

@@ -132,7 +132,7 @@ class FakeWorker:
         self._live()
         if not self._runs or self._task is None:
             return Alive(self.worker_id, self.incarnation, "idle")
-        return Alive(self.worker_id, self.incarnation, "waiting", *self._task)
+        return Alive(self.worker_id, self.incarnation, "running", *self._task)
 
     def resources(self) -> Resources:
         self._live()

@@ -29,7 +29,7 @@ from rlframe.coordinator.messages import (
 from rlframe.coordinator.states import TaskState, WorkerState
 
 _AGAIN = 0.02  # seconds before a call that was not done is repeated; the worker itself waits for some tenths
-_WAITS_FOR = ("data", "params", "room", "paused")  # a worker may wait for these as long as it takes
+_WAITS_FOR = ("data", "params")  # a worker may wait for these as long as it takes
 
 
 # --- the next call

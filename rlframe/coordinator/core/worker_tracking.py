@@ -85,7 +85,7 @@ def _still_works_at(worker: KnownWorker, task: Task, reply: Alive) -> bool:
     """Return True if it still works at the attempt that it had before the coordinator was restarted."""
     is_its_own = (task.worker_id, task.incarnation) == worker.key
     is_known = (task.state, task.attempt) == (TaskState.PENDING, reply.attempt)
-    return is_its_own and is_known and reply.phase in ("running", "waiting")
+    return is_its_own and is_known and reply.phase == "running"
 
 
 def _adopt(job: TrainingJob, worker: KnownWorker, task: Task) -> None:

@@ -175,8 +175,6 @@ class SimWorker:
         if self.task is None or self.result is not None:
             return Alive(self.worker_id, self.incarnation, "idle")
         phase = "starting" if self.started is None else "running"
-        if phase == "running" and (self.work is None or self.work.reply is not None or self._waits):
-            phase = "waiting"
         return Alive(self.worker_id, self.incarnation, phase, *self.task)
 
     def _refusal(self, header: Header, method: str) -> str:
