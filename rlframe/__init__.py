@@ -7,16 +7,16 @@ Language models:            language, trajectories (the service between environm
 Between processes:          handles, transport, interprocess (one machine), http, program_end (who ends what)
 For every package:          types (TimeStep, Batch), errors, retry (pauses), compilation (jit on a CPU),
                             stop_conditions (limits at which a run ends early)
-Your code and environment:  user_code (files that you name), extras (optional packages), streams (stdout),
-                            lazy (imports on first use), testing (checks for your own classes)
+Your code and environment:  user_code (files that you name), extras (optional packages, imports on first use),
+                            streams (stdout), testing (checks for your own classes)
 
 docs/architecture.md says in which file each thing is.
 """
 
 from __future__ import annotations
 
+from rlframe.extras import lazy_names
 from rlframe.interprocess import launchpad_import
-from rlframe.lazy import lazy_names
 
 __version__ = "0.1.0"
 

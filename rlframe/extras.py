@@ -1,16 +1,18 @@
-"""The packages of each extra of `pip install 'rlframe[EXTRA]'`, and the error message for a missing one.
+"""Imports that may fail or shall wait: the packages of each extra of `pip install 'rlframe[EXTRA]'`, and lazy names.
 
 Imports of an extra's packages stand inside `with needed(...)`. What must be known before something is made (a run's
-directory, processes) is checked by `require`, which imports nothing.
+directory, processes) is checked by `require`, which imports nothing. A package whose names are imported on first use,
+so that importing it stays quick, gets its `__getattr__` from `lazy_names`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlframe.errors import UsageError
@@ -106,6 +108,26 @@ def needed(by: str, *extras: str, otherwise: str = "") -> Iterator[None]:
             f"{by} needs the package {package}, which is installed but cannot be imported: {type(error).__name__}: "
             f"{str(error).strip().partition(chr(10))[0]}"
         ) from error
+
+
+def lazy_names(
+    package: str, modules: Mapping[str, str], extra: str | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the functions `__getattr__` and `__dir__` of a package whose names are imported on first use (PEP 562).
+
+    Args:
+        package: its name.
+        modules: by name, the module that defines it.
+        extra: the extra that these modules need; None: none.
+    """
+
+    def get(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        with contextlib.nullcontext() if extra is None else needed(f"{package}.{name}", extra):
+            return getattr(importlib.import_module(modules[name]), name)
+
+    return get, lambda: list(modules)
 
 
 def missing(by: str, *extras: str, otherwise: str = "") -> UsageError:

@@ -7,9 +7,9 @@
    which turns a dataclass into options, and an error into one sentence.
 3. `rlframe/programs/api.py: run_session` trains. `train.py` prints the `Result`, and `main` returns the exit code.
 
-With `--seeds`, `seeds.py: run_seeds` starts a process for each run. `sweep.py` runs several seeds for each trial too
-(`trials.py`). The
-commands about a run that is under way (`control.py`, `status.py`) find it with `run_access.py`.
+With `--seeds`, `seeds.py: run_seeds` makes a run for each seed. `sweep.py` does so for each trial (`trials.py`). Both
+start the runs as processes, with `several_runs.py`. The commands about a run that is under way (`control.py`,
+`status.py`) find it with `run_access.py`.
 """
 
 from rlframe.cli.main import main

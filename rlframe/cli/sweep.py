@@ -9,7 +9,7 @@ import sys
 
 from rlframe import extras
 from rlframe.cli.listings import print_preset
-from rlframe.cli.seeds import check_options_of_several_runs, lock_several_runs, parse_seeds, run_all
+from rlframe.cli.several_runs import check_options_of_several_runs, lock_several_runs, parse_seeds, run_all
 from rlframe.cli.train_options import read_arguments
 from rlframe.cli.trials import SweepOptions, Trials, Varied, parse_varied
 from rlframe.errors import UsageError

@@ -16,7 +16,7 @@ import numpy as np
 import tyro
 
 from rlframe import extras
-from rlframe.cli.seeds import SeedRun, parse_seeds
+from rlframe.cli.several_runs import SeedRun, parse_seeds
 from rlframe.cli.train_options import TrainOptions
 from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import write_atomically
@@ -123,7 +123,7 @@ class _Trial:
 class Trials:
     """The trials of an Optuna study, which `study.journal` keeps. Each is one run for each seed.
 
-    With `--vary learning-rate=1e-4..1e-2:log --trials 2 --seeds 1-2`, `seeds.py: run_all` calls:
+    With `--vary learning-rate=1e-4..1e-2:log --trials 2 --seeds 1-2`, `several_runs.py: run_all` calls:
 
         next_run()              # begins trial 0: Optuna chooses the learning rate; the run of seed 1
         next_run()              # the run of seed 2

@@ -35,7 +35,7 @@ the next `Send`. The docstring of `rlframe.coordinator.core` follows a whole exa
 
 from __future__ import annotations
 
-from rlframe.lazy import lazy_names
+from rlframe.extras import lazy_names
 
 # Imported on first use: the commands that only talk to a coordinator do not wait for JAX.
 _PUBLIC = {

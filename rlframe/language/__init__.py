@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlframe.lazy import lazy_names
+from rlframe.extras import lazy_names
 
 if TYPE_CHECKING:
     from rlframe.language.decoding import (

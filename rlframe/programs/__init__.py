@@ -26,7 +26,7 @@
 
 from __future__ import annotations
 
-from rlframe.lazy import lazy_names
+from rlframe.extras import lazy_names
 
 # Imported on first use: the command line parses a wrong option without waiting for JAX.
 _PUBLIC = {
