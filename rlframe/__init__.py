@@ -4,7 +4,8 @@ The objects of the loop:    agents, envs, actors, inferencers, learners, replay,
 Runs:                       cli (the command), programs (from options to a result), engines (processes of a program),
                             coordinator (only for the topology elastic), metrics (loggers)
 Language models:            language, trajectories (the service between environments and trainers)
-Between processes:          handles, transport, interprocess (one machine), http, program_end (who ends what)
+Between processes:          handles, transport, interprocess (one machine), http, program_end (who ends what),
+                            launchpad_nodes (guards of the nodes of plain lp.launch)
 For every package:          types (TimeStep, Batch), errors, retry (pauses), compilation (jit on a CPU),
                             stop_conditions (limits at which a run ends early)
 Your code and environment:  user_code (files that you name), extras (optional packages, imports on first use),
@@ -16,7 +17,7 @@ docs/architecture.md says in which file each thing is.
 from __future__ import annotations
 
 from rlframe.extras import lazy_names
-from rlframe.interprocess import launchpad_import
+from rlframe.launchpad_nodes import import_hook
 
 __version__ = "0.1.0"
 
@@ -46,4 +47,4 @@ __all__ = list(_PUBLIC)
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)
 
 
-launchpad_import.register_with_launchpad()
+import_hook.register_with_launchpad()

@@ -17,8 +17,8 @@ from typing import Any
 
 from rlframe import extras, retry
 from rlframe.errors import PeerError, RemoteError, StoppedError, UnavailableError, UsageError
-from rlframe.interprocess.launchpad_node import refuse_nodes as refuse_nodes
 from rlframe.interprocess.phases import waiting_for
+from rlframe.launchpad_nodes.node import refuse_nodes as refuse_nodes
 from rlframe.program_end import is_told_to_end as is_told_to_end
 from rlframe.program_end import program_stop as program_stop
 from rlframe.program_end import stop_program as stop_program

@@ -129,7 +129,7 @@ class Program:
         found = []
         for process in self.members():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if any("launchpad_guard" in argument for argument in process.cmdline()):
+                if any("launchpad_nodes.guard" in argument for argument in process.cmdline()):
                     found.append(process)
         return found
 

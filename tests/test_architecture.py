@@ -39,7 +39,8 @@ BOXES = {
     "compilation": "jit with CPU options",
     "handles": "calls to other processes",
     "transport": "sockets, Courier, Ray",
-    "interprocess": "shared memory, processes, guards of plain lp.launch",
+    "launchpad_nodes": "guards of plain lp.launch",
+    "interprocess": "shared memory, processes",
     "basics": "files beside the packages: types, errors, extras, retry, program_end, stop_conditions",
     "user_code": "files and modules that a user names",
 }

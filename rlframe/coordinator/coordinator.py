@@ -33,8 +33,8 @@ from rlframe.coordinator.worker_calls import WorkerCalls
 from rlframe.errors import JobFailedError, UsageError, suggest
 from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.heartbeat import Clock
-from rlframe.interprocess.inbox import Inbox
 from rlframe.interprocess.phases import Phase
+from rlframe.interprocess.waiting import Inbox
 
 _log = logging.getLogger(__name__)
 

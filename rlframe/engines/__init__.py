@@ -24,7 +24,7 @@ What happens then under the engine `local`, whose nodes are processes (folder `s
 Other engines differ in where a node is:
 
 - `launchpad`: the nodes are those of a `launchpad.Program`, under the same supervisor (`launch`). For programs that
-  start with plain `lp.launch`, without an engine, `interprocess/launchpad_node.py` has each node watched by a guard.
+  start with plain `lp.launch`, without an engine, `launchpad_nodes/node.py` has each node watched by a guard.
 - `ray`: a `RunningRayNode` stands for the process, which a Ray actor starts beside itself, on any machine of the
   cluster (folder `ray_nodes`).
 - `threads`: each node is a thread of this process; there are no restarts.

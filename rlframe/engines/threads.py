@@ -16,7 +16,7 @@ from rlframe.engines.base import EngineOptions, ResourceEngine, Watch, node_stat
 from rlframe.engines.group_rules import SAVING_GROUPS, ending_group
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import ProgramError
-from rlframe.interprocess.inbox import Inbox
+from rlframe.interprocess.waiting import Inbox
 
 _log = logging.getLogger(__name__)
 

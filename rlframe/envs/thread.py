@@ -19,7 +19,7 @@ import numpy as np
 
 from rlframe.envs.group import LOOK, EnvGroup, GroupPool, StepWatch, interrupted
 from rlframe.envs.layout import Frame, new_frame
-from rlframe.interprocess.inbox import Inbox
+from rlframe.interprocess.waiting import Inbox
 from rlframe.metrics.rows import Sums
 from rlframe.types import TimeStep
 

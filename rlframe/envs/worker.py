@@ -25,9 +25,9 @@ from rlframe.envs.group import EnvGroup, build_group, env_error
 from rlframe.envs.layout import Frame, frame_shapes
 from rlframe.envs.logs import EnvLog, log_shapes
 from rlframe.errors import RlframeError, UsageError
-from rlframe.interprocess.futex import Futex
 from rlframe.interprocess.memory import SharedArrays
 from rlframe.interprocess.processes import die_soon_after_parent
+from rlframe.interprocess.waiting import Futex
 
 # Words of a worker's header, each an int64.
 GO = 0  # written by the pool: commands given so far

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlframe.interprocess.futex import FENCED, KNOWN, fence
 from rlframe.interprocess.processes import ProcessId, this_process
+from rlframe.interprocess.waiting import FENCED, KNOWN, fence
 
 _AGAIN = 0.002  # seconds between two tries
 

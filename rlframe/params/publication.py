@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from rlframe.errors import UnavailableError, UsageError
-from rlframe.interprocess.futex import Futex, fence
 from rlframe.interprocess.memory import SUPPORTED, Fields, Name, Seqlock, SharedArrays
+from rlframe.interprocess.waiting import Futex, fence
 from rlframe.params.packing import PackedParams, Packing
 from rlframe.params.source import LONGEST_WAIT
 from rlframe.types import Tree

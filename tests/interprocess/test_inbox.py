@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from rlframe.interprocess.inbox import Inbox
+from rlframe.interprocess.waiting import Inbox
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import threading
 import numpy as np
 import pytest
 
-from rlframe.interprocess.futex import Futex
 from rlframe.interprocess.memory import MACHINE, Name, Seqlock, SharedArrays, anonymous_file
+from rlframe.interprocess.waiting import Futex
 
 DEADLINE = 60.0
 LABEL = "rlframe-test"

@@ -22,7 +22,7 @@ from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.running import RunningNode, StartableNode
 from rlframe.interprocess.heartbeat import Clock, HeartbeatMonitor, interval_of
-from rlframe.interprocess.inbox import Inbox
+from rlframe.interprocess.waiting import Inbox
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 
 from rlframe.errors import RlframeError, UsageError
-from rlframe.interprocess.futex import Futex, fence
 from rlframe.interprocess.memory import SUPPORTED, Fields, Name, Seqlock, SharedArrays
 from rlframe.interprocess.processes import ProcessId
+from rlframe.interprocess.waiting import Futex, fence
 from rlframe.replay import steps
 from rlframe.replay.layout import no_memory
 from rlframe.replay.steps import StepStore

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from rlframe.errors import UsageError
-from rlframe.interprocess.futex import fence
 from rlframe.interprocess.processes import this_process
+from rlframe.interprocess.waiting import fence
 from rlframe.replay.base import Draw
 from rlframe.replay.rate_limiter import RateLimiter, WriterState
 from rlframe.replay.shared_memory import block

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.interprocess.futex import fence
 from rlframe.interprocess.processes import this_process
+from rlframe.interprocess.waiting import fence
 from rlframe.replay.shared_memory import block
 from rlframe.replay.shared_memory.block import COUNT_BITS, COUNT_MASK, MARGIN, Block
 from rlframe.replay.steps import StepStore, make_table

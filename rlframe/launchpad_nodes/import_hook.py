@@ -14,7 +14,7 @@ NODES = "launchpad.nodes.python.node"  # the module with the class of all nodes
 
 
 def register_with_launchpad() -> None:
-    """Call `launchpad_node.register` now if Launchpad has been imported, and else right after its import."""
+    """Call `node.register` now if Launchpad has been imported, and else right after its import."""
     if NODES in sys.modules:
         _register(sys.modules[NODES])
     else:
@@ -40,6 +40,6 @@ def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 
 def _register(module: ModuleType) -> None:
-    from rlframe.interprocess import launchpad_node  # now: few processes use Launchpad
+    from rlframe.launchpad_nodes import node  # now: few processes use Launchpad
 
-    launchpad_node.register(module.PyNode)
+    node.register(module.PyNode)

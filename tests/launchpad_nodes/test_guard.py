@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from rlframe.interprocess.launchpad_guard import ENTRY, end_starting_nodes
+from rlframe.launchpad_nodes.guard import ENTRY, end_starting_nodes
 from tests import plain_launchpad
 from tests.extras import needs
 from tests.plain_launchpad import WITHIN, Program, example

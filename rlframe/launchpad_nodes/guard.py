@@ -1,6 +1,6 @@
 """The guard of a Launchpad node: a small process that outlives the node, and reports and handles its end.
 
-Started by `rlframe.interprocess.launchpad_node`. It needs neither the node's interpreter lock nor the launcher's help:
+Started by `rlframe.launchpad_nodes.node`. It needs neither the node's interpreter lock nor the launcher's help:
 
 - The node fails or is killed: name it, ask the launcher to stop, and kill the launcher once all other nodes have ended.
 - The launcher dies: ask every node of the program to stop, and kill those that have not ended after `GRACE`.

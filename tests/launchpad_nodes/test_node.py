@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlframe.interprocess import launchpad_guard, launchpad_node
-from rlframe.interprocess.launchpad_guard import Guard, Node, kill_tree, remove_data, send
 from rlframe.interprocess.processes import ProcessId, this_process
+from rlframe.launchpad_nodes import guard as launchpad_guard
+from rlframe.launchpad_nodes import node as launchpad_node
+from rlframe.launchpad_nodes.guard import Guard, Node, kill_tree, remove_data, send
 from tests.extras import needs
 from tests.plain_launchpad import Program
 
@@ -40,7 +41,7 @@ print(f"node {sys.argv[3]} imports.", flush=True)
 while not os.path.exists(f"goes_on_{sys.argv[3]}"):
     time.sleep(0.05)
 
-from rlframe.interprocess.launchpad_node import restore
+from rlframe.launchpad_nodes.node import restore
 from rlframe.interprocess.processes import ProcessId
 
 pid, started, session = map(int, sys.argv[4:])

@@ -24,7 +24,8 @@ import psutil
 
 from rlframe import extras
 from rlframe.errors import UsageError
-from rlframe.interprocess.launchpad_guard import (
+from rlframe.interprocess.processes import ProcessId, this_process
+from rlframe.launchpad_nodes.guard import (
     ENTRY,
     Node,
     arguments,
@@ -33,9 +34,8 @@ from rlframe.interprocess.launchpad_guard import (
     end_starting_nodes,
     is_wrapper,
 )
-from rlframe.interprocess.processes import ProcessId, this_process
 
-_GUARD = "import sys; sys.path += {!r}; from rlframe.interprocess.launchpad_guard import main; main()"
+_GUARD = "import sys; sys.path += {!r}; from rlframe.launchpad_nodes.guard import main; main()"
 _LONGEST_REASON = 1000  # characters
 _WAITS = "rlframe: waits for lp.launch to start nodes"  # a thread
 _LAUNCHES_WITHIN = 60.0  # seconds from the pickling of a node to the start of nodes

@@ -1,15 +1,22 @@
-"""Sleeping on a word of shared memory until another process changes it.
+"""Waiting: a `Futex` for another process, an `Inbox` for threads and signal handlers of this one.
 
-A futex needs neither a name nor a descriptor, so nothing of it is left behind, and costs nothing while nobody sleeps.
+A futex is a word of shared memory on which a process sleeps until another process changes it. It needs neither a name
+nor a descriptor, so nothing of it is left behind, and costs nothing while nobody sleeps.
 Wake-ups are hints: who sleeps says for how long at most, and looks at the counters afterwards.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import ctypes
 import errno
 import math
 import os
+import queue
+import threading
+import time
+from typing import Generic, TypeVar
 
 _NUMBERS = {"x86_64": 202, "aarch64": 98}  # of the system call
 _MACHINE = os.uname().machine
@@ -77,3 +84,35 @@ def fence() -> None:
     if FENCED:
         number = ctypes.c_long(_NUMBERS[_MACHINE])
         _libc.syscall(number, ctypes.byref(_unused), ctypes.c_int(_WAKE), ctypes.c_int(1), None, None, ctypes.c_int(0))
+
+
+_Item = TypeVar("_Item")
+
+
+class Inbox(Generic[_Item]):
+    """A queue from any number of threads, and from signal handlers, to one reader.
+
+    Before Python 3.13, `queue.SimpleQueue.get(timeout=...)` never returns if a signal handler outlasts the timeout.
+    `queue.Queue.put` blocks if a signal handler interrupts the reader and calls it.
+    """
+
+    def __init__(self) -> None:
+        self._items: collections.deque[_Item] = collections.deque()
+        self._news = threading.Lock()  # free: there may be items
+        self._news.acquire()
+
+    def put(self, item: _Item) -> None:
+        """Add an item. Threads and signal handlers may call it."""
+        self._items.append(item)
+        with contextlib.suppress(RuntimeError):  # it is free
+            self._news.release()
+
+    def get(self, timeout: float) -> _Item:
+        """Remove the first item, and wait up to `timeout` seconds for one. Raises `queue.Empty` if none came."""
+        if self._items:
+            return self._items.popleft()
+        deadline = time.monotonic() + timeout
+        while not self._items:
+            if not self._news.acquire(timeout=max(0.0, deadline - time.monotonic())) and not self._items:
+                raise queue.Empty
+        return self._items.popleft()
