@@ -134,7 +134,7 @@ def _default_options(defaults: Experiment, arguments: list[str], options_cls: ty
     Train(
         experiment=ExperimentOptions(topology="single_process", agent="dqn", ...),      # --topology, --agent
         session=TrainOptions(preset="auto", run_dir=None, ...),                         # --preset, --run-dir
-        agent_config=DQNConfig(batch_size=64, head=Categorical(num_atoms=51), ...),     # --batch-size, --head.num-atoms
+        agent_config=DQNConfig(batch_size=64, head=Categories(num_atoms=51), ...),     # --batch-size, --head.num-atoms
         choices=Choices(head="categorical"),                                            # --head
         network_config=MLPConfig(hidden=(120, 84), ...),                                # --network.hidden
     )

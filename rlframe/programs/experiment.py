@@ -12,7 +12,7 @@ from rlframe.programs.options import registry
 from rlframe.programs.options.fields import check_numbers, number
 from rlframe.programs.options.object_names import check_can_leave, is_live
 from rlframe.programs.options.registry import OPTIONS
-from rlframe.programs.topologies.config import TopologyConfig, find_topology
+from rlframe.programs.topologies.config import EnvOptions, EvaluationOptions, TopologyConfig, find_topology
 from rlframe.user_code.files import look_in, module_directories
 
 MAX_SEED = 2**31 - 1
@@ -87,25 +87,26 @@ class Experiment:
     @property
     def for_evaluation(self) -> Experiment:
         """The same as evaluations play it: environments in step, with `eval_env_kwargs`, and their true rewards."""
-        env_kwargs = {**self.env_kwargs, **self.topology_config.eval_env_kwargs}
+        env_kwargs = {**self.env_kwargs, **EvaluationOptions.of(self).eval_env_kwargs}
         return dataclasses.replace(self.synchronous.with_topology_options(clip_rewards=None), env_kwargs=env_kwargs)
 
     @property
     def waits_for(self) -> int:
         """Environments of a pool that an actor waits for: all, unless they are asynchronous."""
-        if not self.topology_config.async_envs:
+        config = EnvOptions.of(self)
+        if not config.async_envs:
             return self.envs_per_pool
-        return -(-self.envs_per_pool // 3) if self.topology_config.wait_num is None else self.topology_config.wait_num
+        return -(-self.envs_per_pool // 3) if config.wait_num is None else config.wait_num
 
     @property
     def envs_per_actor(self) -> int:
         """Environments of each actor."""
-        return self.num_envs // self.topology_config.num_actors
+        return self.num_envs // EnvOptions.of(self).num_actors
 
     @property
     def envs_per_pool(self) -> int:
         """Environments of each of an actor's pools."""
-        return self.envs_per_actor // self.topology_config.num_pools
+        return self.envs_per_actor // EnvOptions.of(self).num_pools
 
     @property
     def row_every(self) -> int:

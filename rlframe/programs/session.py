@@ -15,7 +15,7 @@ from rlframe.envs.codec import Codec
 from rlframe.metrics import Logger
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.run_dir.directory import RunDir
-from rlframe.programs.topologies.config import TopologyConfig
+from rlframe.programs.topologies.config import EnvOptions, TopologyConfig
 
 if TYPE_CHECKING:
     from rlframe.programs.training.profile import Profile
@@ -66,7 +66,7 @@ class Session:
     @property
     def budget(self) -> int:
         """Environment steps that each actor may take before the monitor gives it more."""
-        return math.ceil((self.until - self.resumed_at) / self.topology_config.num_actors)
+        return math.ceil((self.until - self.resumed_at) / EnvOptions.of(self.experiment).num_actors)
 
     @property
     def session_id(self) -> str:

@@ -128,7 +128,7 @@ def _with_network(experiment: Experiment, options: Mapping[str, Any], hints: Map
     if "network" not in hints or "network" not in options:
         return experiment
     network = convert(hints["network"], options["network"], "network")
-    if network == experiment.topology_config.network:
+    if network == AgentOptions.of(experiment).network:
         return experiment
     return with_fields(experiment, network=network, network_config=None)
 
@@ -196,7 +196,7 @@ def apply_preset(preset: Preset | None, agent: str, env: str) -> Experiment:
     if not network:
         return described
     return with_fields(
-        described, network_config=dataclasses.replace(described.topology_config.network_config, **network)
+        described, network_config=dataclasses.replace(AgentOptions.of(described).network_config, **network)
     )
 
 

@@ -12,6 +12,7 @@ from rlframe.programs.options import registry
 from rlframe.programs.options.fields import to_jsonable
 from rlframe.programs.options.make_experiment import to_flat, with_fields
 from rlframe.programs.options.registry import OPTIONS, name_of
+from rlframe.programs.topologies.config import AgentOptions
 
 # Options that a resumed run may change: they do not change the numbers, except `steps`, whose schedules are kept.
 _CHANGEABLE = {
@@ -45,7 +46,7 @@ def continue_experiment(saved: Experiment, wanted: Experiment) -> Experiment:
             )
     if "schedule_steps" not in now_all:
         return wanted
-    schedule_steps = saved.topology_config.schedule_steps or saved.steps
+    schedule_steps = AgentOptions.of(saved).schedule_steps or saved.steps
     return with_fields(wanted, schedule_steps=0 if schedule_steps == wanted.steps else schedule_steps)
 
 

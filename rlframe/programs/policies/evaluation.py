@@ -22,6 +22,7 @@ from rlframe.programs.options.resume import check_backend
 from rlframe.programs.policies.saved import NEVER, read_policy
 from rlframe.programs.policies.video import Film
 from rlframe.programs.run_dir.directory import RunDir, open_run
+from rlframe.programs.topologies.config import EvaluationOptions
 from rlframe.programs.topologies.parts import make_agent, make_pool
 from rlframe.types import Logs
 
@@ -90,7 +91,7 @@ class Evaluations:
 
     def _ready(self, num_envs: int) -> Evaluator:
         """Make an evaluator whose environments have begun their first episodes."""
-        config = self._experiment.topology_config
+        config = EvaluationOptions.of(self._experiment)
         with STARTING:  # with seeds that training never uses
             seed = env_seed(self._seed, EVALUATOR_RANK)
             pool = make_pool(self._experiment, num_envs, self._experiment.env_kwargs, seed)
@@ -139,13 +140,13 @@ def most_of(make: Callable[[int], Any], count: int) -> tuple[Any, Exception | No
 
 def num_eval_envs(experiment: Experiment) -> int:
     """Return the number of environments that an evaluation builds: at most one for each episode."""
-    config = experiment.topology_config
+    config = EvaluationOptions.of(experiment)
     return min(config.eval_num_envs or config.eval_episodes, config.eval_episodes)
 
 
 def describe_evaluation(experiment: Experiment) -> str:
     """Describe the evaluation after training in a sentence, for the terminal."""
-    config = experiment.topology_config
+    config = EvaluationOptions.of(experiment)
     if not config.evaluates:
         return "No evaluation (eval_episodes is 0)."
     episodes, num_envs = config.eval_episodes, num_eval_envs(experiment)
@@ -247,7 +248,7 @@ def record(
         CheckpointError: the run has no checkpoint, or a damaged one.
     """
     directory, experiment, seed = _open(run_dir, {}, episodes, seed, max_episode_length=max_episode_length)
-    limit = experiment.topology_config.eval_max_episode_length
+    limit = EvaluationOptions.of(experiment).eval_max_episode_length
     with Film(experiment, path) as film:
         pool = film.make_pool(seed=env_seed(seed, EVALUATOR_RANK))
         agent = make_agent(experiment, pool.codec)

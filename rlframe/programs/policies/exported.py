@@ -17,6 +17,7 @@ from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.programs.options.fields import convert
 from rlframe.programs.policies.trained import trained
+from rlframe.programs.topologies.config import EnvOptions
 from rlframe.types import FIRST, MID, TimeStep, Tree
 
 
@@ -58,7 +59,8 @@ def export(
     path = pathlib.Path(convert(str, file, "file")).absolute()  # before an environment may change the working directory
     made, codec, source, experiment = trained(run_dir, checkpoint, agent, network)
     _, params = source.get_params()
-    count, check_finite = experiment.topology_config.frame_stack, experiment.topology_config.check_finite is not False
+    config = EnvOptions.of(experiment)
+    count, check_finite = config.frame_stack, config.check_finite is not False
     check_codec(codec)
     initial, structure = jax.tree.flatten(jax.tree.map(np.asarray, made.initial_state(1)))
     shapes = [(count, *leaf.spec.shape) for leaf in codec.leaves] if count > 1 else []

@@ -16,6 +16,7 @@ from rlframe.params.publication import LocalParams
 from rlframe.programs.options.config_file import load_experiment
 from rlframe.programs.policies.saved import read_policy
 from rlframe.programs.run_dir.directory import RunDir
+from rlframe.programs.topologies.language import Language
 from rlframe.programs.topologies.parts import make_agent
 from rlframe.types import Params, Tree
 
@@ -53,13 +54,14 @@ def policy_of_run(path: str | os.PathLike[str], tokenizer: str | None, learner: 
     directory = RunDir(path)
     directory.check_holds()
     experiment = load_experiment(directory.config)
-    if experiment.topology_config.learns_from != "trajectories":
+    config = experiment.topology_config
+    if not isinstance(config, Language):
         raise UsageError(f"The run in {path} learns no language model: its agent is {experiment.agent}.")
     agent: Any = make_agent(experiment)
     source = source or NewestCheckpoint(agent, directory)
     return ServedPolicy(
         agent.model_config,
-        tokenizer or experiment.topology_config.tokenizer_name(experiment.agent_config),
+        tokenizer or config.tokenizer_name(experiment.agent_config),
         source,
         None,
     )

@@ -23,6 +23,7 @@ from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.fields import convert
 from rlframe.programs.policies.saved import NEVER, read_policy
 from rlframe.programs.run_dir.directory import open_run
+from rlframe.programs.topologies.config import EnvOptions
 from rlframe.programs.topologies.parts import make_agent
 from rlframe.types import FIRST, MID, AgentState, TimeStep, Tree, global_env_ids
 
@@ -167,7 +168,7 @@ def load(
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
     made, codec, params, experiment = trained(run_dir, checkpoint, agent, network)
-    config = experiment.topology_config
+    config = EnvOptions.of(experiment)
     return TrainedPolicy(
         made, codec, params, experiment.seed, config.frame_stack, check_finite=config.check_finite is not False
     )

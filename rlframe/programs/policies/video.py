@@ -18,6 +18,7 @@ from rlframe.program_end import Closing
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import registry
 from rlframe.programs.presets import plain_name
+from rlframe.programs.topologies.config import EnvOptions
 
 _FORMATS = (".mp4", ".mkv", ".webm")
 _DEFAULT_FPS = 30
@@ -63,10 +64,11 @@ class Film(Closing):
         Raises:
             UsageError: the environment does not render.
         """
-        topology = self._experiment.topology_config
-        options = {"frame_stack": topology.frame_stack, "action_repeat": topology.action_repeat}
+        config = EnvOptions.of(self._experiment)
         filmed = lambda: _Filmed(_rendering_env(self._experiment, seed), self)  # noqa: E731
-        self._pool = SyncEnv(filmed, 1, "loop", seed=seed, **options)
+        self._pool = SyncEnv(
+            filmed, 1, "loop", seed=seed, frame_stack=config.frame_stack, action_repeat=config.action_repeat
+        )
         return self._pool
 
     def add(self, frame: Any, fps: float) -> None:
@@ -133,7 +135,7 @@ def _rendering_env(experiment: Experiment, seed: int) -> Any:
         raise UsageError(f"{target}: a video needs an environment of Gymnasium; dm_control's are not filmed.")
     name = split(target)[1]
     # The twin of an EnvPool task takes none of EnvPool's options.
-    if where == "envpool" and experiment.topology_config.env_type in ("auto", "envpool"):
+    if where == "envpool" and EnvOptions.of(experiment).env_type in ("auto", "envpool"):
         return _twin(plain_name(name))
     return registered.make(name, {"render_mode": "rgb_array", **experiment.env_kwargs})
 

@@ -12,6 +12,8 @@ environments of language models, whose agents learn from trajectories (`Topology
 
 The fields of all bases lie side by side: `--topology heavy_env --network lstm --until-return 475` sets the fields
 `network` (of `AgentOptions`) and `until_return` (of `StoppingOptions`) of a `HeavyEnv`.
+
+Code for some topologies only reads options through the class that has them: `AgentOptions.of(experiment).network`.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ Topology = Callable[[Any, Any], Any]
 INLINE = "rlframe.engines.threads:InlineEngine"
 EnvType = Literal["auto", "loop", "thread", "process", "envpool"]
 Function = TypeVar("Function", bound=Callable[..., Any])
+Config = TypeVar("Config", bound="TopologyConfig")
 
 
 def configured_by(config_cls: type[TopologyConfig]) -> Callable[[Function], Function]:
@@ -99,9 +102,12 @@ class TopologyConfig:
         """The limits that may end a session before its last step."""
         return StopConditions()
 
-    if TYPE_CHECKING:
-        # An option of a subclass: who reads it has an experiment of such a topology.
-        def __getattr__(self, option: str) -> Any: ...
+    @classmethod
+    def of(cls: type[Config], experiment: Experiment) -> Config:
+        """Return the `topology_config` of an experiment whose topology has the options of this class."""
+        config = experiment.topology_config
+        assert isinstance(config, cls), f"The options of {config.name} are no {cls.__name__}."
+        return config
 
     def __post_init__(self) -> None:
         check_numbers(self)

@@ -96,8 +96,9 @@ class Elastic(GameProgram):
 def elastic(engine: Engine, session: Session) -> None:
     """Add a coordinator, which starts and ends collectors as the learner needs them."""
     replay_buffer = add_elastic_replay(engine, session)
-    if session.topology_config.crosses_machines:
-        param_store = engine.add("params", ParamStore, at_end=max(1.0, session.topology_config.grace_seconds - 1.0))
+    config = Elastic.of(session.experiment)
+    if config.crosses_machines:
+        param_store = engine.add("params", ParamStore, at_end=max(1.0, config.grace_seconds - 1.0))
     else:
         param_store = engine.own(ParamStore())
     makers = make_workers(session, replay_buffer, param_store)
@@ -126,7 +127,8 @@ def make_workers(session: Session, replay_buffer: Any, param_store: Any) -> dict
 
 def add_elastic_replay(engine: Engine, session: Session) -> Any:
     """Make the replay that the experiment asks for. Return an object that finds it from any process of the run."""
-    config, experiment, most = session.topology_config, session.experiment, session.topology_config.max_actors
+    experiment, config = session.experiment, Elastic.of(session.experiment)
+    most = config.max_actors
     # Each collector keeps its share of the steps as if there were num_actors of them: few keep as many as they do in
     # another topology, and many keep more.
     capacity = replay_capacity(session.agent.replay_spec, experiment) * most // config.num_actors
@@ -146,7 +148,7 @@ def add_elastic_replay(engine: Engine, session: Session) -> Any:
 
 def add_operator(engine: Engine, session: Session, makers: Mapping[Any, MakeWorker]) -> Operator:
     """Return the operator, which belongs to this process: a coordinator that is started again finds its workers."""
-    config = session.topology_config
+    config = Elastic.of(session.experiment)
     options: dict[str, Any] = {
         "output": Nowhere() if session.quiet else None,
         "logs": session.directory.logs,
@@ -170,7 +172,7 @@ def make_coordinator(session: Session, replay_buffer: Any, param_store: Any, ope
         param_store: the `ParamStore`, or a handle to it.
         operator: the launcher's, or a handle to it.
     """
-    experiment, config = session.experiment, session.topology_config
+    experiment, config = session.experiment, Elastic.of(session.experiment)
     progress = Progress(session.directory.progress, session.session_id)
     cfg = CoordinatorConfig(
         path=str(session.directory.coordinator),
@@ -206,7 +208,7 @@ def make_coordinator(session: Session, replay_buffer: Any, param_store: Any, ope
 
 def limits_of(experiment: Experiment) -> Limits:
     """Return the coordinator's deadlines, for the launcher's `hang_timeout`."""
-    config = experiment.topology_config
+    config = Elastic.of(experiment)
     silent = config.hang_timeout or math.inf
     return Limits(
         row_every=experiment.row_every,

@@ -38,7 +38,7 @@ def heavy_env(engine: Engine, session: Session) -> None:
     replay_buffer = add_replay(engine, session)
     learner = engine.add("learner", Learner, learner_config(session), session.agent, replay_buffer)
     actors = []
-    for rank in range(session.experiment.topology_config.num_actors):
+    for rank in range(HeavyEnv.of(session.experiment).num_actors):
         inferencer = Inferencer(inferencer_config(session), session.agent, learner)
         builder = env_builder(session.experiment)
         actors.append(engine.add("actor", Actor, builder, inferencer, replay_buffer, rank, **actor_options(session)))

@@ -97,7 +97,7 @@ def language(engine: Engine, session: Session) -> Topology | None:
 
     session = _with_ports(session)
     check_environment(session)
-    experiment, config = session.experiment, session.topology_config
+    experiment, config = session.experiment, Language.of(session.experiment)
     tokenizer = config.tokenizer_name(experiment.agent_config)
     if config.warm_up_steps(experiment):
         if not session.directory.warmup.exists():
@@ -131,16 +131,16 @@ def make_learner(session: Session) -> Any:
     from rlframe.programs.topologies.language_nodes import FOR_EVER
     from rlframe.trajectories import TrajectoryBuffer, TrajectoryClient
 
-    experiment, max_staleness = session.experiment, session.topology_config.max_staleness
-    with TrajectoryClient(session.topology_config.service_url) as client:
+    experiment, config = session.experiment, Language.of(session.experiment)
+    with TrajectoryClient(config.service_url) as client:
         client.register(
             batch_size=experiment.agent_config.batch_size,
             max_token_len=experiment.agent_config.max_tokens,
             checkpoint_dir=str(session.path),
             save_checkpoint_interval=ENV_CHECKPOINT_EVERY,
             num_steps=FOR_EVER,  # the monitor ends the run; other steps would be another registration
-            max_staleness=max_staleness,
-            stale="discard" if max_staleness is not None else None,
+            max_staleness=config.max_staleness,
+            stale="discard" if config.max_staleness is not None else None,
             run_key=session.directory.key(),
         )
     cfg = LearnerConfig(
@@ -153,7 +153,7 @@ def make_learner(session: Session) -> Any:
         resume=True,
     )
     vocab_size = session.agent.model_config.vocab_size  # type: ignore[attr-defined]
-    return Learner(cfg, session.agent, TrajectoryBuffer(session.topology_config.service_url, vocab_size=vocab_size))
+    return Learner(cfg, session.agent, TrajectoryBuffer(config.service_url, vocab_size=vocab_size))
 
 
 def _with_ports(session: Session) -> Session:

@@ -10,7 +10,7 @@ import random
 import shutil
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rlframe import handles
 from rlframe.actors.actor import env_seed
@@ -29,6 +29,7 @@ from rlframe.programs.options.object_names import load_object
 
 if TYPE_CHECKING:
     from rlframe.programs.session import Session
+    from rlframe.programs.topologies.language import Language
 
 _COLLECTING = Phase("stepping", ANSWER_TIMEOUT)  # in the event loop, which an environment may hold up for so long
 
@@ -47,6 +48,11 @@ _NOT_OPTIONS = {  # options of an environment that a run sets, and the option of
     "use_wandb": "--wandb",
     "resume_file": "the run directory",
 }
+
+
+def config_of(session: Session) -> Language:
+    """Return the options of the topology, whose file imports this one."""
+    return cast("Language", session.topology_config)
 
 
 def env_class(name: str) -> type[BaseEnv]:
@@ -69,9 +75,9 @@ def env_config(env_cls: type[BaseEnv], session: Session, rank: int = 0, incarnat
             raise UsageError(f"env_kwargs: {name} is not for the environment to say here; {_NOT_OPTIONS[name]} does.")
     default, _ = env_cls.config_init()
     given: dict[str, Any] = {
-        "tokenizer_name": session.topology_config.tokenizer_name(config),
+        "tokenizer_name": config_of(session).tokenizer_name(config),
         "max_token_length": config.max_tokens,
-        "rollout_server_url": session.topology_config.service_url,
+        "rollout_server_url": config_of(session).service_url,
         "batch_size": config.batch_size,
         "total_steps": FOR_EVER,
         "steps_per_eval": 0,  # the monitor asks for evaluations
@@ -86,7 +92,7 @@ def env_config(env_cls: type[BaseEnv], session: Session, rank: int = 0, incarnat
 def check_environment(session: Session) -> None:
     """Raise UsageError if the environment of a run or its tokenizer is invalid: before a process is started."""
     env_config(env_class(session.experiment.env), session)
-    tokenizer = session.topology_config.tokenizer_name(session.experiment.agent_config)
+    tokenizer = config_of(session).tokenizer_name(session.experiment.agent_config)
     tokens, known = load_tokenizer(tokenizer).vocab_size, session.agent.model_config.vocab_size  # type: ignore[attr-defined]
     if tokens > known:
         raise UsageError(f"The tokenizer {tokenizer} has {tokens} tokens, the model only {known}.")
@@ -200,7 +206,7 @@ class WarmUp:
         session, directory = self._session, self._session.directory
         env_cls = env_class(session.experiment.env)
         env = env_cls(env_config(env_cls, session), [api_server_config(session)])
-        tokenizer = load_tokenizer(session.topology_config.tokenizer_name(session.experiment.agent_config))
+        tokenizer = load_tokenizer(config_of(session).tokenizer_name(session.experiment.agent_config))
 
         def demonstrations(source: random.Random, count: int) -> Sequence[tuple[str, str]]:  # before each update
             if self._stop.is_set():
@@ -290,10 +296,10 @@ async def _advance() -> None:
 def api_server_config(session: Session) -> APIServerConfig:
     """Return the address of the policy server of a run, for its environments."""
     return APIServerConfig(
-        base_url=f"{session.topology_config.policy_url}/v1",
+        base_url=f"{config_of(session).policy_url}/v1",
         model_name=MODEL,
         api_key="none",
-        tokenizer_name=session.topology_config.tokenizer_name(session.experiment.agent_config),
+        tokenizer_name=config_of(session).tokenizer_name(session.experiment.agent_config),
     )
 
 

@@ -66,7 +66,7 @@ class Distributed(LightEnv):
 @configured_by(LightEnv)
 def light_env(engine: Engine, session: Session) -> None:
     """Add the nodes: a learner, inference services, actors that call them, and the monitor."""
-    config = session.experiment.topology_config
+    config = LightEnv.of(session.experiment)
     replay_buffer = add_replay(engine, session)
     learner = engine.add("learner", Learner, learner_config(session), session.agent, replay_buffer)
     inferencers = [

@@ -25,7 +25,7 @@ from rlframe.programs.options import registry
 from rlframe.programs.options.object_names import load_object
 from rlframe.programs.run_dir.directory import CHECKPOINTS_KEPT
 from rlframe.programs.session import Session
-from rlframe.programs.topologies.config import EnvOptions
+from rlframe.programs.topologies.config import EnvOptions, GameConfig, GameProgram
 from rlframe.programs.training.updates import total_learner_steps
 from rlframe.replay import BaseReplayBuffer, ReplayBuffer, SharedMemReplayBuffer
 from rlframe.replay.rate_limiter import ROUNDS_AHEAD, items_of_rounds
@@ -36,7 +36,7 @@ from rlframe.types import AgentSpecs, ReplaySpec, Sequence
 
 def make_pool(experiment: Experiment, num_envs: int, env_kwargs: dict[str, Any], seed: int) -> Any:
     """Make a pool of `num_envs` of an experiment's environments."""
-    config = experiment.topology_config
+    config = EnvOptions.of(experiment)
     what = registry.env_name_or_builder(experiment.env)
     options: dict[str, Any] = {"type": pool_type(experiment, num_envs, what), "env_kwargs": env_kwargs}
     shared = ("num_workers", "answer_timeout", "check_finite", "frame_stack", "action_repeat", "clip_rewards")
@@ -48,7 +48,7 @@ def make_pool(experiment: Experiment, num_envs: int, env_kwargs: dict[str, Any],
 
 def pool_type(experiment: Experiment, num_envs: int, what: Any) -> str:
     """How a pool of so many environments runs: loop, thread, process or envpool."""
-    config = experiment.topology_config
+    config = EnvOptions.of(experiment)
     return default_type(what, num_envs, is_sync=not config.async_envs) if config.env_type == "auto" else config.env_type
 
 
@@ -60,8 +60,9 @@ def env_builder(experiment: Experiment) -> functools.partial[Any]:
 def check_answer_timeout(experiment: Experiment) -> None:
     """Raise UsageError if an answer_timeout is set that neither the pool nor the engine reads."""
     config, default = experiment.topology_config, EnvOptions.answer_timeout
-    is_set = isinstance(config, EnvOptions) and config.answer_timeout != default
-    if not is_set or "hang_timeout" in config.engine_class.options:
+    if not isinstance(config, EnvOptions) or config.answer_timeout == default:
+        return
+    if "hang_timeout" in config.engine_class.options:
         return
     kind = pool_type(experiment, experiment.envs_per_pool, registry.env_name_or_builder(experiment.env))
     if kind in ("loop", "envpool"):
@@ -97,9 +98,10 @@ def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
         codec: of its environments; None: read from one that is opened and closed.
     """
     agent_cls: Any = registry.agent_class(experiment.agent)
-    config, topology = experiment.agent_config, experiment.topology_config
+    config = experiment.agent_config
     if agent_cls.learns_from != "steps":
         return agent_cls(config)
+    topology = GameConfig.of(experiment)
     codec = codec or read_codec(experiment)
     assert codec is not None
     observation_spec = stacked_spec(codec.observation_spec, topology.frame_stack)
@@ -173,7 +175,7 @@ def learner_config(session: Session) -> LearnerConfig:
 
 def add_replay(engine: Engine, session: Session) -> Any:
     """Make the replay that the experiment asks for. Return an object, or the handle to a server."""
-    experiment, kind = session.experiment, session.topology_config.replay_kind
+    experiment, kind = session.experiment, GameConfig.of(session.experiment).replay_kind
     capacity = replay_capacity(session.agent.replay_spec, experiment)
     if kind == "reverb":
         return add_reverb(engine, session, capacity, experiment.num_envs)
@@ -181,7 +183,7 @@ def add_replay(engine: Engine, session: Session) -> Any:
         return add_service(engine, session, capacity, experiment.num_envs)
     if kind == "shared_memory":
         return add_shared_memory(
-            engine, session, session.topology_config.num_actors, capacity, timeout=max(600.0, session.peer_deadline)
+            engine, session, GameConfig.of(experiment).num_actors, capacity, timeout=max(600.0, session.peer_deadline)
         )
     replay_cls = ReplayBuffer if kind == "local" else load_object(kind, "replay")
     if not (isinstance(replay_cls, type) and issubclass(replay_cls, BaseReplayBuffer)):
@@ -222,7 +224,8 @@ def add_service(engine: Engine, session: Session, capacity: int, num_envs: int, 
     """
     from rlframe.replay.service import ReplayService, ServiceReplayBuffer
 
-    shards, experiment, spec = session.topology_config.replay_shards, session.experiment, session.agent.replay_spec
+    experiment, spec = session.experiment, session.agent.replay_spec
+    shards = GameProgram.of(experiment).replay_shards
     # A batch is of one shard: each of a queue's must hold a whole one, whatever the others have.
     capacity = capacity if spec.kind == "queue" else -(-capacity // shards)
     shares = {"capacity": capacity, "min_size": -(-spec.min_size // shards)}
@@ -250,7 +253,7 @@ def add_reverb(engine: Engine, session: Session, capacity: int, num_envs: int, r
 
     experiment, spec = session.experiment, session.agent.replay_spec
     # Environments in step complete their unrolls with the same step: they are sent as one item.
-    in_step = spec.kind == "queue" and not session.topology_config.async_envs
+    in_step = spec.kind == "queue" and not EnvOptions.of(experiment).async_envs
     block = experiment.envs_per_pool if in_step else 1
     ahead = items_of_rounds(spec, num_envs, rounds)
     tables = ReverbReplayBuffer.tables(session.agent, block=block, capacity=capacity, run_ahead=ahead)
@@ -262,6 +265,6 @@ def replay_capacity(spec: ReplaySpec, experiment: Experiment) -> int:
     if spec.kind == "queue" and isinstance(spec.item, Sequence):
         # What the environments are acting, what they have just completed, and what was too little for a batch. Where
         # they do not wait for each other, one that takes four times as long as the others completes its unroll too.
-        unrolls = 4 if experiment.topology_config.async_envs else 2
+        unrolls = 4 if EnvOptions.of(experiment).async_envs else 2
         return (unrolls * experiment.num_envs + (spec.batch_size or 0)) * spec.item.length
     return spec.capacity

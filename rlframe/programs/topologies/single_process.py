@@ -37,4 +37,13 @@ def single_process(engine: Engine, session: Session) -> None:
     # In a resumed run, the constructor restores the learner and the replay.
     learner = Learner(learner_config(session), session.agent, replay_buffer)
     inferencer = Inferencer(inferencer_config(session), session.agent, learner)
-    engine.add("train", TrainingLoop, session, env_builder(session.experiment), inferencer, replay_buffer, learner)
+    engine.add(
+        "train",
+        TrainingLoop,
+        session,
+        env_builder(session.experiment),
+        inferencer,
+        replay_buffer,
+        learner,
+        SingleProcess.of(session.experiment).replay_checkpoint_every,
+    )

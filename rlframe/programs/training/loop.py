@@ -38,6 +38,8 @@ class TrainingLoop:
         session: the session.
         env_builder: of the actor's pool.
         inferencer, replay_buffer, learner: objects of this process; they are closed with the loop.
+        replay_checkpoint_every: steps between two saves of a replay that is too large to go into each checkpoint; 0:
+            only the last checkpoint has it.
 
     Attributes:
         actor: made from these parts.
@@ -48,7 +50,13 @@ class TrainingLoop:
     pool: Any
 
     def __init__(
-        self, session: Session, env_builder: Any, inferencer: Inferencer, replay_buffer: Any, learner: Learner
+        self,
+        session: Session,
+        env_builder: Any,
+        inferencer: Inferencer,
+        replay_buffer: Any,
+        learner: Learner,
+        replay_checkpoint_every: int,
     ) -> None:
         self.inferencer, self.replay_buffer, self.learner = inferencer, replay_buffer, learner
         self._session, self._directory, self._env_builder = session, session.directory, env_builder
@@ -59,7 +67,7 @@ class TrainingLoop:
         self._learns_once = spec.samples_per_insert is None and spec.kind != "queue"
         self._evaluation_error: str | None = None  # why the final evaluation failed
         self._learner_logs: Logs | None = None  # of the newest update since the last row
-        self._replay_saved_env_steps = 0
+        self._replay_checkpoint_every, self._replay_saved_env_steps = replay_checkpoint_every, 0
         self._evaluated: tuple[int, Logs] | None = None  # (environment steps, values) of the newest evaluation
         self._stopped_by = "interrupt"
         self._resumed = learner.restored is not None
@@ -267,7 +275,7 @@ class TrainingLoop:
             with_envs: False if the environments have failed: a resumed run resets them.
             final: nothing follows in this session. Then a large replay is saved too.
         """
-        now, every = self.actor.env_steps, self._session.topology_config.replay_checkpoint_every
+        now, every = self.actor.env_steps, self._replay_checkpoint_every
         is_due = final or (every > 0 and now - self._replay_saved_env_steps >= every)
         can_save = self.replay_buffer.is_saved_by_learner  # else a resumed run fills it again
         with_replay = can_save and (is_due or ReplayFiles.is_small(self.replay_buffer))
