@@ -17,6 +17,7 @@ from rlframe.engines.threads import ThreadsEngine
 from rlframe.errors import StoppedError, UsageError
 from rlframe.handles import Remote
 from rlframe.programs.run_dir.directory import RunDir
+from rlframe.programs.topologies.heavy_env import HeavyEnv
 from rlframe.programs.topologies.parts import add_service
 from rlframe.replay import ReplayClosedError
 from rlframe.replay.service import ReplayService, ServiceReplayBuffer, client
@@ -243,9 +244,10 @@ def test_a_shard_without_writers_does_not_hold_up_the_others():
 
 def test_of_a_queue_each_shard_holds_a_whole_batch(tmp_path):
     agent = fake_agent("queue", Transition(1), 32, 1000)
+    config = HeavyEnv(replay="service", replay_shards=4, grace_seconds=8.0)
     run = types.SimpleNamespace(
-        topology_config=types.SimpleNamespace(replay_shards=4, grace_seconds=8.0),
-        experiment=types.SimpleNamespace(seed=0),
+        topology_config=config,
+        experiment=types.SimpleNamespace(seed=0, topology_config=config),
         agent=agent,
         directory=RunDir(tmp_path),
     )
