@@ -157,5 +157,10 @@ def test_each_box_of_the_diagram_is_a_package():
     assert boxes == set(BOXES)
 
 
+def test_no_file_has_more_than_400_lines():
+    lengths = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in modules().items()}
+    assert {module: length for module, length in lengths.items() if length > 400} == {}
+
+
 if __name__ == "__main__":
     PAGE.write_text(_DIAGRAM.sub(lambda _: diagram(), PAGE.read_text(encoding="utf-8"), count=1), encoding="utf-8")

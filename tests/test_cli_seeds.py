@@ -116,9 +116,9 @@ def test_the_table_has_no_spread_of_a_single_episode(episodes, spread, capfd):
 
 def test_runs_that_are_gone_on_with_keep_their_options(both, capfd):
     assert main(["train", "--resume", "--seeds", "3,4", "--run-dir", str(both), "--steps", "400"]) == 2
-    assert "Runs that are gone on with keep their options" in capfd.readouterr().err
+    assert "Continued runs keep their options" in capfd.readouterr().err
     assert main([*QUICK, "--seeds", "1", "--take-over"]) == 2
-    assert "--take-over is of runs to go on with: it needs --resume." in capfd.readouterr().err
+    assert "--take-over continues runs: it needs --resume." in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("held", [".", "seed-4"])
@@ -224,9 +224,10 @@ def test_ctrl_c_has_the_runs_save_and_they_can_be_gone_on_with(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130, err
-    said = "0 of 2 runs are over; what the others did is saved. Go on: rlframe train --seeds 1-2 --resume --run-dir "
+    said = "0 of 2 runs are over; the progress of the others is saved. Go on: "
     *ends, last = err.decode().splitlines()[-3:]
-    assert sorted(ends) == ["seed 1: stopped", "seed 2: stopped"] and last == said + str(folder)
+    assert sorted(ends) == ["seed 1: stopped", "seed 2: stopped"]
+    assert last == f"{said}rlframe train --seeds 1-2 --resume --run-dir {folder}"
     for seed in (1, 2):
         run = folder / f"seed-{seed}"
         steps = json.loads((run / "result.json").read_text())["env_steps"]

@@ -71,7 +71,7 @@ def sweep(tmp_path, monkeypatch, capfd):
     python.write_text(RUN.format(python=sys.executable))
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setattr("rlframe.cli.several_runs._LOOKS", 0.01)
+    monkeypatch.setattr("rlframe.cli.several_runs._POLL", 0.01)
 
     def run(*arguments: str):
         code = main(["sweep", "--preset", "none", "--json", *arguments])

@@ -138,7 +138,7 @@ class AsyncStepper(PoolStepper):
 
     @property
     def can_wait(self) -> bool:
-        """Whether enough environments are running for `next_request`, which waits for them."""
+        """True if enough environments are running for `next_request`, which waits for them."""
         return self._running >= self.env.wait_num
 
     def begin(self, initial_state: AgentState) -> None:

@@ -169,7 +169,7 @@ def log_ratio(log_probs: jax.Array, others: jax.Array, mask: jax.Array) -> jax.A
 
 
 def is_clipped(ratio: jax.Array, advantages: jax.Array, clip_low: float, clip_high: float) -> jax.Array:
-    """Whether `clipped_surrogate` has no gradient for the clip, elementwise: 1 or 0, float32."""
+    """Return 1.0 where the clip of `clipped_surrogate` removes the gradient, else 0.0, elementwise."""
     up = (advantages > 0) & (ratio > 1.0 + clip_high)
     down = (advantages < 0) & (ratio < 1.0 - clip_low)
     return (up | down).astype(jnp.float32)

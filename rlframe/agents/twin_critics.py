@@ -1,4 +1,4 @@
-"""What SAC and TD3 share: a policy with twin critics of its continuous actions, and their networks.
+"""The base of SAC and TD3: a policy with twin critics of its continuous actions, and their networks.
 
 Their targets are `returns.soft_targets`, their losses are in losses.py.
 """

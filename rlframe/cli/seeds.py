@@ -53,7 +53,7 @@ def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
         directory.check_holds(SEEDS)
         if experiment != load_experiment(directory.config):
             raise UsageError(
-                f"Runs that are gone on with keep their options: leave out of rlframe train --seeds {options.seeds} "
+                f"Continued runs keep their options: leave out of rlframe train --seeds {options.seeds} "
                 f"--resume --run-dir {directory.path} those of the experiment, or begin other runs."
             )
     else:
@@ -72,7 +72,7 @@ def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
         return code
     over = sum(run.result is not None for run in runs)
     print(
-        f"{over} of {len(runs)} runs are over; what the others did is saved. Go on: {directory.resume_command}",
+        f"{over} of {len(runs)} runs are over; the progress of the others is saved. Go on: {directory.resume_command}",
         file=sys.stderr,
     )
     return 128 + stopped_by
@@ -108,7 +108,7 @@ def _check_free(runs: list[SeedRun], options: TrainOptions) -> None:
         if not options.take_over and (holder := holder_of(run.path)) is not None:
             raise UsageError(
                 f"{run.path} is in use by {holder}: wait for its end, stop it (rlframe stop {run.path}), or have it "
-                "ended and gone on with by --resume --take-over."
+                "ended and continued by --resume --take-over."
             )
 
 

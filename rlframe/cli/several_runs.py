@@ -1,4 +1,4 @@
-"""What `rlframe train --seeds` and `rlframe sweep` share: runs that differ by their seed, each a process.
+"""Runs that differ by their seed, each a process: for `rlframe train --seeds` and `rlframe sweep`.
 
 A command of several runs calls, in this order:
 
@@ -32,7 +32,7 @@ MAX_RUNS = 1_000  # far more than anybody has the time for: such a range is a sl
 _NOT_PASSED_ON = ("seeds", "at_once", "run_dir", "config", "resume", "take_over", "preset", "json", "quiet")
 # Options of a single run: the command refuses them.
 _SINGLE_RUN_ONLY = ("resume_from", "token_file", "stop_at", "profile", "profile_trace")
-_LOOKS = 0.1  # seconds between two looks at the runs
+_POLL = 0.1  # seconds between two checks of the runs
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -60,7 +60,7 @@ def check_options_of_several_runs(experiment: Experiment, options: TrainOptions,
         if getattr(options, name) != getattr(TrainOptions, name):
             raise UsageError(f"--{name.replace('_', '-')} is of one run; {by} makes several.")
     if options.take_over and not options.resume:
-        raise UsageError("--take-over is of runs to go on with: it needs --resume.")
+        raise UsageError("--take-over continues runs: it needs --resume.")
     if isinstance(options.http, int) and options.http:
         raise UsageError(
             f"--http {options.http} is a port for one run, and {by} makes several: --http 0 finds each one."
@@ -99,7 +99,7 @@ def run_all(next_run: Callable[[], SeedRun | None], ended: Callable[[SeedRun], N
                     running.append(run)
                 if not running:
                     return stop.number
-                time.sleep(_LOOKS)
+                time.sleep(_POLL)
                 for run in [run for run in running if run.has_ended()]:
                     running.remove(run)
                     ended(run)

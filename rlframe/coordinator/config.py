@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
-from rlframe.errors import UsageError, check_above, check_at_least
+from rlframe.coordinator.messages import ROLES
+from rlframe.errors import UsageError, check_above, check_at_least, suggest
 from rlframe.metrics.rows import ActorCounts
 
 
@@ -43,7 +44,7 @@ class CoordinatorConfig:
     """Bounds of a job."""
 
     path: str  # a folder for its journal
-    job_id: str = ""  # a journal of another job is not gone on with
+    job_id: str = ""  # a journal of another job is not continued
     counts_before: ActorCounts = dataclasses.field(default_factory=ActorCounts)  # collected before the job
     min_collectors: int = 1
     max_collectors: int = 8
@@ -66,6 +67,15 @@ class CoordinatorConfig:
                 f"CoordinatorConfig.collectors must be between {self.min_collectors} and {self.max_collectors}, got "
                 f"{self.collectors}."
             )
+
+    def check_count(self, role: str, n: Any) -> None:
+        """Raise `UsageError` if there is no such role, or there cannot be `n` workers of it."""
+        if role not in ROLES:
+            raise UsageError(f"There is no role {role!r}; there are {', '.join(ROLES)}.{suggest(str(role), ROLES)}")
+        least, most = (self.min_collectors, self.max_collectors) if role == "collector" else (1, 1)
+        if isinstance(n, bool) or not isinstance(n, int) or not least <= n <= most:
+            bounds = f"{least} to {most}" if least < most else f"{least}"
+            raise UsageError(f"There can be {bounds} workers of the role {role}, not {n!r}.")
 
 
 class JobRecorder(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
@@ -23,14 +24,14 @@ from rlframe.coordinator.core.accounts import Rates
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.machine import advance
 from rlframe.coordinator.journal import Journal
-from rlframe.coordinator.messages import ROLES, Role
+from rlframe.coordinator.messages import Role
 from rlframe.coordinator.operator_thread import OperatorThread
 from rlframe.coordinator.operators.base import Operator
 from rlframe.coordinator.replay_thread import ReplayThread
 from rlframe.coordinator.scaling import Scaling
 from rlframe.coordinator.states import JobState, is_over
 from rlframe.coordinator.worker_calls import WorkerCalls
-from rlframe.errors import JobFailedError, UsageError, suggest
+from rlframe.errors import JobFailedError, UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.heartbeat import Clock
 from rlframe.interprocess.phases import Phase
@@ -91,9 +92,8 @@ class Coordinator:
     ) -> None:
         self._cfg, self._recorder = cfg, recorder
         self._journal = Journal(pathlib.Path(cfg.path) / "journal.jsonl")
-        saved = self._journal.state
-        if saved is not None and saved["job_id"] != cfg.job_id:
-            saved = None
+        newest = self._journal.state
+        saved = newest if newest is not None and newest["job_id"] == cfg.job_id else None
         self._clock = Clock()
         wanted: dict[Role, int] = {"learner": 1, "collector": cfg.collectors or cfg.min_collectors}
         self._job = TrainingJob(
@@ -106,10 +106,9 @@ class Coordinator:
             counts_before=cfg.counts_before,
             saved=saved,
         )
-        if saved is None and self._journal.state is not None:  # of the job before, in the same folder
-            before = self._journal.state
-            self._job.min_version = max(before["accounts"]["params_version"], before["min_version"])
-        # Of a job that is over too, if its coordinator was killed between the last step and the writing of the result.
+        if saved is None and newest is not None:  # the journal of another job, in the same folder
+            self._job.min_version = max(newest["accounts"]["params_version"], newest["min_version"])
+        # A job may be over without a result: its coordinator was killed before it wrote the result.
         self._result_is_missing = saved is not None and not saved["result_is_written"]
         self._numbers = itertools.count(self._journal.notes[-1]["number"] + 1 if self._journal.notes else 1)
         self._lock = threading.RLock()  # of the job and the journal
@@ -163,10 +162,10 @@ class Coordinator:
         Raises:
             JobFailedError: the job failed.
         """
-        with handles.stopped_by_program(lambda: self._cancel_in_time("the program was told to stop")):
+        told = ev.EndAsked("the program was told to stop", within=self._cfg.stop_within)
+        with handles.stopped_by_program(lambda: self._request(told)):
             if not is_over(self._job.state):
-                # All that was imported will not become garbage: to look through it now and again would take the
-                # coordinator's thread up to a tenth of a second.
+                # The imported objects do not become garbage. To look through them takes up to a tenth of a second.
                 gc.collect()
                 gc.freeze()
                 self.submit()
@@ -193,7 +192,7 @@ class Coordinator:
     def close(self) -> None:
         """End the job, if it still runs, and the workers, in bounded time. May be called again."""
         if self._thread is not None and not self._over.is_set():
-            self._cancel_in_time("it was closed")
+            self._request(ev.EndAsked("it was closed", within=self._cfg.stop_within))
             self._over.wait(self._cfg.stop_within + _CLOSE_WITHIN)
         self._tear_down()
 
@@ -219,10 +218,6 @@ class Coordinator:
         """
         self._request(ev.EndAsked("a callback stopped it" if evaluate else "a callback raised", by, evaluate))
 
-    def _cancel_in_time(self, reason: str) -> None:
-        """Do the same as `cancel`, within the seconds that a program has when it ends."""
-        self._request(ev.EndAsked(reason, within=self._cfg.stop_within))
-
     def pause(self) -> None:
         """Pause collectors and the learner after their present call."""
         self._request_change(ev.PauseAsked(True))
@@ -237,12 +232,7 @@ class Coordinator:
         Raises:
             UsageError: there is no such role, it cannot be scaled, n is out of bounds, or the job is over.
         """
-        if role not in ROLES:
-            raise UsageError(f"There is no role {role!r}; there are {', '.join(ROLES)}.{suggest(str(role), ROLES)}")
-        least, most = (self._cfg.min_collectors, self._cfg.max_collectors) if role == "collector" else (1, 1)
-        if isinstance(n, bool) or not isinstance(n, int) or not least <= n <= most:
-            bounds = f"{least} to {most}" if least < most else f"{least}"
-            raise UsageError(f"There can be {bounds} workers of the role {role}, not {n!r}.")
+        self._cfg.check_count(role, n)
         self._request_change(ev.ScaleAsked(role, n))
 
     def evaluate_now(self) -> None:
@@ -335,12 +325,10 @@ class Coordinator:
         self._clock.tick()
         wait = min(_TICK, self._calls.send_due())
         found: list[Any] = []
-        try:
+        with contextlib.suppress(queue.Empty):
             found.append(self._events.get(wait))
             while len(found) < 256:
                 found.append(self._events.get(0.0))
-        except queue.Empty:
-            pass
         return found
 
     def _advance(self, happened: list[Any]) -> None:

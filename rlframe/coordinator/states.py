@@ -59,7 +59,7 @@ class WorkerState(_State):
 
 
 class EndingStep(_State):
-    """The steps of a job's ending, in their order. Each begins when the one before is done, or took too long."""
+    """The steps of a job's ending, in their order. Each begins when the last one is done, or took too long."""
 
     COLLECTORS = "collectors"  # close their tasks
     LEARNER = "learner"  # saves, and closes its task

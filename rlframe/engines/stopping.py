@@ -80,7 +80,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Have the first signal raise KeyboardInterrupt, too, during a `with`."""
+        """Within a `with`, raise KeyboardInterrupt at the first signal, too."""
         self._raises = True
         try:
             yield

@@ -76,7 +76,7 @@ def warn_of_no_token(no_token: bool, can: str) -> None:
     """Print the warning at the start of a service for which --no-token was given."""
     if no_token:
         print(
-            f"rlframe: --no-token: whoever reaches this service, from whichever machine, can {can}. Nothing is "
+            f"rlframe: --no-token: whoever reaches this service, from any machine, can {can}. Nothing is "
             "encrypted: let only machines that you trust reach it.",
             file=sys.stderr,
             flush=True,

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class Restored(NamedTuple):
-    """What a learner was restored from."""
+    """The checkpoint that a learner was restored from."""
 
     extras: Any  # saved with the checkpoint: the counters of the actor, say
     has_replay: bool  # whether the replay of the same moment was restored, too

@@ -1,4 +1,4 @@
-"""Read a `ParamSource` in whatever process it is (`ParamReader`), and follow its versions (`Refresher`)."""
+"""Read a `ParamSource` in any process (`ParamReader`), and follow its versions (`Refresher`)."""
 
 from __future__ import annotations
 
@@ -190,6 +190,6 @@ class Refresher:
                 if required and known < 0:
                     raise
                 newest = f"version {known} of the parameters" if known >= 0 else "its own parameters"
-                _log.warning("Inference goes on by %s: %s", newest, error)
+                _log.warning("Inference continues with %s: %s", newest, error)
             if not waits:
                 self._stop.wait(interval)

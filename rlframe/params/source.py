@@ -1,4 +1,4 @@
-"""Where inferencers get their parameters from: the protocol `ParamSource`. `reader.py` reads one, and follows it."""
+"""The source of an inferencer's parameters: the protocol `ParamSource`. `reader.py` reads one, and follows it."""
 
 from __future__ import annotations
 

@@ -9,9 +9,18 @@ from rlframe.programs.options.config_file import load_experiment, save_experimen
 from rlframe.programs.options.make_experiment import make_experiment
 from rlframe.programs.options.resume import continue_experiment
 from rlframe.programs.session import Session
+from rlframe.programs.topologies.config import EnvOptions
+from rlframe.programs.topologies.heavy_env import HeavyEnv
 from rlframe.programs.topologies.parts import learner_config, make_agent
 from rlframe.programs.training.updates import total_learner_steps
 from rlframe.types import ReplaySpec, Sequence, Transition
+
+
+def test_options_are_read_through_a_class_that_has_them():
+    experiment = make_experiment("ppo", "CartPole-v1", frame_stack=2)
+    assert EnvOptions.of(experiment).frame_stack == 2
+    with pytest.raises(AssertionError, match="The options of single_process are no HeavyEnv"):
+        HeavyEnv.of(experiment)
 
 
 def test_an_experiment_survives_config_json(tmp_path):

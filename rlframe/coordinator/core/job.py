@@ -269,7 +269,7 @@ class TrainingJob:
         return now is not None and (now.policy_id, now.overrides) == (then.policy_id, then.overrides)
 
     def begin_ending(self, reason: str, evaluates: bool = False, by: str = "", *, failed: bool = False) -> None:
-        """Begin the ending, which the condition `by` asks for. An ending under way goes on as it is."""
+        """Begin the ending, which the condition `by` asks for. An ending under way is not changed."""
         if self.ending is None:
             self.reason = str(reason)  # a plain str: `status` may go where the class of the reason is not
             self.ending = JobEnding(failed, evaluates, self.now, self.limits.close_deadline, by)

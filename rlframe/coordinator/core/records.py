@@ -22,7 +22,7 @@ class Ping:
 
 @dataclasses.dataclass
 class Rollouts:
-    """What a collector has reported."""
+    """Reports of a collector."""
 
     num_envs: int = 0
     env_steps: int = 0  # in all answers of this incarnation

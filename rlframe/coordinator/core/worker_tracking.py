@@ -42,7 +42,7 @@ def take_list(job: TrainingJob, listed: tuple[WorkerInfo, ...]) -> None:
 
 
 def _find_or_add(job: TrainingJob, info: WorkerInfo) -> KnownWorker:
-    """Return the newest incarnation of a listed worker. A new one replaces the one before; one too many leaves."""
+    """Return the newest incarnation of a listed worker. A new one replaces the last one. A worker too many leaves."""
     newest = job.roster.newest(info.worker_id)
     if newest is not None and newest.incarnation >= info.incarnation:
         return newest

@@ -71,7 +71,7 @@ class Slot:
 
     @property
     def waits_for_restart(self) -> bool:
-        """Whether a start is due, now or later."""
+        """True if the node will be started again, now or later."""
         return self.restart_at < math.inf
 
 

@@ -266,7 +266,7 @@ class Ranked(NamedTuple):
 
 
 class PromptScores(NamedTuple):
-    """What the model makes of a prompt's tokens, all but the first, of which it says nothing."""
+    """The scores of a prompt's tokens, from the second on."""
 
     log_probs: list[float]
     ranks: list[int]  # 1: the likeliest at its place

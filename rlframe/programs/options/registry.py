@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rlframe.agents import Agent
     from rlframe.engines import Engine
 
-# Name -> what it means, as `load_object` takes it. What is a user's own needs no entry: it is named by its file.
+# Name -> where its class or function is, as `load_object` takes it. A user's own is named by its file: it has no entry.
 AGENTS = {
     "dqn": "rlframe.agents.dqn:DQN",
     "grpo": "rlframe.agents.grpo:GRPO",
@@ -60,7 +60,7 @@ OPERATORS = {
     "local": "rlframe.coordinator.operators.local:LocalOperator",
     "ray": "rlframe.coordinator.operators.ray:RayOperator",
 }
-# By what agents learn from (`Agent.learns_from`); the first one is the default.
+# By `Agent.learns_from`; the first one is the default.
 TOPOLOGIES = {
     "steps": {
         "single_process": "rlframe.programs.topologies.single_process:single_process",
@@ -82,7 +82,7 @@ _WANTED = {
 }
 
 
-# --- from a name to what it means
+# --- from a name to its object
 
 
 def find(name: str, table: Mapping[str, str], what: str, form: str = "file.py:Class") -> Any:

@@ -169,7 +169,7 @@ class ProgramConfig(NodeOptions, TopologyConfig):
 
 @dataclasses.dataclass(frozen=True)
 class EnvOptions(TopologyConfig):
-    """How environments run, and what they give: `parts.make_pool` reads these."""
+    """Options of the environments: `parts.make_pool` reads these."""
 
     env_type: EnvType = "auto"  # how the pool runs; auto: the quickest, envpool or loop (process, if async)
     # threads or processes of the pool; None: as many as there are cores

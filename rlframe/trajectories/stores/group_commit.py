@@ -1,4 +1,4 @@
-"""Group commit: one thread of a store writes. What comes during one commit goes into the next."""
+"""Group commit: one thread of a store writes. Appends that arrive during a commit go into the next one."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def test_under_uvicorn_on_all_interfaces_only_this_machine_needs_no_token(tmp_pa
 def test_under_uvicorn_other_machines_are_answered_where_that_was_said(tmp_path):
     settings = {"store": "memory", "no_token": "true", "allowed_hosts": "rollouts.example"}
     with under_uvicorn(tmp_path, "--host", "0.0.0.0", **settings) as (port, said):
-        assert "whoever reaches this service, from whichever machine, can read, send and erase experience" in said
+        assert "whoever reaches this service, from any machine, can read, send and erase experience" in said
         url = f"http://{outer_address()}:{port}/status"
         for host, status in (("rollout-server", 200), ("rollouts.example", 200), ("evil.example", 403)):
             assert httpx.get(url, headers={"Host": host}, timeout=DEADLINE).status_code == status

@@ -1,0 +1,34 @@
+"""Signals that end a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from rlframe.engines.stopping import StopSignal
+
+
+def test_a_first_signal_is_noted_and_a_second_one_raises():
+    with StopSignal(quiet=True) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.number == signal.SIGTERM and not stop.is_repeated
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.number == signal.SIGTERM and stop.is_repeated
+
+
+def test_a_first_signal_raises_within_interruptible_work():
+    with StopSignal(quiet=True) as stop:
+        with pytest.raises(KeyboardInterrupt), stop.interruptible():
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.number == signal.SIGINT and not stop.is_repeated
+
+
+def test_a_first_signal_after_interruptible_work_is_noted():
+    with StopSignal(quiet=True) as stop:
+        with stop.interruptible():
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.number == signal.SIGINT
