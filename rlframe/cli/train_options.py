@@ -102,24 +102,16 @@ def read_arguments(
 
 def _defaults(arguments: list[str]) -> tuple[Experiment, Preset | None]:
     """Return the defaults of the command line: a saved experiment, or those of its agent and environment."""
-    config, run_dir, preset_name = (
-        value_before_parsing(arguments, "config"),
-        value_before_parsing(arguments, "run-dir"),
-        value_before_parsing(arguments, "preset"),
-    )
+    given = functools.partial(value_before_parsing, arguments)
+    run_dir, network = given("run-dir"), given("network")
     resume = "--resume" in arguments and run_dir is not None
-    session = SessionOptions(preset=preset_name or "auto", config=config, run_dir=run_dir, resume=resume)
-    network = value_before_parsing(arguments, "network")
-    defaults, preset = starting_point(
-        value_before_parsing(arguments, "agent"), value_before_parsing(arguments, "env"), session, network
-    )
+    session = SessionOptions(preset=given("preset") or "auto", config=given("config"), run_dir=run_dir, resume=resume)
+    defaults, preset = starting_point(given("agent"), given("env"), session, network)
     topology = defaults.topology_config
     if network is not None and isinstance(topology, AgentOptions) and network != topology.network:
         defaults = with_fields(defaults, network=None if network == "None" else network, network_config=None)
     defaults = fill_configs(defaults)
-    names = {
-        name: value_before_parsing(arguments, name.replace("_", "-")) for name in field_names(defaults.agent_config)
-    }
+    names = {name: given(name.replace("_", "-")) for name in field_names(defaults.agent_config)}
     return dataclasses.replace(defaults, agent_config=with_choices(defaults.agent_config, names)), preset
 
 
@@ -177,9 +169,8 @@ def _experiment_options_class(defaults: Experiment, arguments: list[str]) -> Any
 
     All other fields are those of the bases. Values are checked when the experiment is made, not here.
     """
-    classes = config_classes(
-        defaults.agent, value_before_parsing(arguments, "topology") or defaults.topology_config.name
-    )
+    given = functools.partial(value_before_parsing, arguments)
+    classes = config_classes(defaults.agent, given("topology") or defaults.topology_config.name)
     every = dict.fromkeys(classes.values())
     bases = [cls for cls in every if not any(other is not cls and issubclass(other, cls) for other in every)]
     values = {field.name: field.default for cls in bases for field in dataclasses.fields(cls)}
@@ -195,11 +186,7 @@ def _experiment_options_class(defaults: Experiment, arguments: list[str]) -> Any
         "replay": ("auto", *registry.REPLAYS),
     }
     for name, known in choices.items():
-        named = [
-            each
-            for each in (value_before_parsing(arguments, name), values.get(name))
-            if isinstance(each, str) and ":" in each
-        ]
+        named = [each for each in (given(name), values.get(name)) if isinstance(each, str) and ":" in each]
         annotations[name] = Literal.__getitem__((*known, *named))
     return dataclasses.make_dataclass(
         ExperimentOptions.__name__,  # by which tyro finds the help of `topology`
