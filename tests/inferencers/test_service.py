@@ -142,7 +142,7 @@ def test_a_dead_learner_leaves_the_service_its_parameters_and_a_new_one_brings_n
     with server, running(service):
         assert _answer_of_version(service, 1).extras["w"].tolist() == [0.5, 0.5]
         server.close()
-        wait_until(lambda: f"goes on by version 1 of the parameters: The learner at {address}" in caplog.text)
+        wait_until(lambda: f"continues with version 1 of the parameters: The learner at {address}" in caplog.text)
         assert ask(service)[0].params_version == 1
         learner.version, learner.params = 2, {"w": np.float32(0.75)}
         server.enter_context(serving(learner, address))
