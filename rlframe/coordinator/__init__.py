@@ -39,14 +39,14 @@ from rlframe.extras import lazy_names
 
 # Imported on first use: the commands that only talk to a coordinator do not wait for JAX.
 _PUBLIC = {
-    "Attempt": "rlframe.params.store",
+    "Attempt": "rlframe.coordinator.param_store",
     "CollectorWorker": "rlframe.coordinator.workers.collector_worker",
     "Coordinator": "rlframe.coordinator.coordinator",
     "CoordinatorConfig": "rlframe.coordinator.config",
     "LearnerWorker": "rlframe.coordinator.workers.learner_worker",
     "Limits": "rlframe.coordinator.config",
     "LocalOperator": "rlframe.coordinator.operators.local",
-    "ParamStore": "rlframe.params.store",
+    "ParamStore": "rlframe.coordinator.param_store",
     "StartTask": "rlframe.coordinator.messages",
     "TrainOne": "rlframe.coordinator.commander",
 }

@@ -30,7 +30,7 @@ from rlframe.transport.sockets import (
 STATION = "RLFRAME_RAY_STATION"  # "DIRECTORY:RELAY", for the process of a node
 
 _SOCKETS = SocketTransport()
-_VERSIONS = ("get_packed", "wait_for_version")  # of a `PackedSource` or a `ParamStore` (`rlframe.params`)
+_VERSIONS = ("get_packed", "wait_for_version")  # of a `PackedSource`, or of elastic's `ParamStore`
 _numbers = itertools.count()
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from rlframe.agents.trees import zero_timestep
+from rlframe.coordinator.param_store import ParamStore
 from rlframe.handles import Remote
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess import memory
 from rlframe.learners import Learner, LearnerConfig
-from rlframe.params import ParamStore
 from rlframe.params.packing import Packing
 from rlframe.params.reader import ParamReader
 from tests.fakes import OBSERVATION_SPEC, RecordingBuffer, counting_agent, reward_batch

@@ -145,7 +145,7 @@ def _new_task(job: TrainingJob, worker: KnownWorker) -> Task | None:
 def _next_epoch(job: TrainingJob) -> int:
     """Return an epoch of a learner above all earlier ones, also of sessions that used the same param store.
 
-    It fences off earlier learners: see `rlframe.params.store.Attempt`.
+    It fences off earlier learners: see `rlframe.coordinator.param_store.Attempt`.
     """
     epochs = [task.start.options.get("epoch", 0) for task in job.tasks if task.kind == "learn"]
     return max([int(job.now * 1000), *(before + 1 for before in epochs)])

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from rlframe import handles
 from rlframe.actors import Actor
 from rlframe.coordinator.messages import Collected, Evaluated, GetData, NotReady, Started, StartTask
+from rlframe.coordinator.param_store import ParamStore, StoredParams
 from rlframe.coordinator.workers.overrides import ActsBy, check_takes_env_kwargs, with_config
 from rlframe.coordinator.workers.task_worker import TaskWorker
 from rlframe.errors import StoppedError, UsageError
@@ -16,7 +17,6 @@ from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.phases import waiting_for
 from rlframe.params.publication import LocalParams
 from rlframe.params.reader import ParamReader
-from rlframe.params.store import ParamStore, StoredParams
 from rlframe.types import Logs
 
 _POLL = 0.2  # seconds that the param store is waited for at once

@@ -12,10 +12,10 @@ import numpy as np
 
 from rlframe import handles
 from rlframe.coordinator.messages import Demand, Learn, Learned, NotReady, Started, StartTask, Update
+from rlframe.coordinator.param_store import Attempt, ParamStore
 from rlframe.coordinator.workers.overrides import replaced, with_config
 from rlframe.coordinator.workers.task_worker import TaskWorker
 from rlframe.learners import Checkpointer, Learner, LearnerConfig
-from rlframe.params.store import Attempt, ParamStore
 from rlframe.replay import BaseReplayBuffer, as_replay_buffer
 from rlframe.types import Batch, Step
 

@@ -19,6 +19,7 @@ from rlframe.coordinator.config import CoordinatorConfig, Limits
 from rlframe.coordinator.coordinator import Coordinator
 from rlframe.coordinator.operators.base import Operator
 from rlframe.coordinator.operators.ray import RayOperator
+from rlframe.coordinator.param_store import ParamStore
 from rlframe.coordinator.workers.collector_worker import CollectorWorker
 from rlframe.coordinator.workers.learner_worker import LearnerWorker
 from rlframe.engines import Engine
@@ -27,7 +28,6 @@ from rlframe.engines.logs import Nowhere
 from rlframe.engines.supervision.served_node import MakeWorker
 from rlframe.errors import PeerError, StoppedError, UsageError
 from rlframe.metrics.rows import ActorCounts
-from rlframe.params import ParamStore
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import registry
 from rlframe.programs.options.fields import number

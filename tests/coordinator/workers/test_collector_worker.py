@@ -11,10 +11,10 @@ import pytest
 from rlframe.actors import Actor
 from rlframe.agents import DQN, IMPALA, PPO, DQNConfig, IMPALAConfig, PPOConfig
 from rlframe.coordinator.messages import Closed, Collected, Evaluated, Failed, GetData, NotReady, Started, StartTask
+from rlframe.coordinator.param_store import ParamStore
 from rlframe.coordinator.workers.collector_worker import CollectorWorker
 from rlframe.envs import SyncEnv
 from rlframe.errors import EnvError, StoppedError
-from rlframe.params import ParamStore
 from rlframe.programs.options.make_experiment import make_experiment
 from rlframe.programs.policies.evaluation import Evaluations
 from rlframe.replay import ReplayBuffer

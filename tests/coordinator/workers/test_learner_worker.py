@@ -18,13 +18,13 @@ import pytest
 from rlframe.actors import Actor
 from rlframe.agents import DQN, PPO, DQNConfig, PPOConfig
 from rlframe.coordinator.messages import CallRefused, Closed, Demand, Learn, Learned, NotReady, Started, StartTask
+from rlframe.coordinator.param_store import Attempt, ParamStore
 from rlframe.coordinator.workers import learner_worker as learner_module
 from rlframe.coordinator.workers.learner_worker import LearnerWorker
 from rlframe.envs import SyncEnv
 from rlframe.errors import FencedError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import LearnerConfig
-from rlframe.params import Attempt, ParamStore
 from rlframe.params.reader import ParamReader
 from rlframe.replay import ReplayBuffer
 from tests.coordinator.workers.calling import PATIENCE, Caller

@@ -11,13 +11,13 @@ from rlframe.actors import Actor
 from rlframe.agents import DQN, IMPALA, DQNConfig, IMPALAConfig, Normalized
 from rlframe.agents.dqn_heads import Quantiles
 from rlframe.coordinator.messages import Failed, GetData, Learn, Started, StartTask
+from rlframe.coordinator.param_store import ParamStore
 from rlframe.coordinator.workers.collector_worker import CollectorWorker
 from rlframe.coordinator.workers.learner_worker import LearnerWorker
 from rlframe.coordinator.workers.overrides import ActsBy, with_config
 from rlframe.envs import SyncEnv
 from rlframe.errors import UsageError
 from rlframe.learners import LearnerConfig
-from rlframe.params import ParamStore
 from rlframe.replay import ReplayBuffer
 from tests.coordinator.workers.calling import Caller
 from tests.fakes import ACTION_SPEC, OBSERVATION_SPEC, CountingEnv, RecordingBuffer, counting_agent

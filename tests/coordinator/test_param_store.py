@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlframe.coordinator import param_store as param_store
+from rlframe.coordinator.param_store import Attempt, ParamStore
 from rlframe.errors import FencedError, StoppedError, UsageError
-from rlframe.params import Attempt, PackedParams, ParamStore
-from rlframe.params import store as store_module
+from rlframe.params import PackedParams
 from rlframe.params.reader import ParamReader
 from rlframe.program_end import join_program
 from tests.params import processes
@@ -234,7 +235,7 @@ def test_who_waits_is_told_at_once(
     began = time.monotonic()
     assert store.wait_for_version("main", 1, 100.0) == 1
     assert 0.9 < time.monotonic() - began < DEADLINE  # no longer than a learner would have it wait
-    monkeypatch.setattr(store_module, "LONGEST_WAIT", 2 * DEADLINE)
+    monkeypatch.setattr(param_store, "LONGEST_WAIT", 2 * DEADLINE)
     writer = process(processes.write, store, 2, 2)
     began = time.monotonic()
     assert store.wait_for_version("main", 1, 2 * DEADLINE) == 2
