@@ -5,7 +5,8 @@ A topology describes a program by calls of `Engine.add`, one for each node; `Eng
     engine = LocalEngine(EngineOptions())
     learner = engine.add("learner", Learner, learner_config, agent, replay)  # a handle, an argument of other objects
     inferencer = Inferencer(inferencer_config, agent, learner)               # no node: a part of the actor's
-    engine.add("actor", Actor, make_env, inferencer, replay)
+    actor = engine.add("actor", Actor, make_env, inferencer, replay)
+    engine.add("monitor", GameMonitor, session, learner, [actor])
     engine.run()
 
 What happens then under the engine `local`, whose nodes are processes (folder `supervision`):
@@ -18,7 +19,7 @@ What happens then under the engine `local`, whose nodes are processes (folder `s
   prints, and hears of its end.
 - Restart. The actor dies, or is killed because it hangs. `ProgramSupervisor.decide_after_exit` starts it again
   after the pause of `Backoff`, or, after too many deaths, ends the program with an error. Its handle stays valid.
-- End. The learner's `run()` returns: its group has the rule `ends_program` (`group_rules.py: rules_by_group`). The
+- End. The monitor's `run()` returns after the last step: its group ends the program (`group_rules.py: TRAITS`). The
   supervisor sends SIGTERM to all others, and SIGKILL after `grace_seconds`. `run` returns, or raises `ProgramError`.
 
 Other engines differ in where a node is:
@@ -31,9 +32,9 @@ Other engines differ in where a node is:
 - `InlineEngine`, in `threads.py`, runs the one node of `single_process` in the thread that calls `run`. It has no name
   on the command line: a topology of one node has it by default.
 
-Beside the engines, `base.py` has their contract, `group_rules.py` the rules of groups, `logs.py` the lines of nodes,
-`stopping.py` the signals that end a run. `reverb_server.py` is a node with a Reverb server, `reverb_node.py` is one for
-`launchpad`.
+Beside the engines, `base.py` has their contract, `group_rules.py` what the name of a group decides, `logs.py` the lines
+of nodes, `stopping.py` the signals that end a run. `reverb_server.py` is a node with a Reverb server, `reverb_node.py`
+is one for `launchpad`.
 
 Workers of elastic come and go while a program runs. A subclass of the same `Supervisor` keeps them running:
 `SupervisedOperator` in `rlframe.coordinator.operators`.

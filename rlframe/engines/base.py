@@ -1,4 +1,7 @@
-"""The contract of an engine: what a topology and a session ask of it. And functions that engines share."""
+"""The contract of an engine: its options, `Engine`, and what only some engines can do (`RunsReverb`, `StartsWorkers`).
+
+The end of the file has parts that our engines share.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,13 @@ import pathlib
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, Protocol, TextIO, Union
+from typing import Any, ClassVar, Literal, Protocol, TextIO, Union, runtime_checkable
 
+from rlframe.engines.group_rules import Accelerated
 from rlframe.engines.logs import Nowhere
-from rlframe.errors import UsageError
 from rlframe.interprocess.heartbeat import TIMEOUT
 
 GRACE = 8.0  # seconds between SIGTERM and SIGKILL, unless another number is asked for
-
-Accelerated = Literal["learner", "inferencer", "policy"]  # groups whose nodes may use accelerators
 
 NodeState = Literal["BUSY", "LOST", "GONE"]  # runs; died, and will be started again; ended
 
@@ -59,14 +60,12 @@ class Engine(Protocol):
         options: names of the `NodeOptions` that it reads; the others stay at their defaults.
         requires: extras of this package that it needs.
         in_process: whether its nodes are in the process that calls `run`, and share its memory.
-        runs_reverb: whether `add_reverb` starts a server.
         operator: name of the operator that starts workers which come and go while a program runs; None: nothing does.
     """
 
     options: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar[tuple[str, ...]] = ()
     in_process: ClassVar[bool] = False
-    runs_reverb: ClassVar[bool] = True
     operator: ClassVar[str | None] = None
 
     def __init__(self, options: EngineOptions) -> None: ...
@@ -83,27 +82,6 @@ class Engine(Protocol):
         Returns:
             The node as an argument for other nodes.
         """
-
-    def add_reverb(self, group: str, tables: Any, path: str) -> Any:
-        """Add a Reverb server of `tables`, whose checkpoints lie in `path`; where `runs_reverb` is True."""
-        del group, tables, path
-        raise UsageError(f"{type(self).__name__} runs no Reverb server.")
-
-    def worker_nodes(self, makers: Mapping[str, Callable[[str, int, int], Any]], most: Mapping[str, int]) -> Any:
-        """Return the nodes that an operator of this engine starts as workers while the program runs.
-
-        Args:
-            makers: by role, makes the object of a worker, given (its name, its index, its incarnation).
-            most: by role, how many may run at a time.
-
-        Returns:
-            By role, a function (index, incarnation) -> the node, a `StartableNode`.
-
-        Raises:
-            UsageError: this engine has no operator of its own.
-        """
-        del makers, most
-        raise UsageError(f"{type(self).__name__} starts no nodes while a program runs. The engine ray does.")
 
     @property
     def groups(self) -> Mapping[str, int]:
@@ -132,6 +110,33 @@ class Engine(Protocol):
         """
 
 
+@runtime_checkable
+class RunsReverb(Protocol):
+    """An engine that can add a Reverb server to its program."""
+
+    def add_reverb(self, group: str, tables: Any, path: str) -> Any:
+        """Add a server of `tables`, whose checkpoints lie in `path`. Return it as an argument for other nodes."""
+
+
+@runtime_checkable
+class StartsWorkers(Protocol):
+    """An engine on which an operator starts workers while the program runs."""
+
+    def worker_nodes(self, makers: Mapping[str, Callable[[str, int, int], Any]], most: Mapping[str, int]) -> Any:
+        """Return the nodes that an operator of this engine starts as workers.
+
+        Args:
+            makers: by group, makes the object of a worker, given (its name, its index, its incarnation).
+            most: by group, how many may run at a time.
+
+        Returns:
+            By group, a function (index, incarnation) -> the node, a `StartableNode`.
+        """
+
+
+# --- for our engines
+
+
 class ResourceEngine(Engine):
     """Base of our engines: it closes the resources that it owns when the program is over."""
 
@@ -143,9 +148,6 @@ class ResourceEngine(Engine):
         """See `Engine`."""
         self._resources.callback(resource.close)
         return resource
-
-
-# --- for the engines
 
 
 def node_status(name: str, incarnation: int, pid: int | None, state: NodeState = "BUSY") -> dict[str, Any]:

@@ -1,26 +1,56 @@
-"""The rules of groups: what restarts, what ends the program, what must save, who gets accelerators and cores.
+"""What the name of a group decides about its nodes: `TRAITS`. And the rules that follow for a program.
 
-`rules_by_group` derives them from the names of the groups. For `heavy_env` with 4 actors, on 8 cores:
+`rules_by_group` derives the rules. For `heavy_env` with 4 actors, on 8 cores:
 
     group    max_restarts  ends_program  must_save  env
     learner  3             no            yes        NPROC=4: the cores that the actors leave; it sees accelerators
     actor    3             no            no         ON_CPU: one thread, no accelerator
     monitor  3             yes           no         ON_CPU
+
+The monitor ends this program, not the learner: both may, and the monitor is the first of them in `TRAITS`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import Literal
 
-from rlframe.engines.base import EngineOptions
+Accelerated = Literal["learner", "inferencer", "policy"]  # groups whose nodes may use accelerators
 
-# The groups whose nodes save when they end. If a program is stopped, everything is saved only if these ended well.
-SAVING_GROUPS = ("learner", "replay", "coordinator")
 
-# A program ends with the first of these groups that it has. Each has one node.
-_ENDING_GROUPS = ("coordinator", "monitor", "learner")
+@dataclasses.dataclass(frozen=True)
+class GroupTraits:
+    """What the name of a group decides about its nodes, in any program.
+
+    Attributes:
+        may_end_program: the program ends with this group if no group before it in `TRAITS` does. It has one node.
+        saves: its nodes save when they end. If a program is stopped, everything is saved only if they ended well.
+        takes_idle_cores: its nodes have the cores that the others leave: more threads than cores slow each other. If
+            there are several such groups, they work in turns.
+        is_busy: its nodes are at work all the time. Under Ray, each has a CPU, if there are enough.
+        uses_one_arena: its processes use one arena of malloc (`rlframe.interprocess.malloc`).
+    """
+
+    may_end_program: bool = False
+    saves: bool = False
+    takes_idle_cores: bool = False
+    is_busy: bool = False
+    uses_one_arena: bool = False
+
+
+# A group that is not here has none of these traits.
+TRAITS: Mapping[str, GroupTraits] = {
+    "coordinator": GroupTraits(may_end_program=True, saves=True),
+    "monitor": GroupTraits(may_end_program=True),
+    "learner": GroupTraits(may_end_program=True, saves=True, takes_idle_cores=True, uses_one_arena=True),
+    "replay": GroupTraits(saves=True),
+    "policy": GroupTraits(takes_idle_cores=True),
+    "actor": GroupTraits(is_busy=True),
+    "inferencer": GroupTraits(is_busy=True),
+    "collector": GroupTraits(is_busy=True),
+}
 
 NO_ACCELERATOR = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -35,13 +65,10 @@ ON_CPU = {
 
 _PREALLOCATES = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
-# Groups that have the cores which the others leave: more threads than cores slow each other. They work in turns.
-_WIDE_GROUPS = ("learner", "policy")
-
 
 @dataclasses.dataclass(frozen=True)
 class GroupRules:
-    """The rules for the nodes of one group (label) of a program."""
+    """The rules for the nodes of one group of a program."""
 
     # Each node is started again, at the same address, until it has died more often than this. The default suits any
     # program, since its nodes may not bear a restart; those of our topologies do (`NodeOptions.max_restarts`).
@@ -51,26 +78,30 @@ class GroupRules:
     env: Mapping[str, str | None] = dataclasses.field(default_factory=dict)  # environment variables; None: removed
 
 
-def ending_group(groups: Iterable[str]) -> str | None:
+def traits_of(group: str) -> GroupTraits:
+    """Return the traits of a group."""
+    return TRAITS.get(group, GroupTraits())
+
+
+def ending_group(groups: Collection[str]) -> str | None:
     """Return the group whose end is the program's: of `heavy_env`, "monitor". None: it ends with its last node."""
-    there = set(groups)
-    return next((group for group in _ENDING_GROUPS if group in there), None)
+    return next((group for group, traits in TRAITS.items() if traits.may_end_program and group in groups), None)
 
 
-def rules_by_group(groups: Mapping[str, int], options: EngineOptions) -> dict[str, GroupRules]:
+def rules_by_group(groups: Mapping[str, int], max_restarts: int, accelerators: Iterable[str]) -> dict[str, GroupRules]:
     """Return the rules of each group of a program.
 
     Args:
         groups: how many nodes each has.
-        options: of the engine.
+        max_restarts, accelerators: see `NodeOptions`.
     """
     ending = ending_group(groups)
     return {
         group: GroupRules(
-            max_restarts=options.max_restarts,
+            max_restarts=max_restarts,
             ends_program=group == ending,
-            must_save=group in SAVING_GROUPS,
-            env=_env_of_group(group, groups, options.accelerators),
+            must_save=traits_of(group).saves,
+            env=_env_of_group(group, groups, accelerators),
         )
         for group in groups
     }
@@ -78,18 +109,18 @@ def rules_by_group(groups: Mapping[str, int], options: EngineOptions) -> dict[st
 
 def _env_of_group(group: str, groups: Mapping[str, int], accelerators: Iterable[str]) -> dict[str, str]:
     """Return the environment variables that give the nodes of a group their cores and accelerators."""
-    found = {"NPROC": str(_cores_left(groups))} if group in _WIDE_GROUPS else dict(ON_CPU)
+    found = {"NPROC": str(_idle_cores(groups))} if traits_of(group).takes_idle_cores else dict(ON_CPU)
     if group not in accelerators:
         return {**found, **NO_ACCELERATOR}
-    for name in NO_ACCELERATOR:
-        found.pop(name, None)
+    found = {name: value for name, value in found.items() if name not in NO_ACCELERATOR}
     # If several nodes share an accelerator, none may take all of its memory.
     if sum(count for name, count in groups.items() if name in accelerators) > 1 and _PREALLOCATES not in os.environ:
         found[_PREALLOCATES] = "false"
     return found
 
 
-def _cores_left(groups: Mapping[str, int]) -> int:
-    idle = (*_WIDE_GROUPS, ending_group(groups))
-    busy = sum(count for name, count in groups.items() if name not in idle)
-    return max(1, len(os.sched_getaffinity(0)) - busy)
+def _idle_cores(groups: Mapping[str, int]) -> int:
+    """Return the cores that are left if each other node has one; the node that ends the program has none."""
+    ending = ending_group(groups)
+    used = sum(count for name, count in groups.items() if name != ending and not traits_of(name).takes_idle_cores)
+    return max(1, len(os.sched_getaffinity(0)) - used)

@@ -58,7 +58,7 @@ class LaunchpadEngine(ResourceEngine):
             return self.program.add_node(lp.CourierNode(functools.partial(_construct, constructor), *args, **kwargs))
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
-        """See `Engine`."""
+        """See `RunsReverb`."""
         with extras.needed("--replay reverb", "reverb"):
             from rlframe.engines.reverb_node import CheckpointedReverbNode
 
@@ -84,7 +84,7 @@ class LaunchpadEngine(ResourceEngine):
         with self._resources:
             return launch(
                 self.program,
-                rules_by_group(self.groups, self._options),
+                rules_by_group(self.groups, self._options.max_restarts, self._options.accelerators),
                 ports=self._ports,
                 logs=self._options.logs,
                 output=self._options.output,

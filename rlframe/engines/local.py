@@ -29,7 +29,7 @@ class LocalEngine(ServedEngine):
         self._reverb: dict[str, ReverbAt] = {}  # by group
 
     def add_reverb(self, group: str, tables: Any, path: str) -> ReverbAt:
-        """See `Engine`: the one node that listens at a port, which is said before it starts."""
+        """See `RunsReverb`: the one node that listens at a port, which is said before it starts."""
         extras.require("--replay reverb", "reverb")
         from rlframe.engines.reverb_server import ReverbServer
 
@@ -46,7 +46,8 @@ class LocalEngine(ServedEngine):
         """See `Engine`; as `rlframe.launch`."""
         with self._resources:
             pickled = {group: [node.pickled() for node in nodes] for group, nodes in self._nodes.items()}
-            processes = program_processes(run_served_node, pickled, rules_by_group(self.groups, self._options))
+            rules = rules_by_group(self.groups, self._options.max_restarts, self._options.accelerators)
+            processes = program_processes(run_served_node, pickled, rules)
             if self._reverb:
                 listening = ", ".join(f"{group} (Reverb, {at.address})" for group, at in self._reverb.items())
                 warn_of_open_ports(listening, self._options.output)

@@ -13,14 +13,11 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.engines.base import EngineOptions, Watch
-from rlframe.engines.group_rules import GroupRules, rules_by_group
+from rlframe.engines.group_rules import GroupRules, rules_by_group, traits_of
 from rlframe.engines.supervision.node_main import pickle_node
 from rlframe.engines.supervision.running import StartableNode
 from rlframe.engines.supervision.served_node import MakeWorker, ServedEngine, pickle_worker
 from rlframe.transport.ray import RayTransport
-
-# The groups whose nodes are at work all the time: each node has a CPU, if there are enough.
-_BUSY = ("actor", "inferencer", "collector")
 
 
 class RayEngine(ServedEngine):
@@ -29,7 +26,6 @@ class RayEngine(ServedEngine):
     options = ("max_restarts", "hang_timeout", "grace_seconds", "accelerators", "ray_address")
     requires = ("ray",)
     operator = "ray"
-    runs_reverb = False
     transport = RayTransport()
 
     def __init__(self, options: EngineOptions) -> None:
@@ -43,8 +39,8 @@ class RayEngine(ServedEngine):
     def worker_nodes(
         self, makers: Mapping[str, MakeWorker], most: Mapping[str, int]
     ) -> dict[str, Callable[[int, int], StartableNode]]:
-        """See `Engine`."""
-        rules_of = rules_by_group(most, self._options)
+        """See `StartsWorkers`."""
+        rules_of = rules_by_group(most, self._options.max_restarts, self._options.accelerators)
         are_bound = {role: refers_to(make, self._owned) for role, make in makers.items()}
         shares = self._shares(most, any(are_bound.values()))
 
@@ -70,7 +66,7 @@ class RayEngine(ServedEngine):
     def _program_nodes(self, end_program: Callable[[], None]) -> Iterator[StartableNode]:
         """Yield the nodes, each with its share of the cluster."""
         groups = self.groups
-        rules_of = rules_by_group(groups, self._options)
+        rules_of = rules_by_group(groups, self._options.max_restarts, self._options.accelerators)
         pickled = {
             node.address: (node.pickled(), refers_to(node, self._owned))
             for nodes in self._nodes.values()
@@ -101,7 +97,7 @@ class RayEngine(ServedEngine):
 
     def _shares(self, groups: Mapping[str, int], is_bound: bool) -> dict[str, tuple[float, float]]:
         """Return the (CPUs, accelerators) that each node has to itself, by group."""
-        busy = [group for group in groups if group in _BUSY]
+        busy = [group for group in groups if traits_of(group).is_busy]
         served = [group for group in groups if group in self._options.accelerators]
         cpus = self._cluster.cpus(sum(groups[group] for group in busy), is_bound)
         gpus = self._cluster.gpus(sum(groups[group] for group in served))

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.engines.base import EngineOptions, ResourceEngine, Watch, node_status
-from rlframe.engines.group_rules import SAVING_GROUPS, ending_group
+from rlframe.engines.group_rules import ending_group, traits_of
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import ProgramError
 from rlframe.interprocess.waiting import Inbox
@@ -45,7 +45,7 @@ class ThreadsEngine(ResourceEngine):
         return node
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
-        """See `Engine`. Nothing is kept in `path`: the server ends with this process."""
+        """See `RunsReverb`. Nothing is kept in `path`: the server ends with this process."""
         with extras.needed("--replay reverb", "reverb"):
             import reverb
 
@@ -120,7 +120,7 @@ class ThreadsEngine(ResourceEngine):
                 if error is not None:
                     failed = _failed(group, "failed while the program ended", error)
                     _log.warning("%s", failed)
-                    unsaved = failed if group in SAVING_GROUPS else unsaved
+                    unsaved = failed if traits_of(group).saves else unsaved
         with contextlib.suppress(KeyboardInterrupt):
             self._close()
         return unsaved

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from rlframe import streams
 from rlframe.engines import logs
-from rlframe.engines.group_rules import GroupRules
+from rlframe.engines.group_rules import GroupRules, traits_of
 from rlframe.engines.supervision.running import EXIT_PERMANENT, NodeProcess
 from rlframe.errors import CheckpointError, JobFailedError, NonFiniteLossError, UsageError
 from rlframe.interprocess import heartbeat
@@ -134,7 +134,7 @@ def begin_process(name: str) -> None:
     """
     import setproctitle
 
-    if name.partition("/")[0] == "learner":  # it writes the checkpoints, whose threads `malloc.py` is about
+    if traits_of(name.partition("/")[0]).uses_one_arena:
         use_one_arena()
     faulthandler.enable()
     setproctitle.setproctitle(f"rlframe: {name.replace('/', ' ')}")

@@ -51,8 +51,7 @@ class ProgramSupervisor(Supervisor):
 
     def add(self, *nodes: StartableNode) -> None:
         """Add nodes that need this object to be made. Call it before `run`."""
-        for node in nodes:
-            self.slots[node.name] = _slot_of(node)
+        self.slots.update({node.name: _slot_of(node) for node in nodes})
 
     def stop(self) -> None:
         """End the program, and well. Any thread may call it."""

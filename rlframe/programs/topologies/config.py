@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union
 
-from rlframe.engines.base import GRACE, NodeOptions
+from rlframe.engines.base import GRACE, NodeOptions, RunsReverb
 from rlframe.errors import UsageError, check_at_least
 from rlframe.programs.options import registry
 from rlframe.programs.options.fields import check_numbers, number
@@ -339,7 +339,7 @@ class GameProgram(ProgramConfig, GameConfig):
                 "at 1, or choose that replay."
             )
 
-        if self.replay_kind == "reverb" and not self.engine_class.runs_reverb:
+        if self.replay_kind == "reverb" and not issubclass(self.engine_class, RunsReverb):
             others = " or ".join(f"--replay {kind}" for kind in self.replays if kind != "reverb")
             raise UsageError(f"The engine {self.engine_name} runs no Reverb server: use {others}, or another engine.")
 

@@ -23,6 +23,7 @@ from rlframe.coordinator.param_store import ParamStore
 from rlframe.coordinator.workers.collector_worker import CollectorWorker
 from rlframe.coordinator.workers.learner_worker import LearnerWorker
 from rlframe.engines import Engine
+from rlframe.engines.base import StartsWorkers
 from rlframe.engines.group_rules import NO_ACCELERATOR
 from rlframe.engines.logs import Nowhere
 from rlframe.engines.supervision.served_node import MakeWorker
@@ -155,6 +156,7 @@ def add_operator(engine: Engine, session: Session, makers: Mapping[Any, MakeWork
         "hang_timeout": config.hang_timeout,
     }
     if config.operator_name == "ray":
+        assert isinstance(engine, StartsWorkers), "`Elastic` refuses other engines."
         most = {"learner": 1, "collector": config.max_actors, "evaluator": 0}  # evaluators work now and then
         operator: Operator = RayOperator(engine.worker_nodes(makers, most), **options)
     else:

@@ -14,6 +14,7 @@ from typing import Any
 from rlframe.actors.actor import env_seed
 from rlframe.agents import Agent, Normalized
 from rlframe.engines import Engine
+from rlframe.engines.base import RunsReverb
 from rlframe.envs import AsyncEnv, SyncEnv, default_type
 from rlframe.envs.codec import Codec
 from rlframe.envs.wrappers import stacked_spec
@@ -257,6 +258,7 @@ def add_reverb(engine: Engine, session: Session, capacity: int, num_envs: int, r
     block = experiment.envs_per_pool if in_step else 1
     ahead = items_of_rounds(spec, num_envs, rounds)
     tables = ReverbReplayBuffer.tables(session.agent, block=block, capacity=capacity, run_ahead=ahead)
+    assert isinstance(engine, RunsReverb), "`GameProgram` refuses other engines."
     return engine.add_reverb("replay", tables, str(session.directory.reverb))
 
 
