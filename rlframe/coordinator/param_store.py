@@ -18,7 +18,7 @@ import numpy as np
 from rlframe.errors import FencedError, StoppedError, UsageError
 from rlframe.handles import Remote, stopped_by_program
 from rlframe.params.packing import PackedParams
-from rlframe.params.publication import Publication, SharedParams
+from rlframe.params.publication import Publication, PublicationReader
 from rlframe.params.source import LONGEST_WAIT
 from rlframe.transport import Server
 from rlframe.transport.sockets import SocketTransport
@@ -27,7 +27,7 @@ from rlframe.types import Tree
 _PINS = 2  # versions of a policy that can be pinned at once
 _REMOTE = (
     *("open_policy", "check_not_fenced", "put", "get", "pin", "unpin", "versions", "newest_version"),
-    *("get_packed", "wait_for_version", "shared_params", "finish"),
+    *("get_packed", "wait_for_version", "publication_reader", "finish"),
 )
 
 
@@ -41,7 +41,7 @@ class StoredParams(NamedTuple):
     @property
     def params(self) -> Tree:
         """The tree, of numpy arrays that the caller may write to."""
-        return jax.tree.map(lambda leaf: leaf if leaf.flags.writeable else leaf.copy(), self.packed.unpack())
+        return jax.tree.map(lambda leaf: leaf if leaf.flags.writeable else leaf.copy(), self.packed.unpack_numpy())
 
 
 class Attempt(NamedTuple):
@@ -194,10 +194,10 @@ class ParamStore:
             raise StoppedError(f"The param store was closed while a version of {policy_id!r} was waited for.")
         return newest
 
-    def shared_params(self, policy_id: str) -> SharedParams | None:
-        """As `Learner.shared_params`; None before the first version."""
+    def publication_reader(self, policy_id: str) -> PublicationReader | None:
+        """As `Learner.publication_reader`; None before the first version."""
         publication = self._policies[policy_id].publication
-        return publication.shared() if publication is not None else None
+        return publication.reader() if publication is not None else None
 
     # --- for evaluations of exactly one version
 

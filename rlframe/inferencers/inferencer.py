@@ -310,8 +310,8 @@ class Inferencer:
         self.agent.check_observation(timestep.observation)
         step = self.agent.eval_step if self._cfg.greedy else self.agent.actor_step
         assert self._params_packing is not None
-        params = self._params_packing.unpack(packed)
+        params = self._params_packing.unpack_jax(packed)
         output, state = step(jax.random.fold_in(rng, call), params, timestep, state)
         answer = (output._replace(params_version=None), state)
         packing = self._output_packings[len(timestep.step_type)] = Packing(answer)
-        return packing.pack(answer)
+        return packing.pack_jax(answer)

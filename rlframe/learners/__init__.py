@@ -9,7 +9,7 @@ checkpoints. One pass of it:
 4. The replay buffer gets the priorities; the logger gets a row, if one is due.
 5. `Saver` (saver.py) decides whether a checkpoint is due, which `Checkpointer` (checkpoints.py) writes.
 
-Meanwhile other nodes call `get_packed` and `shared_params` (inferencers), `stats` and `finish` (the monitor).
+Meanwhile other nodes call `get_packed` and `publication_reader` (inferencers), `stats` and `finish` (the monitor).
 """
 
 from rlframe.learners.checkpoints import Checkpointer

@@ -31,7 +31,7 @@ from rlframe.learners.update import (
 )
 from rlframe.learners.versions import StalenessLimit, VersionCounter, mean_version
 from rlframe.params.packing import PackedParams, Packing
-from rlframe.params.publication import Publication, SharedParams
+from rlframe.params.publication import Publication, PublicationReader
 from rlframe.replay import BaseReplayBuffer, ReplayReader, as_replay_buffer
 from rlframe.replay.base import NewestStats
 from rlframe.types import Batch, Logs, Tree
@@ -304,9 +304,9 @@ class Learner:
         """As `get_params`, packed, for an Inferencer."""
         return self._publication.get_packed(known_version)
 
-    def shared_params(self) -> SharedParams | None:
+    def publication_reader(self) -> PublicationReader | None:
         """Return what reads `get_packed` in another process of this machine; None if unsupported, or after `close`."""
-        return self._publication.shared()
+        return self._publication.reader()
 
     def save_soon(self) -> None:
         """Start a thread that saves as `run()` does, with the replay. May be repeated; `run()` raises its errors."""

@@ -68,7 +68,7 @@ class LearnerUpdate:
         self, params: Tree, learner_state: Tree, acting_arrays: list[jax.Array]
     ) -> tuple[list[jax.Array], jax.Array]:
         for_actors = self._agent.actor_params(params, learner_state)
-        packed = self._packing.pack(for_actors)
+        packed = self._packing.pack_jax(for_actors)
         in_packed = {id(leaf) for leaf in jax.tree.leaves(for_actors)}
         others = [leaf for leaf in jax.tree.leaves(params) if id(leaf) not in in_packed]
         # The check of one long array compiles sooner than a check of each leaf.
@@ -77,7 +77,7 @@ class LearnerUpdate:
 
     def _pack(self, params: Tree, learner_state: Tree) -> list[jax.Array]:
         # Copies: what actors read must outlive the update that the learner's own arrays are donated to.
-        return copied(self._packing.pack(self._agent.actor_params(params, learner_state)))
+        return copied(self._packing.pack_jax(self._agent.actor_params(params, learner_state)))
 
 
 def are_finite(tree: Tree) -> jax.Array:

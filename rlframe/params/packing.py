@@ -36,7 +36,7 @@ class Packing:
 
     Attributes:
         template: the tree, of `jax.ShapeDtypeStruct`.
-        packed_shapes: (shape, dtype) of each array that `pack` returns.
+        packed_shapes: (shape, dtype) of each array that `pack_jax` returns.
     """
 
     def __init__(self, tree: Tree) -> None:
@@ -72,7 +72,7 @@ class Packing:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def pack(self, tree: Tree) -> list[jax.Array]:
+    def pack_jax(self, tree: Tree) -> list[jax.Array]:
         """Return [one int32 vector, *the other leaves]. For jitted functions."""
         leaves = jax.tree.leaves(tree)
         small = [
@@ -95,8 +95,8 @@ class Packing:
         small = [jax.lax.bitcast_convert_type(vector[start:stop], jnp.float32) for start, stop in ranges]
         return [*small, *(leaf for leaf in others if jnp.issubdtype(leaf.dtype, jnp.inexact))]
 
-    def unpack(self, packed: list[Any]) -> Tree:
-        """Return the tree that `pack` packed. For jitted functions."""
+    def unpack_jax(self, packed: list[Any]) -> Tree:
+        """Return the tree that `pack_jax` packed. For jitted functions."""
         vector, *others = packed
         rest = iter(others)
         leaves = [
@@ -108,7 +108,7 @@ class Packing:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def pack_numpy(self, tree: Tree) -> list[np.ndarray]:
-        """Pack numpy arrays, as `pack` does."""
+        """Pack numpy arrays, as `pack_jax` does."""
         vector = np.empty(self._size, np.int32)
         others = []
         for leaf, part in zip(jax.tree.leaves(tree), self._parts, strict=True):
@@ -135,7 +135,7 @@ class PackedParams:
 
     Args:
         packing: the layout.
-        arrays: as `Packing.pack` returns them. Do not write to them.
+        arrays: as `Packing.pack_jax` returns them. Do not write to them.
     """
 
     __slots__ = ("arrays", "packing")
@@ -150,7 +150,7 @@ class PackedParams:
         packing = Packing(tree)
         return cls(packing, packing.pack_numpy(tree))
 
-    def unpack(self) -> Tree:
+    def unpack_numpy(self) -> Tree:
         """Return the tree, of numpy arrays."""
         return self.packing.unpack_numpy(self.arrays)
 

@@ -1,7 +1,17 @@
 """The newest version: in the learner's process, and in memory that the processes of its machine share.
 
-`LocalParams` holds a version in one process. `Publication`, its subclass, is the writer of the shared memory, and
-`SharedParams` the reader, whose docstring has their protocol. A version that nobody reads costs next to nothing.
+`LocalParams` holds a version in one process. A `Publication` is one whose versions other processes can read, too: it
+writes them to shared memory, and a `PublicationReader` reads them there. A version that nobody reads costs next to
+nothing.
+
+How version 7 gets from a `Publication` to a reader that has version 6:
+
+1. `Publication.publish(7, packed)` announces version 7 in memory. If nobody has read version 6, that is all.
+2. The reader sees that 7 is announced, and wakes the publication's thread by `wanted`.
+3. The thread copies the arrays into the slot that does not hold version 6. The slot's version is -1 meanwhile.
+4. It writes the slot's version, 7, and wakes the readers by `changed`.
+5. The reader copies the arrays. If the slot's version changed meanwhile, it begins again with the newest slot.
+6. It notes that version 7 was read: so `publish(8, packed)` wakes the thread at once, before a reader does.
 """
 
 from __future__ import annotations
@@ -23,8 +33,7 @@ from rlframe.types import Tree
 
 _LABEL = "rlframe-params"
 _SLOTS = 2  # one holds the newest version, the next version is written to the other
-_WORDS = 8  # of a row of numbers: a cache line
-_ANNOUNCED, _READ = 0, 1  # words of "counters": the newest version + 1; the version + 1 that was read last
+_WORDS = 8  # of a row of numbers, whose first words are used: a cache line
 _PATIENCE = 1.0  # seconds that a reader waits for an announced version
 _AGAIN = 0.02  # seconds after which a reader asks again: two that ask at once may undo each other's wake-up
 _LOOK = 0.1  # seconds between two checks whether the publisher is alive
@@ -61,7 +70,7 @@ class LocalParams:
             return version, None
         unpacked = self._unpacked
         if unpacked[0] is not packed:
-            self._unpacked = unpacked = packed, packed.unpack()
+            self._unpacked = unpacked = packed, packed.unpack_numpy()
         return version, unpacked[1]
 
     def wait_for_version(self, known_version: int, timeout: float) -> int:
@@ -72,7 +81,7 @@ class LocalParams:
 
 
 class Publication(LocalParams):
-    """The newest version in this process and, once another process has asked, in shared memory: the writer.
+    """The newest version in this process and, once there is a `reader`, in shared memory.
 
     Args:
         version: the first.
@@ -94,19 +103,19 @@ class Publication(LocalParams):
             if self._memory is not None:
                 self._memory.announce(version)
 
-    def shared(self) -> SharedParams | None:
+    def reader(self) -> PublicationReader | None:
         """Return a reader for other processes of this machine; None if unsupported, or after `close`."""
         with self._lock:
             if self._memory is None and SUPPORTED:
                 self._memory = _Memory(SharedArrays.create(_LABEL, _fields(self._packing)), self._packing)
-                self._memory.announce(self.version)
+                self._memory.begin(self.version)
                 self._writer = threading.Thread(target=self._write_wanted, name="rlframe parameters", daemon=True)
                 self._writer.start()
             if self._memory is None or self._writer is None:
                 return None
             name = self._memory.arrays.name
             assert name is not None
-            return SharedParams(name, self._packing)
+            return PublicationReader(name, self._packing)
 
     def _write_wanted(self) -> None:
         """Write the versions that readers want, until `close`."""
@@ -136,19 +145,8 @@ class Publication(LocalParams):
             writer.join()
 
 
-class SharedParams:
-    """The newest version in the memory of a `Publication`: its reader, in any process of the machine. It pickles.
-
-    How version 7 gets from the `Publication` (the writer, with its thread) to a reader that has version 6:
-
-    1. `publish(7, packed)` writes 7 as the announced version. If nobody has read version 6, that is all.
-    2. The reader sees 7, which is not what it has, and wakes the writer's thread by `wanted`.
-    3. The thread copies the arrays into the slot that does not hold version 6. The slot's number is 0 meanwhile.
-    4. It writes the slot's number, 7, and wakes the readers by `changed`.
-    5. The reader copies the arrays. If the slot's number changed meanwhile, it begins again with the newest slot.
-    6. It notes 7 as the version that was read last: so the next version is written at once, without being asked for.
-
-    Numbers in memory are version + 1, since memory begins as zeros.
+class PublicationReader:
+    """Reads a `Publication` in another process of the machine. It pickles.
 
     Args:
         name: of the memory, which is opened at the first use.
@@ -159,11 +157,23 @@ class SharedParams:
         self._name, self._packing, self._looked_at = name, packing, 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _shared_params, (pickle.dumps((self._name, self._packing)),)  # bytes: Courier sends no other objects
+        return _reader_of, (pickle.dumps((self._name, self._packing)),)  # bytes: Courier sends no other objects
 
     @functools.cached_property
     def _memory(self) -> _Memory:
-        return _Memory(_attached(self._name, self._packing), self._packing)
+        name = self._name
+        try:
+            return _Memory(SharedArrays.attach(name, _LABEL, _fields(self._packing)), self._packing)
+        except PermissionError as error:
+            raise UsageError(
+                f"The parameters of process {name.maker.pid} cannot be read: {error}. Its readers must run as the same "
+                "user, in the same container and on the same Ray node; others call it."
+            ) from None
+        except OSError as error:
+            raise UnavailableError(
+                f"The parameters of process {name.maker.pid} cannot be read: the process has ended, has closed them, "
+                f"or runs on another machine ({type(error).__name__})."
+            ) from None
 
     @property
     def has_gone(self) -> bool:
@@ -179,105 +189,101 @@ class SharedParams:
         self._looked_at = now
         return not arrays.creator_is_alive
 
-    @property
-    def written(self) -> int:
-        """The newest version whose arrays are in memory; -1 if there is none."""
-        return self._memory.newest_written()[0]
+    def read(self, known_version: int = -1) -> tuple[int, PackedParams | None] | None:
+        """Return what `PackedSource.get_packed` returns; None if memory has only versions below `known_version`.
 
-    def read_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
-        """As `PackedSource.get_packed`, but waits up to a second until an announced version is written."""
+        Waits up to a second until the announced version is written.
+        """
         memory = self._memory
-        announced = memory.counters[_ANNOUNCED] - 1
-        if announced == known_version:
-            return announced, None
+        if memory.announced == known_version:
+            return known_version, None
         self._wait_until_written()
         while True:  # again only if the slot was overwritten meanwhile
             version, slot = memory.newest_written()
-            if version < 0:
-                return announced, None
-            arrays = memory.read(slot, version)
+            if version < 0 or version < known_version:
+                return None
+            arrays = memory.copied(slot, version)
             if arrays is not None:
-                memory.counters[_READ] = version + 1
+                memory.note_read(version)
                 return version, PackedParams(self._packing, arrays)
 
     def _wait_until_written(self) -> None:
         memory, deadline = self._memory, time.monotonic() + _PATIENCE
         while not memory.arrays.closed:
             seen = memory.changed.value
-            if self.written >= memory.counters[_ANNOUNCED] - 1 or time.monotonic() > deadline:
+            if memory.newest_written()[0] >= memory.announced or time.monotonic() > deadline:
                 return
             memory.wanted.wake()
             memory.changed.wait(seen, _AGAIN)
 
 
 class _Memory:
-    """The memory of a `Publication`, mapped into this process. `SharedParams` has the protocol.
+    """The memory of a `Publication`, mapped into this process. A version of -1 stands for none.
 
     A reader never waits for a writer, and a killed reader blocks nobody.
 
     Attributes:
         changed: wakes readers that wait for a version.
         wanted: wakes the writer.
-        counters: see `_ANNOUNCED` and `_READ`.
     """
 
     def __init__(self, arrays: SharedArrays, packing: Packing) -> None:
         self.arrays = arrays
         self.changed, self.wanted = (Futex(arrays.rows(name)[0]) for name in ("changed", "wanted"))
-        (self.counters,) = arrays.rows("counters")
-        self._numbers = [Seqlock(words[: Seqlock.words(1)]) for words in arrays.rows("slots")]  # version + 1; 0: none
+        self._announced, self._last_read = (arrays.rows(name)[0] for name in ("announced", "last_read"))
+        self._versions = [Seqlock(words[: Seqlock.words(1)]) for words in arrays.rows("versions")]  # one of each slot
         count = len(packing.packed_shapes)
         self._packed = [[arrays.arrays[f"{slot}/{i}"] for i in range(count)] for slot in range(_SLOTS)]
 
+    def begin(self, version: int) -> None:
+        """Announce the first version, before memory has readers."""
+        self._announced[0], self._last_read[0] = version, -1
+        for slot in range(_SLOTS):
+            self._versions[slot].write(-1)
+
+    @property
+    def announced(self) -> int:
+        """The newest version of the publication, whether it is written or not."""
+        return self._announced[0]
+
     def announce(self, version: int) -> None:
         """Tell readers that there is a newer version. Write it at once if the version before was read."""
-        was_read = 0 < self.counters[_READ] == self.counters[_ANNOUNCED]
-        self.counters[_ANNOUNCED] = version + 1
+        was_read = self._last_read[0] == self._announced[0]
+        self._announced[0] = version
         if was_read:
             self.wanted.wake()
 
+    def note_read(self, version: int) -> None:
+        """Have the version after this one written as soon as it is announced."""
+        self._last_read[0] = version
+
     def newest_written(self) -> tuple[int, int]:
         """Return (the newest version that is written completely, its slot); the version is -1 if there is none."""
-        written = [number.read()[0] - 1 for number in self._numbers]
+        written = [version.read()[0] for version in self._versions]
         slot = 0 if written[0] > written[1] else 1
         return written[slot], slot
 
     def write(self, version: int, packed: list[Any]) -> None:
         """Write a version, in place of the older one."""
         slot = 1 - self.newest_written()[1]  # the other one of the two
-        self._numbers[slot].write(0)
+        self._versions[slot].write(-1)
         for target, array in zip(self._packed[slot], packed):
             target[...] = np.asarray(array)  # a quarter less time than where NumPy is given a device's array
-        self._numbers[slot].write(version + 1)
+        self._versions[slot].write(version)
 
-    def read(self, slot: int, version: int) -> list[np.ndarray] | None:
+    def copied(self, slot: int, version: int) -> list[np.ndarray] | None:
         """Copy the arrays of `version`; None if the slot was overwritten."""
-        number = self._numbers[slot]
-        count = number.count
-        if number.read()[0] - 1 != version:
+        lock = self._versions[slot]
+        count = lock.count
+        if lock.read()[0] != version:
             return None
         packed = [array.copy() for array in self._packed[slot]]
         fence()
-        return packed if number.count == count else None
+        return packed if lock.count == count else None
 
 
-def _shared_params(pickled: bytes) -> SharedParams:
-    return SharedParams(*pickle.loads(pickled))
-
-
-def _attached(name: Name, packing: Packing) -> SharedArrays:
-    try:
-        return SharedArrays.attach(name, _LABEL, _fields(packing))
-    except PermissionError as error:
-        raise UsageError(
-            f"The parameters of process {name.maker.pid} cannot be read: {error}. Its readers must run as the same "
-            "user, in the same container and on the same Ray node; others call it."
-        ) from None
-    except OSError as error:
-        raise UnavailableError(
-            f"The parameters of process {name.maker.pid} cannot be read: the process has ended, has closed them, or "
-            f"runs on another machine ({type(error).__name__})."
-        ) from None
+def _reader_of(pickled: bytes) -> PublicationReader:
+    return PublicationReader(*pickle.loads(pickled))
 
 
 def _fields(packing: Packing) -> Fields:
@@ -285,8 +291,9 @@ def _fields(packing: Packing) -> Fields:
     fields: dict[str, tuple[tuple[int, ...], np.dtype]] = {
         "changed": ((1,), word),
         "wanted": ((1,), word),
-        "counters": ((_WORDS,), word),
-        "slots": ((_SLOTS, _WORDS), word),
+        "announced": ((_WORDS,), word),
+        "last_read": ((_WORDS,), word),
+        "versions": ((_SLOTS, _WORDS), word),
     }
     for slot in range(_SLOTS):
         fields.update({f"{slot}/{i}": packed for i, packed in enumerate(packing.packed_shapes)})

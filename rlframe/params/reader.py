@@ -13,6 +13,7 @@ from rlframe import handles
 from rlframe.errors import NoMethodError, PeerError, StoppedError, UnavailableError, UsageError
 from rlframe.handles import Remote
 from rlframe.params.packing import PackedParams
+from rlframe.params.publication import PublicationReader
 from rlframe.params.source import LONGEST_WAIT, PackedSource, ParamSource
 from rlframe.types import Tree
 
@@ -43,7 +44,9 @@ def as_packed_source(source: Any) -> PackedSource:
 class ParamReader:
     """A `PackedSource` of a learner, of one policy of a `ParamStore`, or of an object that has `get_params` alone.
 
-    A peer in another process of this machine shares its newest version in memory. Any other peer is called. It pickles.
+    A peer in another process of this machine shares its newest version in memory. Any other peer is called. Memory that
+    has gone, or has only versions older than the caller's, is of a peer that was restarted: the peer is called, and its
+    new memory is looked for the next time. A reader pickles.
 
     Args:
         peer: the learner, store or object, or a `Remote` of one.
@@ -54,8 +57,7 @@ class ParamReader:
         self._peer = peer
         # The first arguments of each call: a store's methods take the policy, a learner has one policy.
         self._policy = (policy_id,) if policy_id is not None else ()
-        self._shared: Any = None  # the peer's `SharedParams`
-        # At the first call, and after the peer was restarted.
+        self._memory: PublicationReader | None = None
         self._looks_for_memory = isinstance(peer, Remote)
         # A `Remote` has every method until it is called.
         self._has_get_packed, self._has_wait = hasattr(peer, "get_packed"), hasattr(peer, "wait_for_version")
@@ -65,24 +67,15 @@ class ParamReader:
 
     def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
         """See `PackedSource`. Raises as `Remote` does."""
-        if self._looks_for_memory:
-            self._shared, self._looks_for_memory = self._find_shared(), False
-        if self._shared is not None:
-            version, packed = (-1, None) if self._shared.has_gone else self._shared.read_packed(known_version)
-            is_known = version == known_version and version != -1  # the caller has the newest
-            is_newer = packed is not None and version > known_version
-            if is_known or is_newer:
-                return version, packed
-            self._shared, self._looks_for_memory = None, True  # the peer has gone, or was restarted
-        version, packed = self._call(known_version)
-        if version < 0:  # a store that was restarted shares memory once it has a version
+        version, packed = self._read_memory(known_version) or self._call(known_version)
+        if version < 0:  # a store shares memory once it has a version
             self._looks_for_memory = isinstance(self._peer, Remote)
         return version, packed
 
     def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
         """See `ParamSource`."""
         version, packed = self.get_packed(known_version)
-        return version, None if packed is None else packed.unpack()
+        return version, None if packed is None else packed.unpack_numpy()
 
     def wait_for_version(self, known_version: int, timeout: float) -> int:
         """See `ParamSource`. Polls an object without this method."""
@@ -96,6 +89,27 @@ class ParamReader:
             time.sleep(_LOOK)
         return version
 
+    def _read_memory(self, known_version: int) -> tuple[int, PackedParams | None] | None:
+        """Return what `get_packed` returns; None if the peer shares no memory, or was restarted."""
+        if self._looks_for_memory:
+            self._memory, self._looks_for_memory = self._find_memory(), False
+        if self._memory is None:
+            return None
+        newest = None if self._memory.has_gone else self._memory.read(known_version)
+        if newest is None:
+            self._memory, self._looks_for_memory = None, True
+        return newest
+
+    def _find_memory(self) -> PublicationReader | None:
+        try:
+            found = self._peer.publication_reader(*self._policy)
+        except NoMethodError:  # not a Learner
+            return None
+        try:
+            return None if found is None or found.has_gone else found
+        except (UnavailableError, UsageError):  # on another machine or Ray node, or of another user
+            return None
+
     def _call(self, known_version: int) -> tuple[int, PackedParams | None]:
         try:
             if self._has_get_packed:
@@ -105,24 +119,14 @@ class ParamReader:
         version, params = self._peer.get_params(known_version)
         return version, None if params is None else PackedParams.of(params)
 
-    def _find_shared(self) -> Any:
-        try:
-            shared = self._peer.shared_params(*self._policy)
-        except NoMethodError:  # not a Learner
-            return None
-        try:
-            return None if shared is None or shared.has_gone else shared
-        except (UnavailableError, UsageError):  # on another machine or Ray node, or of another user
-            return None
-
 
 class Refresher:
     """Fetches a learner's parameters, once or continuously.
 
     Args:
         learner: a `ParamSource`, or a handle to a node that is one, which is resolved at the first call.
-        known: returns the inferencer's version; -1 if it has none.
-        take: called with (version, packed parameters) of a newer version.
+        current_version: returns the inferencer's version; -1 if it has none.
+        on_newer: called with (version, packed parameters) of a newer version.
         deadline: seconds that a learner in another process may be unreachable.
         stop: ends `follow`, and any wait for the learner.
 
@@ -134,13 +138,13 @@ class Refresher:
     def __init__(
         self,
         learner: ParamSource | Any,
-        known: Callable[[], int],
-        take: Callable[[int, PackedParams], None],
+        current_version: Callable[[], int],
+        on_newer: Callable[[int, PackedParams], None],
         deadline: float,
         stop: threading.Event,
     ) -> None:
         self._learner_or_handle = learner
-        self._known, self._take = known, take
+        self._current_version, self._on_newer = current_version, on_newer
         self._deadline, self._stop = deadline, stop
         self.heard_at: float | None = None
         self.problem = ""
@@ -157,10 +161,10 @@ class Refresher:
             PeerError: a learner in another process did not answer within `deadline`.
             StoppedError: `stop` was set, or the program ended, while it did not answer.
         """
-        version, packed = self._learner.get_packed(self._known())
+        version, packed = self._learner.get_packed(self._current_version())
         self.heard_at, self.problem = time.monotonic(), ""
         if packed is not None:
-            self._take(version, packed)
+            self._on_newer(version, packed)
 
     def wait_for_version(self, known_version: int, timeout: float) -> int:
         """See `ParamSource`. Raises as `refresh`."""
@@ -180,13 +184,13 @@ class Refresher:
         """
         while not self._stop.is_set():
             try:
-                if waits and self._known() >= 0:
-                    self.wait_for_version(self._known(), _POLL)
+                if waits and self._current_version() >= 0:
+                    self.wait_for_version(self._current_version(), _POLL)
                 self.refresh()
             except StoppedError:
                 return
             except PeerError as error:
-                known, self.problem = self._known(), str(error)
+                known, self.problem = self._current_version(), str(error)
                 if required and known < 0:
                     raise
                 newest = f"version {known} of the parameters" if known >= 0 else "its own parameters"

@@ -152,7 +152,8 @@ def test_a_dead_learner_leaves_the_service_its_parameters_and_a_new_one_brings_n
 def test_a_service_whose_learner_never_answers_fails_and_names_it():
     address = free_address()
     service = Inferencer(InferencerConfig(learner_deadline=0.5), counting_agent(), client(address))
-    with pytest.raises(PeerError, match=rf"The learner at {address} did not answer shared_params\(\) within 0.5 s"):
+    missed = rf"The learner at {address} did not answer publication_reader\(\) within 0.5 s"
+    with pytest.raises(PeerError, match=missed):
         service.run()
     with pytest.raises(UnavailableError, match="has stopped"):
         ask(service)

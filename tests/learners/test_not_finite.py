@@ -59,7 +59,7 @@ def make(agent_cls=Counting, checkpoint_dir=None, **config) -> Learner:
 
 def published(learner) -> list[np.ndarray]:
     """Everything that actors of this process, of this machine and of other machines get."""
-    trees = [learner.get_params()[1], learner.get_packed()[1].unpack()]
+    trees = [learner.get_params()[1], learner.get_packed()[1].unpack_numpy()]
     return [np.asarray(leaf) for tree in trees for leaf in jax.tree.leaves(tree)]
 
 
@@ -106,13 +106,13 @@ def test_whoever_waits_for_the_update_hears_of_it_and_nothing_is_saved(ask, tmp_
 
 def test_what_processes_of_the_machine_read_is_never_nan():
     learner = make()
-    shared = learner.shared_params()
+    reader = learner.publication_reader()
     learner.step(reward_batch(GOOD))
     learner.step(reward_batch(NAN))
     version, packed = -1, None
     while version < learner.params_version:
-        version, packed = shared.read_packed()
-    assert packed.unpack()["w"] == 0.5
+        version, packed = reader.read() or (-1, None)
+    assert packed.unpack_numpy()["w"] == 0.5
     learner.close()
 
 

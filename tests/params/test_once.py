@@ -25,7 +25,7 @@ UPDATES = 4
 class Elsewhere(Learner):
     """One whose memory is not found."""
 
-    def shared_params(self):
+    def publication_reader(self):
         return None
 
 
@@ -35,7 +35,7 @@ def in_one_process(learner, stack):
 
 def by_a_handle(learner, stack):
     transport = InProcess()
-    methods = {name: getattr(learner, name) for name in ("get_packed", "get_params", "shared_params")}
+    methods = {name: getattr(learner, name) for name in ("get_packed", "get_params", "publication_reader")}
     server = transport.serve(methods)
     stack.append(server.stop)
     return Remote([server.address], "learner", transport=transport), lambda: None
@@ -80,7 +80,7 @@ def test_a_version_is_packed_by_the_update_and_unpacked_by_the_call_that_acts(wa
 
         monkeypatch.setattr(Packing, name, counted)
 
-    for name in ("pack", "unpack", "pack_numpy", "unpack_numpy"):
+    for name in ("pack_jax", "unpack_jax", "pack_numpy", "unpack_numpy"):
         count(name)
     learned, traced = [], {}
     try:
@@ -103,5 +103,5 @@ def test_a_version_is_packed_by_the_update_and_unpacked_by_the_call_that_acts(wa
         expected.append((reward + 2, w))
     assert learned == expected
     # In the two jitted calls, which were traced for the first version; and nowhere between them.
-    assert counts["unpack"] > 0 and counts == traced
+    assert counts["unpack_jax"] > 0 and counts == traced
     assert not counts["pack_numpy"] and not counts["unpack_numpy"]

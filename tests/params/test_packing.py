@@ -41,17 +41,17 @@ def test_small_leaves_of_four_bytes_share_one_vector_and_the_others_travel_alone
 
 def test_numpy_in_jax_out():
     packing = Packing(tree())
-    assert_same(jax.tree.map(np.asarray, jax.jit(packing.unpack)(packing.pack_numpy(tree()))), tree())
+    assert_same(jax.tree.map(np.asarray, jax.jit(packing.unpack_jax)(packing.pack_numpy(tree()))), tree())
 
 
 def test_jax_in_numpy_out():
     packing = Packing(tree())
-    assert_same(packing.unpack_numpy(jax.jit(packing.pack)(jax.tree.map(jnp.asarray, tree()))), tree())
+    assert_same(packing.unpack_numpy(jax.jit(packing.pack_jax)(jax.tree.map(jnp.asarray, tree()))), tree())
 
 
 def test_what_is_unpacked_as_numpy_can_be_written_to_and_shares_nothing_with_the_device():
     packing = Packing({"a": np.zeros(3, np.float32)})
-    packed = jax.jit(packing.pack)({"a": jnp.zeros(3)})
+    packed = jax.jit(packing.pack_jax)({"a": jnp.zeros(3)})
     packing.unpack_numpy(packed)["a"][:] = 7.0
     np.testing.assert_array_equal(packing.unpack_numpy(packed)["a"], [0.0, 0.0, 0.0])
 
@@ -59,7 +59,7 @@ def test_what_is_unpacked_as_numpy_can_be_written_to_and_shares_nothing_with_the
 @pytest.mark.parametrize("empty", [(), {"mask": np.zeros(2, bool)}])
 def test_a_tree_without_small_leaves_packs_too(empty):
     packing = Packing(empty)
-    assert_same(packing.unpack_numpy(jax.jit(packing.pack)(empty)), empty)
+    assert_same(packing.unpack_numpy(jax.jit(packing.pack_jax)(empty)), empty)
 
 
 def test_floats_are_the_floating_point_numbers_alone_and_neighbors_share_an_array():
@@ -73,7 +73,7 @@ def test_floats_are_the_floating_point_numbers_alone_and_neighbors_share_an_arra
         "f": np.zeros(3, bool),
     }
     packing = Packing(tree)
-    found = [np.asarray(each).tolist() for each in jax.jit(lambda x: packing.floats(packing.pack(x)))(tree)]
+    found = [np.asarray(each).tolist() for each in jax.jit(lambda x: packing.floats(packing.pack_jax(x)))(tree)]
     assert found == [[1.0, 2.0, 3.0], [4.0], [5.0]]
 
 
@@ -86,4 +86,4 @@ def test_it_pickles_after_launchpad_has_changed_how_caches_are_pickled(monkeypat
     monkeypatch.setitem(copyreg.dispatch_table, type(functools.lru_cache()(lambda: None)), refuse)
     found = pickle.loads(pickle.dumps(packed))
     assert found.packing == packed.packing
-    assert_same(found.unpack(), tree())
+    assert_same(found.unpack_numpy(), tree())

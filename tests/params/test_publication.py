@@ -59,10 +59,10 @@ class CountedLearner(Learner):
 class ElsewhereLearner(CountedLearner):
     """One whose memory is not found here, as on another machine: another process has its number."""
 
-    def shared_params(self):
-        shared = pickle.loads(pickle.dumps(super().shared_params()))
-        shared._name = shared._name._replace(token=shared._name.token + 1)
-        return shared
+    def publication_reader(self):
+        reader = pickle.loads(pickle.dumps(super().publication_reader()))
+        reader._name = reader._name._replace(token=reader._name.token + 1)
+        return reader
 
 
 def connect(address):
@@ -170,7 +170,7 @@ def test_a_learner_that_is_closed_sends_its_readers_back_to_courier():
         _, reader = connect(address)
         reader.get_params()
         learner.close()
-        assert learner.shared_params() is None
+        assert learner.publication_reader() is None
         learner.learn(1.0)
         version, params = reader.get_params(1)
         assert (version, params["w"]) == (2, 0.5) and learner.given() >= 1
@@ -183,11 +183,16 @@ def packed(version):
     return PackedParams.of({name: np.full(shape, version, np.float32) for name, shape in LEAVES.items()})
 
 
+def written(reader):
+    """The newest version whose arrays are in memory."""
+    return reader._memory.newest_written()[0]
+
+
 def publish_at_full_speed(connection):
     """Publishes versions over and over; each array says its version."""
     version = 1
     publication = Publication(version, packed(version))
-    connection.send(publication.shared())
+    connection.send(publication.reader())
     while not connection.poll():
         version += 1
         publication.publish(version, packed(version))
@@ -202,66 +207,66 @@ def test_no_read_is_torn_or_older_than_what_was_known_under_a_publisher_at_full_
     process.start()
     try:
         assert here.poll(CHILD_DEADLINE)
-        shared = here.recv()
+        reader = here.recv()
         known, whole = -1, 0
         while whole < 300:
-            version, newer = shared.read_packed(known)
+            version, newer = reader.read(known) or (known, None)
             assert version >= known
             if newer is not None and version > known:
                 known, whole = version, whole + 1
-                for leaf in newer.unpack().values():
+                for leaf in newer.unpack_numpy().values():
                     np.testing.assert_array_equal(leaf, known)
     finally:
         here.send("stop")
         process.join(DEADLINE)
-    assert process.exitcode == 0 and shared.has_gone
+    assert process.exitcode == 0 and reader.has_gone
 
 
 def test_a_version_that_nobody_asks_for_is_not_written_and_one_that_is_asked_for_is_written_once():
     publication = Publication(1, packed(1))
-    shared = pickle.loads(pickle.dumps(publication.shared()))
+    reader = pickle.loads(pickle.dumps(publication.reader()))
     for version in range(2, 50):
         publication.publish(version, packed(version))
-    assert shared.written == -1
-    wait_until(lambda: shared.read_packed(-1)[1] is not None)
-    assert shared.read_packed(49) == (49, None)
-    assert shared.read_packed(-1)[0] == 49 and shared.written == 49
+    assert written(reader) == -1
+    wait_until(lambda: reader.read(-1) is not None)
+    assert reader.read(49) == (49, None)
+    assert reader.read(-1)[0] == 49 and written(reader) == 49
     publication.close()
     publication.close()
-    assert publication.shared() is None and shared.has_gone
+    assert publication.reader() is None and reader.has_gone
     assert publication.get_packed()[0] == 49
 
 
 def test_a_version_after_one_that_was_read_is_written_before_it_is_asked_for_and_the_next_is_not():
     publication = Publication(1, packed(1))
-    shared = pickle.loads(pickle.dumps(publication.shared()))
-    wait_until(lambda: shared.read_packed(-1)[1] is not None)
+    reader = pickle.loads(pickle.dumps(publication.reader()))
+    wait_until(lambda: reader.read(-1) is not None)
     publication.publish(2, packed(2))
-    wait_until(lambda: shared.written == 2)
+    wait_until(lambda: written(reader) == 2)
     for version in range(3, 50):  # the second was not read
         publication.publish(version, packed(version))
-    assert shared.written == 2
-    assert shared.read_packed(2)[0] == 49
+    assert written(reader) == 2
+    assert reader.read(2)[0] == 49
     publication.close()
 
 
 def test_memory_whose_publisher_has_closed_it_can_be_read_by_who_has_it_open_alone():
     publication = Publication(1, packed(1))
-    late, early = pickle.dumps(publication.shared()), pickle.loads(pickle.dumps(publication.shared()))
-    wait_until(lambda: early.read_packed()[0] == 1)
+    late, early = pickle.dumps(publication.reader()), pickle.loads(pickle.dumps(publication.reader()))
+    wait_until(lambda: early.read() is not None)
     publication.close()
-    assert early.has_gone and early.read_packed()[0] == 1
+    assert early.has_gone and early.read()[0] == 1
     with pytest.raises(UnavailableError, match="has ended, has closed them"):
-        pickle.loads(late).read_packed()
+        pickle.loads(late).read()
 
 
 def test_memory_of_another_ray_node_is_refused(monkeypatch):
     monkeypatch.setenv(MACHINE, "one")
     publication = Publication(1, packed(1))
-    elsewhere = pickle.dumps(publication.shared())
+    elsewhere = pickle.dumps(publication.reader())
     monkeypatch.setenv(MACHINE, "other")
     with pytest.raises(UsageError, match=r"memory of another Ray node.* others call it"):
-        pickle.loads(elsewhere).read_packed()
+        pickle.loads(elsewhere).read()
     publication.close()
 
 

@@ -37,7 +37,7 @@ def count(name):
 def count_all():
     if not hasattr(Packing, "counted"):
         Packing.counted = True
-        for name in ("pack", "unpack", "pack_numpy", "unpack_numpy"):
+        for name in ("pack_jax", "unpack_jax", "pack_numpy", "unpack_numpy"):
             count(name)
 
 
@@ -77,10 +77,10 @@ def test_parameters_are_packed_and_unpacked_inside_jitted_calls_alone(tmp_path, 
     assert versions > 100
     # By numpy, which is for every version anew, nothing is packed but what the monitor evaluates, from a checkpoint.
     assert sum(found.pop("pack_numpy", [])) < 10
-    assert set(found) == {"pack", "unpack"}
+    assert set(found) == {"pack_jax", "unpack_jax"}
     # What is traced, of which each process does a few whatever the versions: the learner's update packs, calls unpack.
-    assert len(found["pack"]) == 1
-    assert max(found["pack"] + found["unpack"]) < 10
+    assert len(found["pack_jax"]) == 1
+    assert max(found["pack_jax"] + found["unpack_jax"]) < 10
 
 
 @pytest.mark.system
@@ -88,4 +88,4 @@ def test_the_parameters_of_a_language_model_are_packed_by_the_update_alone(tmp_p
     found, versions = counts_of(tmp_path, "CountingGRPO", *SMALL[2:], "--steps", "12")  # SMALL begins with its agent
     assert versions >= 12
     # The policy server, which has no agent and so counts nothing here, takes what was packed.
-    assert set(found) == {"pack"} and len(found["pack"]) == 1 and max(found["pack"]) < 10
+    assert set(found) == {"pack_jax"} and len(found["pack_jax"]) == 1 and max(found["pack_jax"]) < 10

@@ -86,7 +86,7 @@ class PolicyServer:
         self._refresher = Refresher(
             learner,
             lambda: self._seen,
-            lambda version, packed: self._take(version, packed.unpack()),
+            lambda version, packed: self._take(version, packed.unpack_numpy()),
             cfg.learner_deadline,
             self._stop,
         )
