@@ -6,7 +6,9 @@ batch is. An algorithm that needs more overrides `learner_step` or the three par
 
 from __future__ import annotations
 
+import copyreg
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rlframe.agents.subclasses import check_arguments, check_methods, construct
+from rlframe.agents.subclass_checks import check_arguments, check_methods
 from rlframe.agents.trees import check_tree, without_batch, zero_timestep, zeros_like_spec
 from rlframe.errors import UsageError
 from rlframe.types import AgentOutput, AgentState, Batch, Logs, Params, ReplaySpec, StepSpec, TimeStep, Tree
@@ -87,7 +89,7 @@ class Agent:
     def __reduce__(self) -> tuple[Any, ...]:
         # Networks and optimizers are closures, which do not pickle; their factories do.
         args, kwargs = self._constructed_with
-        return construct, (type(self), args, kwargs)
+        return functools.partial(type(self), *args, **kwargs), ()
 
     def __init__(
         self,
@@ -261,3 +263,15 @@ class Agent:
         params = self.initial_params(rng)
         params = self.actor_params(params, self.initial_learner_state(params))
         return self.actor_step(rng, params, zero_timestep(self.observation_spec, 1), self.initial_state(1))
+
+
+def _cached_property(function: Any, name: str) -> Any:
+    made: Any = functools.cached_property(function)
+    made.__set_name__(None, name)
+    return made
+
+
+if sys.version_info < (3, 12):
+    # An agent of a user's own file is pickled with its class. Until Python 3.12 a cached property has a lock, which
+    # does not pickle.
+    copyreg.pickle(functools.cached_property, lambda made: (_cached_property, (made.func, made.attrname)))

@@ -1,12 +1,9 @@
-"""Checks for a user who subclasses or makes an `Agent`; and the pickling of agents."""
+"""Checks of a subclass of `Agent`: that its methods are called, and that its constructor takes what it is given."""
 
 from __future__ import annotations
 
-import copyreg
 import difflib
-import functools
 import inspect
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,18 +56,3 @@ def check_arguments(cls: Any, kwargs: Mapping[str, Any]) -> None:
     for name in kwargs:
         if name not in accepted and not takes_all:
             raise UsageError(f"{cls.__name__} has no argument {name}.{suggest(name, accepted)}")
-
-
-def construct(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Make a pickled agent again."""
-    return cls(*args, **kwargs)
-
-
-def _cached_property(function: Any, name: str) -> Any:
-    made: Any = functools.cached_property(function)
-    made.__set_name__(None, name)
-    return made
-
-
-if sys.version_info < (3, 12):  # until then it holds a lock, and an agent of a user's own file travels with its class
-    copyreg.pickle(functools.cached_property, lambda made: (_cached_property, (made.func, made.attrname)))
