@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import operator
 import sys
 import warnings
 from typing import Annotated, Any, TextIO
@@ -15,7 +14,7 @@ from rlframe.cli.parsing import CommandOptions, parse
 from rlframe.errors import UsageError, suggest
 from rlframe.metrics.terminal import console, table
 from rlframe.programs.options import registry
-from rlframe.programs.options.fields import option_names, to_jsonable
+from rlframe.programs.options.fields import option_values, to_jsonable
 from rlframe.programs.options.make_experiment import option_value
 from rlframe.programs.presets import PRESETS, Preset
 
@@ -97,8 +96,7 @@ def _print_agent(name: str, *, every: bool) -> None:
         return
     config = agent_cls.config_cls()
     print("\noptions of `rlframe train`, with the class's defaults:")
-    for name in option_names(config):
-        value = operator.attrgetter(name)(config)
+    for name, value in option_values(config).items():
         print(f"  --{name.replace('_', '-'):26} {getattr(value, 'name', value)}")
     for preset in presets:
         print(f"\nfor {', '.join(preset.envs)}:", flush=True)

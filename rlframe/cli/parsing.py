@@ -8,8 +8,8 @@ import io
 import json
 import re
 import typing
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -71,18 +71,47 @@ def parse(
     return parsed
 
 
-def value_before_parsing(arguments: Sequence[str], name: str) -> str | None:
-    """Return the value of `--name`, or None, before the options are known. The last one given counts."""
-    value = None
-    for i, argument in enumerate(arguments):
-        option, joined, rest = argument.partition("=")
-        if option.replace("_", "-") != f"--{name}":  # tyro takes both
-            continue
-        if joined:
-            value = rest
-        elif i + 1 < len(arguments):
-            value = arguments[i + 1]
-    return value
+def option_texts(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the text after each option that is given, by the option's name in Python; "" for a switch.
+
+    `--agent dqn --head.num-atoms=21 --quiet` are `{"agent": "dqn", "head.num_atoms": "21", "quiet": ""}`. This needs no
+    knowledge of the options. Of several words it returns the first, and of an option given twice the last.
+    """
+    texts: dict[str, str] = {}
+    for argument, following in zip(arguments, [*arguments[1:], "--"]):
+        option, joined, text = argument.partition("=")
+        if option.startswith("--"):
+            value = text if joined else following
+            texts[option.removeprefix("--").replace("-", "_")] = "" if value.startswith("--") else value
+    return texts
+
+
+# --- dataclasses that are made at run time, for options that depend on others
+
+
+def literal(values: Iterable[str]) -> Any:
+    """Return the annotation of an option that takes one of these values."""
+    form: Any = Literal
+    return form[tuple(values)]
+
+
+def annotated(cls: type, *marks: Any) -> Any:
+    """Return the annotation of a class with tyro's marks."""
+    form: Any = Annotated
+    arguments = (cls, *marks)
+    return form[arguments]
+
+
+def joined_options(name: str, parts: Mapping[str, tuple[Any, Sequence[Any]]]) -> Any:
+    """Return an instance of a new dataclass whose fields are the parts, for the `default` of `parse`.
+
+    Args:
+        name: of the dataclass.
+        parts: by field, a dataclass with the defaults of some options, and tyro's marks for them.
+    """
+    fields = [(field, annotated(type(part), *marks)) for field, (part, marks) in parts.items()]
+    joined = dataclasses.make_dataclass(name, fields, frozen=True)
+    return joined(**{field: part for field, (part, _) in parts.items()})
 
 
 def flags(options: type, prefix: str = "") -> Iterable[str]:

@@ -6,7 +6,7 @@ import json
 import sys
 
 from rlframe.cli.listings import print_preset
-from rlframe.cli.parsing import value_before_parsing
+from rlframe.cli.parsing import option_texts
 from rlframe.cli.seeds import run_seeds
 from rlframe.cli.train_options import TrainOptions, read_arguments
 from rlframe.errors import UsageError
@@ -26,7 +26,7 @@ def run(arguments: list[str]) -> int:
         print_preset(preset, experiment, sys.stderr)
     if options.seeds is None:
         return _run_session(experiment, options, preset)
-    if value_before_parsing(arguments, "seed") is not None:
+    if "seed" in option_texts(arguments):
         raise UsageError(f"--seeds {options.seeds} makes a run for each of them: leave --seed out.")
     return run_seeds(experiment, options)
 

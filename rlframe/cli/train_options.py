@@ -2,42 +2,40 @@
 
 Which options there are depends on a few of them. `--agent dqn --head categorical --head.num-atoms 21`, step by step:
 
-1. `value_before_parsing` finds `--agent`, `--env`, `--network`, `--head` and a few others in the arguments.
+1. `EarlyOptions.read` finds `--agent`, `--env`, `--network`, `--head` and a few others in the arguments.
 2. `_defaults` returns the experiment that these name, with the values of its preset.
 3. `_default_options` makes a dataclass for tyro, whose fields are the groups of options: the experiment, the session,
    the agent's config (with `head`, now a categorical one) and the network's config. `_experiment_options_class` joins
    the options of the experiment and of every topology, so that `--num-actors` is known whatever the topology is.
 4. tyro parses all arguments, with these defaults: `head.num_atoms` is 21.
-5. `from_flat` makes the `Experiment` of the values.
+5. `_given_options` returns the options that the arguments change: `{"head.num_atoms": 21}`. `change_options` puts them
+   into the experiment, as it does for a script.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 import pathlib
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal, Union
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Union
 
 import tyro
 
-from rlframe.cli.parsing import CommandOptions, parse, value_before_parsing
+from rlframe.cli.parsing import CommandOptions, joined_options, literal, option_texts, parse
 from rlframe.errors import UsageError
 from rlframe.programs.api import SessionOptions, starting_point
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import registry
-from rlframe.programs.options.fields import choices_of, field_names, hints_of, with_choices
+from rlframe.programs.options.fields import choices_of, field_names, hints_of
 from rlframe.programs.options.make_experiment import (
+    change_options,
     config_classes,
-    fill_configs,
-    from_flat,
     to_flat,
+    values_by_name,
     where_is,
-    with_fields,
 )
 from rlframe.programs.presets import Preset
-from rlframe.programs.topologies.config import AgentOptions, GameProgram
 
 PROG = "rlframe train"
 _HIDDEN = {"name", "topology_config"}  # fields of which `topology` is the option
@@ -54,6 +52,31 @@ class TrainOptions(CommandOptions, SessionOptions):
     seeds: Union[str, None] = None  # 1-5 or 1,2,7: a run for each, in RUN_DIR/seed-1 and so on; one table and one plot
     at_once: int = 1  # with --seeds: how many runs at a time
     json: bool = False  # print the result as one JSON object, the last line of stdout
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyOptions:
+    """The options that decide which others there are, as texts: they are read before the arguments are parsed."""
+
+    agent: Union[str, None]
+    env: Union[str, None]
+    network: Union[str, None]
+    session: SessionOptions  # of which preset, config, run_dir and resume are read
+    texts: dict[str, str]  # of all options that are given, by name, see `option_texts`
+
+    @classmethod
+    def read(cls, arguments: Sequence[str]) -> EarlyOptions:
+        """Find them in the arguments."""
+        texts = option_texts(arguments)
+        run_dir = texts.get("run_dir") or None
+        session = SessionOptions(
+            preset=texts.get("preset") or "auto",
+            config=texts.get("config") or None,
+            run_dir=run_dir,
+            resume="resume" in texts and run_dir is not None,
+        )
+        agent, env, network = (texts.get(name) or None for name in ("agent", "env", "network"))
+        return cls(agent, env, network, session, texts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,17 +105,12 @@ def read_arguments(
         prog, description: of the command, as `parse` takes them.
     """
     here = pathlib.Path.cwd()  # before any code of the user's, which may change the directory
-    defaults, preset = _defaults(arguments)
-    start = _default_options(defaults, arguments, options_cls)
+    early = EarlyOptions.read(arguments)
+    defaults, preset = _defaults(early)
+    start = _default_options(defaults, early, options_cls)
     elsewhere = functools.partial(_where_is, defaults.agent)
     parsed: Any = parse(type(start), arguments, prog, description, default=start, elsewhere=elsewhere)
-    values = {name: getattr(parsed.experiment, name) for name in field_names(parsed.experiment) if name not in _HIDDEN}
-    values["agent_config"] = parsed.agent_config
-    if "network_config" in values:
-        values["network_config"] = getattr(parsed, "network_config", None)
-    if value_before_parsing(arguments, "num-actors") is None and not isinstance(defaults.topology_config, GameProgram):
-        values.pop("num_actors", None)  # nobody gave it: its default depends on the number of environments
-    experiment = from_flat(values)
+    experiment = change_options(defaults, _given_options(start, parsed, early))
     if parsed.session.resume and parsed.session.run_dir is None:
         raise UsageError("--resume needs --run-dir: the directory of the run to go on with.")
     paths = {name: getattr(parsed.session, name) for name in ("run_dir", "token_file")}
@@ -100,19 +118,34 @@ def read_arguments(
     return experiment, dataclasses.replace(parsed.session, **paths), preset
 
 
-def _defaults(arguments: list[str]) -> tuple[Experiment, Preset | None]:
-    """Return the defaults of the command line: a saved experiment, or those of its agent and environment."""
-    given = functools.partial(value_before_parsing, arguments)
-    run_dir, network = given("run-dir"), given("network")
-    resume = "--resume" in arguments and run_dir is not None
-    session = SessionOptions(preset=given("preset") or "auto", config=given("config"), run_dir=run_dir, resume=resume)
-    defaults, preset = starting_point(given("agent"), given("env"), session, network)
-    topology = defaults.topology_config
-    if network is not None and isinstance(topology, AgentOptions) and network != topology.network:
-        defaults = with_fields(defaults, network=None if network == "None" else network, network_config=None)
-    defaults = fill_configs(defaults)
-    names = {name: given(name.replace("_", "-")) for name in field_names(defaults.agent_config)}
-    return dataclasses.replace(defaults, agent_config=with_choices(defaults.agent_config, names)), preset
+def _defaults(early: EarlyOptions) -> tuple[Experiment, Preset | None]:
+    """Return the defaults of the command line: a saved experiment, or those of its agent and environment.
+
+    They have the network that is given and the choices of the agent's config, as a head: these have options too.
+    """
+    defaults, preset = starting_point(early.agent, early.env, early.session, early.network)
+    choosers = [name for name, hint in hints_of(type(defaults.agent_config)).items() if choices_of(hint)]
+    choices: dict[str, Any] = {name: early.texts[name] for name in choosers if early.texts.get(name)}
+    if early.network is not None and "network" in to_flat(defaults):
+        choices["network"] = None if early.network == "None" else early.network
+    return change_options(defaults, choices), preset
+
+
+def _given_options(start: Any, parsed: Any, early: EarlyOptions) -> dict[str, Any]:
+    """Return the options of an experiment that the arguments give, by name, as `change_options` takes them.
+
+    One that is given at its default counts too: `--num-actors 2` asks for two actors, however few environments there
+    are. The agent is settled already.
+    """
+    before, now = _options_of_experiment(start), _options_of_experiment(parsed)
+    given = {name: value for name, value in now.items() if value != before[name] or name in early.texts}
+    given.pop("agent", None)
+    return given
+
+
+def _options_of_experiment(options: Any) -> dict[str, Any]:
+    """Return the values of all options but those of the session, by name."""
+    return values_by_name(vars(options.experiment), options.agent_config, getattr(options, "network_config", None))
 
 
 def _where_is(agent: str, option: str) -> str:
@@ -120,7 +153,7 @@ def _where_is(agent: str, option: str) -> str:
     return where_is(agent, option.removeprefix("--").replace("-", "_").removeprefix("no_"), "--{} {}")
 
 
-def _default_options(defaults: Experiment, arguments: list[str], options_cls: type[TrainOptions]) -> Any:
+def _default_options(defaults: Experiment, early: EarlyOptions, options_cls: type[TrainOptions]) -> Any:
     """Return all options with their defaults, in a dataclass for tyro. For `--agent dqn --head categorical`:
 
     Train(
@@ -131,15 +164,14 @@ def _default_options(defaults: Experiment, arguments: list[str], options_cls: ty
         network_config=MLPConfig(hidden=(120, 84), ...),                                # --network.hidden
     )
     """
-    annotated: Any = Annotated
     flat = (tyro.conf.arg(name=""), tyro.conf.OmitArgPrefixes)  # options have no prefix
     config, values = defaults.agent_config, to_flat(defaults)
     network = values.get("network_config")
     values |= dict.fromkeys({"agent_config", "network_config"} & values.keys())  # they have parts of their own
-    experiment = _experiment_options_class(defaults, arguments)(**values)
+    experiment = _experiment_options_class(defaults, early)(**values)
     _check_no_clash(type(config), defaults.agent, {*field_names(experiment), *field_names(options_cls)} - _HIDDEN)
     choices: list[Any] = [
-        (name, Annotated[Literal.__getitem__(tuple(known)), tyro.conf.arg(help=f"Its options are --{name}.*")])
+        (name, Annotated[literal(known), tyro.conf.arg(help=f"Its options are --{name}.*")])
         for name, hint in hints_of(type(config)).items()
         if (known := choices_of(hint))
     ]
@@ -152,12 +184,10 @@ def _default_options(defaults: Experiment, arguments: list[str], options_cls: ty
     }
     if network is not None:
         parts["network_config"] = (network, (tyro.conf.arg(name="network"),))
-    fields = [(name, operator.getitem(annotated, (type(part), *marks))) for name, (part, marks) in parts.items()]
-    made = dataclasses.make_dataclass("Train", fields, frozen=True)
-    return made(**{name: part for name, (part, _) in parts.items()})
+    return joined_options("Train", parts)
 
 
-def _experiment_options_class(defaults: Experiment, arguments: list[str]) -> Any:
+def _experiment_options_class(defaults: Experiment, early: EarlyOptions) -> Any:
     """Make the class of the options of an experiment and of every topology of its agent. For `--agent dqn`:
 
         @dataclasses.dataclass(frozen=True)
@@ -169,8 +199,7 @@ def _experiment_options_class(defaults: Experiment, arguments: list[str]) -> Any
 
     All other fields are those of the bases. Values are checked when the experiment is made, not here.
     """
-    given = functools.partial(value_before_parsing, arguments)
-    classes = config_classes(defaults.agent, given("topology") or defaults.topology_config.name)
+    classes = config_classes(defaults.agent, early.texts.get("topology") or defaults.topology_config.name)
     every = dict.fromkeys(classes.values())
     bases = [cls for cls in every if not any(other is not cls and issubclass(other, cls) for other in every)]
     values = {field.name: field.default for cls in bases for field in dataclasses.fields(cls)}
@@ -186,8 +215,8 @@ def _experiment_options_class(defaults: Experiment, arguments: list[str]) -> Any
         "replay": ("auto", *registry.REPLAYS),
     }
     for name, known in choices.items():
-        named = [each for each in (given(name), values.get(name)) if isinstance(each, str) and ":" in each]
-        annotations[name] = Literal.__getitem__((*known, *named))
+        named = [each for each in (early.texts.get(name), values.get(name)) if isinstance(each, str) and ":" in each]
+        annotations[name] = literal((*known, *named))
     return dataclasses.make_dataclass(
         ExperimentOptions.__name__,  # by which tyro finds the help of `topology`
         [(name, hint, values[name]) for name, hint in annotations.items() if name in values],

@@ -20,6 +20,6 @@ Where a value is from, with `agent.batch_size` after each step of `rlframe.train
    fields have other defaults for a topology (`TopologyConfig.defaults`: a language model has `num_envs=1`).
 3. `find_preset` finds `dqn/cartpole`, and `apply_preset` puts its values over these: 64.
 4. `fill_configs` makes the configs that are None by now: an agent's without a preset, and the network's.
-5. `change_options` puts the user's options over all: 128. The command line lets tyro do this, with the values of step 4
-   as its defaults.
+5. `change_options` puts the user's options over all: 128. On the command line, tyro finds these in the arguments; its
+   defaults are the values of step 4.
 """

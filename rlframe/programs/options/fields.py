@@ -48,15 +48,15 @@ def flat_fields(config: Any) -> dict[str, Any]:
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
 
 
-def option_names(config: Any, prefix: str = "") -> list[str]:
-    """The options that a config has, those of the configs in it with a dot: `model.hidden_size`."""
-    names = []
+def option_values(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return a config's options by name, those of the configs in it with a dot: `head` and `head.num_atoms`."""
+    values = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name, None)
-        names.append(prefix + field.name)
+        values[prefix + field.name] = value
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            names += option_names(value, f"{prefix}{field.name}.")
-    return names
+            values |= option_values(value, f"{prefix}{field.name}.")
+    return values
 
 
 def resolve_names(
@@ -130,7 +130,7 @@ def with_options(config: Any, options: Mapping[str, Any], prefix: str = "") -> A
 
     Args:
         config: a dataclass.
-        options: by name, as `option_names` has them.
+        options: by name, as `option_values` has them.
         prefix: of the names in messages.
 
     Raises:

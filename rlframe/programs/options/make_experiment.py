@@ -7,7 +7,7 @@
    field, and sorts the options: flat ones, those of the agent's config, those of the network's config.
 5. `from_flat` makes the `Experiment` of these, with the config of its topology.
 
-`rlframe train` does the same, except that the command line is parsed between steps 3 and 5.
+`rlframe train` does the same: it parses its arguments between steps 3 and 4, and `change_options` gets those given.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlframe.programs.options.fields import (
     field_names,
     flat_fields,
     hints_of,
-    option_names,
+    option_values,
     resolve_names,
     with_choices,
     with_options,
@@ -101,7 +101,7 @@ def change_options(defaults: Experiment, options: Mapping[str, Any], others: Ite
     prefixes = {"agent_config": ""} | ({"network_config": "network."} if "network" in hints else {})
     options = {name: value for name, value in options.items() if name not in prefixes or value is not None}
     configs = _configs_to_change(defaults, options, prefixes)
-    names = {part: option_names(config, prefixes[part]) for part, config in configs.items()}
+    names = {part: list(option_values(config, prefixes[part])) for part, config in configs.items()}
     # 2. The options that are meant.
     known = [*hints, *prefixes, *itertools.chain(*names.values())]
     given = resolve_names(options, known, f"an experiment with {agent}", functools.partial(where_is, agent), others)
@@ -270,12 +270,13 @@ def config_classes(agent: str, own: str | None = None) -> dict[str, type[Topolog
 
 def option_value(experiment: Experiment, option: str) -> Any:
     """Return the value of an option, as `learning-rate` or `head.num_atoms`; None if there is none."""
-    first, *rest = option.replace("-", "_").split(".")
-    options = to_flat(experiment)
-    if rest and first == "network":
-        value = options.get("network_config")
-    else:
-        value = options.get(first, getattr(options["agent_config"], first, None))
-    for name in rest:
-        value = getattr(value, name, None)
+    flat = to_flat(experiment)
+    values = values_by_name(flat, flat["agent_config"], flat.get("network_config"))
+    value = values.get(option.replace("-", "_"))
     return value.name if dataclasses.is_dataclass(value) and hasattr(value, "name") else value
+
+
+def values_by_name(flat: Mapping[str, Any], agent_config: Any, network_config: Any) -> dict[str, Any]:
+    """Return the values of all options by the names that `change_options` takes. A network need not have a config."""
+    of_network = {} if network_config is None else option_values(network_config, "network.")
+    return {**flat, **option_values(agent_config), **of_network}
