@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 import signal
 import threading
 import time
@@ -15,7 +14,7 @@ from typing import Any, cast
 from rlframe.coordinator.messages import Role, WorkerInfo, WorkerKey, worker_id_of
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.running import EXIT_PERMANENT, RunningNode, StartableNode
-from rlframe.engines.supervision.supervisor import Backoff, Slot, Supervisor
+from rlframe.engines.supervision.supervisor import Backoff, Slot, SlotState, Supervisor
 from rlframe.errors import UsageError
 from rlframe.handles import Remote
 from rlframe.transport import Transport
@@ -68,7 +67,7 @@ class SupervisedOperator(Supervisor):
     def list(self) -> list[WorkerInfo]:
         """See `Operator`."""
         with self.lock:
-            return [self._seen(slot) for slot in self.slots.values() if slot.running is not None or slot.is_wanted]
+            return [self._seen(slot) for slot in self.slots.values() if slot.state != "ENDED"]
 
     def scale(self, role: Role, n: int) -> None:
         """See `Operator`."""
@@ -83,8 +82,8 @@ class SupervisedOperator(Supervisor):
         """See `Operator`."""
         with self.lock:
             slot = self.slots.get(key[0])
-            if slot is not None and slot.incarnation == key[1] and not slot.is_ending:
-                slot.problem = f"{slot.name} was replaced."
+            if slot is not None and slot.incarnation == key[1] and slot.state == "RUNNING":
+                slot.state, slot.problem = "REPLACED", f"{slot.name} was replaced."
                 self.kill(slot)
 
     def release(self, key: WorkerKey) -> None:
@@ -92,8 +91,7 @@ class SupervisedOperator(Supervisor):
         with self.lock:
             slot = self.slots.get(key[0])
             if slot is not None and slot.incarnation == key[1] and slot.running is not None:
-                _give_up(slot)
-                self.terminate(slot)
+                self._give_up(slot)
                 self._fit(_role_of(slot))
         self.events.put(_wake)
 
@@ -113,24 +111,28 @@ class SupervisedOperator(Supervisor):
 
     def _fit(self, role: Role) -> None:
         """Want as many slots as are asked for; a running one is never given up here."""
-        slots = [slot for slot in self.slots.values() if _role_of(slot) == role and slot.is_wanted]
+        slots = [
+            slot for slot in self.slots.values() if _role_of(slot) == role and slot.state not in ("ENDING", "ENDED")
+        ]
         for slot in reversed(slots[:]):
-            if len(slots) > self._wanted[role] and slot.running is None:
-                _give_up(slot)
+            if len(slots) > self._wanted[role] and slot.state == "WAITING":
+                self._give_up(slot)
                 slots.remove(slot)
         for index in itertools.count():
             if len(slots) >= self._wanted[role]:
                 break
             slot = self._slot(role, index)
-            if not slot.is_wanted and slot.running is None:  # else the old one has yet to end
-                slot.is_wanted, slot.restart_at = True, time.monotonic()
+            if slot.state == "ENDED":
+                slot.state, slot.deadline = "WAITING", time.monotonic()
                 slots.append(slot)
+
+    def _give_up(self, slot: Slot) -> None:
+        slot.deaths, slot.problem = 0, ""
+        self.terminate(slot)
 
     def _slot(self, role: Role, index: int) -> Slot:
         name = worker_id_of(role, index)
-        if name not in self.slots:
-            self.slots[name] = Slot(name, functools.partial(self._nodes[role], index), is_wanted=False)
-        return self.slots[name]
+        return self.slots.setdefault(name, Slot(name, functools.partial(self._nodes[role], index)))
 
     def start(self, slot: Slot) -> None:
         """Start the next incarnation of a worker; later, if that fails."""
@@ -141,14 +143,14 @@ class SupervisedOperator(Supervisor):
             slot.problem = f"{slot.name} could not be started: {type(error).__name__}: {error}."
             self.restart_later(slot)
 
-    def decide_after_exit(self, slot: Slot, running: RunningNode) -> None:
-        """Start the next incarnation later, if the worker is still wanted."""
-        if not slot.is_ending:
+    def decide_after_exit(self, slot: Slot, running: RunningNode, state: SlotState) -> None:
+        """Start the next incarnation later, unless the worker was released."""
+        if state == "RUNNING":
             reason = _exit_reason(running)
             slot.problem = f"{slot.name} {reason}"
             self.node_logs.warn(slot.name, f"(incarnation {slot.incarnation}) {reason}")
         running.send(signal.SIGKILL)  # to the processes that it started, and left
-        if slot.is_wanted:
+        if state != "ENDING":
             self.count_death(slot, running)
             self.restart_later(slot)
         self._fit(_role_of(slot))
@@ -169,7 +171,7 @@ class SupervisedOperator(Supervisor):
             address=running.serves_at,
             host=running.host if running.pid is not None else "",
             pid=running.pid,
-            is_live=slot.is_wanted and not slot.is_ending and not running.hang_reason,
+            is_live=slot.state == "RUNNING" and not running.hang_reason,
             problem=problem,
         )
 
@@ -211,10 +213,6 @@ class OperatorHandle:
 
 def _role_of(slot: Slot) -> Role:
     return cast(Role, slot.name.partition("/")[0])
-
-
-def _give_up(slot: Slot) -> None:
-    slot.is_wanted, slot.restart_at, slot.deaths, slot.problem = False, math.inf, 0, ""
 
 
 def _exit_reason(running: RunningNode) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from rlframe.engines.base import GRACE, NodeState, Watch, node_status
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.stopping import handling, stop_signals
 from rlframe.engines.supervision.running import EXIT_PERMANENT, RunningNode, StartableNode
-from rlframe.engines.supervision.supervisor import Backoff, Slot, Supervisor
+from rlframe.engines.supervision.supervisor import Backoff, Slot, SlotState, Supervisor
 from rlframe.errors import ProgramError
 
 STOP_SIGNAL = signal.SIGUSR1  # sent to the launcher by a node that ends the program (`lp.stop()`)
@@ -40,9 +39,8 @@ class ProgramSupervisor(Supervisor):
     ) -> None:
         super().__init__(logs, hang_timeout=hang_timeout, grace=grace, backoff=backoff)
         self._watch = watch
-        self._told: Any = None  # to `watch`
-        self._exited_well: set[str] = set()
-        self._signal: int | None = None
+        self._reported: Any = None  # to `watch`
+        self._signal_number: int | None = None
         self._is_stopping = False
         self._is_complete = False  # the nodes that end the program have ended well
         self._failure: str | None = None
@@ -55,7 +53,7 @@ class ProgramSupervisor(Supervisor):
 
     def stop(self) -> None:
         """End the program, and well. Any thread may call it."""
-        self.events.put(self._stop)
+        self.events.put(self._end_nodes)
 
     def run(self) -> int | None:
         """Run the program to its end.
@@ -71,10 +69,10 @@ class ProgramSupervisor(Supervisor):
             try:
                 for slot in self.slots.values():
                     self.start(slot)
-                self._tell()
+                self._report_states()
                 while not self._is_over():
                     self.step()
-                    self._tell()
+                    self._report_states()
             finally:
                 self.kill_all()
                 self.node_logs.close()
@@ -82,75 +80,91 @@ class ProgramSupervisor(Supervisor):
             raise ProgramError(self._failure)
         if self._unsaved is not None and not self._is_complete:
             raise ProgramError(self._unsaved)
-        return self._signal
+        return self._signal_number
 
     def _is_over(self) -> bool:
-        return all(slot.running is None and not slot.waits_for_restart for slot in self.slots.values())
+        return all(slot.state == "ENDED" for slot in self.slots.values())
 
-    def decide_after_exit(self, slot: Slot, running: RunningNode) -> None:
+    # --- the end of a process
+
+    def decide_after_exit(self, slot: Slot, running: RunningNode, state: SlotState) -> None:
         """Restart a node that died; end the program if that is its end."""
-        rules, code, reason = slot.rules, running.code, running.exit_reason()
-        if self._is_stopping:
-            if code not in (0, -signal.SIGTERM, -signal.SIGKILL):
-                self.node_logs.warn(slot.name, f"{reason} while the program ended")
-            if rules.must_save and code not in (0, -signal.SIGTERM):  # a node that SIGTERM kills had not begun
-                self._note_unsaved(slot, f"{reason} while the program ended", running.last_words())
-            return
-        if code == 0:
-            self._exited_well.add(slot.name)
-            ending = [each.name for each in self.slots.values() if each.rules.ends_program]
-            if rules.ends_program and self._exited_well.issuperset(ending):
-                self._is_complete = True
-                self._stop()
-            return
+        if state == "ENDING":
+            self._check_saved(slot, running)
+        elif running.code == 0:
+            self._end_if_complete()
+        else:
+            self._restart_or_fail(slot, running)
+
+    def _check_saved(self, slot: Slot, running: RunningNode) -> None:
+        """Note that a node which should save ended badly while the program ended, and warn of any that did."""
+        ending = f"{running.exit_reason()} while the program ended"
+        if running.code not in (0, -signal.SIGTERM, -signal.SIGKILL):
+            self.node_logs.warn(slot.name, ending)
+        if slot.rules.must_save and running.code not in (0, -signal.SIGTERM):  # one that SIGTERM kills had not begun
+            self._note_unsaved(slot, ending, running.last_words())
+
+    def _end_if_complete(self) -> None:
+        """End the program if all nodes that end it have ended well. (One that died waits, or has ended the program.)"""
+        ending = [slot for slot in self.slots.values() if slot.rules.ends_program]
+        if ending and all(slot.state == "ENDED" for slot in ending):
+            self._is_complete = True
+            self._end_nodes()
+
+    def _restart_or_fail(self, slot: Slot, running: RunningNode) -> None:
+        """Start a node that died again after a pause; end the program if it died too often, or would die again."""
         self.count_death(slot, running)
-        if code == EXIT_PERMANENT or slot.deaths > rules.max_restarts:
+        reason, restarts = running.exit_reason(), slot.rules.max_restarts
+        if running.code == EXIT_PERMANENT or slot.deaths > restarts:
             times = f" (and {slot.deaths - 1} times before)" if slot.deaths > 1 else ""
             self._failure = f"The node {slot.name} {reason}{times}.{running.last_words()}"
-            self._stop()
-            return
-        delay = self.restart_later(slot)
-        self.node_logs.warn(slot.name, f"{reason}: restart {slot.deaths} of {rules.max_restarts} in {delay:g} s")
+            self._end_nodes()
+        else:
+            delay = self.restart_later(slot)
+            self.node_logs.warn(slot.name, f"{reason}: restart {slot.deaths} of {restarts} in {delay:g} s")
 
-    def _stop(self) -> None:
+    # --- the end of the program
+
+    def _end_nodes(self) -> None:
         if self._is_stopping:
             return
         self._is_stopping = True
         for slot in self.slots.values():
-            if slot.rules.must_save and slot.waits_for_restart:
+            if slot.rules.must_save and slot.state == "WAITING":
                 self._note_unsaved(slot, "had died, and was not back yet when the program was stopped", "")
-            slot.restart_at = math.inf
             self.terminate(slot)
 
     def _note_unsaved(self, slot: Slot, reason: str, last_words: str) -> None:
         self._unsaved = f"The node {slot.name} {reason}: its unsaved work is lost.{last_words}"
 
     def _on_signal(self, number: int) -> None:
-        self.events.put(self._stop if number == STOP_SIGNAL else functools.partial(self._signalled, number))
+        self.events.put(self._end_nodes if number == STOP_SIGNAL else functools.partial(self._end_by_signal, number))
 
-    def _signalled(self, number: int) -> None:
-        if self._signal is not None:
+    def _end_by_signal(self, number: int) -> None:
+        """End the nodes at the first Ctrl-C or SIGTERM; kill them at the second one."""
+        if self._signal_number is not None:
             self.kill_all()
         elif not self._is_stopping:
             count = sum(slot.running is not None for slot in self.slots.values())
             self.node_logs.warn(
                 "launcher", f"{signal.Signals(number).name}: ending {count} processes; once more kills them"
             )
-        self._signal = self._signal or number
-        self._stop()
+        self._signal_number = self._signal_number or number
+        self._end_nodes()
 
-    def _tell(self) -> None:
-        if self._watch is None:
-            return
+    # --- for `watch`
+
+    def _report_states(self) -> None:
+        """Call `watch` if a state has changed."""
         now = self._is_stopping, [self._status_of(slot) for slot in self.slots.values()]
-        if now != self._told:
-            self._told = now
+        if self._watch is not None and now != self._reported:
+            self._reported = now
             self._watch(*now)
 
     def _status_of(self, slot: Slot) -> dict[str, Any]:
         running = slot.running
         if running is None:
-            state: NodeState = "LOST" if slot.waits_for_restart else "GONE"
+            state: NodeState = "LOST" if slot.state == "WAITING" else "GONE"
             return node_status(slot.name, slot.incarnation, None, state)
         status = {**node_status(slot.name, slot.incarnation, running.pid), "host": running.host}
         if running.heartbeat is not None:

@@ -16,6 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from rlframe.engines.base import GRACE
 from rlframe.engines.group_rules import GroupRules
@@ -38,6 +39,14 @@ class Backoff:
         return min(self.first * 2.0 ** min(deaths - 1, 30), self.longest)
 
 
+# WAITING: it has no process; the next one is started at the slot's deadline.
+# RUNNING: it has a process. If that dies, `decide_after_exit` decides what follows.
+# REPLACED: its process was killed on request, and the next one follows.
+# ENDING: its process was told to end for good, and is killed at the slot's deadline.
+# ENDED: it has no process, and gets none.
+SlotState = Literal["WAITING", "RUNNING", "REPLACED", "ENDING", "ENDED"]
+
+
 @dataclasses.dataclass
 class Slot:
     """The place of one node: the process that runs in it, and the counters of its restarts.
@@ -47,32 +56,23 @@ class Slot:
         make: returns the node to start, given its incarnation: a node of a program is always the same, a worker of
             elastic is not.
         rules: of the node's group.
-        incarnation: number of starts before the newest one.
+        state: see `SlotState`.
+        deadline: time of the next start if the state is WAITING, of the kill if it is ENDING; else infinite.
         running: the process; None while there is none.
+        incarnation: number of starts before the newest one.
         deaths: in a row.
-        restart_at: time of the next start; infinite if none is due.
-        is_ending: the process was told to end, or was killed on request: its end is not a death.
-        kill_at: time at which a process that was told to end is killed.
-        is_wanted: a process is to run in it. A worker that is released is not wanted any more.
         problem: how its latest process died, or why it does not start; empty after a healthy time.
     """
 
     name: str
     make: Callable[[int], StartableNode]
     rules: GroupRules = dataclasses.field(default_factory=GroupRules)
-    incarnation: int = -1
+    state: SlotState = "ENDED"
+    deadline: float = math.inf
     running: RunningNode | None = None
+    incarnation: int = -1
     deaths: int = 0
-    restart_at: float = math.inf
-    is_ending: bool = False
-    kill_at: float = math.inf
-    is_wanted: bool = True
     problem: str = ""
-
-    @property
-    def waits_for_restart(self) -> bool:
-        """True if the node will be started again, now or later."""
-        return self.restart_at < math.inf
 
 
 class Supervisor:
@@ -113,14 +113,20 @@ class Supervisor:
         self.lock = threading.RLock()
         self.events: Inbox[Callable[[], None]] = Inbox()
 
-    def decide_after_exit(self, slot: Slot, running: RunningNode) -> None:
-        """Decide what follows the exit of a process: a restart, the end of the program, or nothing."""
+    def decide_after_exit(self, slot: Slot, running: RunningNode, state: SlotState) -> None:
+        """Decide what follows the exit of a process: a restart, the end of the program, or nothing.
+
+        Args:
+            slot: its slot, which is ENDED now.
+            running: the process.
+            state: of the slot, until the exit: RUNNING, REPLACED or ENDING.
+        """
         raise NotImplementedError
 
     def step(self) -> None:
         """Wait for the next event and handle it; then make the kills and starts that are due."""
         now = time.monotonic()
-        due = min((min(slot.restart_at, slot.kill_at) for slot in self.slots.values()), default=math.inf)
+        due = min((slot.deadline for slot in self.slots.values()), default=math.inf)
         event = None
         with contextlib.suppress(queue.Empty):
             event = self.events.get(max(0.0, min(due - now, self._look_every)))
@@ -129,17 +135,18 @@ class Supervisor:
                 event()
             looked_at = self._clock.tick()
             for slot in list(self.slots.values()):
-                if slot.running is not None and not slot.is_ending:
+                if slot.running is not None and slot.state == "RUNNING":
                     slot.running.kill_if_hung(looked_at)
-                if slot.kill_at <= time.monotonic():
+                is_due = slot.deadline <= time.monotonic()
+                if is_due and slot.state == "WAITING":
+                    self.start(slot)
+                elif is_due:
                     self.node_logs.warn(slot.name, f"did not end within {self._grace:g} s: killed")
                     self.kill(slot)
-                if slot.restart_at <= time.monotonic():
-                    self.start(slot)
 
     def start(self, slot: Slot) -> None:
         """Start the next incarnation of a node."""
-        slot.incarnation, slot.restart_at, slot.is_ending = slot.incarnation + 1, math.inf, False
+        slot.state, slot.deadline, slot.incarnation = "RUNNING", math.inf, slot.incarnation + 1
         heartbeat = HeartbeatMonitor(self._hang_timeout, self._clock()) if self._hang_timeout else None
         slot.running = slot.make(slot.incarnation).start(heartbeat, self._on_exit, self.node_logs.write)
 
@@ -149,8 +156,9 @@ class Supervisor:
     def _exit_event(self, running: RunningNode) -> None:
         slot = self.slots.get(running.name)
         if slot is not None and slot.running is running:
-            slot.running, slot.kill_at = None, math.inf
-            self.decide_after_exit(slot, running)
+            state, slot.state = slot.state, "ENDED"
+            slot.running, slot.deadline = None, math.inf
+            self.decide_after_exit(slot, running, state)
 
     def count_death(self, slot: Slot, running: RunningNode) -> None:
         """Count a death: in a row with those before, unless the process lived for a healthy time."""
@@ -159,19 +167,23 @@ class Supervisor:
     def restart_later(self, slot: Slot) -> float:
         """Schedule the next start, and return the seconds until then."""
         delay = self.backoff.delay(slot.deaths)
-        slot.restart_at = time.monotonic() + delay
+        slot.state, slot.deadline = "WAITING", time.monotonic() + delay
         return delay
 
     def terminate(self, slot: Slot) -> None:
-        """Tell the process to end; after `grace` seconds it is killed."""
-        if slot.running is not None and not slot.is_ending:
-            slot.is_ending, slot.kill_at = True, time.monotonic() + self._grace
+        """End a node for good: tell its process to end, and kill it after `grace` seconds."""
+        if slot.running is None:
+            slot.state, slot.deadline = "ENDED", math.inf
+        elif slot.state == "RUNNING":
+            slot.state, slot.deadline = "ENDING", time.monotonic() + self._grace
             slot.running.send(signal.SIGTERM)
             slot.running.send(signal.SIGCONT)  # a process that was paused does not handle SIGTERM
+        else:  # it is killed already
+            slot.state = "ENDING"
 
     def kill(self, slot: Slot) -> None:
         """Kill the process of a slot, if there is one."""
-        slot.is_ending, slot.kill_at = True, math.inf
+        slot.deadline = math.inf
         if slot.running is not None:
             slot.running.send(signal.SIGKILL)
 

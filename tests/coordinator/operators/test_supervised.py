@@ -108,7 +108,8 @@ class World(SupervisedOperator):
         return [worker.problem for worker in self.list() if worker.problem]
 
     def due_in(self) -> float:
-        return min(slot.restart_at for slot in self.slots.values()) - self.time.now
+        waiting = [slot.deadline for slot in self.slots.values() if slot.state == "WAITING"]
+        return min(waiting, default=float("inf")) - self.time.now
 
 
 @pytest.fixture
