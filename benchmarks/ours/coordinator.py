@@ -197,7 +197,7 @@ def main() -> None:
         cfg = CoordinatorConfig(path, max_collectors=collectors, collectors=collectors)
         operator = Operator(workers, args.workers)
         coordinator = Coordinator(TrainOne(env_steps=10**12), operator, Replay(), None, cfg)
-        coordinator._job.count_is_manual = True  # they are as many as they are
+        coordinator._job.requests.count_is_manual = True  # they are as many as they are
         threading.Thread(target=coordinator.run, daemon=True).start()
         deadline = time.monotonic() + 60.0
         while len(workers._steps) < collectors:

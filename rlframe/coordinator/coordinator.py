@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import json
 import logging
 import os
@@ -94,6 +93,9 @@ class Coordinator:
         self._journal = Journal(pathlib.Path(cfg.path) / "journal.jsonl")
         newest = self._journal.state
         saved = newest if newest is not None and newest["job_id"] == cfg.job_id else None
+        newest_before = -1  # version of another job, whose journal is in the same folder
+        if newest is not None and saved is None:
+            newest_before = max(newest["accounts"]["params_version"], newest["min_version"])
         self._clock = Clock()
         wanted: dict[Role, int] = {"learner": 1, "collector": cfg.collectors or cfg.min_collectors}
         self._job = TrainingJob(
@@ -104,13 +106,11 @@ class Coordinator:
             now=self._clock(),
             evaluates=cfg.evaluates,
             counts_before=cfg.counts_before,
+            min_version=newest_before,
             saved=saved,
         )
-        if saved is None and newest is not None:  # the journal of another job, in the same folder
-            self._job.min_version = max(newest["accounts"]["params_version"], newest["min_version"])
         # A job may be over without a result: its coordinator was killed before it wrote the result.
         self._result_is_missing = saved is not None and not saved["result_is_written"]
-        self._numbers = itertools.count(self._journal.notes[-1]["number"] + 1 if self._journal.notes else 1)
         self._lock = threading.RLock()  # of the job and the journal
         self._noted = threading.Condition(self._lock)
         self._events: Inbox[Any] = Inbox()
@@ -353,7 +353,7 @@ class Coordinator:
         notes, now = [effect for effect in effects if isinstance(effect, ev.Note)], time.monotonic()
         for note in notes:
             fields = {name: value for name, value in note.fields.items() if isinstance(value, _PLAIN)}
-            number = next(self._numbers)
+            number = self._journal.notes[-1]["number"] + 1 if self._journal.notes else 1
             self._journal.note({**fields, "number": number, "time": time.time(), "kind": note.kind, "text": note.text})
         if notes or now > self._journaled_at + _JOURNAL_EVERY:
             self._journaled_at = now

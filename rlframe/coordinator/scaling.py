@@ -62,23 +62,29 @@ class Scaling:
         No window is judged if a person chose the number, while the job does not run, or while collectors start.
         """
         steps = job.accounts.env_steps
-        here = (now, job.learner_waits.seconds(now), steps, job.collect_seconds, job.paced_seconds)
-        if job.count_is_manual or job.state is not JobState.RUNNING or self._window is None:
+        here = (
+            now,
+            job.learner.seconds_without_data(now),
+            steps,
+            job.collectors.seconds,
+            job.collectors.seconds_waited,
+        )
+        if job.requests.count_is_manual or job.state is not JobState.RUNNING or self._window is None:
             self._window = here
             return None
         began, waited, steps_before, collected, paced = self._window
         if now - began < self._SECONDS:
             return None
         self._window = here
-        count = job.wanted["collector"]
+        count = job.requests.wanted["collector"]
         if len([worker for worker in job.roster.of("collector") if worker.rollouts.params_version is not None]) < count:
             return None
         load = Load(
             collectors=count,
             seconds=now - began,
-            learner_waited=job.learner_waits.seconds(now) - waited,
+            learner_waited=job.learner.seconds_without_data(now) - waited,
             env_steps=steps - steps_before,
-            paced=(job.paced_seconds - paced) / max(job.collect_seconds - collected, 1e-9),
+            paced=(job.collectors.seconds_waited - paced) / max(job.collectors.seconds - collected, 1e-9),
             staleness=job.accounts.logs.get("staleness"),
         )
         wanted = self.judge(load)

@@ -39,9 +39,9 @@ def status(
     """
     return {
         "job": {**_NOTHING, **describes, **_job(job, counters, rates, now)},
-        "wanted": dict(job.wanted),
+        "wanted": dict(job.requests.wanted),
         "limits": limits,
-        "scaling": "manual" if job.count_is_manual else "auto",
+        "scaling": "manual" if job.requests.count_is_manual else "auto",
         "workers": [
             _worker(job, worker, counters["params_version"], now)
             for worker in sorted(job.roster, key=lambda worker: (ROLES.index(worker.role), worker.index))
@@ -61,8 +61,8 @@ def status(
         "replay": replay,
         "operator": {
             **operator,
-            "connected": not job.operator_problem and job.state is not JobState.INIT,
-            "problem": job.operator_problem,
+            "connected": not job.operator.problem and job.state is not JobState.INIT,
+            "problem": job.operator.problem,
         },
         "accounts": {name: counters[name] for name in _ACCOUNTS},
         "returns": counters["returns"],
@@ -125,7 +125,7 @@ def _waits_for(job: TrainingJob) -> str | None:
         return "paused"
     if job.ending is not None:
         return "evaluation" if job.tasks.open("evaluate") else None
-    if job.learner_waits.what == "data":
+    if job.learner.waits_for == "data":
         collectors = [worker for worker in job.roster.of("collector") if worker.task_id]
         return "pacing" if collectors and all(worker.rollouts.is_waiting for worker in collectors) else "data"
-    return job.learner_waits.what
+    return job.learner.waits_for

@@ -53,7 +53,7 @@ class Stage:
         commander = TrainOne(**(limits or {"env_steps": 10**9}))
         cfg = CoordinatorConfig(str(self.path), collectors=collectors, limits=LIMITS)
         made = Coordinator(commander, self.scene.operator, self.scene.replay, self.scene.store, cfg)
-        made._job.count_is_manual = True  # nobody scales but the test
+        made._job.requests.count_is_manual = True  # nobody scales but the test
         self.made.append(made)
         made.submit()
         return made

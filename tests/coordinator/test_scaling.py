@@ -75,7 +75,7 @@ class Judge(Scaling):
 @pytest.fixture
 def world() -> World:
     world = World(collectors=2, commander=TrainOne(env_steps=10**9))
-    assert world.run(60.0, lambda: world.m.accounts.learned > 3 and world.m.collect_seconds > 0.5)
+    assert world.run(60.0, lambda: world.m.accounts.learned > 3 and world.m.collectors.seconds > 0.5)
     return world
 
 
@@ -89,19 +89,19 @@ def test_a_window_is_judged_by_what_happened_in_it(world: World):
     assert judge.wanted(world.m, world.now) is None
     steps, waited, seconds = (
         world.m.accounts.env_steps,
-        world.m.learner_waits.seconds(world.now),
-        world.m.collect_seconds,
+        world.m.learner.seconds_without_data(world.now),
+        world.m.collectors.seconds,
     )
     assert look(world, judge, 4.9) is None and judge.seen == []
     world.run(0.2)
     world.m.accounts.logs["staleness"] = 1.5
-    world.m.paced_seconds += 5.0
+    world.m.collectors.seconds_waited += 5.0
     assert judge.wanted(world.m, world.now) == 3
     (load,) = judge.seen
     assert (load.collectors, load.staleness) == (2, 1.5) and load.seconds == pytest.approx(5.1)
     assert load.env_steps == world.m.accounts.env_steps - steps > 50
-    assert load.learner_waited == pytest.approx(world.m.learner_waits.seconds(world.now) - waited)
-    assert load.paced == pytest.approx(5.0 / (world.m.collect_seconds - seconds))
+    assert load.learner_waited == pytest.approx(world.m.learner.seconds_without_data(world.now) - waited)
+    assert load.paced == pytest.approx(5.0 / (world.m.collectors.seconds - seconds))
     judge.says = 2
     assert look(world, judge, 5.1) is None  # there are as many
 
@@ -126,4 +126,4 @@ def test_nothing_is_judged_while_the_job_stands_still_or_collectors_are_on_their
 
 def test_a_scaling_by_load_is_no_persons_word(world: World):
     world.deliver(ev.ScaleAsked("collector", 3, "load"))
-    assert world.m.wanted["collector"] == 3 and not world.m.count_is_manual
+    assert world.m.requests.wanted["collector"] == 3 and not world.m.requests.count_is_manual

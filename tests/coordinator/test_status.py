@@ -85,14 +85,14 @@ def test_it_tells_what_the_learner_waits_for(world: World) -> None:
     def waits() -> Any:
         return status(world)["job"]["waits_for"]
 
-    world.m.learner_waits.note(None, world.now)
+    world.m.learner.wait_for(None, world.now)
     assert waits() is None
-    world.m.learner_waits.note("data", world.now)
+    world.m.learner.wait_for("data", world.now)
     assert waits() == "data"
     for worker in world.m.roster.of("collector"):
         worker.rollouts.is_waiting = True
     assert waits() == "pacing"
-    world.m.learner_waits.note("learner", world.now)
+    world.m.learner.wait_for("learner", world.now)
     assert waits() == "learner"
     world.deliver(ev.PauseAsked(True))
     assert waits() == "paused"

@@ -23,6 +23,7 @@ class Accounts(ActorCounts):
         dropped: granted batches that they reported as dropped.
         lost: granted batches of a learner, or a coordinator, that died.
         learns: answers of learners about at least one batch.
+        evaluated_at: environment steps at which the newest evaluation was begun.
         discarded: open fragments of lost collectors: one of each of their environments.
     """
 
@@ -34,6 +35,7 @@ class Accounts(ActorCounts):
     lost: int = 0
     learns: int = 0
     discarded: int = 0
+    evaluated_at: int = 0
     stale: int = 0  # answers to calls that were not waited for
     retries: int = 0  # of tasks
     restarts: int = 0  # of workers

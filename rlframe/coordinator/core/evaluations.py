@@ -16,8 +16,8 @@ from rlframe.coordinator.states import TaskState
 
 def evaluate(job: TrainingJob, policy_id: str) -> Task:
     """Begin an evaluation of the newest version of a policy."""
-    job.evaluated_at = job.accounts.env_steps
-    if job.wanted["evaluator"] < 1:
+    job.accounts.evaluated_at = job.accounts.env_steps
+    if job.requests.wanted["evaluator"] < 1:
         job.want("evaluator", 1)
     task = job.tasks.add(StartTask("evaluate", policy_id, {"params_version": -1}))
     choose_version(job, task)
@@ -95,7 +95,7 @@ def note_failure(job: TrainingJob, why: str) -> None:
     """Note why the last evaluation failed; the first reason counts. The job does not fail: the policy is saved."""
     if job.ending is not None and job.ending.evaluation_error is None:
         job.ending.evaluation_error = why
-        job.reason = f"{job.reason}; but the last evaluation failed: {why}"
+        job.ending.reason += f"; but the last evaluation failed: {why}"
 
 
 def _without_version(job: TrainingJob, policy_id: str) -> list[Task]:

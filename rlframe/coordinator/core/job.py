@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from rlframe.coordinator.commander import Commander, View
 from rlframe.coordinator.config import Limits
@@ -14,7 +14,6 @@ from rlframe.coordinator.messages import ROLES, Header, Role, WorkerInfo
 from rlframe.coordinator.states import EndingStep, JobState, check, is_over
 from rlframe.metrics.rows import ActorCounts, Rows, add_point
 
-_SAVED = ("reason", "count_is_manual", "began", "paused", "learner_has_started", "min_version", "evaluated_at")
 _CALLS_PER_START = 2**32  # numbers of calls between two starts of a coordinator
 
 
@@ -22,6 +21,7 @@ _CALLS_PER_START = 2**32  # numbers of calls between two starts of a coordinator
 class JobEnding:
     """How a job ends, and how far it has come. The first reason to end stays the job's reason."""
 
+    reason: str
     failed: bool
     evaluates: bool  # the last version
     since: float  # when `step` began
@@ -53,29 +53,64 @@ class JobEnding:
 
     def to_json(self) -> dict[str, Any]:
         """Return the state for the journal. Deadlines start again with the next coordinator."""
-        names = ("failed", "evaluates", "stopped_by", "evaluation", "task_id", "evaluation_error")
+        names = ("reason", "failed", "evaluates", "stopped_by", "evaluation", "task_id", "evaluation_error")
         return {**{name: getattr(self, name) for name in names}, "step": self.step.value}
 
 
-class LearnerWaits:
-    """The reason why the learner does not learn, and the time that it has waited for data.
+@dataclasses.dataclass
+class Requests:
+    """What people and the scaling asked for."""
+
+    wanted: dict[Role, int]  # workers of each role
+    count_is_manual: bool = False  # a person chose the number of collectors
+    paused: bool = False  # collecting and learning
+    save_next_update: bool = False  # the learner saves a checkpoint with its next update
+
+
+@dataclasses.dataclass
+class OperatorLink:
+    """Whether this coordinator can reach the operator."""
+
+    has_answered: bool = False
+    problem: str = ""  # why it cannot be reached; empty if it can, or was not tried yet
+
+    @property
+    def is_away(self) -> bool:
+        """True if it cannot be reached, or has not answered yet."""
+        return bool(self.problem) or not self.has_answered
+
+
+class LearnerActivity:
+    """What the learner has done, and what it waits for.
 
     Attributes:
-        what: "data", "learner" (there is none), or None.
+        has_started: whether any learner has started, so that collectors find their buffer.
+        waits_for: "learner": there is none.
+        draws_fail_since: when the replay buffer began to raise with every draw; None: it does not raise.
     """
 
     def __init__(self, now: float) -> None:
-        self.what: str | None = "learner"
+        self.has_started = False
+        self.waits_for: Literal["data", "learner"] | None = "learner"
+        self.draws_fail_since: float | None = None
         self._waited, self._began = 0.0, now
 
-    def note(self, what: str | None, now: float) -> None:
-        """Note that it waits for this from now on."""
-        if what != self.what:
-            self._waited, self._began, self.what = self.seconds(now), now, what
+    def wait_for(self, what: Literal["data", "learner"] | None, now: float) -> None:
+        """Note that it waits for this from now on. None: it learns."""
+        if what != self.waits_for:
+            self._waited, self._began, self.waits_for = self.seconds_without_data(now), now, what
 
-    def seconds(self, now: float) -> float:
+    def seconds_without_data(self, now: float) -> float:
         """Return the seconds in which it has waited for data."""
-        return self._waited + (now - self._began if self.what == "data" else 0.0)
+        return self._waited + (now - self._began if self.waits_for == "data" else 0.0)
+
+
+@dataclasses.dataclass
+class CollectorActivity:
+    """The time of all collectors together."""
+
+    seconds: float = 0.0  # in calls
+    seconds_waited: float = 0.0  # of these: for newer parameters, or for room
 
 
 class TrainingJob:
@@ -89,25 +124,21 @@ class TrainingJob:
         now: the time in seconds, which rises across restarts.
         evaluates: whether the last version is evaluated.
         counts_before: what was collected before the job.
+        min_version: learners publish above it: the newest version of the job before.
         saved: the result of `to_json`, in a restarted coordinator.
 
-    Attributes:
-        now: when the newest event happened.
-        effects: those of the newest event.
-        workers_to_call: workers that may need another call: see `machine.advance`.
-        count_is_manual: whether a person chose the number of collectors.
-        min_version: learners publish above it: the newest version of the job before.
-        paused: whether collecting and learning pause.
-        save_next_update: whether the learner saves a checkpoint with its next update.
-        operator_answered: whether the operator has answered this coordinator.
-        operator_problem: why the operator cannot be reached; empty if it can.
-        learner_has_started: whether any learner has started, so that collectors find their buffer.
-        draw_fails_since: when the replay buffer began to raise with every draw; None: it does not raise.
-        evaluated_at: environment steps at which the newest evaluation was begun.
-        collect_seconds: in calls of collectors.
-        paced_seconds: of these, seconds in which collectors waited for newer parameters, or for room.
-        lacks_since: when a role without which there is no progress was seen last, or the operator could not say.
-        ending: how the job ends, once it does.
+    The arguments stay as they are, and so does `began`, when the job began. The rest changes, in these modules:
+
+        now                    `machine`: when the newest event happened
+        state                  `machine`
+        requests, operator     `machine`
+        ending                 `machine`; others begin it by `begin_ending` and `fail`
+        roster                 `worker_tracking`: the workers; `next_calls` their calls, `results` their reports
+        tasks                  `next_calls` begins them, `results` has their results, `tasks` ends them
+        learner, collectors    `results`: what they have done, and what they wait for
+        accounts, rows         `results`: the counters; `tasks` counts what is lost
+        effects                `emit`: those of the newest event
+        workers_to_call        `queue_call`: see `machine.advance`
     """
 
     def __init__(
@@ -120,24 +151,20 @@ class TrainingJob:
         now: float,
         evaluates: bool = True,
         counts_before: ActorCounts | None = None,
+        min_version: int = -1,
         saved: dict[str, Any] | None = None,
     ) -> None:
-        self.commander, self.limits, self.by_key, self.now, self.began = commander, limits, by_key, now, now
-        self.state, self.reason, self.evaluates = JobState.INIT, "", evaluates
-        self.wanted: dict[Role, int] = {role: wanted.get(role, 0) for role in ROLES}
-        self.count_is_manual = self.paused = self.save_next_update = False
-        self.operator_answered, self.operator_problem = False, ""
-        self.learner_has_started, self.min_version = False, -1
-        self.draw_fails_since: float | None = None
-        self.collect_seconds = self.paced_seconds = 0.0
-        self.lacks_since: dict[Role, float] = {}
+        self.commander, self.limits, self.by_key, self.evaluates = commander, limits, by_key, evaluates
+        self.min_version, self.began, self.now = min_version, now, now
+        self.state = JobState.INIT
         self.ending: JobEnding | None = None
-        counts = counts_before or ActorCounts()
-        self.accounts = Accounts(dict(counts.counters), dict(counts.logged))
-        self.evaluated_at = self.accounts.env_steps
-        self.rows = Rows(self.evaluated_at, self.accounts.total(), self.accounts.total_logged(), now)
+        self.requests = Requests({role: wanted.get(role, 0) for role in ROLES})
+        self.operator = OperatorLink()
         self.roster, self.tasks = Roster(), Tasks()
-        self.learner_waits = LearnerWaits(now)
+        self.learner, self.collectors = LearnerActivity(now), CollectorActivity()
+        counts = counts_before or ActorCounts()
+        self.accounts = Accounts(dict(counts.counters), dict(counts.logged), evaluated_at=counts.env_steps)
+        self.rows = Rows(counts.env_steps, self.accounts.total(), self.accounts.total_logged(), now)
         self.effects: list[Any] = []
         self.workers_to_call: list[KnownWorker] = []
         self._starts = saved["starts"] + 1 if saved is not None else 0  # of a coordinator, before this one
@@ -149,9 +176,11 @@ class TrainingJob:
     def to_json(self) -> dict[str, Any]:
         """Return the state from which a restarted coordinator continues."""
         return {
-            **{name: getattr(self, name) for name in _SAVED},
             "state": self.state.value,
-            "wanted": dict(self.wanted),
+            "began": self.began,
+            "min_version": self.min_version,
+            "requests": dataclasses.asdict(self.requests),
+            "learner_has_started": self.learner.has_started,
             "starts": self._starts,
             "row": self.rows.to_json(),
             "task_count": self.tasks.count,
@@ -163,9 +192,9 @@ class TrainingJob:
 
     def _restore(self, saved: dict[str, Any]) -> None:
         state = JobState(saved["state"])
-        for name in _SAVED:
-            setattr(self, name, saved[name])
-        self.wanted = dict(saved["wanted"])
+        self.began, self.min_version = saved["began"], saved["min_version"]
+        self.requests = Requests(**saved["requests"])
+        self.learner.has_started = saved["learner_has_started"]
         step, total, logged = saved["row"]
         self.rows = Rows(step, total, logged, self.now)
         self.accounts = Accounts(**saved["accounts"])
@@ -193,8 +222,13 @@ class TrainingJob:
             params_version=self.accounts.params_version,
             seconds=self.now - self.began,
             eval_return=newest[1] if newest else None,
-            evaluated_at=self.evaluated_at,
+            evaluated_at=self.accounts.evaluated_at,
         )
+
+    @property
+    def reason(self) -> str:
+        """Why the job ends; empty while it does not."""
+        return self.ending.reason if self.ending is not None else ""
 
     # --- effects
 
@@ -208,8 +242,8 @@ class TrainingJob:
 
     def want(self, role: Role, count: int) -> None:
         """Ask for so many workers of a role."""
-        self.wanted[role] = count
-        if self.operator_answered:
+        self.requests.wanted = {**self.requests.wanted, role: count}  # the journal may have the old one
+        if self.operator.has_answered:
             self.emit(ev.ScaleRole(role, count))
 
     def queue_call(self, *workers: KnownWorker) -> None:
@@ -271,8 +305,8 @@ class TrainingJob:
     def begin_ending(self, reason: str, evaluates: bool = False, by: str = "", *, failed: bool = False) -> None:
         """Begin the ending, which the condition `by` asks for. An ending under way is not changed."""
         if self.ending is None:
-            self.reason = str(reason)  # a plain str: `status` may go where the class of the reason is not
-            self.ending = JobEnding(failed, evaluates, self.now, self.limits.close_deadline, by)
+            plain = str(reason)  # `status` may go where the class of the reason is not
+            self.ending = JobEnding(plain, failed, evaluates, self.now, self.limits.close_deadline, by)
             self.become(JobState.DRAINING)
             self.note("draining", f"The job ends: {reason}.", failed=failed)
             self.queue_call(*self.roster)
@@ -282,4 +316,4 @@ class TrainingJob:
         self.begin_ending(reason, failed=True)
         if self.ending is not None and not self.ending.failed:
             self.ending.failed = True
-            self.reason = f"{self.reason}; but {reason}"
+            self.ending.reason += f"; but {reason}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlframe.coordinator.core import evaluations, next_calls, results, tasks, worker_tracking
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.core.job import JobEnding, TrainingJob
+from rlframe.coordinator.core.job import JobEnding, OperatorLink, TrainingJob
 from rlframe.coordinator.core.records import Task
 from rlframe.coordinator.messages import ROLES
 from rlframe.coordinator.states import EndingStep, JobState, TaskState, WorkerState, is_over
@@ -53,13 +53,13 @@ def _derive_state(job: TrainingJob) -> None:
     if job.ending is not None or job.state is JobState.INIT or is_over(job.state):
         return
     if job.state is JobState.CONNECTING:
-        if job.operator_answered:
+        if job.operator.has_answered:
             job.become(JobState.WAITING)
-    elif job.paused:
+    elif job.requests.paused:
         job.become(JobState.PAUSED)
     elif any(task.state is TaskState.RUNNING for task in job.tasks.open("learn")):
         job.become(JobState.RUNNING)
-    elif job.learner_has_started:
+    elif job.learner.has_started:
         if job.state is JobState.WAITING:  # after a restart of the coordinator
             job.become(JobState.RUNNING)
         job.become(JobState.DEGRADED)
@@ -106,7 +106,7 @@ def _is_step_done(job: TrainingJob, ending: JobEnding) -> bool:
     if ending.step is EndingStep.EVALUATION:
         return _is_evaluated(job, ending, waited)
     left = job.tasks.open("collect" if ending.step is EndingStep.COLLECTORS else "learn")
-    if ending.step is EndingStep.COLLECTORS or not ending.wants_learner or not job.learner_has_started:
+    if ending.step is EndingStep.COLLECTORS or not ending.wants_learner or not job.learner.has_started:
         left = [task for task in left if task.is_live or _may_be_at_work(job, task)]
     if not left:
         return True
@@ -114,7 +114,7 @@ def _is_step_done(job: TrainingJob, ending: JobEnding) -> bool:
         return False
     overdue = f"{', '.join(task.task_id for task in left)} did not close within {ending.close_within:g} s"
     job.note("overdue", f"{overdue}.")
-    if ending.step is EndingStep.LEARNER and job.learner_has_started:
+    if ending.step is EndingStep.LEARNER and job.learner.has_started:
         job.fail(overdue)
     for task in left:
         tasks.cancel(job, task)
@@ -127,7 +127,7 @@ def _may_be_at_work(job: TrainingJob, task: Task) -> bool:
     if task.attempt < 0:
         return False
     if worker is None:
-        return not job.operator_answered
+        return not job.operator.has_answered
     return worker.state in (WorkerState.REQUESTED, WorkerState.CONNECTING)
 
 
@@ -170,12 +170,12 @@ def _submitted(job: TrainingJob, event: ev.Submitted) -> None:
 def _operator_answered(job: TrainingJob, event: ev.OperatorAnswered) -> None:
     if job.ending is not None and job.ending.step is EndingStep.DISCONNECT:
         return  # it lists those that it is to end
-    if not job.operator_answered or job.operator_problem:
-        if job.operator_problem:
+    if job.operator.is_away:
+        if job.operator.problem:
             job.note("operator", "The operator answers again.")
-        job.operator_answered, job.operator_problem = True, ""
+        job.operator = OperatorLink(has_answered=True)
         for role in ROLES:
-            job.want(role, job.wanted[role])
+            job.want(role, job.requests.wanted[role])
     worker_tracking.take_list(job, event.workers)
 
 
@@ -183,9 +183,9 @@ def _operator_failed(job: TrainingJob, event: ev.OperatorFailed) -> None:
     if event.for_good:
         job.fail(f"the operator raised {event.why}")
         return
-    if not job.operator_problem:
+    if not job.operator.problem:
         job.note("operator", f"The operator cannot be reached; the workers go on. {event.why}")
-    job.operator_problem = event.why or "it does not answer"
+    job.operator.problem = event.why or "it does not answer"
 
 
 def _ticked(job: TrainingJob, event: ev.Ticked) -> None:
@@ -200,8 +200,9 @@ def _ticked(job: TrainingJob, event: ev.Ticked) -> None:
 
 
 def _scale_asked(job: TrainingJob, event: ev.ScaleAsked) -> None:
-    job.count_is_manual = job.count_is_manual or (event.role == "collector" and event.by == "request")
-    before = job.wanted[event.role]
+    if event.role == "collector" and event.by == "request":
+        job.requests.count_is_manual = True
+    before = job.requests.wanted[event.role]
     if before == event.count or job.ending is not None:
         return
     text = f"{event.role}s: {before} → {event.count} ({event.by})"
@@ -213,9 +214,9 @@ def _scale_asked(job: TrainingJob, event: ev.ScaleAsked) -> None:
 
 
 def _pause_asked(job: TrainingJob, event: ev.PauseAsked) -> None:
-    if job.paused != event.paused:
-        job.paused = event.paused
-        kind = "paused" if job.paused else "resumed"
+    if job.requests.paused != event.paused:
+        job.requests.paused = event.paused
+        kind = "paused" if job.requests.paused else "resumed"
         job.note(kind, f"{kind.capitalize()}.")
         job.queue_call(*job.roster)
 
@@ -234,7 +235,7 @@ def _evaluation_asked(job: TrainingJob, event: ev.EvaluationAsked) -> None:
 
 
 def _checkpoint_asked(job: TrainingJob, event: ev.CheckpointAsked) -> None:
-    job.save_next_update = True
+    job.requests.save_next_update = True
     job.emit(ev.SaveReplay())
     job.note("checkpoint", "The learner saves with its next update.")
 

@@ -75,7 +75,7 @@ def _call_running(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
 
 def _must_wait(job: TrainingJob, task: Task) -> bool:
     return (
-        job.paused
+        job.requests.paused
         or job.now < task.again_at
         or (task.kind == "learn" and (job.ending is not None or evaluations.holds_learner(job, task)))
     )
@@ -119,7 +119,7 @@ def _task_for(job: TrainingJob, worker: KnownWorker) -> Task | None:
 def _may_work(job: TrainingJob, role: Role) -> bool:
     """Return True if workers of this role may start a task now."""
     if role == "collector":
-        return job.ending is None and not job.paused and job.learner_has_started
+        return job.ending is None and not job.requests.paused and job.learner.has_started
     return role == "evaluator" or job.ending is None or job.ending.wants_learner
 
 
@@ -213,7 +213,7 @@ def _not_ready(job: TrainingJob, worker: KnownWorker, task: Task, call: ev.Send,
     waits = reply.why in _WAITS_FOR
     if waits:
         if call.method == "learn":
-            job.learner_waits.note("data", job.now)
+            job.learner.wait_for("data", job.now)
         if _is_put_off(job, worker, task, call):
             if call.method == "learn":
                 tasks.return_grant(job, task)

@@ -65,7 +65,7 @@ class KnownWorker(Stateful):
 
     @property
     def counts_as_wanted(self) -> bool:
-        """True if it is one of the `TrainingJob.wanted` workers of its role."""
+        """True if it is one of the `Requests.wanted` workers of its role."""
         return not is_over(self.state) and not self.is_leaving
 
     @property
@@ -75,9 +75,14 @@ class KnownWorker(Stateful):
 
 
 class Roster:
-    """The newest incarnation of each worker."""
+    """The newest incarnation of each worker.
+
+    Attributes:
+        lacks_since: when a role without which there is no progress was seen last, or the operator could not say.
+    """
 
     def __init__(self) -> None:
+        self.lacks_since: dict[Role, float] = {}
         self._workers: dict[str, KnownWorker] = {}
 
     def __iter__(self) -> Iterator[KnownWorker]:

@@ -43,8 +43,8 @@ def started(job: TrainingJob, worker: KnownWorker, task: Task, reply: Started) -
     if task.kind == "learn":
         accounts = job.accounts
         accounts.reach(reply.info.get("learner_steps", accounts.learner_steps), reply.info.get("params_version", -1))
-        job.learner_waits.note(None, job.now)
-        job.learner_has_started = True
+        job.learner.wait_for(None, job.now)
+        job.learner.has_started = True
         job.queue_call(*job.roster)  # collectors waited for the buffer to be there
 
 
@@ -91,7 +91,8 @@ def collected(job: TrainingJob, worker: KnownWorker, task: Task, reply: Collecte
 def note_pace(job: TrainingJob, worker: KnownWorker, waits: bool) -> None:
     """Note how long a collector's call took, and whether it waited."""
     seconds, worker.rollouts.is_waiting = max(job.now - worker.called_at, 0.0), waits
-    job.collect_seconds, job.paced_seconds = job.collect_seconds + seconds, job.paced_seconds + seconds * waits
+    job.collectors.seconds += seconds
+    job.collectors.seconds_waited += seconds * waits
 
 
 # --- learning
@@ -100,7 +101,7 @@ def note_pace(job: TrainingJob, worker: KnownWorker, waits: bool) -> None:
 def demanded(job: TrainingJob, worker: KnownWorker, task: Task, reply: Demand) -> None:
     """Draw or grant as many batches as the learner can take."""
     count = min(reply.batches, job.limits.grant)
-    if count <= 0 or job.must_close(worker, task) or job.paused:
+    if count <= 0 or job.must_close(worker, task) or job.requests.paused:
         task.again_at = job.now + _LATER
     elif job.by_key:
         task.drawing = job.header(worker, task)
@@ -127,7 +128,7 @@ def drawn(job: TrainingJob, event: ev.BatchesDrawn) -> None:
         task.batches = event.batches
         _learn(job, worker, task, Learn(len(event.batches), event.batches))
     else:
-        job.learner_waits.note("data", job.now)
+        job.learner.wait_for("data", job.now)
         job.queue_call(worker)
 
 
@@ -135,16 +136,17 @@ def _judge_replay(job: TrainingJob, event: ev.BatchesDrawn) -> None:
     """End the job if the replay buffer has raised for too long."""
     deadline = job.limits.progress_deadline
     if not event.why:
-        job.draw_fails_since = None
-    elif job.draw_fails_since is None:
-        job.draw_fails_since = job.now
+        job.learner.draws_fail_since = None
+    elif job.learner.draws_fail_since is None:
+        job.learner.draws_fail_since = job.now
         job.note("replay", f"The replay buffer gives no batches; it is asked again. {event.why}")
-    elif job.now - job.draw_fails_since > deadline:
+    elif job.now - job.learner.draws_fail_since > deadline:
         job.fail(f"the replay buffer has given no batches for {deadline:g} s: {event.why}")
 
 
 def _learn(job: TrainingJob, worker: KnownWorker, task: Task, learn: Learn) -> None:
-    learn, job.save_next_update = dataclasses.replace(learn, save=job.save_next_update), False
+    learn = dataclasses.replace(learn, save=job.requests.save_next_update)
+    job.requests.save_next_update = False
     task.granted = learn.count
     job.accounts.granted += learn.count
     job.call(worker, task, "learn", learn)
@@ -153,7 +155,7 @@ def _learn(job: TrainingJob, worker: KnownWorker, task: Task, learn: Learn) -> N
 def learned(job: TrainingJob, worker: KnownWorker, task: Task, reply: Learned) -> None:
     """Note the result of a grant."""
     accounts = job.accounts
-    job.learner_waits.note(None, job.now)
+    job.learner.wait_for(None, job.now)
     if not task.granted:  # it was asked to save, for an evaluation
         accounts.reach(reply.learner_steps, reply.params_version)
         evaluations.pin_saved(job, task.start.policy_id)

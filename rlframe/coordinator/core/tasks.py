@@ -38,11 +38,11 @@ def retry(job: TrainingJob, task: Task, why: str, *, counts: bool, for_good: boo
     """
     lose_grant(job, task)
     if task.kind == "learn":
-        job.learner_waits.note("learner", job.now)
+        job.learner.wait_for("learner", job.now)
     if task.has_result:  # it was lost after it had done its work
         finish(job, task, TaskState.SUCCEEDED)
         return
-    is_surplus = task.index >= job.wanted["collector"]
+    is_surplus = task.index >= job.requests.wanted["collector"]
     if task.kind == "collect" and (job.ending is not None or is_surplus):
         finish(job, task, TaskState.CANCELLED)
         return

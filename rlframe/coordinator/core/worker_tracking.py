@@ -50,7 +50,7 @@ def _find_or_add(job: TrainingJob, info: WorkerInfo) -> KnownWorker:
         lose(job, newest, REPLACED)
     worker = job.roster.add(info, job.now)
     present = [each for each in job.roster.of(worker.role) if each.counts_as_wanted]
-    if len(present) > job.wanted[worker.role] and job.ending is None:
+    if len(present) > job.requests.wanted[worker.role] and job.ending is None:
         remove(job, worker)
     return worker
 
@@ -95,9 +95,9 @@ def _adopt(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
     task.started_at = job.now
     worker.become(WorkerState.BUSY)
     worker.task_id = task.task_id
-    job.learner_has_started = True
+    job.learner.has_started = True
     if task.kind == "learn":
-        job.learner_waits.note(None, job.now)
+        job.learner.wait_for(None, job.now)
     job.note("adopted", f"{worker.worker_id} is at {task.task_id} still.", worker_id=worker.worker_id)
 
 
@@ -108,14 +108,13 @@ def why_nobody_comes(job: TrainingJob) -> str:
     unless no learner has come before it.
     """
     deadline = job.limits.starting_deadline
-    is_out = bool(job.operator_problem) or not job.operator_answered
     for role in _NEEDED:
-        since = job.lacks_since.setdefault(role, job.now)
+        since = job.roster.lacks_since.setdefault(role, job.now)
         is_here = any(worker.role == role and not is_over(worker.state) for worker in job.roster)
-        if is_here or (is_out and job.learner_has_started):
-            job.lacks_since[role] = job.now
-        elif job.now - since > deadline and is_out:
-            why = job.operator_problem or "it does not answer"
+        if is_here or (job.operator.is_away and job.learner.has_started):
+            job.roster.lacks_since[role] = job.now
+        elif job.now - since > deadline and job.operator.is_away:
+            why = job.operator.problem or "it does not answer"
             return f"the operator could not be reached for {deadline:g} s: {why}"
         elif job.now - since > deadline:
             return f"the operator answers, but has listed no {role} for {deadline:g} s: see that it can start one"

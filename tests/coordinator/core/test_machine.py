@@ -195,12 +195,12 @@ def test_training_goes_on_while_the_operator_is_away_and_is_reconciled_after() -
     world.kill(world.live("collector")[1])
     steps = world.m.accounts.env_steps
     world.run(40.0)
-    assert world.m.accounts.env_steps > steps and world.m.operator_problem
+    assert world.m.accounts.env_steps > steps and world.m.operator.problem
     assert at_work(world) == 1  # nobody replaces it
     world.deliver(ev.ScaleAsked("collector", 3))
     world.operator.is_out = False
     assert world.run(30.0, lambda: at_work(world) == 3)
-    assert world.m.operator_problem == ""
+    assert world.m.operator.problem == ""
 
 
 def test_a_pause_stops_collecting_and_learning_until_it_is_resumed() -> None:
@@ -403,7 +403,7 @@ def test_an_outage_of_the_operator_is_waited_for_in_a_run(restarts: bool) -> Non
     else:
         world.kill(learner(world))
     world.run(60.0)
-    assert world.m.operator_problem and not world.is_over
+    assert world.m.operator.problem and not world.is_over
     world.operator.is_out = False
     assert world.run(30.0, lambda: world.m.state is JobState.RUNNING and at_work(world) == 1)
 
@@ -414,7 +414,7 @@ def test_a_replay_buffer_that_raises_is_asked_again_and_not_for_ever() -> None:
     world.run(20.0)
     draws = [note.text for note in world.notes if note.kind == "replay"]
     assert draws == ["The replay buffer gives no batches; it is asked again. OSError: it is full"]
-    assert world.m.learner_waits.what == "data"
+    assert world.m.learner.waits_for == "data"
     world.buffer.raises, learned = "", world.m.accounts.learned
     world.run(LIMITS.progress_deadline + 1.0)
     assert world.m.accounts.learned > learned and world.m.state is JobState.RUNNING

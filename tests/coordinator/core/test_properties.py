@@ -147,7 +147,7 @@ def check_that_it_works(world: World) -> None:
     (learn,) = job.tasks.open("learn")
     assert learn.state is TaskState.RUNNING
     collectors = [worker for worker in job.roster.of("collector") if worker.state is WorkerState.BUSY]
-    assert len(collectors) == job.wanted["collector"], what_there_is(world)
+    assert len(collectors) == job.requests.wanted["collector"], what_there_is(world)
     steps, learned = job.accounts.env_steps, job.accounts.learned
     world.run(5.0)
     assert job.accounts.env_steps > steps and job.accounts.learned > learned, what_there_is(world)
@@ -159,7 +159,7 @@ def what_there_is(world: World) -> str:
     workers = [(w.worker_id, w.incarnation, w.state.name, w.call and w.call.method) for w in job.roster]
     notes = [note.text for note in world.notes[-12:]]
     ending = job.ending.to_json() if job.ending is not None else None
-    return f"{job.state} {job.wanted} {ending}\n{tasks}\n{workers}\n" + "\n".join(notes)
+    return f"{job.state} {job.requests.wanted} {ending}\n{tasks}\n{workers}\n" + "\n".join(notes)
 
 
 Schedules.TestCase.settings = hypothesis.settings(

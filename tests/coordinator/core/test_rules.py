@@ -92,7 +92,7 @@ def starving(by_key: bool) -> World:
     """The learner waits for data: nothing that is collected reaches the buffer."""
     world = running(1, by_key=by_key)
     world.buffer.add = lambda count, source: None  # type: ignore[method-assign]
-    assert world.run(30.0, lambda: world.m.learner_waits.what == "data")
+    assert world.run(30.0, lambda: world.m.learner.waits_for == "data")
     world.run(5.0)
     return world
 
@@ -100,10 +100,10 @@ def starving(by_key: bool) -> World:
 @pytest.mark.parametrize("by_key", [True, False])
 def test_who_waits_for_data_is_not_stuck(by_key: bool) -> None:
     world = starving(by_key)
-    waited = world.m.learner_waits.seconds(world.now)
+    waited = world.m.learner.seconds_without_data(world.now)
     world.run(200.0)
     assert world.m.accounts.restarts == 0 and world.m.accounts.retries == 0
-    assert world.m.learner_waits.seconds(world.now) - waited == pytest.approx(200.0, abs=0.5)
+    assert world.m.learner.seconds_without_data(world.now) - waited == pytest.approx(200.0, abs=0.5)
 
 
 def test_a_grant_that_nothing_came_of_is_taken_back_when_the_job_ends() -> None:
@@ -307,7 +307,7 @@ def test_a_learner_that_is_lost_again_and_again_fails_the_job() -> None:
     world = running(1, limits=dataclasses.replace(LIMITS, max_failures=1, healthy_after=1e6))
     world.kill(learner(world))
     assert world.run(30.0, lambda: world.m.state is JobState.DEGRADED)
-    assert world.m.learner_waits.what == "learner"
+    assert world.m.learner.waits_for == "learner"
     assert world.run(30.0, lambda: world.m.state is JobState.RUNNING)
     world.kill(learner(world))
     assert world.run(60.0, lambda: world.is_over)
@@ -374,7 +374,7 @@ def test_evaluations_are_as_far_apart_as_they_should_be() -> None:
     world.run(60.0)
     began = [note for note in world.notes if note.kind == "evaluation"]
     assert 2 <= len(began) <= world.m.accounts.env_steps // 200
-    assert world.m.evaluated_at > 0
+    assert world.m.accounts.evaluated_at > 0
 
 
 # --- how it ends
@@ -421,7 +421,7 @@ def test_a_job_without_evaluations_ends_after_its_learner(by: str) -> None:
     (over,) = world.over
     assert not over.failed and not any("return_mean" in row.values for row in world.rows)
     assert world.m.ending is not None and world.m.ending.evaluation_error is None
-    assert world.m.ending.stopped_by == by and world.m.wanted["evaluator"] == 0
+    assert world.m.ending.stopped_by == by and world.m.requests.wanted["evaluator"] == 0
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -454,7 +454,7 @@ def test_nobody_is_scaled_once_the_job_ends() -> None:
     world = running(1)
     world.deliver(ev.EndAsked("enough"))
     world.deliver(ev.ScaleAsked("collector", 5))
-    assert world.m.wanted["collector"] == 1
+    assert world.m.requests.wanted["collector"] == 1
 
 
 def test_the_rows_of_training_are_of_what_was_done_since_the_last() -> None:
@@ -477,7 +477,7 @@ def test_the_first_row_of_a_resumed_run_is_of_its_own_session() -> None:
     job.now = 5.0
     job.write_row()
     (row,) = job.effects
-    assert row.env_steps == 150 and job.evaluated_at == 100
+    assert row.env_steps == 150 and job.accounts.evaluated_at == 100
     assert (row.values["episode_return"], row.values["episodes"], row.values["steps_per_second"]) == (15.0, 2, 10.0)
 
 
@@ -540,8 +540,7 @@ def test_a_lost_collectors_open_fragments_are_counted() -> None:
 
 
 def test_a_learner_publishes_above_what_the_job_before_it_had() -> None:
-    job = TrainingJob(TrainOne(env_steps=10), LIMITS, {"learner": 1}, by_key=False, now=0.0)
-    job.min_version = 70
+    job = TrainingJob(TrainOne(env_steps=10), LIMITS, {"learner": 1}, by_key=False, now=0.0, min_version=70)
     advance(job, ev.Submitted(), 0.0)
     advance(job, ev.OperatorAnswered((WorkerInfo("learner", 0, 0, "there"),)), 1.0)
     effects = advance(job, ev.Replied("learner/0", 0, "ping", None, Alive("learner/0", 0, "idle")), 2.0)
@@ -553,4 +552,4 @@ def test_what_is_written_down_of_a_job_does_not_change_with_it() -> None:
     world = running(1)
     before = world.m.to_json()
     world.deliver(ev.ScaleAsked("collector", 2))
-    assert (before["wanted"]["collector"], world.m.to_json()["wanted"]["collector"]) == (1, 2)
+    assert (before["requests"]["wanted"]["collector"], world.m.to_json()["requests"]["wanted"]["collector"]) == (1, 2)
