@@ -1,7 +1,10 @@
 """How steps become items when they are added, and batches when they are sampled.
 
-An item is known by the number of its first timestep. `put` stores what the steps hold beside observations and
-tells the table which items they completed, the longest first; `assemble` gathers items.
+The words (number, block, slot, start, span) are those of timeline.py. `put` stores what a step holds beside
+observations, and tells the table which items the step completed, the longest first. `assemble` gathers items.
+
+`put` is one rule for two forms of timesteps: blocks of a writer in lockstep, and arrays of numbers of any other writer.
+`WriterFragments` answers for both.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import numpy as np
 
 from rlframe.replay.layout import Allocate, OutputArrays, TreeLayout
 from rlframe.replay.tables import ItemTable
-from rlframe.replay.timeline import Index, Timeline, WriterFragments
+from rlframe.replay.timeline import Index, Mask, Numbers, Timeline, WriterFragments
 from rlframe.replay.tree_store import TreeStore
 from rlframe.types import LAST, Sequence, SequenceBatch, Step, StepSpec, Transition, TransitionBatch
 
@@ -50,6 +53,13 @@ class _Items:
         for tree in self._trees.values():
             arrays.update(tree.arrays())
         return arrays
+
+    def _complete(self, starts: Numbers, index: Index, which: Mask, count: int, shared: bool = False) -> None:
+        """Tell the table that `which` of the `count` items at `starts`, in the slots `index`, are complete."""
+        if isinstance(starts, int):
+            self._table.append_block(starts, index, count, which, shared)
+        else:
+            self._table.append(starts if isinstance(which, bool) else starts[which])
 
     def _write(self, index: Index, step: Step) -> None:
         self.params_version[index] = step.params_version
@@ -98,84 +108,58 @@ class Transitions(_Items):
         """Forget the open fragments of `envs`: none of their starts is in this episode any more."""
         fragments.ages[envs] = 0
 
-    def put(self, fragments: WriterFragments, next_block: int, step: Step, next_types: bytes) -> None:
-        """Store a step of all environments of a writer in lockstep, from its open block to `next_block`."""
-        block, types = fragments.open_block, fragments.type_bytes
-        count, reward = fragments.num_envs, step.next_timestep.reward
-        discount = self._store(fragments.index, next_block - block, step)
-        acting = np.frombuffer(types.translate(_IS_NOT_LAST), bool) if _LAST_BYTE in types else None
+    def put(
+        self,
+        fragments: WriterFragments,
+        envs: np.ndarray | None,
+        numbers: Numbers,
+        next_numbers: Numbers,
+        step: Step,
+    ) -> None:
+        """Store a step of `envs` [B] (None: all, in lockstep) from the timesteps `numbers` to `next_numbers`."""
+        timeline, reward = self._timeline, step.next_timestep.reward
+        count = len(reward)
+        index = timeline.index(numbers, count)
+        discount = self._store(index, next_numbers - numbers, step)
+        types = step.timestep.step_type.tobytes()
+        acting = np.frombuffer(types.translate(_IS_NOT_LAST), bool) if _LAST_BYTE in types else True
+        fragments.begin(numbers, envs)
         if self._n == 1:
-            self._table.append_block(block, fragments.index, count, acting)
+            self._complete(numbers, index, acting, count)
             return
-        fragments.start_blocks[fragments.position % self._n] = block
-        fragments.acting.insert(0, acting)
-        fragments.acting.pop()
-        # The items that began k steps before take the reward in the environments whose episode `continues` since then.
-        start_block, continues = block, acting
-        continues_since = [acting]
+        fragments.count_acting(acting, envs)
+        # The items that began k steps before take the reward if their episode continues since then.
+        starts, continues = numbers, acting
+        shorter: list[tuple[Numbers, Mask]] = []
         for k in range(1, self._n):
-            continues = _both(continues, fragments.acting[k])
-            continues_since.append(continues)
-            start_block = fragments.start_blocks[(fragments.position - k) % self._n]
-            if start_block < self._timeline.floor:
-                continues = _both(continues, start_block + fragments.range >= max(0, self._timeline.floor))
-            index, span = self._timeline.index(start_block, count), next_block - start_block
-            self._extend(k, index, span, reward, discount, continues)
-        self._table.append_block(start_block, index, count, continues, shared=True)
-        if _LAST_BYTE in next_types:
+            shorter.append((starts, continues))
+            starts = fragments.starts_before(k, envs)
+            continues = timeline.without_gone(fragments.acted_since(k, envs), starts, count)
+            index = timeline.index(starts, count)
+            self._extend(k, index, next_numbers - starts, reward, discount, continues)
+        self._complete(starts, index, continues, count, shared=True)
+        next_types = step.next_timestep.step_type.tobytes()
+        if _LAST_BYTE in next_types:  # it completes the shorter items of the episodes that it ends
             ended = np.frombuffer(next_types.translate(_IS_LAST), bool)
-            self._finish(fragments, ended, continues_since)
+            self._table.append(np.concatenate([_chosen(some, which & ended) for some, which in reversed(shorter)]))
 
     def _extend(
-        self, k: int, index: Index, span: int, reward: np.ndarray, discount: np.ndarray, continues: np.ndarray | None
+        self, k: int, index: Index, spans: Numbers, reward: np.ndarray, discount: np.ndarray, continues: Mask
     ) -> None:
-        """Add the reward to the items that began k steps before, where the episode `continues`."""
+        """Add the reward to the items in `index`, which began k steps before, where the episode `continues`."""
         gained = self._powers[k] * reward
-        if continues is not None and isinstance(index, slice):  # in place, which takes half the time
-            old = self._reward[index], self._discount[index]
-            np.add(old[0], gained, out=old[0], where=continues)
-            np.multiply(old[1], discount, out=old[1], where=continues)
-            np.copyto(self._span[index], span, where=continues)
+        if isinstance(index, slice):  # in place, which takes half the time
+            old_reward, old_discount = self._reward[index], self._discount[index]
+            np.add(old_reward, gained, out=old_reward, where=continues)
+            np.multiply(old_discount, discount, out=old_discount, where=continues)
+            np.copyto(self._span[index], spans, where=continues)
             return
-        if continues is not None:
-            slots = np.asarray(index)  # a block that wraps
-            index, gained, discount = slots[continues], gained[continues], discount[continues]
+        if not isinstance(continues, bool):
+            index, gained, discount = index[continues], gained[continues], discount[continues]
+            spans = spans if isinstance(spans, int) else spans[continues]
         self._reward[index] += gained
         self._discount[index] *= discount
-        self._span[index] = span
-
-    def _finish(self, fragments: WriterFragments, ended: np.ndarray, continues_since: list[np.ndarray | None]) -> None:
-        """Complete the items of fewer than n steps of the episodes that `ended`."""
-        envs = ended.nonzero()[0]
-        shorter = []
-        for k in range(min(len(continues_since), self._n - 1) - 1, -1, -1):
-            start_block, continues = fragments.start_blocks[(fragments.position - k) % self._n], continues_since[k]
-            shorter.append(start_block + (envs if continues is None else envs[continues[envs]]))
-        self._table.append(np.concatenate(shorter))
-
-    def put_scattered(
-        self, fragments: WriterFragments, envs: np.ndarray, numbers: np.ndarray, next_numbers: np.ndarray, step: Step
-    ) -> None:
-        """Store a step of `envs` [B], from the timesteps `numbers` [B] to `next_numbers` [B]."""
-        after, slots = step.next_timestep, self._timeline.slots
-        positions, ages = fragments.positions[envs], fragments.ages[envs]
-        discount = self._store(numbers % slots, next_numbers - numbers, step)
-        fragments.begin(numbers, envs)
-        acting, ended = step.timestep.step_type != LAST, after.step_type == LAST
-        completed = []
-        for k in range(self._n - 1, -1, -1):
-            within = (acting & (ages >= k)).nonzero()[0]
-            starts = fragments.starts[(positions[within] - k) % self._n, envs[within]]
-            if k:
-                living = starts >= self._timeline.floor
-                within, starts = within[living], starts[living]
-                index = starts % slots
-                self._reward[index] += self._powers[k] * after.reward[within]
-                self._discount[index] *= discount[within]
-                self._span[index] = next_numbers[within] - starts
-            completed.append(starts if k == self._n - 1 else starts[ended[within]])
-        fragments.ages[envs] = np.where(acting, np.minimum(ages + 1, self._n), 0)
-        self._table.append(np.concatenate(completed))
+        self._span[index] = spans
 
     def _store(self, index: Index, span: Any, step: Step) -> np.ndarray:
         """Store what a step holds beside observations; return the discount that items multiply."""
@@ -228,28 +212,22 @@ class Sequences(_Items):
         """Forget the open fragments of `envs`: the next sequence starts at the next step."""
         fragments.positions[envs] = 0
 
-    def put(self, fragments: WriterFragments, next_block: int, step: Step, next_types: bytes) -> None:
-        """Store a step of all environments of a writer in lockstep, from its open block to `next_block`."""
-        block, count = fragments.open_block, fragments.num_envs
-        self._store(fragments.index, self._timeline.index(next_block, count), next_block - block, step)
-        nth_start, rest = divmod(fragments.position, self.period)
-        if rest == 0:
-            fragments.start_blocks[nth_start % self.history] = block
-        nth_start, rest = divmod(fragments.position + 1 - self._length, self.period)
-        if nth_start >= 0 and rest == 0:
-            start_block = fragments.start_blocks[nth_start % self.history]
-            self._table.append_block(start_block, self._timeline.index(start_block, count), count, None)
-
-    def put_scattered(
-        self, fragments: WriterFragments, envs: np.ndarray, numbers: np.ndarray, next_numbers: np.ndarray, step: Step
+    def put(
+        self,
+        fragments: WriterFragments,
+        envs: np.ndarray | None,
+        numbers: Numbers,
+        next_numbers: Numbers,
+        step: Step,
     ) -> None:
-        """Store a step of `envs` [B], from the timesteps `numbers` [B] to `next_numbers` [B]."""
-        slots = self._timeline.slots
-        self._store(numbers % slots, next_numbers % slots, next_numbers - numbers, step)
+        """Store a step of `envs` [B] (None: all, in lockstep) from the timesteps `numbers` to `next_numbers`."""
+        timeline, count = self._timeline, len(step.next_timestep.reward)
+        self._store(timeline.index(numbers, count), timeline.index(next_numbers, count), next_numbers - numbers, step)
         fragments.begin(numbers, envs)
-        nth_start, rest = np.divmod(fragments.positions[envs] + 1 - self._length, self.period)
-        completes = (nth_start >= 0) & (rest == 0)
-        self._table.append(fragments.starts[nth_start[completes] % self.history, envs[completes]])
+        completes = fragments.have_start_before(self._length - 1, envs)
+        if completes is not False:
+            starts = fragments.starts_before(self._length - 1, envs)
+            self._complete(starts, timeline.index(starts, count), completes, count)
 
     def _store(self, index: Index, next_index: Index, span: Any, step: Step) -> None:
         after = step.next_timestep
@@ -281,8 +259,5 @@ class Sequences(_Items):
         return batch, self.params_version.take(before, mode="wrap").min(axis=1)
 
 
-def _both(a: np.ndarray | None, b: np.ndarray | None) -> np.ndarray | None:
-    """Return the conjunction of two masks, of which None is all True."""
-    if a is None:
-        return b
-    return a if b is None else a & b
+def _chosen(starts: Numbers, which: np.ndarray) -> np.ndarray:
+    return starts + which.nonzero()[0] if isinstance(starts, int) else starts[which]

@@ -298,7 +298,7 @@ class ReplayBuffer(KeyedReplayBuffer):
                 replay_files.write(path, self.spec, header, arrays)
             finally:
                 for writer in writers:
-                    writer.gather(timeline)
+                    writer.gather()
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Continue from a saved buffer: the same steps then give the very same batches.
@@ -332,7 +332,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             state = header["state"]
             store.observations.set_extra({name[len("extra/") :]: array for name, array in extra.items()})
             for fragments in writers.by_rank.values():
-                fragments.gather(store.timeline)
+                fragments.gather()
             self._store, self._writers, self._num_envs = store, writers, header["num_envs"]
             self._one_writer = np.zeros((0, 3), np.int64)
             self._held.clear()

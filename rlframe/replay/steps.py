@@ -29,6 +29,9 @@ _SLOWER = 8  # an environment may be so many times slower than its actor's other
 class StepStore:
     """Steps in a ring of slots, one row per timestep. Writers add steps; readers read items.
 
+    The words are those of timeline.py, which explains them with an example: number, slot, block, index, floor, start,
+    span, origin, and lockstep.
+
     Args:
         spec: what the agent learns from.
         step_spec: what a step holds.
@@ -84,26 +87,25 @@ class StepStore:
     def add(self, fragments: WriterFragments, envs: np.ndarray | None, step: Step) -> None:
         """Add a step of the environments `envs` [B] of one writer; None: of all of them, in order.
 
-        Most writers are in lockstep, see `WriterFragments`, and take the short way.
+        A writer that is not in lockstep (see `WriterFragments`) adds by `_add_scattered`. A writer in lockstep, as most
+        are, does the same here for a whole block: its open timesteps are the ones that the step begins with.
         """
-        types, after = step.timestep.step_type.tobytes(), step.next_timestep
-        observations = self.observations
+        after, observations = step.next_timestep, self.observations
         if not fragments.checked:
             check_step(self._layouts, step, fragments.num_envs if envs is None else len(envs))
             fragments.checked = True
         if (
             envs is None
-            and fragments.type_bytes == types
+            and fragments.type_bytes == step.timestep.step_type.tobytes()
             and fragments.open_block >= self.timeline.head + fragments.margin
         ):
-            next_types = after.step_type.tobytes()
             next_block, index = self._allocate(fragments.num_envs, fragments)
             if observations.single is not None:
                 observations.single[index] = after.observation
             else:
                 observations.write(index, after.observation, next_block, fragments.open_block)
-            self.items.put(fragments, next_block, step, next_types)
-            fragments.open_block, fragments.index, fragments.type_bytes = next_block, index, next_types
+            self.items.put(fragments, None, fragments.open_block, next_block, step)
+            fragments.open_block, fragments.type_bytes = next_block, after.step_type.tobytes()
             fragments.position += 1
         else:
             self._add_scattered(fragments, fragments.range if envs is None else envs, step)
@@ -125,11 +127,11 @@ class StepStore:
         first, index = self._allocate(count, fragments)
         next_numbers = first + np.arange(count)
         self.observations.write(index, after.observation, first, numbers)
-        self.items.put_scattered(fragments, envs, numbers, next_numbers, step)
+        self.items.put(fragments, envs, numbers, next_numbers, step)
         fragments.open[envs], fragments.types[envs] = next_numbers, after.step_type
         fragments.positions[envs] += 1
         if count == fragments.num_envs and (envs == fragments.range).all():
-            fragments.gather(self.timeline)
+            fragments.gather()
 
     def _allocate(self, count: int, fragments: WriterFragments) -> tuple[int, Index]:
         """Allocate `count` timesteps, and drop the items that are given up for them."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlframe.replay.base import STATS
 from rlframe.replay.sum_tree import SumTree
-from rlframe.replay.timeline import Index, Timeline, ring_index
+from rlframe.replay.timeline import Index, Mask, Timeline, numbers_of, ring_index
 
 LOWEST = 1e-8  # priority: so that an item with none can still be drawn
 
@@ -28,20 +28,16 @@ class ItemTable(abc.ABC):
         self.size = 0
         self.added = self.evicted = self.evicted_unsampled = 0
 
-    def append_block(self, first: int, index: Index, count: int, mask: np.ndarray | None, shared: bool = False) -> None:
+    def append_block(self, first: int, index: Index, count: int, mask: Mask, shared: bool = False) -> None:
         """Note the items that start at the `count` numbers from `first` (of these, the `mask`), in the slots `index`.
 
         `shared`: other items of the block may have been noted already.
         """
         if self._timeline.gone(first):  # a slow writer's: at least some are gone already
-            self.append(np.arange(first, first + count) if mask is None else first + mask.nonzero()[0])
+            self.append(numbers_of(first, count, mask))
             return
-        if mask is None:
-            self._present[index] = True
-            number = count
-        else:
-            self._present[index] |= mask
-            number = int(np.count_nonzero(mask))
+        self._present[index] |= mask
+        number = count if isinstance(mask, bool) else int(np.count_nonzero(mask))
         self.size += number
         self.added += number
         self._push_block(first, index, count, mask, shared)
@@ -66,7 +62,7 @@ class ItemTable(abc.ABC):
         """Note the items `starts`, which are new and not gone."""
 
     @abc.abstractmethod
-    def _push_block(self, first: int, index: Index, count: int, mask: np.ndarray | None, shared: bool) -> None:
+    def _push_block(self, first: int, index: Index, count: int, mask: Mask, shared: bool) -> None:
         """Note the items of `append_block`, which are new and not gone."""
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -147,14 +143,14 @@ class Ring(ItemTable):
         self.ordered = self.ordered and bool((starts[1:] > starts[:-1]).all())
         self._write(starts)
 
-    def _push_block(self, first: int, index: Index, count: int, mask: np.ndarray | None, shared: bool) -> None:
+    def _push_block(self, first: int, index: Index, count: int, mask: Mask, shared: bool) -> None:
         low, high = self._pending
         if not shared and first == high and low < high:
             self._pending = low, high + count
             return
         self._settle()
         if shared:
-            self._write(np.arange(first, first + count) if mask is None else first + mask.nonzero()[0])
+            self._write(numbers_of(first, count, mask))
         else:
             self._pending = first, first + count
 
@@ -310,9 +306,9 @@ class PrioritisedTable(ItemTable):
         self._exponent = exponent
         self.highest = 1.0
 
-    def _push_block(self, first: int, index: Index, count: int, mask: np.ndarray | None, shared: bool) -> None:
+    def _push_block(self, first: int, index: Index, count: int, mask: Mask, shared: bool) -> None:
         leaf = self.highest**self._exponent
-        self._tree.set(index, leaf if mask is None else np.where(mask, leaf, self._tree.leaves[index]))
+        self._tree.set(index, leaf if isinstance(mask, bool) else np.where(mask, leaf, self._tree.leaves[index]))
 
     def _push(self, starts: np.ndarray) -> None:
         self._tree.set(self._timeline.slots_of(starts), self.highest**self._exponent)

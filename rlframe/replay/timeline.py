@@ -26,6 +26,7 @@ from rlframe.types import global_env_ids
 
 Index = Union[slice, np.ndarray]
 Numbers = Union[int, np.ndarray]  # the first number of a block, or one number per environment
+Mask = Union[bool, np.ndarray]  # [B] bool: which environments; True: all, False: none
 _NONE = 255  # not a step type
 
 
@@ -36,6 +37,11 @@ def ring_index(first: int, count: int, size: int, base: int = 0) -> Index:
     """
     low = first % size
     return slice(base + low, base + low + count) if low + count <= size else base + (low + np.arange(count)) % size
+
+
+def numbers_of(block: int, count: int, mask: Mask = True) -> np.ndarray:
+    """Return the numbers of a block that `mask` holds."""
+    return np.arange(block, block + count) if isinstance(mask, bool) else block + mask.nonzero()[0]
 
 
 class Timeline:
@@ -79,6 +85,14 @@ class Timeline:
         """Return whether `numbers` were given up."""
         return numbers < self.floor
 
+    def without_gone(self, mask: Mask, numbers: Numbers, count: int) -> Mask:
+        """Return `mask` less those whose `numbers` (a block of `count`, or an array) were given up."""
+        if isinstance(numbers, int):
+            if numbers >= self.floor:
+                return mask
+            numbers = numbers_of(numbers, count)
+        return mask & (numbers >= self.floor)
+
     def holds(self, numbers: np.ndarray) -> np.ndarray:
         """[B] bool: which of `numbers` (any integers) are there."""
         return (numbers >= self.floor) & (numbers < self.head)
@@ -104,14 +118,17 @@ class WriterFragments:
     example above, after 6 steps from number 400 on, with a period of 1 and a history of 3:
 
         fact                             in lockstep                      else, for each environment
-        open timesteps                   open_block = 412 (index: slots)  open = [412, 413]
+        open timesteps                   open_block = 412                 open = [412, 413]
         their step types                 type_bytes: MID MID              types = [MID, MID]
         steps since the fragment began   position = 6                     positions = [6, 6]
         newest starts                    start_blocks = [406, 408, 410]   starts = [[406, 407], [408, 409], [410, 411]]
-        steps in the same episode        acting = [None, None, None]      ages = [3, 3]
+        steps in the same episode        unbroken = [True, True, True]    ages = [3, 3]
 
-    `acting` has, for each of the last `history` steps, the newest first, which environments acted (not at LAST); None:
-    all did. `ages` counts up to `history`. Out of lockstep, `open_block` is -1.
+    `unbroken[k]` is a `Mask` of the environments that acted (not at LAST) in each of the last k + 1 steps: those of an
+    age above k. `ages` counts up to `history`. Out of lockstep, `open_block` is -1.
+
+    A step is noted by `begin` and `count_acting`. Then `starts_before` and `acted_since` answer for both forms. Their
+    argument `envs` is [B], or None: all, in lockstep.
     """
 
     def __init__(self, rank: int, incarnation: int, num_envs: int, period: int, history: int):
@@ -124,11 +141,10 @@ class WriterFragments:
         self.origin = 0  # index of (rank, incarnation) in the buffer's table
         # In lockstep:
         self.open_block = -1
-        self.index: Index = slice(0, 0)
         self.type_bytes = b""
         self.position = 0
         self.start_blocks = [-1] * history
-        self.acting: list[np.ndarray | None] = [None] * history
+        self.unbroken: list[Mask] = [True] * history
         # Else:
         self.open = np.full(num_envs, -1, np.int64)
         self.types = np.full(num_envs, _NONE, np.uint8)
@@ -145,10 +161,7 @@ class WriterFragments:
         self.positions[:] = self.position
         self.starts[:] = np.asarray(self.start_blocks, np.int64)[:, None] + self.range
         self.ages[:] = 0
-        unbroken = np.ones(self.num_envs, bool)
-        for acting in self.acting:
-            if acting is not None:
-                unbroken &= acting
+        for unbroken in self.unbroken:
             self.ages += unbroken
         self.open_block, self.type_bytes = -1, b""
 
@@ -158,7 +171,7 @@ class WriterFragments:
         names = ("open", "types", "positions", "starts", "ages")
         return {name: getattr(self, name) for name in names}
 
-    def gather(self, timeline: Timeline) -> None:
+    def gather(self) -> None:
         """Enter lockstep if the open timesteps of all environments lie side by side."""
         if self.open[0] < 0:
             return
@@ -168,15 +181,39 @@ class WriterFragments:
         known = self.starts[: min(self.history, -(-position // self.period))]
         if (known == known[:, :1] + self.range).all():
             self.open_block, self.position, self.type_bytes = int(self.open[0]), position, self.types.tobytes()
-            self.index = timeline.index(self.open_block, self.num_envs)
             self.start_blocks = [int(x) for x in self.starts[:, 0]]
-            self.acting = [None if (acted := self.ages > k).all() else acted for k in range(self.history)]
+            self.unbroken = [True if (older := self.ages > k).all() else older for k in range(self.history)]
 
-    def begin(self, numbers: np.ndarray, envs: np.ndarray) -> None:
+    def begin(self, numbers: Any, envs: np.ndarray | None) -> None:
         """Note the open timesteps `numbers` of `envs` as starts, if their position is a multiple of the period."""
-        if self.period == 1:
+        if envs is None:
+            if self.position % self.period == 0:
+                self.start_blocks[self.position // self.period % self.history] = numbers
+        elif self.period == 1:
             self.starts[self.positions[envs] % self.history, envs] = numbers
         else:
             nth_start, rest = np.divmod(self.positions[envs], self.period)
             begins = rest == 0
             self.starts[nth_start[begins] % self.history, envs[begins]] = numbers[begins]
+
+    def starts_before(self, steps: int, envs: np.ndarray | None) -> Numbers:
+        """Return the starts so many steps before the open timesteps; any number where `have_start_before` is False."""
+        if envs is None:
+            return self.start_blocks[(self.position - steps) // self.period % self.history]
+        return self.starts[(self.positions[envs] - steps) // self.period % self.history, envs]
+
+    def have_start_before(self, steps: int, envs: np.ndarray | None) -> Mask:
+        """Return which of `envs` have a start so many steps before the open timesteps."""
+        position = (self.position if envs is None else self.positions[envs]) - steps
+        return (position >= 0) & (position % self.period == 0)
+
+    def count_acting(self, acting: Mask, envs: np.ndarray | None) -> None:
+        """Note which of `envs` are `acting` in this step, and not at LAST."""
+        if envs is None:
+            self.unbroken = [acting, *(acting & older for older in self.unbroken[:-1])]
+        else:
+            self.ages[envs] = np.where(acting, np.minimum(self.ages[envs] + 1, self.history), 0)
+
+    def acted_since(self, steps: int, envs: np.ndarray | None) -> Mask:
+        """Return which of `envs` have been in the same episode since so many steps before the open timesteps."""
+        return self.unbroken[steps] if envs is None else self.ages[envs] > steps

@@ -29,7 +29,7 @@ from rlframe.replay import steps
 from rlframe.replay.layout import no_memory
 from rlframe.replay.steps import StepStore
 from rlframe.replay.tables import ItemTable, UniformTable
-from rlframe.replay.timeline import Index, Timeline
+from rlframe.replay.timeline import Index, Mask, Timeline, numbers_of
 from rlframe.types import ReplaySpec, Sequence, Step, StepSpec
 
 # Words of the control block, each an int64. Futexes use the lower half of theirs.
@@ -284,9 +284,9 @@ class LogTable(ItemTable):
         self._present, self._log, self._header = present, log, header
         self.end, self.added = cursors.end, cursors.added
 
-    def _push_block(self, first: int, index: Index, count: int, mask: np.ndarray | None, shared: bool) -> None:
-        if shared and mask is not None:
-            self._push(first + mask.nonzero()[0])
+    def _push_block(self, first: int, index: Index, count: int, mask: Mask, shared: bool) -> None:
+        if shared and not isinstance(mask, bool):
+            self._push(numbers_of(first, count, mask))
             return
         at = self.end % len(self._log)
         self.end += 1

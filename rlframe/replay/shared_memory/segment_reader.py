@@ -16,7 +16,7 @@ from rlframe.replay.shared_memory import block
 from rlframe.replay.shared_memory.block import COUNT_BITS, COUNT_MASK, MARGIN, Block
 from rlframe.replay.steps import StepStore, make_table
 from rlframe.replay.tables import ItemTable, QueueTable, Ring
-from rlframe.replay.timeline import Index, Numbers, Timeline, ring_index
+from rlframe.replay.timeline import Index, Mask, Numbers, Timeline, ring_index
 from rlframe.types import Batch, ReplaySpec, StepSpec
 
 RANK_BITS = 43
@@ -160,7 +160,7 @@ class SegmentReader:
         entries = entries[max(0, header[block.LOG_RESERVED] - len(log) - low) :]
         return entries >> COUNT_BITS, entries & COUNT_MASK
 
-    def _expand(self, firsts: np.ndarray, counts: np.ndarray) -> list[tuple[int, int, np.ndarray | None]] | np.ndarray:
+    def _expand(self, firsts: np.ndarray, counts: np.ndarray) -> list[tuple[int, int, Mask]] | np.ndarray:
         """Return the items of entries: as a few blocks (first number, how many, which of them), or one by one."""
         if not len(firsts):
             return []
@@ -170,7 +170,7 @@ class SegmentReader:
         blocks = []
         for first, total in zip(firsts[begins].tolist(), np.add.reduceat(counts, begins).tolist()):
             mask = self._present[self.timeline.index(first, total)]
-            blocks.append((first, total, None if mask.all() else mask.copy()))
+            blocks.append((first, total, True if mask.all() else mask.copy()))
         return blocks
 
     def _starts(self, firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
