@@ -95,10 +95,10 @@ def literal(values: Iterable[str]) -> Any:
     return form[tuple(values)]
 
 
-def annotated(cls: type, *marks: Any) -> Any:
-    """Return the annotation of a class with tyro's marks."""
+def annotated(hint: Any, *marks: Any) -> Any:
+    """Return an annotation with tyro's marks."""
     form: Any = Annotated
-    arguments = (cls, *marks)
+    arguments = (hint, *marks)
     return form[arguments]
 
 

@@ -4,9 +4,9 @@ Which options there are depends on a few of them. `--agent dqn --head categorica
 
 1. `EarlyOptions.read` finds `--agent`, `--env`, `--network`, `--head` and a few others in the arguments.
 2. `_defaults` returns the experiment that these name, with the values of its preset.
-3. `_default_options` makes a dataclass for tyro, whose fields are the groups of options: the experiment, the session,
-   the agent's config (with `head`, now a categorical one) and the network's config. `_experiment_options_class` joins
-   the options of the experiment and of every topology, so that `--num-actors` is known whatever the topology is.
+3. `_tyro_defaults` makes a dataclass for tyro, whose fields are the groups of options: the experiment, the session,
+   the agent's config (with `head`, now a categorical one) and the network's config. `_flat_options_class` joins the
+   options of the experiment and of every topology, so that `--num-actors` is known whatever the topology is.
 4. tyro parses all arguments, with these defaults: `head.num_atoms` is 21.
 5. `_given_options` returns the options that the arguments change: `{"head.num_atoms": 21}`. `change_options` puts them
    into the experiment, as it does for a script.
@@ -55,6 +55,13 @@ class TrainOptions(CommandOptions, SessionOptions):
 
 
 @dataclasses.dataclass(frozen=True)
+class TopologyOption:
+    """The option `--topology`: the first one in the help, since the fields of the last base come first."""
+
+    topology: str = ""  # which processes there are: docs/programs.md
+
+
+@dataclasses.dataclass(frozen=True)
 class EarlyOptions:
     """The options that decide which others there are, as texts: they are read before the arguments are parsed."""
 
@@ -79,16 +86,6 @@ class EarlyOptions:
         return cls(agent, env, network, session, texts)
 
 
-@dataclasses.dataclass(frozen=True)
-class ExperimentOptions:
-    """Base of the class of this name that `_experiment_options_class` makes.
-
-    tyro looks up the source by a class's name, then by those of its bases: their comments are the help of options.
-    """
-
-    topology: str = ""  # which processes there are: docs/programs.md
-
-
 def read_arguments(
     arguments: list[str],
     options_cls: type[TrainOptions] = TrainOptions,
@@ -107,10 +104,10 @@ def read_arguments(
     here = pathlib.Path.cwd()  # before any code of the user's, which may change the directory
     early = EarlyOptions.read(arguments)
     defaults, preset = _defaults(early)
-    start = _default_options(defaults, early, options_cls)
+    tyro_defaults = _tyro_defaults(defaults, early, options_cls)
     elsewhere = functools.partial(_where_is, defaults.agent)
-    parsed: Any = parse(type(start), arguments, prog, description, default=start, elsewhere=elsewhere)
-    experiment = change_options(defaults, _given_options(start, parsed, early))
+    parsed: Any = parse(type(tyro_defaults), arguments, prog, description, default=tyro_defaults, elsewhere=elsewhere)
+    experiment = change_options(defaults, _given_options(tyro_defaults, parsed, early))
     if parsed.session.resume and parsed.session.run_dir is None:
         raise UsageError("--resume needs --run-dir: the directory of the run to go on with.")
     paths = {name: getattr(parsed.session, name) for name in ("run_dir", "token_file")}
@@ -131,13 +128,13 @@ def _defaults(early: EarlyOptions) -> tuple[Experiment, Preset | None]:
     return change_options(defaults, choices), preset
 
 
-def _given_options(start: Any, parsed: Any, early: EarlyOptions) -> dict[str, Any]:
+def _given_options(tyro_defaults: Any, parsed: Any, early: EarlyOptions) -> dict[str, Any]:
     """Return the options of an experiment that the arguments give, by name, as `change_options` takes them.
 
     One that is given at its default counts too: `--num-actors 2` asks for two actors, however few environments there
     are. The agent is settled already.
     """
-    before, now = _options_of_experiment(start), _options_of_experiment(parsed)
+    before, now = _options_of_experiment(tyro_defaults), _options_of_experiment(parsed)
     given = {name: value for name, value in now.items() if value != before[name] or name in early.texts}
     given.pop("agent", None)
     return given
@@ -153,22 +150,22 @@ def _where_is(agent: str, option: str) -> str:
     return where_is(agent, option.removeprefix("--").replace("-", "_").removeprefix("no_"), "--{} {}")
 
 
-def _default_options(defaults: Experiment, early: EarlyOptions, options_cls: type[TrainOptions]) -> Any:
+def _tyro_defaults(defaults: Experiment, early: EarlyOptions, options_cls: type[TrainOptions]) -> Any:
     """Return all options with their defaults, in a dataclass for tyro. For `--agent dqn --head categorical`:
 
     Train(
-        experiment=ExperimentOptions(topology="single_process", agent="dqn", ...),      # --topology, --agent
-        session=TrainOptions(preset="auto", run_dir=None, ...),                         # --preset, --run-dir
+        experiment=FlatOptions(topology="single_process", agent="dqn", ...),           # --topology, --agent
+        session=TrainOptions(preset="auto", run_dir=None, ...),                        # --preset, --run-dir
         agent_config=DQNConfig(batch_size=64, head=Categories(num_atoms=51), ...),     # --batch-size, --head.num-atoms
-        choices=Choices(head="categorical"),                                            # --head
-        network_config=MLPConfig(hidden=(120, 84), ...),                                # --network.hidden
+        choices=Choices(head="categorical"),                                           # --head
+        network_config=MLPConfig(hidden=(120, 84), ...),                               # --network.hidden
     )
     """
     flat = (tyro.conf.arg(name=""), tyro.conf.OmitArgPrefixes)  # options have no prefix
     config, values = defaults.agent_config, to_flat(defaults)
     network = values.get("network_config")
     values |= dict.fromkeys({"agent_config", "network_config"} & values.keys())  # they have parts of their own
-    experiment = _experiment_options_class(defaults, early)(**values)
+    experiment = _flat_options_class(defaults, early)(**values)
     _check_no_clash(type(config), defaults.agent, {*field_names(experiment), *field_names(options_cls)} - _HIDDEN)
     choices: list[Any] = [
         (name, Annotated[literal(known), tyro.conf.arg(help=f"Its options are --{name}.*")])
@@ -187,19 +184,21 @@ def _default_options(defaults: Experiment, early: EarlyOptions, options_cls: typ
     return joined_options("Train", parts)
 
 
-def _experiment_options_class(defaults: Experiment, early: EarlyOptions) -> Any:
+def _flat_options_class(defaults: Experiment, early: EarlyOptions) -> Any:
     """Make the class of the options of an experiment and of every topology of its agent. For `--agent dqn`:
 
         @dataclasses.dataclass(frozen=True)
-        class ExperimentOptions(SingleProcess, HeavyEnv, Distributed, Elastic, ..., Experiment, ExperimentOptions):
+        class FlatOptions(SingleProcess, HeavyEnv, Distributed, Elastic, ..., Experiment, TopologyOption):
             async_envs: Annotated[bool, tyro.conf.arg(name="async")] = False  # `async` is a keyword
             name: Annotated[Any, tyro.conf.Suppress] = ""   # no option; nor are topology_config and agent_config
             topology: Literal["single_process", "heavy_env", ...] = "single_process"
             replay: Literal["auto", "shared_memory", ..., "file.py:Name"] = "auto"  # the last if the user names it
 
-    All other fields are those of the bases. Values are checked when the experiment is made, not here.
+    All other fields are those of the bases. Values are checked when the experiment is made, not here. The class has the
+    name and module of `Experiment`: tyro reads the help of options in the source that it finds by these, and then in
+    that of the bases.
     """
-    classes = config_classes(defaults.agent, early.texts.get("topology") or defaults.topology_config.name)
+    classes = config_classes(defaults.agent, defaults.topology_config.name, early.texts.get("topology"))
     every = dict.fromkeys(classes.values())
     bases = [cls for cls in every if not any(other is not cls and issubclass(other, cls) for other in every)]
     values = {field.name: field.default for cls in bases for field in dataclasses.fields(cls)}
@@ -218,10 +217,10 @@ def _experiment_options_class(defaults: Experiment, early: EarlyOptions) -> Any:
         named = [each for each in (early.texts.get(name), values.get(name)) if isinstance(each, str) and ":" in each]
         annotations[name] = literal((*known, *named))
     return dataclasses.make_dataclass(
-        ExperimentOptions.__name__,  # by which tyro finds the help of `topology`
+        Experiment.__name__,
         [(name, hint, values[name]) for name, hint in annotations.items() if name in values],
-        bases=(*bases, Experiment, ExperimentOptions),
-        namespace={"__module__": __name__, "__post_init__": lambda self: None},
+        bases=(*bases, Experiment, TopologyOption),
+        namespace={"__module__": Experiment.__module__, "__post_init__": lambda self: None},
         frozen=True,
     )
 

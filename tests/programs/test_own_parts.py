@@ -11,6 +11,8 @@ from rlframe.cli.main import main
 from rlframe.cli.train_options import read_arguments
 from rlframe.errors import UsageError
 from rlframe.programs import load_experiment, make_experiment, run_experiment
+from rlframe.programs.options.config_file import save_experiment
+from rlframe.programs.options.make_experiment import change_options
 
 OWN = """
 import dataclasses
@@ -87,6 +89,20 @@ def test_an_option_of_ones_own_topology_is_refused_where_it_is_not_read(own):
         read_arguments(["--inferencers-per-actor", "2"])
     with pytest.raises(UsageError, match=f"replay_checkpoint_every=5 is for the topology single_process: {own}:twice"):
         make_experiment("impala", topology=f"{own}:twice", replay_checkpoint_every=5)
+
+
+def test_a_config_of_ones_own_topology_may_change_to_another_once_its_own_options_have_their_defaults(own, tmp_path):
+    config = tmp_path / "config.json"
+    save_experiment(make_experiment("impala", topology=f"{own}:twice", inferencers_per_actor=2), config, {})
+    other = ["--config", str(config), "--topology", "heavy_env"]
+    refused = f"^inferencers_per_actor=2 is for the topology {own}:twice: heavy_env does not read it. Leave it at 1"
+    with pytest.raises(UsageError, match=refused):
+        read_arguments(other)
+    with pytest.raises(UsageError, match=refused):
+        change_options(load_experiment(config), {"topology": "heavy_env"})
+    changed, _, _ = read_arguments([*other, "--inferencers-per-actor", "1"])
+    assert changed == make_experiment("impala", topology="heavy_env")
+    assert changed == change_options(load_experiment(config), {"topology": "heavy_env", "inferencers_per_actor": 1})
 
 
 def test_a_name_that_means_nothing_is_explained(own):

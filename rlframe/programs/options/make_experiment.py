@@ -37,7 +37,7 @@ from rlframe.programs.options.fields import (
 )
 from rlframe.programs.options.registry import name_objects, name_of
 from rlframe.programs.presets import Preset, find_preset
-from rlframe.programs.topologies.config import AgentOptions, TopologyConfig, find_topology
+from rlframe.programs.topologies.config import AgentOptions, GameProgram, TopologyConfig, find_topology
 from rlframe.user_code.files import forget_changed
 
 # Fields that are no flat options, or are given otherwise.
@@ -96,7 +96,8 @@ def change_options(defaults: Experiment, options: Mapping[str, Any], others: Ite
     """
     options, agent = name_objects(options), defaults.agent
     # 1. The fields that are options.
-    hints = _hints_of_flat(agent, convert(str, options.get("topology", defaults.topology_config.name), "topology"))
+    topology = convert(str, options.get("topology", defaults.topology_config.name), "topology")
+    hints = _hints_of_flat(agent, defaults.topology_config.name, topology)
     defaults = fill_configs(_with_network(defaults, options, hints))
     prefixes = {"agent_config": ""} | ({"network_config": "network."} if "network" in hints else {})
     options = {name: value for name, value in options.items() if name not in prefixes or value is not None}
@@ -116,9 +117,9 @@ def change_options(defaults: Experiment, options: Mapping[str, Any], others: Ite
     return with_fields(defaults, **values)
 
 
-def _hints_of_flat(agent: str, topology: str) -> dict[str, Any]:
-    """Return the annotations of the options of an experiment and of all topologies for its agent."""
-    classes = (*config_classes(agent, topology).values(), Experiment)
+def _hints_of_flat(agent: str, *own: str) -> dict[str, Any]:
+    """Return the annotations of the options of an experiment and of all topologies, as `config_classes` has them."""
+    classes = (*config_classes(agent, *own).values(), Experiment)
     hints = {name: hint for cls in classes for name, hint in hints_of(cls).items()}
     return {name: hint for name, hint in hints.items() if name not in _NOT_FLAT} | {"topology": str}
 
@@ -225,46 +226,54 @@ def to_flat(experiment: Experiment) -> dict[str, Any]:
     return {"topology": of_topology.pop("name"), **values, **of_topology}
 
 
-def from_flat(values: dict[str, Any]) -> Experiment:
+def from_flat(values: Mapping[str, Any], *own: str) -> Experiment:
     """Make the experiment with these options, as `to_flat` returns them; missing ones have their defaults.
 
+    Args:
+        values: by option. One of a topology that is not chosen may be there, at its default.
+        own: topologies of the user's, beside the one that is chosen.
+
     Raises:
-        UsageError: an option is of another topology, which this one does not read.
+        UsageError: an option that the topology does not read has another value than its default.
     """
     values = name_objects(values)
-    classes = config_classes(values["agent"], values.get("topology"))
+    classes = config_classes(values["agent"], values.get("topology"), *own)
     topology = values.pop("topology", next(iter(classes)))
     cls = classes[topology]
-    own, read = field_names(Experiment), field_names(cls)
-    for field, value in values.items():
-        others = [name for name, other in classes.items() if field in field_names(other)]
-        if field in own or field in read or value == getattr(classes[others[0]], field):
-            continue
+    of_experiment = {name: values.pop(name) for name in field_names(Experiment) if name in values}
+    of_topology = {name: values.pop(name) for name in field_names(cls) if name in values}
+    for option, value in values.items():
+        _check_has_default(option, value, topology, classes)
+    if issubclass(cls, GameProgram):  # by default no more than there are environments for: some presets have one
+        of_topology.setdefault("num_actors", min(cls.num_actors, of_experiment.get("num_envs", Experiment.num_envs)))
+    return Experiment(**of_experiment, topology_config=cls(**{**of_topology, "name": topology}))
+
+
+def _check_has_default(option: str, value: Any, topology: str, classes: Mapping[str, type[TopologyConfig]]) -> None:
+    """Raise UsageError if an option that a topology does not read has another value than in those that read it."""
+    readers = [name for name, cls in classes.items() if option in field_names(cls)]
+    default = getattr(classes[readers[0]], option)
+    if value != default:
         raise UsageError(
-            f"{field}={value!r} is for the topology {' or '.join(others)}: {topology} does not read it. Leave it at "
-            f"{getattr(classes[others[0]], field)!r}, or choose another topology."
+            f"{option}={value!r} is for the topology {' or '.join(readers)}: {topology} does not read it. Leave it at "
+            f"{default!r}, or choose another topology."
         )
-    options = {field: value for field, value in values.items() if field in read}
-    if "num_actors" in read:  # by default no more than there are environments for: some presets have one
-        options.setdefault("num_actors", min(cls.num_actors, values.get("num_envs", Experiment.num_envs)))  # type: ignore[attr-defined]
-    topology_config = cls(**{**options, "name": topology})
-    return Experiment(**{field: values[field] for field in own if field in values}, topology_config=topology_config)
 
 
 def with_fields(experiment: Experiment, **changes: Any) -> Experiment:
     """Return the experiment with other values of some flat options."""
-    return from_flat({**to_flat(experiment), **changes})
+    return from_flat({**to_flat(experiment), **changes}, experiment.topology_config.name)
 
 
-def config_classes(agent: str, own: str | None = None) -> dict[str, type[TopologyConfig]]:
+def config_classes(agent: str, *own: str | None) -> dict[str, type[TopologyConfig]]:
     """Return the class of options of each topology for an agent, by name; first the agent's default topology.
 
     Args:
         agent: the agent's name.
-        own: a topology that is among them if it is one of the user's own, `file.py:function`.
+        own: topologies that are among them too, as those of the user's own, `file.py:function`. None is left out.
     """
     learns_from = registry.agent_class(agent).learns_from
-    names = dict.fromkeys([*registry.TOPOLOGIES[learns_from], *([] if own is None else [own])])
+    names = dict.fromkeys([*registry.TOPOLOGIES[learns_from], *(name for name in own if name is not None)])
     return {name: find_topology(name, learns_from).config_cls for name in names}
 
 
