@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.processor import Stopwatch
-from rlframe.engines.supervision.served_node import public_methods
+from rlframe.engines.supervision.node_main import public_methods
 from rlframe.transport import DEFAULT
 from rlframe.transport.sockets import SocketTransport
 

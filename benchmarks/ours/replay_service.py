@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.ours.reverb import ENVS, LENGTH, SHAPE, STEP_SPEC, WORKLOADS, rate
 from benchmarks.processor import Stopwatch
 from benchmarks.replay import steps
-from rlframe.engines.supervision.served_node import public_methods
+from rlframe.engines.supervision.node_main import public_methods
 from rlframe.handles import Remote
 from rlframe.replay.service import ReplayService, ServiceReplayBuffer
 from rlframe.transport.sockets import SocketTransport

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.processor import Stopwatch
 from rlframe import extras
-from rlframe.engines.supervision.served_node import public_methods
+from rlframe.engines.supervision.node_main import public_methods
 from rlframe.transport import DEFAULT
 from rlframe.transport.sockets import SocketTransport
 

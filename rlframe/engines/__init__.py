@@ -11,9 +11,9 @@ A topology describes a program by calls of `Engine.add`, one for each node; `Eng
 
 What happens then under the engine `local`, whose nodes are processes (folder `supervision`):
 
-- Start. `run` pickles each node as a `ServedNode` and makes it a `NodeProcess` (`supervision/node_main.py`). The
-  `ProgramSupervisor` starts each one: `NodeProcess.start` returns a `RunningProcess`. In that process,
-  `run_served_node` (`supervision/served_node.py`) calls the constructor, serves the object's public methods, and calls
+- Start. `run` pickles each node, a `ServedNode` (`served_engine.py`), and makes it a `StartableProcess`
+  (`supervision/nodes.py`). The `ProgramSupervisor` starts each one, and gets a `RunningProcess`. In that process,
+  `run_served_node` (`supervision/node_main.py`) calls the constructor, serves the object's public methods, and calls
   its `run()`.
 - Watch. The supervisor has one `Slot` for each node. It reads the heartbeat of each process and the lines that it
   prints, and hears of its end.

@@ -24,7 +24,7 @@ from rlframe.engines.base import (
 )
 from rlframe.engines.group_rules import GroupRules, rules_by_group
 from rlframe.engines.logs import NodeLogs
-from rlframe.engines.supervision.node_main import pickle_node, program_processes
+from rlframe.engines.supervision.nodes import pickle_node, program_processes
 from rlframe.engines.supervision.program_supervisor import STOP_SIGNAL, ProgramSupervisor
 from rlframe.errors import UsageError, suggest
 from rlframe.interprocess.heartbeat import TIMEOUT

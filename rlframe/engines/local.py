@@ -11,8 +11,9 @@ from typing import Any
 from rlframe import extras
 from rlframe.engines.base import EngineOptions, Watch, pick_free_port, warn_of_open_ports
 from rlframe.engines.group_rules import rules_by_group
-from rlframe.engines.supervision.node_main import program_processes
-from rlframe.engines.supervision.served_node import ServedEngine, run_served_node
+from rlframe.engines.served_engine import ServedEngine
+from rlframe.engines.supervision.node_main import run_served_node
+from rlframe.engines.supervision.nodes import program_processes
 from rlframe.transport.sockets import SocketDirectory, SocketTransport
 
 

@@ -14,9 +14,8 @@ from typing import Any
 from rlframe import extras
 from rlframe.engines.base import EngineOptions, Watch
 from rlframe.engines.group_rules import GroupRules, rules_by_group, traits_of
-from rlframe.engines.supervision.node_main import pickle_node
-from rlframe.engines.supervision.running import StartableNode
-from rlframe.engines.supervision.served_node import MakeWorker, ServedEngine, pickle_worker
+from rlframe.engines.served_engine import MakeWorker, ServedEngine, pickle_worker
+from rlframe.engines.supervision.nodes import StartableNode, pickle_node
 from rlframe.transport.ray import RayTransport
 
 

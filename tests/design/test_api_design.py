@@ -32,7 +32,7 @@ from rlframe import (
     SyncEnv,
 )
 from rlframe.agents import IMPALA, PPO, IMPALAConfig, PPOConfig
-from rlframe.engines.supervision.served_node import public_methods
+from rlframe.engines.supervision.node_main import public_methods
 from rlframe.envs import as_pool
 from rlframe.envs.envpool import EnvPoolPool
 from rlframe.errors import UsageError

@@ -20,8 +20,8 @@ import pytest
 
 from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.logs import NodeLogs
+from rlframe.engines.supervision.nodes import StartableProcess
 from rlframe.engines.supervision.program_supervisor import ProgramSupervisor
-from rlframe.engines.supervision.running import NodeProcess
 from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.errors import ProgramError
 from tests.waiting import wait_until
@@ -38,14 +38,14 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 SERVES = BEATS + "print('up', os.getpid(), flush=True)\nwhile True: time.sleep(0.1)"
 
 
-def node(name: str, code: str, **options: Any) -> NodeProcess:
-    return NodeProcess(name, [sys.executable, "-S", "-c", textwrap.dedent(code)], GroupRules(**options))
+def node(name: str, code: str, **options: Any) -> StartableProcess:
+    return StartableProcess(name, [sys.executable, "-S", "-c", textwrap.dedent(code)], GroupRules(**options))
 
 
 class Program:
     """Nodes that run in a supervisor's thread until the context is left; nothing is left of them."""
 
-    def __init__(self, *nodes: NodeProcess, hang_timeout: float, healthy: float = 900.0) -> None:
+    def __init__(self, *nodes: StartableProcess, hang_timeout: float, healthy: float = 900.0) -> None:
         self._output = io.StringIO()
         self.supervisor = ProgramSupervisor(
             nodes, NodeLogs(None, self._output), hang_timeout=hang_timeout, backoff=Backoff(0.01, healthy=healthy)
@@ -148,9 +148,9 @@ def test_nothing_is_killed_where_it_is_turned_off():
 
 LAUNCHER = """
 import sys
-from rlframe.engines.supervision.running import NodeProcess
+from rlframe.engines.supervision.nodes import StartableProcess
 from rlframe.engines.supervision.program_supervisor import ProgramSupervisor
-nodes = [NodeProcess(name, [sys.executable, "-S", "-c", sys.argv[1]]) for name in ("a", "b")]
+nodes = [StartableProcess(name, [sys.executable, "-S", "-c", sys.argv[1]]) for name in ("a", "b")]
 print(ProgramSupervisor(nodes, hang_timeout=float(sys.argv[2])).run())
 """
 

@@ -16,8 +16,8 @@ import pytest
 
 from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.logs import NodeLogs
+from rlframe.engines.supervision.nodes import StartableProcess
 from rlframe.engines.supervision.program_supervisor import STOP_SIGNAL, ProgramSupervisor
-from rlframe.engines.supervision.running import NodeProcess
 from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.errors import ProgramError
 from tests.waiting import still_runs, wait_until
@@ -25,8 +25,8 @@ from tests.waiting import still_runs, wait_until
 PATIENCE = 60.0  # seconds; where nothing is awry it is not waited for
 
 
-def node(name: str, code: str, **options) -> NodeProcess:
-    return NodeProcess(name, [sys.executable, "-S", "-c", textwrap.dedent(code)], GroupRules(**options))
+def node(name: str, code: str, **options) -> StartableProcess:
+    return StartableProcess(name, [sys.executable, "-S", "-c", textwrap.dedent(code)], GroupRules(**options))
 
 
 FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(60)"
@@ -34,7 +34,7 @@ FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(60)"
 SERVES = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nprint('up')\ntime.sleep(60)"
 
 
-def run(*nodes: NodeProcess, backoff: Backoff | None = None) -> tuple[int | None, str]:
+def run(*nodes: StartableProcess, backoff: Backoff | None = None) -> tuple[int | None, str]:
     output = io.StringIO()
     return ProgramSupervisor(nodes, NodeLogs(None, output), grace=PATIENCE, backoff=backoff).run(), output.getvalue()
 
@@ -105,7 +105,7 @@ DEAF = FOREVER.replace("import time", "import signal, time\nsignal.signal(signal
 
 
 def interrupted(
-    *nodes: NodeProcess, once: str, times: int = 1, grace: float = PATIENCE, backoff: Backoff | None = None
+    *nodes: StartableProcess, once: str, times: int = 1, grace: float = PATIENCE, backoff: Backoff | None = None
 ) -> tuple[int | None, str]:
     """Ctrl-C as soon as `once` is in the output."""
     output = io.StringIO()
@@ -174,10 +174,10 @@ LAUNCHER = """
 import signal, sys
 for ignored_under_nohup in (signal.SIGHUP, signal.SIGINT):
     signal.signal(ignored_under_nohup, signal.SIG_DFL)
-from rlframe.engines.supervision.running import NodeProcess
+from rlframe.engines.supervision.nodes import StartableProcess
 from rlframe.engines.supervision.program_supervisor import STOP_SIGNAL, ProgramSupervisor
 code = sys.argv[1]
-nodes = [NodeProcess(name, [sys.executable, "-S", "-c", code]) for name in ("a", "b")]
+nodes = [StartableProcess(name, [sys.executable, "-S", "-c", code]) for name in ("a", "b")]
 print(ProgramSupervisor(nodes, grace=60.0).run())
 """
 

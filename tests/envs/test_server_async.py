@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlframe import Actor, AsyncEnv, EnvServer, Inferencer, InferencerConfig, SyncEnv
-from rlframe.engines.supervision.served_node import public_methods
+from rlframe.engines.supervision.node_main import public_methods
 from rlframe.envs import as_pool
 from rlframe.errors import EnvError, PeerError, UsageError
 from rlframe.handles import Remote

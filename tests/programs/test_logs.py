@@ -12,8 +12,8 @@ import pytest
 
 from rlframe.engines import logs
 from rlframe.engines.group_rules import GroupRules
+from rlframe.engines.supervision.nodes import StartableProcess
 from rlframe.engines.supervision.program_supervisor import ProgramSupervisor
-from rlframe.engines.supervision.running import NodeProcess
 from rlframe.programs import make_experiment, run_experiment
 from tests.programs.running import ROOT
 
@@ -30,7 +30,7 @@ sys.exit(int(sys.argv[1]))
 
 
 def node(name, code, *arguments, **options):
-    return NodeProcess(name, [sys.executable, "-c", code, *arguments], GroupRules(**options))
+    return StartableProcess(name, [sys.executable, "-c", code, *arguments], GroupRules(**options))
 
 
 def test_each_line_of_a_node_is_kept_in_its_file_with_time_level_and_node_over_restarts(tmp_path):

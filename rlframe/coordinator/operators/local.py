@@ -11,9 +11,9 @@ from rlframe.coordinator.messages import ROLES, Role, worker_id_of
 from rlframe.coordinator.operators.supervised import BACKOFF, SupervisedOperator
 from rlframe.engines.group_rules import ON_CPU, GroupRules
 from rlframe.engines.logs import NodeLogs
-from rlframe.engines.supervision.node_main import node_process, pickle_node
-from rlframe.engines.supervision.running import NodeProcess
-from rlframe.engines.supervision.served_node import MakeWorker, pickle_worker, run_served_node
+from rlframe.engines.served_engine import MakeWorker, pickle_worker
+from rlframe.engines.supervision.node_main import run_served_node
+from rlframe.engines.supervision.nodes import StartableProcess, pickle_node
 from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.interprocess.heartbeat import TIMEOUT
 from rlframe.transport.sockets import SocketDirectory, SocketTransport
@@ -70,10 +70,10 @@ class LocalOperator(SupervisedOperator):
         super().close()
         self._sockets.close()
 
-    def _node(self, role: Role, make: bytes, rules: GroupRules, index: int, incarnation: int) -> NodeProcess:
+    def _node(self, role: Role, make: bytes, rules: GroupRules, index: int, incarnation: int) -> StartableProcess:
         name, address = worker_id_of(role, index), f"{self._sockets.path}/{role}-{index}-{incarnation}"
         pickled = pickle_worker(_TRANSPORT, address, make, name, index, incarnation)
-        return node_process(name, _run_worker, pickled, rules, address)
+        return StartableProcess.of(name, _run_worker, pickled, rules, address)
 
 
 def _run_worker(pickled: bytes) -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from rlframe.coordinator.messages import Role, WorkerInfo, WorkerKey, worker_id_of
 from rlframe.engines.logs import NodeLogs
-from rlframe.engines.supervision.running import EXIT_PERMANENT, RunningNode, StartableNode
+from rlframe.engines.supervision.nodes import EXIT_PERMANENT, RunningNode, StartableNode
 from rlframe.engines.supervision.supervisor import Backoff, Slot, SlotState, Supervisor
 from rlframe.errors import UsageError
 from rlframe.handles import Remote

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 from rlframe import extras
 from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.ray_nodes.params import FetchedVersions, Policy, PublishedVersions
-from rlframe.engines.supervision.node_main import node_process
-from rlframe.engines.supervision.running import RunningNode
-from rlframe.engines.supervision.served_node import run_served_node
+from rlframe.engines.supervision.node_main import run_served_node
+from rlframe.engines.supervision.nodes import RunningNode, StartableProcess
 from rlframe.errors import UnavailableError
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
 from rlframe.interprocess.memory import MACHINE
@@ -113,7 +112,7 @@ class NodeHost:
         env = {**node.rules.env, **self._relay.station.variables, MACHINE: ray_node}
         rules = dataclasses.replace(node.rules, env=env)
         sys.path += [path for path in node.imports if path not in sys.path]  # the node's is the same
-        process = node_process(node.name, run_ray_node, node.pickled, rules)
+        process = StartableProcess.of(node.name, run_ray_node, node.pickled, rules)
         self._node = process.start(heartbeat, self._on_exit, self._take)
 
     @ray.method(concurrency_group="watch")

@@ -12,7 +12,7 @@ from typing import Any
 from rlframe import extras
 from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.ray_nodes.host import CONCURRENCY, HostedNode, NodeHost, Seen
-from rlframe.engines.supervision.running import OnExit, RunningNode, TakeLine
+from rlframe.engines.supervision.nodes import OnExit, RunningNode, TakeLine
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
 
 with extras.needed("--engine ray", "ray"):

@@ -3,18 +3,16 @@
 In the order of an actor's life:
 
 - `engines/group_rules.py: rules_by_group` gives each group its `GroupRules`: restarts, threads, the accelerator.
-- `node_main.py` describes the node's process, and is what it runs first. `served_node.py` is a node whose public
-  methods are called by handles.
-- `running.py`: `NodeProcess.start` returns a `RunningProcess`, a `RunningNode`: its pid, heartbeat and exit code.
+- `nodes.py`: `StartableProcess.start` returns a `RunningProcess`: its pid, heartbeat and exit code.
+- `node_main.py` is what that process runs: it unpickles the node, makes its object, and serves and runs that.
 - `supervisor.py`: `Supervisor` hears of exits, kills what hangs, and starts again after `Backoff`.
 - `program_supervisor.py`: `ProgramSupervisor` decides what an exit means for the program, and ends all nodes together.
 
-The classes about one node:
+The classes about one node, by its stage:
 
-    what                                          a process of this machine    beside a Ray actor (`ray_nodes`)
-    the object to make and serve, pickled         ServedNode                   ServedNode, in a HostedNode
-    what can be started (`StartableNode`)         NodeProcess                  RayNode
-    what runs, for the supervisor (`RunningNode`) RunningProcess               RunningRayNode
-    what starts and watches the process           the launcher                 NodeHost, in the Ray actor
+    stage                                         a process of this machine    beside a Ray actor (`ray_nodes`)
+    described: an object to make and to serve     ServedNode                   ServedNode, in a HostedNode
+    can be started: a `StartableNode`             StartableProcess             RayNode
+    runs: a `RunningNode`                         RunningProcess               RunningRayNode, started by a NodeHost
     its place in the supervisor, over restarts    Slot                         Slot
 """

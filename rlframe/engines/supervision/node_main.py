@@ -1,91 +1,37 @@
-"""From the launcher to the process of a node, and the entry of that process: `main`.
+"""What runs in the process of a node: `main`, with the arguments NAME DESCRIPTOR (see `StartableProcess.of`).
 
-- In the launcher: `pickle_node` pickles a node, `node_process` describes its process: the command, which calls `main`
-  with the arguments NAME DESCRIPTOR, and the bytes to read from the descriptor. No program stays on the disk.
-- In the process: `main` sets it up (it dies with the launcher, and has its role in its title), reads the node and runs
-  it. `run_to_exit` turns an exception into an exit code for the supervisor.
+1. `main` sets the process up: it dies with the launcher, has a heartbeat, and logs under the name of the node.
+2. It reads a function and a pickled node from the descriptor, and calls the function with the node: under the engines
+   `local` and `ray` this is `run_served_node`.
+3. `run_to_exit` turns an exception into an exit code for the supervisor.
 """
 
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import faulthandler
+import functools
 import os
 import pickle
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from types import FrameType
 from typing import Any, NoReturn
 
 from rlframe import streams
 from rlframe.engines import logs
-from rlframe.engines.group_rules import GroupRules, traits_of
-from rlframe.engines.supervision.running import EXIT_PERMANENT, NodeProcess
+from rlframe.engines.group_rules import traits_of
+from rlframe.engines.supervision.nodes import EXIT_PERMANENT, LAUNCHER_PID
+from rlframe.engines.supervision.program_supervisor import STOP_SIGNAL
 from rlframe.errors import CheckpointError, JobFailedError, NonFiniteLossError, UsageError
 from rlframe.interprocess import heartbeat
 from rlframe.interprocess.malloc import use_one_arena
-from rlframe.interprocess.phases import ENDING
+from rlframe.interprocess.phases import ENDING, STARTING
 from rlframe.interprocess.processes import die_with_parent
-from rlframe.user_code.directories import import_path
-
-LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"
-
-
-# --- in the launcher
-
-
-def node_process(
-    name: str, run: Callable[[bytes], Any], pickled: bytes, rules: GroupRules, address: str | None = None
-) -> NodeProcess:
-    """Return the process of a node, to be started by a supervisor of this process. It has this process's `sys.path`.
-
-    Args:
-        name: of the node: `actor/1`.
-        run: a function of a module, which runs a node in its process.
-        pickled: the node, as `run` takes it.
-        rules: of its group.
-        address: see `NodeProcess`.
-    """
-    rules = dataclasses.replace(rules, env={**rules.env, LAUNCHER_PID: str(os.getpid())})
-    code = f"import sys; sys.path[:] = {import_path()!r}; from {__name__} import main; main()"
-    return NodeProcess(name, [sys.executable, "-c", code, name], rules, pickle.dumps((run, pickled)), address)
-
-
-def program_processes(
-    run: Callable[[bytes], Any], groups: Mapping[str, Sequence[bytes]], rules: Mapping[str, GroupRules]
-) -> list[NodeProcess]:
-    """Return the processes of a program, for a `ProgramSupervisor`.
-
-    Args:
-        run: see `node_process`.
-        groups: by label, the pickled nodes of each group.
-        rules: by label; a group without one has no restarts and does not end the program.
-    """
-    return [
-        node_process(f"{label}/{index}" if len(group) > 1 else label, run, pickled, rules.get(label, GroupRules()))
-        for label, group in groups.items()
-        for index, pickled in enumerate(group)
-    ]
-
-
-def pickle_node(label: str, node: Any) -> bytes:
-    """Pickle a node of this group. Raises UsageError if it cannot be pickled."""
-    import cloudpickle
-
-    try:
-        pickled: bytes = cloudpickle.dumps(node)
-    except UsageError:  # an argument that is refused
-        raise
-    except Exception as error:
-        raise UsageError(
-            f"The nodes of the group {label!r} cannot be sent to their processes: {type(error).__name__}: {error}. "
-            "Their arguments must be picklable."
-        ) from error
-    return pickled
-
-
-# --- in the process of the node
+from rlframe.program_end import join_program
 
 
 def main() -> None:
@@ -101,6 +47,67 @@ def main() -> None:
     with open(descriptor, "rb") as file:
         run, pickled = pickle.load(file)
     run_to_exit(lambda: run(pickled))
+
+
+def begin_process(name: str) -> None:
+    """Set up the process of a node or worker. Call it before anything starts a thread or imports JAX.
+
+    Args:
+        name: the process title for `actor/1` is `rlframe: actor 1`.
+    """
+    import setproctitle
+
+    if traits_of(name.partition("/")[0]).uses_one_arena:
+        use_one_arena()
+    faulthandler.enable()
+    setproctitle.setproctitle(f"rlframe: {name.replace('/', ' ')}")
+
+
+def run_served_node(pickled: bytes, end: Callable[[], None] | None = None) -> None:
+    """Make the object of a node in its process, serve it and run it.
+
+    An object without `run` is served until SIGTERM, and closed then if it has `close`.
+
+    Args:
+        pickled: a `ServedNode` (`rlframe.engines.served_engine`).
+        end: ends the program; None: a signal to the launcher does, which started this process.
+    """
+    stop = threading.Event()
+    join_program(stop, end or functools.partial(os.kill, int(os.environ[LAUNCHER_PID]), STOP_SIGNAL))
+    set_at_sigterm(stop)
+    with STARTING:
+        import cloudpickle
+
+        node = cloudpickle.loads(pickled)
+        made = node.constructor(*node.args, **node.kwargs)
+    server = node.transport.serve(public_methods(made), node.address)
+    try:
+        if hasattr(made, "run"):
+            made.run()
+        else:
+            while not stop.wait(1.0):  # not without end: a signal that comes just before would not wake it
+                pass
+    finally:
+        server.stop()
+        if not hasattr(made, "run") and hasattr(made, "close"):
+            made.close()
+
+
+def public_methods(target: Any) -> dict[str, Callable[..., Any]]:
+    """Return the methods that others may call: those of the class whose names begin without an underscore."""
+    names = (name for name in dir(type(target)) if not name.startswith("_"))
+    return {name: getattr(target, name) for name in names if callable(getattr(type(target), name, None))}
+
+
+def set_at_sigterm(stop: threading.Event) -> None:
+    """Set the event at SIGTERM."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        # Not from here: the thread that the handler interrupts may hold the event's lock.
+        threading.Thread(target=stop.set, daemon=True).start()
+
+    signal.signal(signal.SIGTERM, handle)
 
 
 def run_to_exit(function: Callable[[], Any]) -> NoReturn:
@@ -124,17 +131,3 @@ def run_to_exit(function: Callable[[], Any]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def begin_process(name: str) -> None:
-    """Set up the process of a node or worker. Call it before anything starts a thread or imports JAX.
-
-    Args:
-        name: the process title for `actor/1` is `rlframe: actor 1`.
-    """
-    import setproctitle
-
-    if traits_of(name.partition("/")[0]).uses_one_arena:
-        use_one_arena()
-    faulthandler.enable()
-    setproctitle.setproctitle(f"rlframe: {name.replace('/', ' ')}")

@@ -10,7 +10,7 @@ from typing import Any
 from rlframe.engines.base import GRACE, NodeState, Watch, node_status
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.stopping import handling, stop_signals
-from rlframe.engines.supervision.running import EXIT_PERMANENT, RunningNode, StartableNode
+from rlframe.engines.supervision.nodes import EXIT_PERMANENT, RunningNode, StartableNode
 from rlframe.engines.supervision.supervisor import Backoff, Slot, SlotState, Supervisor
 from rlframe.errors import ProgramError
 

@@ -21,7 +21,7 @@ from typing import Literal
 from rlframe.engines.base import GRACE
 from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.logs import NodeLogs
-from rlframe.engines.supervision.running import RunningNode, StartableNode
+from rlframe.engines.supervision.nodes import RunningNode, StartableNode
 from rlframe.interprocess.heartbeat import Clock, HeartbeatMonitor, interval_of
 from rlframe.interprocess.waiting import Inbox
 

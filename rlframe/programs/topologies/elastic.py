@@ -26,7 +26,7 @@ from rlframe.engines import Engine
 from rlframe.engines.base import StartsWorkers
 from rlframe.engines.group_rules import NO_ACCELERATOR
 from rlframe.engines.logs import Nowhere
-from rlframe.engines.supervision.served_node import MakeWorker
+from rlframe.engines.served_engine import MakeWorker
 from rlframe.errors import PeerError, StoppedError, UsageError
 from rlframe.metrics.rows import ActorCounts
 from rlframe.programs.experiment import Experiment

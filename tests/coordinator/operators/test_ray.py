@@ -17,8 +17,8 @@ import pytest
 from rlframe import handles
 from rlframe.coordinator.operators.ray import RayOperator
 from rlframe.engines.group_rules import GroupRules
-from rlframe.engines.supervision.node_main import pickle_node
-from rlframe.engines.supervision.served_node import pickle_worker
+from rlframe.engines.served_engine import pickle_worker
+from rlframe.engines.supervision.nodes import pickle_node
 from rlframe.errors import UsageError
 from rlframe.transport.ray import RayTransport
 from tests.coordinator.operators import workers

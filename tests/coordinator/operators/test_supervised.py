@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from rlframe.coordinator.operators import supervised
 from rlframe.coordinator.operators.supervised import SupervisedOperator
 from rlframe.engines.supervision import supervisor
-from rlframe.engines.supervision.running import OnExit, RunningNode
+from rlframe.engines.supervision.nodes import OnExit, RunningNode
 from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.errors import UsageError
 from tests.in_process import InProcess

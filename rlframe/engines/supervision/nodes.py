@@ -1,4 +1,8 @@
-"""Nodes that run: `StartableNode.start` returns a `RunningNode`, here a process of this machine."""
+"""Nodes as a supervisor has them: it starts a `StartableNode`, and gets a `RunningNode`.
+
+This file has both contracts, and both for a node that is a process of this machine: `StartableProcess.start` returns a
+`RunningProcess`. In that process, `node_main.main` runs the node.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,26 @@ import collections
 import contextlib
 import dataclasses
 import os
+import pickle
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from rlframe.engines.group_rules import GroupRules
+from rlframe.errors import UsageError
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
 from rlframe.interprocess.processes import start_process
+from rlframe.user_code.directories import import_path
 
 _KEPT_LINES = 80  # of each node's output, for its traceback
 
 EXIT_PERMANENT = 4  # the exit code of a process that would fail again after a restart
+LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"  # the environment variable of a node's process with the number of the launcher's
 
 
 class RunningNode(abc.ABC):
@@ -117,8 +126,11 @@ class StartableNode(Protocol):
         """Start it. Waits for nothing. Other threads call `on_exit` and `take_line`."""
 
 
+# --- processes of this machine
+
+
 @dataclasses.dataclass(frozen=True)
-class NodeProcess:
+class StartableProcess:
     """A node that is a process of this machine. See `StartableNode`."""
 
     name: str  # "actor/1"
@@ -126,6 +138,26 @@ class NodeProcess:
     rules: GroupRules = dataclasses.field(default_factory=GroupRules)
     content: bytes | None = None  # that it reads from a descriptor, whose number is appended to the command
     address: str | None = None  # path of the socket at which it takes calls
+
+    @classmethod
+    def of(
+        cls, name: str, run: Callable[[bytes], Any], pickled: bytes, rules: GroupRules, address: str | None = None
+    ) -> StartableProcess:
+        """Return the process that runs a pickled node, with this process's `sys.path`. No program stays on the disk.
+
+        Args:
+            name: of the node: `actor/1`.
+            run: a function of a module, which runs a node in its process: `node_main.run_served_node`, say.
+            pickled: the node, as `run` takes it.
+            rules: of its group.
+            address: path of the socket at which it takes calls; None: it takes none, or nobody asks.
+        """
+        rules = dataclasses.replace(rules, env={**rules.env, LAUNCHER_PID: str(os.getpid())})
+        code = (
+            f"import sys; sys.path[:] = {import_path()!r}; "
+            "from rlframe.engines.supervision.node_main import main; main()"
+        )
+        return cls(name, [sys.executable, "-c", code, name], rules, pickle.dumps((run, pickled)), address)
 
     def start(self, heartbeat: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine) -> RunningProcess:
         """See `StartableNode`."""
@@ -136,7 +168,7 @@ class RunningProcess(RunningNode):
     """A process of this machine, and the threads that read from it and wait for it."""
 
     def __init__(
-        self, node: NodeProcess, heartbeat: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine
+        self, node: StartableProcess, heartbeat: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine
     ) -> None:
         super().__init__(node.name, heartbeat, take_line)
         self._address = node.address
@@ -201,3 +233,36 @@ def _in_memory(content: bytes) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def program_processes(
+    run: Callable[[bytes], Any], nodes: Mapping[str, Sequence[bytes]], rules: Mapping[str, GroupRules]
+) -> list[StartableProcess]:
+    """Return the processes of a program, for a `ProgramSupervisor`.
+
+    Args:
+        run: see `StartableProcess.of`.
+        nodes: by group, its pickled nodes.
+        rules: by group; a group without rules has no restarts and does not end the program.
+    """
+    return [
+        StartableProcess.of(f"{group}/{i}" if len(pickled) > 1 else group, run, node, rules.get(group, GroupRules()))
+        for group, pickled in nodes.items()
+        for i, node in enumerate(pickled)
+    ]
+
+
+def pickle_node(group: str, node: Any) -> bytes:
+    """Pickle a node of a group. Raises UsageError if it cannot be pickled."""
+    import cloudpickle
+
+    try:
+        pickled: bytes = cloudpickle.dumps(node)
+    except UsageError:  # an argument that is refused
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"The nodes of the group {group!r} cannot be sent to their processes: {type(error).__name__}: {error}. "
+            "Their arguments must be picklable."
+        ) from error
+    return pickled
