@@ -1,7 +1,7 @@
 """The limits of a run, which ends before its last step at the first limit that it reaches.
 
 >>> limits = StopConditions(seconds=60.0, eval_return=475.0)
->>> limits.reached(seconds=12.0, eval_return=490.0)
+>>> limits.reached(seconds=12.0, eval_return=490.0).text
 'an evaluation reached 490, and 475 was wanted'
 
 `TopologyConfig.stop_conditions` has those of `--until-return` and its like; elastic's commanders have those of a job.
@@ -10,22 +10,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import NamedTuple
 
 
-class StopReason(str):
-    """Why a run ends, as text. `by` names the condition, as `Result.stopped_by` does."""
+class StopReason(NamedTuple):
+    """Why a run ends."""
 
-    by: str
-
-    def __new__(cls, by: str, text: str) -> StopReason:
-        """Make the text, with its name."""
-        made = super().__new__(cls, text)
-        made.by = by
-        return made
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.by, str(self))
+    by: str  # the condition's name, as in `Result.stopped_by`
+    text: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from rlframe.coordinator.messages import Role, StartTask
 from rlframe.errors import UsageError, check_above, check_at_least
-from rlframe.stop_conditions import StopConditions
+from rlframe.stop_conditions import StopConditions, StopReason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +36,8 @@ class Commander(Protocol):
     def evaluation(self, view: View) -> str | None:
         """Return the policy whose newest version must be evaluated now; None: no evaluation is due."""
 
-    def stop(self, view: View) -> str | None:
-        """Return why the job is over, None while it is not. Not called again after a reason.
-
-        A `StopReason` also names the condition, which becomes the result's `stopped_by`.
-        """
+    def stop(self, view: View) -> StopReason | None:
+        """Return why the job is over, None while it is not. Not called again after a reason."""
 
     def final_policy(self) -> str:
         """Return the policy that is evaluated when the job is over."""
@@ -75,7 +72,7 @@ class TrainOne(StopConditions):
         due = self.eval_every and view.env_steps // self.eval_every > view.evaluated_at // self.eval_every
         return self.policy_id if due else None
 
-    def stop(self, view: View) -> str | None:
+    def stop(self, view: View) -> StopReason | None:
         """See `Commander`."""
         return self.reached(
             env_steps=view.env_steps,

@@ -35,6 +35,7 @@ from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.heartbeat import Clock
 from rlframe.interprocess.phases import Phase
 from rlframe.interprocess.waiting import Inbox
+from rlframe.stop_conditions import StopReason
 
 _log = logging.getLogger(__name__)
 
@@ -97,11 +98,10 @@ class Coordinator:
         if newest is not None and saved is None:
             newest_before = max(newest["accounts"]["params_version"], newest["min_version"])
         self._clock = Clock()
-        wanted: dict[Role, int] = {"learner": 1, "collector": cfg.collectors or cfg.min_collectors}
         self._job = TrainingJob(
             commander,
             cfg.limits,
-            wanted,
+            {"learner": 1, "collector": cfg.collectors or cfg.min_collectors},
             by_key=bool(getattr(replay, "fetches_by_key", False)),
             now=self._clock(),
             evaluates=cfg.evaluates,
@@ -162,7 +162,7 @@ class Coordinator:
         Raises:
             JobFailedError: the job failed.
         """
-        told = ev.EndAsked("the program was told to stop", within=self._cfg.stop_within)
+        told = ev.EndAsked(StopReason("interrupt", "the program was told to stop"), within=self._cfg.stop_within)
         with handles.stopped_by_program(lambda: self._request(told)):
             if not is_over(self._job.state):
                 # The imported objects do not become garbage. To look through them takes up to a tenth of a second.
@@ -192,7 +192,7 @@ class Coordinator:
     def close(self) -> None:
         """End the job, if it still runs, and the workers, in bounded time. May be called again."""
         if self._thread is not None and not self._over.is_set():
-            self._request(ev.EndAsked("it was closed", within=self._cfg.stop_within))
+            self._request(ev.EndAsked(StopReason("interrupt", "it was closed"), within=self._cfg.stop_within))
             self._over.wait(self._cfg.stop_within + _CLOSE_WITHIN)
         self._tear_down()
 
@@ -207,7 +207,7 @@ class Coordinator:
 
     def cancel(self, reason: str = "") -> None:
         """End the job for good: tasks are closed, the learner saves, nothing is evaluated any more."""
-        self._request(ev.EndAsked(reason or "it was cancelled"))
+        self._request(ev.EndAsked(StopReason("interrupt", reason or "it was cancelled")))
 
     def end(self, by: str, evaluate: bool = True) -> None:
         """End the job as at its last step, for a callback. Repeated calls change nothing.
@@ -216,7 +216,8 @@ class Coordinator:
             by: the reason's name, for `Result.stopped_by`.
             evaluate: whether the last version is evaluated.
         """
-        self._request(ev.EndAsked("a callback stopped it" if evaluate else "a callback raised", by, evaluate))
+        text = "a callback stopped it" if evaluate else "a callback raised"
+        self._request(ev.EndAsked(StopReason(by, text), evaluate))
 
     def pause(self) -> None:
         """Pause collectors and the learner after their present call."""
@@ -392,7 +393,7 @@ class Coordinator:
         if self._recorder is not None:
             ending = self._job.ending
             found = {name: getattr(ending, name, None) for name in ("evaluation", "evaluation_error")}
-            by = ending.stopped_by if ending is not None else ""
+            by = ending.reason.by if ending is not None else ""
             summary = {**status["job"], "failed": over.failed, "reason": over.reason, "stopped_by": by, **found}
             self._recorder.finish(summary)
         with self._lock:

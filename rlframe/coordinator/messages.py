@@ -17,6 +17,8 @@ from rlframe.errors import UsageError, suggest
 
 Role = Literal["learner", "collector", "evaluator"]
 Kind = Literal["learn", "collect", "evaluate"]
+WaitsFor = Literal["data", "params"]  # "data": batches to learn from, or room for steps
+TaskPhase = Literal["idle", "starting", "running", "closing"]  # of a worker's task; "idle": it has none
 
 ROLES: tuple[Role, ...] = ("learner", "collector", "evaluator")
 KINDS: dict[Role, Kind] = {"learner": "learn", "collector": "collect", "evaluator": "evaluate"}  # what each works at
@@ -154,7 +156,7 @@ class WorkerReply:
 class NotReady(WorkerReply):
     """The call is under way, or waits for something: repeat it, with the same number."""
 
-    why: str = ""  # "data" or "params": it waits for these, however long; "starting" or "busy": it works
+    waits_for: WaitsFor | None = None  # however long that takes; None: it works
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +183,7 @@ class Alive(WorkerReply):
 
     worker_id: str
     incarnation: int
-    phase: str  # idle, starting, running or closing
+    phase: TaskPhase
     task_id: str | None = None
     attempt: int = -1
 

@@ -21,6 +21,7 @@ from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.journal import Journal
 from rlframe.coordinator.messages import Collected, Failed, Learned
 from rlframe.errors import UsageError
+from rlframe.stop_conditions import StopReason
 from tests.coordinator.fakes import Scene
 from tests.small_disk import small_disk
 from tests.waiting import wait_until
@@ -241,7 +242,7 @@ def test_a_stop_is_sticky(stage: Stage) -> None:
     wait_until(lambda: job(coordinator)["state"] in ("DRAINING", "CLOSED"), "the ending")
     coordinator._events.put(ev.PauseAsked(False))
     coordinator._events.put(ev.ScaleAsked("collector", 4))
-    coordinator._events.put(ev.EndAsked("another reason"))
+    coordinator._events.put(ev.EndAsked(StopReason("interrupt", "another reason")))
     assert (finish(coordinator)["state"], job(coordinator)["reason"]) == ("CLOSED", "enough")
     with pytest.raises(UsageError, match=r"over: CLOSED \(enough\)"):
         coordinator.unpause()

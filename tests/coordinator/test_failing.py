@@ -69,7 +69,7 @@ def test_a_job_that_ends_refuses_what_it_would_not_do_any_more(tmp_path: pathlib
     coordinator = make(Coordinator, tmp_path, scene, Results(), env_steps=10**9)
     coordinator.submit()
     wait_until(lambda: scene.steps > 5, "training")
-    scene.worker("learner/0").scripts["close_task"] = lambda: NotReady("busy")
+    scene.worker("learner/0").scripts["close_task"] = lambda: NotReady()
     coordinator.cancel("enough")
     wait_until(lambda: coordinator.status()["job"]["state"] == "DRAINING", "the ending")
     for ask in (coordinator.pause, coordinator.evaluate_now, coordinator.checkpoint, coordinator.restore):

@@ -14,6 +14,7 @@ from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.control import endpoints
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.accounts import Rates
+from rlframe.stop_conditions import StopReason
 from tests.coordinator.core.world import World
 
 PAGE = pathlib.Path(statuses.__file__).parent / "control" / "page.html"
@@ -99,7 +100,7 @@ def test_it_tells_what_the_learner_waits_for(world: World) -> None:
     world.deliver(ev.PauseAsked(False))
     world.deliver(ev.EvaluationAsked())
     assert waits() == "learner"  # it goes on beside an evaluation
-    world.deliver(ev.EndAsked("enough"))
+    world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
     assert waits() == "evaluation"
     assert world.run(60.0, lambda: world.is_over) and waits() is None
 

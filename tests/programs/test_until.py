@@ -84,5 +84,5 @@ def test_the_first_limit_that_is_reached_is_named():
         "until_return": {"eval_return": 475.0},
     }.items():
         reason = limits.reached(**reached)
-        assert reason is not None and reason.by == name and str(reason)
+        assert reason is not None and reason.by == name and reason.text
     assert not StopConditions().are_set and limits.are_set

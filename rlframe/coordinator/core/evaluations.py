@@ -95,7 +95,7 @@ def note_failure(job: TrainingJob, why: str) -> None:
     """Note why the last evaluation failed; the first reason counts. The job does not fail: the policy is saved."""
     if job.ending is not None and job.ending.evaluation_error is None:
         job.ending.evaluation_error = why
-        job.ending.reason += f"; but the last evaluation failed: {why}"
+        job.ending.add_problem(f"the last evaluation failed: {why}")
 
 
 def _without_version(job: TrainingJob, policy_id: str) -> list[Task]:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from rlframe.coordinator.messages import BatchMeta, Header, Role, Update, WorkerInfo, WorkerKey, WorkerReply
+from rlframe.stop_conditions import StopReason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +98,7 @@ class PauseAsked:
 class EndAsked:
     """A person, a callback or the program asked to end the job."""
 
-    reason: str
-    by: str = "interrupt"  # see `JobEnding.stopped_by`
+    reason: StopReason
     evaluates: bool = False  # the last version, as at the last step
     within: float | None = None  # seconds for tasks to close; None: as the limits say
 

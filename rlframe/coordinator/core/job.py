@@ -13,6 +13,7 @@ from rlframe.coordinator.core.records import KnownWorker, Roster, Task, Tasks
 from rlframe.coordinator.messages import ROLES, Header, Role, WorkerInfo
 from rlframe.coordinator.states import EndingStep, JobState, check, is_over
 from rlframe.metrics.rows import ActorCounts, Rows, add_point
+from rlframe.stop_conditions import StopReason
 
 _CALLS_PER_START = 2**32  # numbers of calls between two starts of a coordinator
 
@@ -21,16 +22,19 @@ _CALLS_PER_START = 2**32  # numbers of calls between two starts of a coordinator
 class JobEnding:
     """How a job ends, and how far it has come. The first reason to end stays the job's reason."""
 
-    reason: str
+    reason: StopReason
     failed: bool
     evaluates: bool  # the last version
     since: float  # when `step` began
     close_within: float  # seconds that tasks have to close
-    stopped_by: str = ""  # the name of the condition that began it, as `Result.stopped_by`
     step: EndingStep = EndingStep.COLLECTORS
     evaluation: dict[str, Any] | None = None  # what the evaluation of the last version gave
     task_id: str | None = None  # of that
     evaluation_error: str | None = None  # why that failed
+
+    def add_problem(self, problem: str) -> None:
+        """Add a problem to the reason."""
+        self.reason = self.reason._replace(text=f"{self.reason.text}; but {problem}")
 
     @property
     def wants_learner(self) -> bool:
@@ -53,7 +57,7 @@ class JobEnding:
 
     def to_json(self) -> dict[str, Any]:
         """Return the state for the journal. Deadlines start again with the next coordinator."""
-        names = ("reason", "failed", "evaluates", "stopped_by", "evaluation", "task_id", "evaluation_error")
+        names = ("reason", "failed", "evaluates", "evaluation", "task_id", "evaluation_error")
         return {**{name: getattr(self, name) for name in names}, "step": self.step.value}
 
 
@@ -209,7 +213,8 @@ class TrainingJob:
         self.state = state if is_over(state) else JobState.INIT
         self.accounts.coordinator_restarts += 1
         if saved["ending"] is not None:
-            ending = {**saved["ending"], "step": EndingStep(saved["ending"]["step"])}
+            reason, step = StopReason(*saved["ending"]["reason"]), EndingStep(saved["ending"]["step"])
+            ending = {**saved["ending"], "reason": reason, "step": step}
             self.ending = JobEnding(**ending, since=self.now, close_within=self.limits.close_deadline)
 
     @property
@@ -228,7 +233,7 @@ class TrainingJob:
     @property
     def reason(self) -> str:
         """Why the job ends; empty while it does not."""
-        return self.ending.reason if self.ending is not None else ""
+        return self.ending.reason.text if self.ending is not None else ""
 
     # --- effects
 
@@ -302,18 +307,17 @@ class TrainingJob:
         now, then = self.commander.task(role, task.index, self.view), task.start
         return now is not None and (now.policy_id, now.overrides) == (then.policy_id, then.overrides)
 
-    def begin_ending(self, reason: str, evaluates: bool = False, by: str = "", *, failed: bool = False) -> None:
-        """Begin the ending, which the condition `by` asks for. An ending under way is not changed."""
+    def begin_ending(self, reason: StopReason, evaluates: bool = False, *, failed: bool = False) -> None:
+        """Begin the ending. An ending under way is not changed."""
         if self.ending is None:
-            plain = str(reason)  # `status` may go where the class of the reason is not
-            self.ending = JobEnding(plain, failed, evaluates, self.now, self.limits.close_deadline, by)
+            self.ending = JobEnding(reason, failed, evaluates, self.now, self.limits.close_deadline)
             self.become(JobState.DRAINING)
-            self.note("draining", f"The job ends: {reason}.", failed=failed)
+            self.note("draining", f"The job ends: {reason.text}.", failed=failed)
             self.queue_call(*self.roster)
 
     def fail(self, reason: str) -> None:
         """Begin the ending of a failed job. An ending under way becomes a failure; the first failure is kept."""
-        self.begin_ending(reason, failed=True)
+        self.begin_ending(StopReason("error", reason), failed=True)
         if self.ending is not None and not self.ending.failed:
             self.ending.failed = True
-            self.ending.reason += f"; but {reason}"
+            self.ending.add_problem(reason)

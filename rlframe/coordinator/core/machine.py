@@ -41,7 +41,7 @@ def _check_stop(job: TrainingJob) -> None:
     view = job.view
     reason = job.commander.stop(view)
     if reason is not None:
-        job.begin_ending(reason, evaluates=job.evaluates, by=getattr(reason, "by", "commander"))
+        job.begin_ending(reason, evaluates=job.evaluates)
     elif job.accounts.params_version >= 0 and not job.tasks.open("evaluate"):
         policy_id = job.commander.evaluation(view)
         if policy_id is not None:
@@ -222,10 +222,10 @@ def _pause_asked(job: TrainingJob, event: ev.PauseAsked) -> None:
 
 
 def _end_asked(job: TrainingJob, event: ev.EndAsked) -> None:
-    job.begin_ending(event.reason, evaluates=event.evaluates and job.evaluates, by=event.by)
+    job.begin_ending(event.reason, evaluates=event.evaluates and job.evaluates)
     if job.ending is not None:
         if job.ending.evaluates and not event.evaluates:  # it was about to end with an evaluation
-            job.ending.evaluates, job.ending.stopped_by = False, event.by
+            job.ending.evaluates, job.ending.reason = False, job.ending.reason._replace(by=event.reason.by)
         job.ending.close_within = event.within or job.ending.close_within
 
 

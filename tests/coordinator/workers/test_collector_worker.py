@@ -317,13 +317,13 @@ class Endless:
 def test_an_evaluation_that_goes_on_makes_progress_and_can_be_closed(make):
     call = make(None, evaluations=Endless)
     call.until_done("start_task", evaluate(3))
-    assert call.say("get_data", GetData()) == NotReady("busy")
+    assert call.say("get_data", GetData()) == NotReady()
     before = call.worker._how_far()
     wait_until(lambda: call.worker._how_far() > before)
     assert call.until_done("close_task", False) == Closed({})
     call.attempt = 1  # and the next one begins
     call.until_done("start_task", evaluate(3))
-    assert call.say("get_data", GetData()) == NotReady("busy")
+    assert call.say("get_data", GetData()) == NotReady()
 
 
 def test_a_worker_that_was_made_to_evaluate_does_not_collect(make):

@@ -365,7 +365,7 @@ def test_of_a_learner_that_wakes_up_in_a_grant_after_its_successor_began_nothing
     monkeypatch.setattr(learner_module, "_PUBLISH_EVERY", publish_every)
     buffer.stops = True
     header = old.header()
-    assert old.worker.learn(header, grant(5)) == NotReady("busy")
+    assert old.worker.learn(header, grant(5)) == NotReady()
     assert buffer.stands.wait(PATIENCE)
 
     new = make(filled(), incarnation=1, attempt=1, **config)
@@ -484,7 +484,7 @@ def test_an_attempt_of_a_later_epoch_is_newer_whatever_its_number_is(make, store
 def test_closing_ends_a_grant_that_waits_for_data(make):
     call = make(Drawn(counting_agent()))
     start(call)
-    assert call.say("learn", Learn(1, seconds=1e6)) == NotReady("busy")
+    assert call.say("learn", Learn(1, seconds=1e6)) == NotReady()
     assert call.until_done("close_task", False).result["learner_steps"] == 0
 
 
@@ -549,7 +549,7 @@ def test_a_batch_that_is_too_old_is_dropped_and_counted(make, store, cartpole):
 def test_progress_rises_while_many_updates_go_on(make):
     call = make(filled())
     start(call)
-    assert call.say("learn", Learn(10**6, seconds=1e6)) == NotReady("busy")
+    assert call.say("learn", Learn(10**6, seconds=1e6)) == NotReady()
     before = call.worker._how_far()
     wait_until(lambda: call.worker._how_far() > before)
     assert call.until_done("close_task", False).result["learner_steps"] > 0

@@ -63,7 +63,7 @@ class Held(TaskWorker):
         return self.steps
 
     def _waiting_for(self):
-        return self.waits_for if self._work is not None and self._work.name == "get_data" else ""
+        return self.waits_for if self._work is not None and self._work.name == "get_data" else None
 
     def _close_task(self, final):
         self.did.append(f"close {final}")
@@ -120,7 +120,7 @@ def test_a_worker_says_what_it_is_and_where(worker):
 
 def test_ping_follows_the_task(worker, call):
     worker.go.clear()
-    assert worker.start_task(call.header(), COLLECT) == NotReady("starting")
+    assert worker.start_task(call.header(), COLLECT) == NotReady()
     wait_until(lambda: worker.ping().phase == "starting")
     alive = worker.ping()
     assert (alive.task_id, alive.attempt) == ("task", 0)
@@ -139,9 +139,9 @@ def test_ping_follows_the_task(worker, call):
 def test_work_that_makes_no_progress_is_overdue_after_two_minutes(worker, call):
     call.until_done("start_task", COLLECT)
     worker.go.clear()
-    worker.waits_for = ""
+    worker.waits_for = None
     header = call.header()
-    wait_until(lambda: worker.get_data(header, GetData()) == NotReady("busy"))
+    wait_until(lambda: worker.get_data(header, GetData()) == NotReady())
     look = functools.partial(ThreadProgress().look, ident=worker._thread.ident)
     look(0.0)
     assert (look(119.0).phase.name, look(119.0).overdue, look(121.0).overdue) == ("get_data", -1.0, 1.0)
@@ -252,7 +252,7 @@ def test_a_call_of_a_task_that_was_not_started_here_is_refused(worker, call):
 def test_a_higher_number_waits_for_the_work_under_way(worker, call):
     held_up(worker, call)
     header = call.header()
-    assert worker.get_data(header, GetData()) == NotReady("busy")
+    assert worker.get_data(header, GetData()) == NotReady()
     assert worker.did.count("collect") == 1
     worker.go.set()
     assert call.again("get_data", GetData(), header) == Collected({"env_steps": 2.0}, 1)
@@ -279,9 +279,7 @@ def test_a_new_task_or_attempt_ends_the_one_that_goes_on(worker, call, task_id, 
     held_up(worker, call)  # until it is told to stop
     other = Caller(worker, task_id, call.seq, attempt)
     header = other.header()
-    wait_until(
-        lambda: worker.start_task(header, StartTask("collect", "policy", {"name": "new"})) == NotReady("starting")
-    )
+    wait_until(lambda: worker.start_task(header, StartTask("collect", "policy", {"name": "new"})) == NotReady())
     wait_until(lambda: worker.did == ["start", "collect", "close False", "start new"])
     worker.go.set()
     other.again("start_task", COLLECT, header)
@@ -293,7 +291,7 @@ def test_while_it_is_about_to_be_closed_a_late_call_begins_nothing(worker, call)
     held_up(worker, call)
     worker.is_stuck = True
     late = call.header()
-    assert worker.close_task(call.header(), False) == NotReady("busy")
+    assert worker.close_task(call.header(), False) == NotReady()
     worker.is_stuck = False
     wait_until(lambda: not worker._has_work)
     assert worker.get_data(late, GetData()) == CallRefused("task, attempt 0 is about to be closed at collector/1.")
