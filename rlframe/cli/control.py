@@ -16,7 +16,7 @@ from rlframe.cli.run_access import (
     ControlOptions,
     RunOptions,
     check_names_one_run,
-    connected,
+    connect,
     has_reachable_coordinator,
     status_by_files,
 )
@@ -87,7 +87,7 @@ def _call(prog: str, options: Any, call: Callable[[ControlClient], Any], message
     check_names_one_run(options)
     if options.run_dir is not None:
         _check_goes_on(options.run_dir, prog)
-    with connected(options, prog) as client:
+    with connect(options, prog) as client:
         call(client)
     print(json.dumps({"status": "ok"}) if options.json else message)
     return 0
@@ -132,7 +132,7 @@ def stop(arguments: list[str]) -> int:
 
 
 def _ask_coordinator_to_stop(options: Any) -> None:
-    with connected(options, _STOP) as client:
+    with connect(options, _STOP) as client:
         client.cancel(options.reason)
 
 

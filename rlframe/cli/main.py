@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import logging
 import os
-import pathlib
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -27,8 +26,8 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("train:run", "train an agent on an environment"),
     "sweep": Command("sweep:run", "search the options of train for values that learn best"),
-    "evaluate": Command("evaluate:run", "play episodes with a trained agent, or write a video of one"),
-    "plot": Command("plot:run", "draw the learning curves of runs"),
+    "evaluate": Command("results:evaluate", "play episodes with a trained agent, or write a video of one"),
+    "plot": Command("results:plot", "draw the learning curves of runs"),
     "envs": Command("listings:envs", "list the environments that can be named"),
     "agents": Command("listings:agents", "list the agents, their options and their presets"),
     "serve": Command("serve:run", "serve trajectories, or a language model that learns, over HTTP"),
@@ -37,7 +36,7 @@ COMMANDS = {
     "pause": Command("control:pause", "pause such a run"),
     "unpause": Command("control:unpause", "end the pause of such a run"),
     "stop": Command("control:stop", "end a run in good order"),
-    "bench": Command("main:bench", "measure this project and its peers, side by side in one run"),
+    "bench": Command("results:bench", "measure this project and its peers, side by side in one run"),
 }
 
 INTERRUPTED = 130  # what a shell gives for a program that SIGINT ended: 128 + the signal's number
@@ -108,15 +107,6 @@ def _dispatch(arguments: list[str]) -> int:
         raise UsageError(f"There is no command {command!r}; there are {known}.{suggest(command, COMMANDS)}")
     module, _, function = COMMANDS[command].function.partition(":")
     return getattr(importlib.import_module(f"rlframe.cli.{module}"), function)(rest)
-
-
-def bench(arguments: list[str]) -> int:
-    """Run the benchmarks of the checkout that rlframe is installed from, and return the exit code."""
-    root = pathlib.Path(rlframe.__file__).parent.parent
-    if not (root / "benchmarks" / "runner.py").is_file():
-        raise UsageError("`rlframe bench` needs a checkout of rlframe: the benchmarks are no part of the package.")
-    sys.path.insert(0, str(root))
-    return importlib.import_module("benchmarks.runner").main(arguments) or 0
 
 
 def _help() -> str:

@@ -15,6 +15,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from rlframe.errors import UsageError, suggest
+from rlframe.programs.options.fields import option
 
 T = TypeVar("T")
 
@@ -23,7 +24,7 @@ T = TypeVar("T")
 class CommandOptions:
     """The option of every command. `main.py` finds it in the arguments: an error may come before they are parsed."""
 
-    traceback: bool = False  # show where an error came from
+    traceback: bool = option(False, several_runs="each")  # show where an error came from
 
 
 def parse(

@@ -37,7 +37,7 @@ class RunOptions(ControlOptions):
     ] = None
 
 
-def connected(options: Any, prog: str) -> ControlClient:
+def connect(options: Any, prog: str) -> ControlClient:
     """Connect to the control of a run, for the command `prog`. Raise `UsageError` if it cannot be found."""
     with extras.needed(prog, "trajectories"):
         from rlframe.coordinator.control.client import ControlClient

@@ -28,10 +28,6 @@ from rlframe.programs.run_dir.directory import Result, RunDir
 from rlframe.programs.run_dir.lock import RunLock
 
 MAX_RUNS = 1_000  # far more than anybody has the time for: such a range is a slip
-# Options of the whole command: its runs do not get them.
-_NOT_PASSED_ON = ("seeds", "at_once", "run_dir", "config", "resume", "take_over", "preset", "json", "quiet")
-# Options of a single run: the command refuses them.
-_SINGLE_RUN_ONLY = ("resume_from", "token_file", "stop_at", "profile", "profile_trace")
 _POLL = 0.1  # seconds between two checks of the runs
 
 
@@ -56,9 +52,9 @@ def parse_seeds(text: str) -> list[int]:
 
 def check_options_of_several_runs(experiment: Experiment, options: TrainOptions, by: str) -> None:
     """Raise UsageError for options that several runs cannot share. `by` names the option or command of several runs."""
-    for name in _SINGLE_RUN_ONLY:
-        if getattr(options, name) != getattr(TrainOptions, name):
-            raise UsageError(f"--{name.replace('_', '-')} is of one run; {by} makes several.")
+    for field in dataclasses.fields(TrainOptions):
+        if "several_runs" not in field.metadata and getattr(options, field.name) != field.default:
+            raise UsageError(f"--{field.name.replace('_', '-')} is of one run; {by} makes several.")
     if options.take_over and not options.resume:
         raise UsageError("--take-over continues runs: it needs --resume.")
     if isinstance(options.http, int) and options.http:
@@ -147,7 +143,7 @@ class SeedRun:
             command += ["--config", str(self.path.parent / "config.json"), "--seed", str(self.seed)]
         for field in dataclasses.fields(TrainOptions):
             value = getattr(self._options, field.name)
-            if field.name not in _NOT_PASSED_ON and value != field.default:
+            if field.metadata.get("several_runs") == "each" and value != field.default:
                 name = f"--{field.name.replace('_', '-')}"
                 command += [name] if value is True else [name, str(value)]
         self.log.parent.mkdir(exist_ok=True)

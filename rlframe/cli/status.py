@@ -15,7 +15,7 @@ from rlframe.cli.parsing import parse
 from rlframe.cli.run_access import (
     RunOptions,
     check_names_one_run,
-    connected,
+    connect,
     has_reachable_coordinator,
     status_by_files,
 )
@@ -57,7 +57,7 @@ def run(arguments: list[str]) -> int:
     check_names_one_run(options)
     with contextlib.ExitStack() as opened:
         if options.run_dir is None:
-            look = opened.enter_context(connected(options, PROG)).status
+            look = opened.enter_context(connect(options, PROG)).status
         else:
             look = _look_at(options, options.run_dir, opened)
         if options.watch:
@@ -76,7 +76,7 @@ def _look_at(options: StatusOptions, run_dir: str, opened: contextlib.ExitStack)
     directory = pathlib.Path(run_dir)
     if holder_of(directory) is None or not has_reachable_coordinator(run_dir):
         return status_by_files(run_dir)
-    client = opened.enter_context(connected(options, PROG))
+    client = opened.enter_context(connect(options, PROG))
 
     def look() -> dict[str, Any]:
         try:

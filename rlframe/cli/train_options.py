@@ -27,7 +27,7 @@ from rlframe.errors import UsageError
 from rlframe.programs.api import SessionOptions, starting_point
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import registry
-from rlframe.programs.options.fields import choices_of, field_names, hints_of
+from rlframe.programs.options.fields import choices_of, field_names, hints_of, option
 from rlframe.programs.options.make_experiment import (
     change_options,
     config_classes,
@@ -49,9 +49,11 @@ DESCRIPTION = (
 class TrainOptions(CommandOptions, SessionOptions):
     """Options of a session. Those below exist only on the command line."""
 
-    seeds: Union[str, None] = None  # 1-5 or 1,2,7: a run for each, in RUN_DIR/seed-1 and so on; one table and one plot
-    at_once: int = 1  # with --seeds: how many runs at a time
-    json: bool = False  # print the result as one JSON object, the last line of stdout
+    # 1-5 or 1,2,7: a run for each, in RUN_DIR/seed-1 and so on; one table and one plot
+    seeds: Union[str, None] = option(None, several_runs="command")
+    at_once: int = option(1, several_runs="command")  # with --seeds: how many runs at a time
+    # print the result as one JSON object, the last line of stdout
+    json: bool = option(False, several_runs="command")
 
 
 @dataclasses.dataclass(frozen=True)

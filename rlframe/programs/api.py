@@ -15,7 +15,7 @@ from rlframe.metrics import Logger, TerminalLogger, TrackioLogger, WandbLogger
 from rlframe.programs import runner
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.config_file import experiment_values, load_experiment
-from rlframe.programs.options.fields import field_names, with_options
+from rlframe.programs.options.fields import field_names, option, with_options
 from rlframe.programs.options.make_experiment import change_options, default_experiment
 from rlframe.programs.options.registry import name_objects, name_of
 from rlframe.programs.options.resume import import_env
@@ -42,23 +42,27 @@ COMMAND_ONLY = {
 class SessionOptions:
     """Options of a session. They do not change the numbers of a run."""
 
-    preset: str = "auto"  # auto: the one that fits the agent and environment; none; or a name (`rlframe agents`)
-    config: Union[str, None] = None  # repeat the run of this config.json; other options change it
-    run_dir: Union[str, None] = None  # where everything is written; None: a new directory under runs/
-    resume: bool = False  # go on with the run in --run-dir from its latest checkpoint
+    # auto: the one that fits the agent and environment; none; or a name (`rlframe agents`)
+    preset: str = option("auto", several_runs="command")
+    # repeat the run of this config.json; other options change it
+    config: Union[str, None] = option(None, several_runs="command")
+    # where everything is written; None: a new directory under runs/
+    run_dir: Union[str, None] = option(None, several_runs="command")
+    resume: bool = option(False, several_runs="command")  # go on with the run in --run-dir from its latest checkpoint
     resume_from: Union[int, None] = None  # with --resume: go on from this one of RUN_DIR/checkpoints, not the newest
-    take_over: bool = False  # with --resume: end the process that still writes to --run-dir, and go on in its place
+    # with --resume: end the process that still writes to --run-dir, and go on in its place
+    take_over: bool = option(False, several_runs="command")
     # port of /status, /metrics, /healthz and a live page; 0: a free one; None: nowhere; auto: 0 for elastic, else None
-    http: Union[Literal["auto"], int, None] = "auto"
-    http_host: str = "127.0.0.1"  # address that these listen at
+    http: Union[Literal["auto"], int, None] = option("auto", several_runs="each")
+    http_host: str = option("127.0.0.1", several_runs="each")  # address that these listen at
     token_file: Union[str, None] = None  # the token of these; None: one that is made, RUN_DIR/token
     stop_at: Union[int, None] = None  # environment steps at which to stop and save; schedules still end at --steps
-    quiet: bool = False  # show no progress
+    quiet: bool = option(False, several_runs="command")  # show no progress
     profile: bool = False  # measure where the time goes and print it
     profile_trace: bool = False  # --profile, and a trace of JAX in RUN_DIR/trace
-    wandb: bool = False  # log to Weights & Biases as well
-    trackio: bool = False  # log to Trackio as well
-    project: str = "rlframe"  # the project's name there
+    wandb: bool = option(False, several_runs="each")  # log to Weights & Biases as well
+    trackio: bool = option(False, several_runs="each")  # log to Trackio as well
+    project: str = option("rlframe", several_runs="each")  # the project's name there
 
 
 def train(

@@ -9,7 +9,7 @@ import os
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Union
+from typing import Any, Literal, Union
 
 from rlframe.errors import UsageError, check_above, check_at_least, suggest
 
@@ -27,6 +27,16 @@ def number(default: Any, *, at_least: float | None = None, above: float | None =
         above: a bound that is too small itself.
     """
     return dataclasses.field(default=default, metadata={"at_least": at_least, "above": above})
+
+
+def option(default: Any, *, several_runs: Literal["each", "command"]) -> Any:
+    """Make a field of an option that commands of several runs take, as `rlframe train --seeds`. They refuse any other.
+
+    Args:
+        default: of the field.
+        several_runs: "each": each of the runs gets the option; "command": the command reads it, and the runs do not.
+    """
+    return dataclasses.field(default=default, metadata={"several_runs": several_runs})
 
 
 def check_numbers(config: Any) -> None:

@@ -1,22 +1,29 @@
-"""`rlframe evaluate`."""
+"""`rlframe evaluate`, `rlframe plot` and `rlframe bench`: how good finished runs are, and how fast runs are."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
+import pathlib
 import sys
 from typing import Annotated, Any, Union
 
 import tyro
 
+import rlframe
 from rlframe import extras
 from rlframe.cli.parsing import CommandOptions, parse
 from rlframe.errors import UsageError
 from rlframe.metrics.curves import plus_minus
 
-PROG = "rlframe evaluate"
-DESCRIPTION = "Play episodes greedily with the latest checkpoint of a run."
+_EVALUATE = "Play episodes greedily with the latest checkpoint of a run."
+_PLOT = (
+    "Draw the learning curves of runs, one panel per environment. Runs that differ by their seed alone become one "
+    "line, their interquartile mean, in the band that holds it with 95% confidence (bootstrap over the seeds); of two "
+    "or three seeds their mean, in a band from the lowest to the highest."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +39,9 @@ class EvaluateOptions(CommandOptions):
     json: bool = False  # print the result as one JSON object, the last line of stdout
 
 
-def run(arguments: list[str]) -> int:
-    """Run the command and return its exit code."""
-    options = parse(EvaluateOptions, arguments, PROG, DESCRIPTION)
+def evaluate(arguments: list[str]) -> int:
+    """Run `rlframe evaluate` and return its exit code."""
+    options = parse(EvaluateOptions, arguments, "rlframe evaluate", _EVALUATE)
     for name in ("episodes", "num_envs", "max_episode_length"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -48,10 +55,10 @@ def run(arguments: list[str]) -> int:
 
     if options.seed is not None and not 0 <= options.seed <= MAX_SEED:
         raise UsageError(f"--seed must be between 0 and {MAX_SEED}, got {options.seed}.")
-    from rlframe.programs.policies.evaluation import evaluate, record
+    from rlframe.programs.policies import evaluation
 
     limit = options.max_episode_length
-    result = evaluate(
+    result = evaluation.evaluate(
         options.run_dir,
         episodes=options.episodes,
         seed=options.seed,
@@ -67,9 +74,49 @@ def run(arguments: list[str]) -> int:
         file=sys.stderr,
     )
     if options.video is not None:
-        filmed = record(options.run_dir, options.video, seed=options.seed, max_episode_length=limit)
+        filmed = evaluation.record(options.run_dir, options.video, seed=options.seed, max_episode_length=limit)
         values["video"] = options.video
         print(f"{options.video}: return {filmed['return_mean']:.1f}, {filmed['frames']} frames", file=sys.stderr)
     if options.json:
         print(json.dumps(values))
     return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class PlotOptions(CommandOptions):
+    """Options of `rlframe plot`."""
+
+    run_dirs: Annotated[
+        tuple[str, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="RUN_DIR...", help="directories of runs, of several seeds, or of sweeps"),
+    ]
+    out: Union[str, None] = None  # .png, .svg or .pdf; None: learning_curve.png, in RUN_DIR where one is named
+
+
+def plot(arguments: list[str]) -> int:
+    """Run `rlframe plot` and return its exit code."""
+    options = parse(PlotOptions, arguments, "rlframe plot", _PLOT)
+    if not options.run_dirs:
+        raise UsageError("Name one run directory or several. See `rlframe plot --help`.")
+    from rlframe.metrics import plot_learning_curve
+    from rlframe.programs.run_dir.directory import RunDir
+
+    runs: list[pathlib.Path] = []
+    for directory in map(RunDir, options.run_dirs):
+        begun = [run for run in directory.runs() if RunDir(run).metrics.exists()]
+        runs += begun or [directory.path]
+    out = options.out
+    if out is None and len(options.run_dirs) == 1:
+        out = os.fspath(RunDir(options.run_dirs[0]).learning_curve)
+    print(plot_learning_curve(runs, out))
+    return 0
+
+
+def bench(arguments: list[str]) -> int:
+    """Run `rlframe bench`: the benchmarks of the checkout that rlframe is installed from, and return the exit code."""
+    root = pathlib.Path(rlframe.__file__).parent.parent
+    if not (root / "benchmarks" / "runner.py").is_file():
+        raise UsageError("`rlframe bench` needs a checkout of rlframe: the benchmarks are no part of the package.")
+    sys.path.insert(0, str(root))
+    return importlib.import_module("benchmarks.runner").main(arguments) or 0
