@@ -3,11 +3,11 @@
 `Learner.run()` is one loop. learner.py has, in this order: the constructor, an update, the loop, calls of other nodes,
 checkpoints. One pass of it:
 
-1. `make_dataset` of the replay buffer gives a `Batch`; `StalenessLimit` (versions.py) refuses one that is too old.
+1. `LearnerReplay.make_dataset` (replay.py) gives a `Batch` of any kind of buffer, and `refuses` one that is too old.
 2. `LearnerUpdate` (update.py), one jitted call, returns new parameters, the agent's logs, and what actors get of them.
 3. `VersionCounter` (versions.py) gives the next version, under which a `Publication` (`rlframe.params`) has them.
-4. The replay buffer gets the priorities; the logger gets a row, if one is due.
-5. `Saver` (saver.py) decides whether a checkpoint is due, which `Checkpointer` (checkpoints.py) writes.
+4. `LearnerReplay.update_priorities` passes the priorities on; the logger gets a row, if one is due.
+5. `Saver` decides whether a checkpoint is due, which `Checkpointer` writes (checkpoints.py).
 
 Meanwhile other nodes call `get_packed` and `publication_reader` (inferencers), `stats` and `finish` (the monitor).
 """

@@ -15,25 +15,23 @@ from rlframe.agents.base import Agent
 from rlframe.errors import StoppedError, UsageError
 from rlframe.interprocess.malloc import keep_freed_memory, use_one_arena
 from rlframe.interprocess.phases import COMPUTING
-from rlframe.learners.checkpoints import Checkpointer, Restored, last_good
+from rlframe.learners.checkpoints import Checkpointer, Restored, Saver, last_good
 from rlframe.learners.config import DataConfig, LearnerConfig
-from rlframe.learners.saver import Saver
+from rlframe.learners.replay import LearnerReplay
 from rlframe.learners.update import (
     LearnerUpdate,
     UncheckedUpdate,
     as_numbers,
     check_are_numbers,
+    check_is_batch,
     check_params,
     check_update,
-    copied,
-    not_a_batch,
-    required_method,
+    copy_arrays,
 )
-from rlframe.learners.versions import StalenessLimit, VersionCounter, mean_version
+from rlframe.learners.versions import VersionCounter, mean_version
 from rlframe.params.packing import PackedParams, Packing
 from rlframe.params.publication import Publication, PublicationReader
-from rlframe.replay import BaseReplayBuffer, ReplayReader, as_replay_buffer
-from rlframe.replay.base import NewestStats
+from rlframe.replay import ReplayReader
 from rlframe.types import Batch, Logs, Tree
 
 
@@ -81,9 +79,10 @@ class Learner:
         self._stop, self._finish, self._finished = threading.Event(), threading.Event(), threading.Event()
         self._update_lock = threading.RLock()
         self.learner_steps = 0
+        self._acting_arrays: list[jax.Array]  # packed: what actors have
         self._logs: Logs = {}  # of the newest update that was checked
         self._unchecked: UncheckedUpdate | None = None  # the newest update, until it is checked
-        self._open_replay(replay_buffer)
+        self._replay = LearnerReplay(replay_buffer, agent, self._stop)
         self._open_checkpoints(may_write)
         self._publish_initial_params()
         if cfg.resume:
@@ -91,28 +90,12 @@ class Learner:
         if above_version >= self.params_version:
             self._versions.skip(above_version)
             self._publish()
-        self._note_update(())
+        self._replay.note_update((), self.params_version)
 
     # --- the parts of the constructor, in their order
 
-    def _open_replay(self, replay_buffer: ReplayReader | Any) -> None:
-        given = handles.resolve(replay_buffer, "replay buffer", stop=self._stop)
-        self._replay_buffer = buffer = as_replay_buffer(given, lambda: self._agent)
-        self._owns_buffer = buffer is not given
-        if isinstance(buffer, handles.Remote):
-            raise UsageError(
-                "A Learner cannot sample from a replay buffer on another node: batches would be copied through it. Use "
-                "a buffer in shared memory, or Reverb."
-            )
-        self._dataset: Any = None  # that `run()` takes batches from
-        # The same, if it has every method of a buffer; None: it has those of a `ReplayReader` alone.
-        self._full_buffer = buffer if isinstance(buffer, BaseReplayBuffer) else None
-        self._replay_stats = NewestStats(self._full_buffer)
-        self._staleness = StalenessLimit(self._full_buffer)
-
     def _open_checkpoints(self, may_write: Callable[[], None] | None) -> None:
-        cfg, buffer = self._cfg, self._full_buffer
-        self._saved_buffer = buffer if buffer is not None and buffer.is_saved_by_learner else None
+        cfg = self._cfg
         self._checkpointer = Checkpointer(cfg.checkpoint_dir, cfg.checkpoints_kept) if cfg.checkpoint_dir else None
         self._last_good = functools.partial(last_good, self._checkpointer)
         self._may_write = may_write or (lambda: None)
@@ -121,7 +104,7 @@ class Learner:
         self.restored: Restored | None = None
         self.saver: Saver | None = None
         if self._checkpointer is not None:
-            self.saver = Saver(cfg, self, self._update_lock, self._saved_buffer, self._checkpointer.replays)
+            self.saver = Saver(cfg, self, self._update_lock, self._replay.saved, self._checkpointer.replays)
 
     def _publish_initial_params(self) -> None:
         agent = self._agent
@@ -129,10 +112,10 @@ class Learner:
         params = agent.initial_params(init_rng)
         learner_state = agent.seeded(agent.initial_learner_state(params), learner_rng)
         # Donated buffers must be distinct: an initial state may hold the parameters themselves (target networks).
-        self._params, self._learner_state = copied((params, learner_state))
+        self._params, self._learner_state = copy_arrays((params, learner_state))
         self._packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
         self._update = LearnerUpdate(agent, self._packing)
-        self._acting_arrays = self._packed()
+        self._pack_params()
         self._publication = Publication(self._versions.value, PackedParams(self._packing, self._acting_arrays))
 
     def _restore_if_saved(self) -> None:
@@ -163,9 +146,8 @@ class Learner:
                 never get such parameters: the version after that update holds those of the version before.
             UsageError: the agent logs something that is no number, or the argument is no batch.
         """
-        if others or not (batch is None or isinstance(batch, Batch)):
-            raise not_a_batch(batch, *others)
-        if batch is None or self._staleness.refuses(batch.params_version, self.params_version):
+        check_is_batch(batch, *others)
+        if batch is None or self._replay.refuses(batch.params_version, self.params_version):
             return None
         with self._update_lock, COMPUTING:
             return self._step(batch)
@@ -184,20 +166,15 @@ class Learner:
         if self._agent.learns_from == "trajectories":  # their updates take long: waiting for one costs little
             self._check_update()
         version = self._versions.next()
-        if self._staleness.limit is not None:
+        if self._replay.max_staleness is not None:
             jax.block_until_ready(self._acting_arrays)  # actors wait for it, and a call of theirs must not
-            self._staleness.forget_for_update(version)
-        self._publication.publish(version, PackedParams(self._packing, self._acting_arrays))
-        self._note_update(keys)
+        self._replay.forget_too_old(version, after_update=True)
+        self._publish()
+        self._replay.note_update(keys, version)
         if priorities is not None:
             self._check_update()  # they are fetched here in any case, and a buffer takes no NaN
-            update_priorities = required_method(self._replay_buffer, "update_priorities", "The agent logs priorities")
-            update_priorities(keys, np.asarray(priorities))
+            self._replay.update_priorities(keys, np.asarray(priorities))
         return logs
-
-    def _note_update(self, keys: Any) -> None:
-        if self._full_buffer is not None:
-            self._full_buffer.note_update(keys, self.params_version)
 
     def settle(self) -> dict[str, float]:
         """Wait for the newest update, and return its logs as numbers: none before the first.
@@ -222,7 +199,7 @@ class Learner:
             handles.stop_program()
 
     def _learn(self) -> None:
-        self._staleness.forget(self.params_version)
+        self._replay.forget_too_old(self.params_version)
         dataset = self._make_dataset(self._cfg.data)
         # It may have been told to end before there was a dataset to close, or be resumed from its last checkpoint.
         has_ended = self._is_told_to_end or self._is_done
@@ -237,7 +214,7 @@ class Learner:
             if not (self._stop.is_set() or handles.is_told_to_end()):
                 raise
         finally:
-            self._close_dataset()
+            self._replay.close_dataset()
         if self.saver is not None:
             self.saver.save_if_due(final=True)
 
@@ -256,13 +233,7 @@ class Learner:
         `stop()` closes the dataset that this method makes, which ends the wait for a batch: build on
         `super()._make_dataset(data_cfg)`, and the override ends with it.
         """
-        make_dataset = required_method(self._replay_buffer, "make_dataset", "run() takes batches from it")
-        self._dataset = make_dataset(**data_cfg.options_of(make_dataset))
-        return self._dataset
-
-    def _close_dataset(self) -> None:
-        if self._dataset is not None:
-            self._dataset.close()
+        return self._replay.make_dataset(data_cfg)
 
     @property
     def _is_told_to_end(self) -> bool:
@@ -277,20 +248,18 @@ class Learner:
     def finish(self) -> None:
         """End learning and save; `get_params` answers until `stop()`. Any thread may call it."""
         self._finish.set()
-        self._close_dataset()
+        self._replay.close_dataset()
 
     def stats(self) -> dict[str, Any]:
         """Return counters, the logs of the last complete update, the replay's counters, and if `run` has `finished`."""
-        replay = {f"replay_{name}": value for name, value in self._replay_stats.read().items()}
+        replay = {f"replay_{name}": value for name, value in self._replay.stats().items()}
         counters = {"learner_steps": self.learner_steps, "params_version": self.params_version}
         return {**as_numbers(self._logs), **replay, **counters, "finished": self._finished.is_set()}
 
     def stop(self) -> None:
         """End `run()` after the current update, or while it waits for the replay. Any thread may call it."""
         self._stop.set()
-        self._close_dataset()
-        if self._owns_buffer:
-            self._replay_buffer.close()
+        self._replay.stop()
 
     def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
         """See `ParamSource`. The arrays are read-only."""
@@ -337,7 +306,7 @@ class Learner:
             counters = {"learner_steps": self.learner_steps, "version": self.params_version}
             self._may_write()
             saved = {"counters": counters, "codec": self._cfg.codec, "extras": extras}
-            self._checkpointer.save(self.learner_steps, tree, saved, self._saved_buffer if with_replay else None)
+            self._checkpointer.save(self.learner_steps, tree, saved, self._replay.saved if with_replay else None)
             self._note_saved(with_replay)
             if final:
                 self.release_versions()
@@ -359,13 +328,14 @@ class Learner:
         """
         if self._checkpointer is None:
             raise UsageError("Learner.restore needs LearnerConfig.checkpoint_dir.")
-        buffer, template = self._saved_buffer if with_replay else None, (self._params, self._learner_state)
+        buffer, template = self._replay.saved if with_replay else None, (self._params, self._learner_state)
         tree, saved, has_replay = self._checkpointer.restore(template, step, buffer)
-        self._params, self._learner_state = copied(tree)
+        self._params, self._learner_state = copy_arrays(tree)
         self.learner_steps = saved["counters"]["learner_steps"]
         self._unchecked = None
-        self._staleness.resume(saved["counters"]["version"])
+        self._replay.resume(saved["counters"]["version"])
         self._versions.resume(saved["counters"]["version"])
+        self._pack_params()
         self._publish()
         self._note_saved(has_replay)
         self.restored = Restored(saved["extras"], has_replay)
@@ -375,14 +345,13 @@ class Learner:
         self.saved_step = self.learner_steps
         self.replay_saved_step = self.learner_steps if with_replay else self.replay_saved_step
 
-    def _publish(self) -> None:
-        """Publish the present parameters, other than after an update."""
-        self._acting_arrays = self._packed()
-        self._publication.publish(self._versions.value, PackedParams(self._packing, self._acting_arrays))
-
-    def _packed(self) -> list[jax.Array]:
+    def _pack_params(self) -> None:
+        """Set what actors get from the present parameters. After an update, its result has it."""
         check_params(self._params, self.learner_steps, self._last_good)
-        return self._update.pack(self._params, self._learner_state)
+        self._acting_arrays = self._update.pack(self._params, self._learner_state)
+
+    def _publish(self) -> None:
+        self._publication.publish(self._versions.value, PackedParams(self._packing, self._acting_arrays))
 
     def close(self) -> None:
         """End the threads of checkpoints and of publishing."""

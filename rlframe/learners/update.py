@@ -77,7 +77,7 @@ class LearnerUpdate:
 
     def _pack(self, params: Tree, learner_state: Tree) -> list[jax.Array]:
         # Copies: what actors read must outlive the update that the learner's own arrays are donated to.
-        return copied(self._packing.pack_jax(self._agent.actor_params(params, learner_state)))
+        return copy_arrays(self._packing.pack_jax(self._agent.actor_params(params, learner_state)))
 
 
 def are_finite(tree: Tree) -> jax.Array:
@@ -87,7 +87,7 @@ def are_finite(tree: Tree) -> jax.Array:
 
 
 @jax.jit
-def copied(tree: Tree) -> Tree:
+def copy_arrays(tree: Tree) -> Tree:
     """Return a copy of each array."""
     return jax.tree.map(jnp.copy, tree)
 
@@ -98,6 +98,18 @@ def as_numbers(logs: Logs) -> dict[str, float]:
 
 
 # --- checks: each error ends the run
+
+
+def check_is_batch(*given: Any) -> None:
+    """Raise UsageError unless the arguments of `Learner.step` are one batch, or None."""
+    if len(given) == 1 and (given[0] is None or isinstance(given[0], Batch)):
+        return
+    names = ", ".join(type(each).__name__ for each in given)
+    raise UsageError(
+        f"Learner.step expects one argument, a Batch as replay_buffer.sample() returns it, or None; got ({names}). The "
+        "Learner holds its parameters and state itself: learner.step(batch). The pure function of them is "
+        "agent.learner_step(params, learner_state, batch)."
+    )
 
 
 def check_are_numbers(logs: Logs) -> None:
@@ -139,21 +151,3 @@ def check_params(params: Tree, step: int, last_good: Callable[[], str]) -> None:
         if not np.all(np.isfinite(leaf)):
             name = jax.tree_util.keystr(path)
             raise NonFiniteLossError(f"Parameter {name} is not finite after learner step {step}. {last_good()}")
-
-
-def not_a_batch(*given: Any) -> UsageError:
-    """Return the error for arguments of `Learner.step` that are no batch."""
-    names = ", ".join(type(each).__name__ for each in given)
-    return UsageError(
-        f"Learner.step expects one argument, a Batch as replay_buffer.sample() returns it, or None; got ({names}). The "
-        "Learner holds its parameters and state itself: learner.step(batch). The pure function of them is "
-        "agent.learner_step(params, learner_state, batch)."
-    )
-
-
-def required_method(replay_buffer: Any, method: str, why: str) -> Callable[..., Any]:
-    """Return a method of a replay buffer. Raise UsageError if it has none."""
-    if not hasattr(replay_buffer, method):
-        kind = type(replay_buffer).__name__
-        raise UsageError(f"The replay buffer of this Learner, a {kind}, needs {method}(). {why}.")
-    return getattr(replay_buffer, method)

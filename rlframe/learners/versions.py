@@ -1,9 +1,8 @@
-"""Versions of a learner's parameters: their numbers, which rise, and the batches that are too old for the newest."""
+"""Versions of a learner's parameters: their numbers, which rise also after a crash."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import pathlib
 import time
@@ -13,9 +12,6 @@ import numpy as np
 
 from rlframe.errors import CheckpointError
 from rlframe.interprocess.files import write_atomically
-from rlframe.replay import BaseReplayBuffer
-
-_log = logging.getLogger(__name__)
 
 # Versions are reserved in a file, as many at a time as keep the cost of writing it at 1/200 of the time: one if updates
 # are slow. Then a learner that was killed skips none, and staleness counts the versions that were published.
@@ -95,60 +91,6 @@ class VersionCounter:
         except OSError as error:
             raise CheckpointError(f"Cannot write {self._path}: {error}. Free some space, then resume.") from error
         self._reserved, self._cost = upto, time.perf_counter() - began
-
-
-class StalenessLimit:
-    """Applies a replay's `max_staleness`, if it has one.
-
-    Args:
-        replay_buffer: the source of the batches; None: one without a limit.
-
-    Attributes:
-        limit: versions that a batch may be behind the newest; None: any number.
-    """
-
-    def __init__(self, replay_buffer: BaseReplayBuffer | None) -> None:
-        self._buffer = replay_buffer
-        self.limit = replay_buffer.spec.max_staleness if replay_buffer is not None else None
-        self._resumed_from: int | None = None  # until the next update
-
-    def resume(self, version: int) -> None:
-        """Take `version`, of a checkpoint, to be as new as the next one: both have the same parameters."""
-        self._resumed_from = version
-
-    def refuses(self, versions: np.ndarray, newest: int) -> bool:
-        """Return True if a batch is too old for `newest`: it was drawn before the buffer dropped such items.
-
-        Args:
-            versions: [B] that acted.
-            newest: version of the learner.
-        """
-        if self.limit is None:
-            return False
-        old = versions < newest - self.limit
-        if self._resumed_from is not None:
-            old &= (versions < self._resumed_from - self.limit) | (versions > self._resumed_from)
-        if not old.any():
-            return False
-        _log.warning(
-            "A batch of versions %d to %d is dropped: version %d learns from those that are at most %d older.",
-            versions.min(),
-            versions.max(),
-            newest,
-            self.limit,
-        )
-        return True
-
-    def forget_for_update(self, newest: int) -> None:
-        """Do the same as `forget`, when an update has made the version `newest`."""
-        self.forget(newest)
-        self._resumed_from = None
-
-    def forget(self, newest: int) -> None:
-        """Drop items from the buffer that are too old for the version `newest`."""
-        if self.limit is not None:
-            assert self._buffer is not None
-            self._buffer.forget_before(newest - self.limit)
 
 
 def mean_version(versions: np.ndarray) -> float:

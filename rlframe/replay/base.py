@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 import functools
 import queue
@@ -24,7 +23,6 @@ STATS = ("items", "steps", "added", "sampled", "evicted", "evicted_unsampled", "
 WAKE = 0.2  # seconds between two checks of a dataset whether it was closed; a batch ends the wait sooner
 _LOOK_AGAIN = 0.01  # seconds
 _TIMEOUT = 600.0  # seconds that a dataset waits for a batch before `next` raises
-_PATIENCE = 0.5  # seconds that `NewestStats.read` waits
 
 
 class ReplayClosedError(StoppedError):
@@ -205,39 +203,6 @@ class KeyedReplayBuffer(BaseReplayBuffer):
     @abc.abstractmethod
     def finish(self, keys: np.ndarray) -> None:
         """Release the items `keys` of a `Draw`: they were learned from, or are lost. May be called again."""
-
-
-# --- counters
-
-
-class NewestStats:
-    """The newest counters of a buffer that may be a server, and so may answer late or never.
-
-    Args:
-        buffer: to ask; None has no counters.
-    """
-
-    def __init__(self, buffer: BaseReplayBuffer | None) -> None:
-        self._buffer = buffer
-        self._thread = threading.Thread()  # this one never ran
-        self._newest: dict[str, int] = {}
-
-    def read(self) -> dict[str, int]:
-        """Ask in a thread, unless one still does, and return the newest answer. Wait for half a second at most."""
-        if self._buffer is None:
-            return {}
-        thread = self._thread
-        if not thread.is_alive():
-            thread = self._thread = threading.Thread(
-                target=self._ask, args=(self._buffer,), name="rlframe replay", daemon=True
-            )
-            thread.start()
-        thread.join(_PATIENCE)
-        return self._newest
-
-    def _ask(self, buffer: BaseReplayBuffer) -> None:
-        with contextlib.suppress(RlframeError):  # the server is gone, say
-            self._newest = buffer.stats()
 
 
 # --- drawing ahead

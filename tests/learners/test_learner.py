@@ -14,9 +14,9 @@ from rlframe.envs import SyncEnv
 from rlframe.errors import CheckpointError, FencedError, NonFiniteLossError, PeerError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Checkpointer, DataConfig, Learner, LearnerConfig
+from rlframe.learners import replay as learner_replay
 from rlframe.learners.versions import VersionCounter
 from rlframe.replay import ReplayBuffer, replay_files
-from rlframe.replay import base as replay_base
 from rlframe.replay.base import DatasetTimeoutError
 from tests.fakes import (
     ACTION_SPEC,
@@ -523,7 +523,7 @@ def test_stats_are_numbers_and_wait_for_no_update(tmp_path):
         return {}
 
     learner._update = slow_update  # compiles, say
-    learner._replay_buffer.stats = slow_stats
+    buffer.stats = slow_stats
     thread = threading.Thread(target=lambda: update(learner, buffer.sample()))
     thread.start()
     assert updating.wait(60.0)
@@ -572,7 +572,7 @@ def test_the_replays_counters_are_the_newest_that_came(monkeypatch):
             go_on.wait(60.0)
         return {"answer": answer}
 
-    monkeypatch.setattr(replay_base, "_PATIENCE", 0.01)
+    monkeypatch.setattr(learner_replay, "_PATIENCE", 0.01)
     agent = counting_agent()
     buffer = ReplayBuffer(agent)
     learner = Learner(LearnerConfig(), agent, buffer)
