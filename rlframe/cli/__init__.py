@@ -5,7 +5,7 @@
 1. `main.py: main` finds the command in `COMMANDS`, and calls its function: `train.py: run(["--agent", "dqn", ...])`.
 2. `train_options.py: read_arguments` makes an `Experiment` and a `TrainOptions` of the arguments. It uses `parsing.py`,
    which turns a dataclass into options, and an error into one sentence.
-3. `rlframe/programs/api.py: run_session` trains. `train.py` prints the `Result`, and `main` returns the exit code.
+3. `rlframe/programs/api.py: run_with_options` trains. `train.py` prints the `Result`, and `main` returns the exit code.
 
 With `--seeds`, `seeds.py: run_seeds` makes a run for each seed. `sweep.py` does so for each trial (`trials.py`). Both
 start the runs as processes, with `several_runs.py`. The commands about a run that is under way (`control.py`,

@@ -25,13 +25,13 @@ def run(arguments: list[str]) -> int:
     if preset is not None and not options.quiet:
         print_preset(preset, experiment, sys.stderr)
     if options.seeds is None:
-        return _run_session(experiment, options, preset)
+        return _train_and_print(experiment, options, preset)
     if "seed" in option_texts(arguments):
         raise UsageError(f"--seeds {options.seeds} makes a run for each of them: leave --seed out.")
     return run_seeds(experiment, options)
 
 
-def _run_session(experiment: Experiment, options: TrainOptions, preset: Preset | None) -> int:
+def _train_and_print(experiment: Experiment, options: TrainOptions, preset: Preset | None) -> int:
     """Train, draw the learning curve and print the result. Return the exit code."""
     import jax
 
@@ -40,7 +40,7 @@ def _run_session(experiment: Experiment, options: TrainOptions, preset: Preset |
     if not experiment.topology_config.engine_class.in_process:
         # Leave the accelerator's memory to the learner: this process only looks at what the agent is made of.
         jax.config.update("jax_platforms", "cpu")
-    result = api.run_session(experiment, options, preset)
+    result = api.run_with_options(experiment, options, preset)
     if not options.quiet:
         _print_result(experiment, result)
     if options.json:

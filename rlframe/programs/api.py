@@ -21,7 +21,7 @@ from rlframe.programs.options.registry import name_objects, name_of
 from rlframe.programs.options.resume import import_env
 from rlframe.programs.presets import Preset
 from rlframe.programs.run_dir.control import ControlAddress
-from rlframe.programs.run_dir.directory import Result, RunDir, default_path
+from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.training.callbacks import Callback
 from rlframe.programs.training.profile import Profile
 from rlframe.user_code.files import forget_changed
@@ -122,10 +122,10 @@ def train(
         options = name_objects(options)  # before the files are loaded: a file may change the directory
         defaults, preset = starting_point(agent, env, of_session, options.get("network"))
         experiment = change_options(defaults, options, [*own, "callbacks"])
-        return run_session(experiment, of_session, preset, callbacks, silent=quiet)
+        return run_with_options(experiment, of_session, preset, callbacks, silent=quiet)
 
 
-def run_session(
+def run_with_options(
     experiment: Experiment,
     options: SessionOptions,
     preset: Preset | None,
@@ -133,7 +133,7 @@ def run_session(
     *,
     silent: bool = False,
 ) -> Result:
-    """Train as the options say, show the progress, and print the profile that is asked for.
+    """Call `run_experiment` as the options of the session say. Show the progress, and print the profile if asked for.
 
     Args:
         experiment: what to run.
@@ -143,15 +143,12 @@ def run_session(
         silent: print nothing, where `options.quiet` only leaves out the progress.
     """
     check_trackers(options)
-    directory = RunDir(options.run_dir if options.run_dir is not None else default_path(experiment))
-    profile = None
-    if options.profile or options.profile_trace:
-        profile = Profile(os.fspath(directory.path / "trace") if options.profile_trace else None)
+    profile = Profile(options.profile_trace) if options.profile or options.profile_trace else None
     progress = None if options.quiet else progress_of(experiment, options.stop_at)
     try:
         result = runner.run_experiment(
             experiment,
-            run_dir=directory.path,
+            run_dir=options.run_dir,
             resume=options.resume,
             resume_from=options.resume_from,
             take_over=options.take_over,

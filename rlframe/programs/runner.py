@@ -1,4 +1,7 @@
-"""`run_experiment`: one session of a run, from its start or its checkpoint to its result, in every topology."""
+"""`run_experiment`: one session of a run, from its start or its checkpoint to its result, in every topology.
+
+The functions stand in the order of their calls.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rlframe import extras
@@ -40,6 +43,8 @@ from rlframe.programs.training.updates import check_updates
 from rlframe.user_code.files import check_main_is_guarded, check_not_loading, keep_files
 
 _log = logging.getLogger(__name__)
+
+_ENDS_LATER = 22.0  # seconds from the end of the nodes to the end of this process, at most
 
 
 def run_experiment(
@@ -88,197 +93,32 @@ def run_experiment(
         ProgramError: a node failed more often than it may, or did not save when the program was stopped.
         RlframeError: the run failed; all that was saved is kept.
     """
-    _check_can_run(experiment, profile, with_control=control_address is not None)
-    called = Callbacks(callbacks)
     directory = RunDir(run_dir if run_dir is not None else default_path(experiment))
+    _check_can_run(experiment, stop_at, profile, with_control=control_address is not None)
+    launcher = _Launcher(
+        directory, stop_at, Callbacks(callbacks), open_loggers, progress, profile, control_address, quiet
+    )
     import_env(experiment)
-    with keep_files(), contextlib.ExitStack() as opened:
-        experiment = opened.enter_context(open_session(experiment, directory, resume, stop_at, take_over, resume_from))
-        if resume and resume_from is None and (earlier := _earlier_result(directory, experiment, progress)) is not None:
-            return earlier
-        is_program = isinstance(experiment.topology_config, ProgramConfig)
-        opened.enter_context(logs.kept(directory.logs, "launcher" if is_program else "train"))
-        try:
-            if not resume:  # first: a run that is killed early can be resumed
-                directory.write_config(experiment, {**(notes or {}), **backend_note(experiment)})
-            session = _make_session(experiment, directory, resume, stop_at, quiet, profile)
-            _print_plan(session, progress)
-            trackers = [] if open_loggers is None else list(open_loggers(directory.path))
-            opened.callback(MultiLogger(trackers).close)
-            loggers = _all_loggers(progress, trackers, called)
-            engine, next_program = _make_program(session, loggers, progress)
-            if resume:
-                directory.write_config(experiment, directory.notes())
-            group = experiment.topology_config.control_group
-            coordinator = None if group is None else engine.handle_of(group)
-            opened.enter_context(serve_control_of(session.path, control_address, coordinator, quiet))
-        except BaseException:
-            if not resume:
-                directory.remove()  # a run whose nodes cannot be made leaves nothing
-            raise
-        status = StatusFile(directory, experiment, session.until + experiment.topology_config.warm_up_steps(experiment))
-        with status.until_the_end():
-            directory.result.unlink(missing_ok=True)
-            with following(directory.metrics, [] if engine.in_process else loggers, called):
-                signal_number = _run_programs(engine, next_program, session, status, called)
-            result = _write_result(directory, session, signal_number, called)
-        status.end(result)
-        return result
+    with keep_files():
+        experiment = fill_configs(experiment)
+        if resume:
+            return launcher.continue_run(experiment, resume_from, take_over)
+        if take_over or resume_from is not None:
+            raise UsageError("take_over and resume_from need resume: they continue a run.")
+        return launcher.begin_run(experiment, notes or {})
 
 
-def _check_can_run(experiment: Experiment, profile: Profile | None, *, with_control: bool) -> None:
+def _check_can_run(experiment: Experiment, stop_at: int | None, profile: Profile | None, *, with_control: bool) -> None:
     """Raise UsageError if this process, the installed packages or the topology do not fit. Nothing is written."""
     check_not_loading()
     if not experiment.topology_config.engine_class.in_process:
         check_main_is_guarded(filter(None, experiment.named_options.values()))
     check_extras(experiment, with_control=with_control)
     check_answer_timeout(experiment)
+    if stop_at is not None and stop_at < 1:
+        raise UsageError(f"stop_at must be at least 1 environment step, got {stop_at}.")
     if profile is not None and isinstance(experiment.topology_config, ProgramConfig):
         raise UsageError(f"A profile is of a single process; the topology is {experiment.topology_config.name}.")
-
-
-def _make_session(
-    experiment: Experiment,
-    directory: RunDir,
-    resume: bool,
-    stop_at: int | None,
-    quiet: bool,
-    profile: Profile | None,
-) -> Session:
-    """Make the agent and the `Session`."""
-    codec = read_codec(experiment)
-    return Session(
-        experiment,
-        make_agent(experiment, codec),
-        directory.path.absolute(),
-        until=min(experiment.steps, stop_at or experiment.steps),
-        began=time.time(),
-        resumes=resume,
-        resumed_at=Progress(directory.progress, "").counts.env_steps,
-        quiet=quiet,
-        profile=profile,
-        codec=codec,
-    )
-
-
-def _print_plan(session: Session, progress: Logger | None) -> None:
-    """Print the environment's library, and when updates and the evaluation come. Raise UsageError if no update does."""
-    experiment, lines = session.experiment, []
-    for backend in backend_note(experiment).values():
-        lines.append(f"The environment {experiment.env} is made by {backend}.")
-    if experiment.topology_config.learns_from == "steps":
-        updates = "" if session.resumes else f"{check_updates(experiment, session.agent)} "
-        lines.append(f"{updates}{describe_evaluation(experiment)}")
-    if progress is not None and lines:
-        print("\n".join(lines), file=sys.stderr)
-
-
-def _all_loggers(progress: Logger | None, trackers: list[Logger], callbacks: Callbacks) -> list[Logger]:
-    """List what gets each row beside the run's files. Callbacks come last: they may read what the others wrote."""
-    shown = trackers if progress is None else [progress, *trackers]
-    return [*(LenientLogger([each], Exception) for each in shown), *([callbacks] if callbacks else [])]
-
-
-def _make_program(session: Session, loggers: list[Logger], progress: Logger | None) -> tuple[Engine, Topology | None]:
-    """Make the nodes of the first program. Return its engine, and the topology of a second program or None.
-
-    Only language has a second one: the supervised warm-up runs first.
-    """
-    engine = make_engine(session.experiment, session.directory.logs, session.quiet)
-    if engine.in_process:
-        session = dataclasses.replace(session, loggers=tuple(loggers), progress=progress)
-    wire = find_topology(session.topology_config.name, session.topology_config.learns_from)
-    return engine, wire(engine, session)
-
-
-def _run_programs(
-    engine: Engine, next_program: Topology | None, session: Session, status: StatusFile, callbacks: Callbacks
-) -> int | None:
-    """Run a program, then the next one, if any. Return the number of the signal that ended one, or None."""
-    if callbacks:  # they end the node whose end is the program's
-        group = ending_group(engine.groups) or next(iter(engine.groups))
-        callbacks.connect(engine.handle_of(group), group)
-    try:
-        signal_number = engine.run(status.watch)
-    except ProgramError as error:
-        raise ProgramError(f"{error}\n{session.directory.what_is_saved()}") from callbacks.error or error
-    if next_program is None or signal_number is not None or callbacks.error is not None:
-        return signal_number
-    engine = make_engine(session.experiment, session.directory.logs, session.quiet)
-    return _run_programs(engine, next_program(engine, session), session, status, callbacks)
-
-
-def _write_result(directory: RunDir, session: Session, signal_number: int | None, callbacks: Callbacks) -> Result:
-    """Complete the result that the program wrote, and draw the learning curve. Raise the error of a callback.
-
-    Args:
-        directory: of the run.
-        session: the session.
-        signal_number: that of the signal that stopped it, or None.
-        callbacks: those of the caller.
-    """
-    if directory.result.exists():
-        result = Result.read(directory.result)
-    else:  # The program was told to stop before its monitor had begun.
-        env_steps = Progress(directory.progress, session.session_id).counts.env_steps
-        result = Result(env_steps, 0, None, None, 0, 0.0, time.time() - session.began, 0, str(directory.path))
-    by = result.stopped_by if signal_number is None else "interrupt"
-    result = dataclasses.replace(result, signal=signal_number, stopped_by=by if callbacks.error is None else "error")
-    if result.evaluation_error is not None:
-        problem = directory.describe_failed_evaluation(result.evaluation_error)
-        result = dataclasses.replace(result, evaluation_error=problem)
-        _log.warning(problem)
-    directory.write_result(result)
-    if directory.metrics.exists():  # not where it was stopped at once
-        _draw(directory)
-    if callbacks.error is not None:
-        raise callbacks.error
-    return result
-
-
-def _earlier_result(directory: RunDir, experiment: Experiment, progress: Logger | None) -> Result | None:
-    """Return the result of a run that reached its last step with these options; None if there is more to do.
-
-    A run may have gone beyond its last step, and so have made the steps that a later session asks for.
-    """
-    if not directory.result.exists():
-        return None
-    saved, result = load_experiment(directory.config, experiment.named_options), Result.read(directory.result)
-    options_unchanged = continue_experiment(saved, with_fields(saved, steps=experiment.steps)) == experiment
-    counts_env_steps = experiment.topology_config.learns_from == "steps"
-    went_beyond = counts_env_steps and result.env_steps >= experiment.steps > saved.steps
-    reached_last_step = saved.steps == experiment.steps or went_beyond
-    ended_well = result.stopped_by == "steps" and result.evaluation_error is None
-    if not (options_unchanged and reached_last_step and ended_well):
-        return None
-    if progress is not None:
-        print(
-            f"Nothing is left to do: {directory.path} reached its {experiment.steps:,} steps. To train more, resume it "
-            "with more --steps.",
-            file=sys.stderr,
-        )
-    return result
-
-
-def _draw(directory: RunDir) -> None:
-    """Draw the learning curve. The run is over and saved: a picture that cannot be drawn is only warned of."""
-    try:
-        plot_learning_curve(directory.path, directory.learning_curve)
-    except Exception as error:
-        _log.warning("The learning curve was not drawn: %s Draw it later: rlframe plot %s", error, directory.path)
-
-
-def make_engine(experiment: Experiment, logs: pathlib.Path | None, quiet: bool = False) -> Engine:
-    """Make the engine that the experiment asks for.
-
-    Args:
-        experiment: the experiment.
-        logs: the directory in which the nodes' lines are kept; None: nowhere.
-        quiet: show no line of the nodes.
-    """
-    config = experiment.topology_config
-    options = config.node_options if isinstance(config, ProgramConfig) else {}
-    return config.engine_class(EngineOptions(**options, logs=logs, quiet=quiet))
 
 
 def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:
@@ -299,37 +139,205 @@ def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:
     extras.require(config.asked_by(experiment), *needed, otherwise=without)
 
 
-@contextlib.contextmanager
-def open_session(
-    experiment: Experiment,
-    directory: RunDir,
-    resume: bool,
-    stop_at: int | None,
-    take_over: bool = False,
-    resume_from: int | None = None,
-) -> Iterator[Experiment]:
-    """Lock a new directory, or that of the run to resume, and yield the experiment of the session.
+@dataclasses.dataclass(frozen=True)
+class _Launcher:
+    """Begins or continues a run, and runs one session of it. The fields are arguments of `run_experiment`.
 
-    Raises:
-        UsageError: the directory holds something else, or another process writes there; a resumed run would change a
-            fixed option; or its checkpoint is damaged.
+    `begin_run` and `continue_run` lock the directory, make the session and its program, and call `_run_session`.
     """
-    experiment = fill_configs(experiment)
-    if stop_at is not None and stop_at < 1:
-        raise UsageError(f"stop_at must be at least 1 environment step, got {stop_at}.")
-    if resume:
+
+    directory: RunDir
+    stop_at: int | None
+    callbacks: Callbacks
+    open_loggers: Callable[[pathlib.Path], Iterable[Logger]] | None
+    progress: Logger | None
+    profile: Profile | None
+    control_address: ControlAddress | None
+    quiet: bool
+
+    def begin_run(self, experiment: Experiment, notes: dict[str, Any]) -> Result:
+        """Run the first session of a run, in a new directory. It is removed if the nodes cannot be made."""
+        self.directory.create()
+        with self._lock(experiment), contextlib.ExitStack() as opened:
+            self.directory.check_is_new()  # another process may have used it before we got the lock
+            try:
+                # First: a run that is killed early can be resumed.
+                self.directory.write_config(experiment, {**notes, **backend_note(experiment)})
+                session = self._make_session(experiment, opened)
+                self._print_plan(session, check_updates(experiment, session.agent))
+                program = self._make_program(session, opened)
+            except BaseException:
+                self.directory.remove()
+                raise
+            return self._run_session(session, *program)
+
+    def continue_run(self, experiment: Experiment, resume_from: int | None, take_over: bool) -> Result:
+        """Run one more session, from a checkpoint. If nothing is left to do, return the result that there is."""
+        directory = self.directory
         directory.check_holds()
-    elif take_over or resume_from is not None:
-        raise UsageError("take_over and resume_from need resume: they continue a run.")
-    else:
-        directory.create()
-    ends_within = experiment.topology_config.grace_seconds + 22.0  # with all that comes after
-    with RunLock(directory.path, take_over, ends_within):
-        if resume:
-            experiment = continue_experiment(load_experiment(directory.config, experiment.named_options), experiment)
+        with self._lock(experiment, take_over), contextlib.ExitStack() as opened:
+            saved = load_experiment(directory.config, experiment.named_options)
+            experiment = continue_experiment(saved, experiment)
             check_backend(directory.notes(), experiment)
             with contextlib.closing(Checkpointer(directory.checkpoints)) as checkpointer:
                 checkpointer.go_back_to(resume_from, directory.path / "aside")
-        else:
-            directory.create()  # again: another process may have used it before we got the lock
-        yield experiment
+                has_checkpoint = bool(checkpointer.steps())
+            if resume_from is None and (earlier := self._earlier_result(saved, experiment)) is not None:
+                return earlier
+            session = self._make_session(experiment, opened)
+            if not has_checkpoint:
+                _log.warning(
+                    "The run in %s ended before its first checkpoint: its learner starts again.", directory.path
+                )
+            self._print_plan(session)
+            program = self._make_program(session, opened)
+            directory.write_config(experiment, directory.notes())
+            return self._run_session(session, *program)
+
+    def _lock(self, experiment: Experiment, take_over: bool = False) -> RunLock:
+        return RunLock(self.directory.path, take_over, experiment.topology_config.grace_seconds + _ENDS_LATER)
+
+    def _earlier_result(self, saved: Experiment, experiment: Experiment) -> Result | None:
+        """Return the result of a run that reached its last step with these options; None if there is more to do.
+
+        A run may have gone beyond its last step, and so have made the steps that a later session asks for.
+        """
+        if not self.directory.result.exists():
+            return None
+        result = Result.read(self.directory.result)
+        options_unchanged = continue_experiment(saved, with_fields(saved, steps=experiment.steps)) == experiment
+        counts_env_steps = experiment.topology_config.learns_from == "steps"
+        went_beyond = counts_env_steps and result.env_steps >= experiment.steps > saved.steps
+        reached_last_step = saved.steps == experiment.steps or went_beyond
+        ended_well = result.stopped_by == "steps" and result.evaluation_error is None
+        if not (options_unchanged and reached_last_step and ended_well):
+            return None
+        if self.progress is not None:
+            print(
+                f"Nothing is left to do: {self.directory.path} reached its {experiment.steps:,} steps. To train more, "
+                "resume it with more --steps.",
+                file=sys.stderr,
+            )
+        return result
+
+    def _make_session(self, experiment: Experiment, opened: contextlib.ExitStack) -> Session:
+        """Make the agent and the session. From now on, a log file gets the warnings of this process, too."""
+        is_program = isinstance(experiment.topology_config, ProgramConfig)
+        opened.enter_context(logs.kept(self.directory.logs, "launcher" if is_program else "train"))
+        codec = read_codec(experiment)
+        return Session(
+            experiment,
+            make_agent(experiment, codec),
+            self.directory.path.absolute(),
+            until=min(experiment.steps, self.stop_at or experiment.steps),
+            began=time.time(),
+            resumed_at=Progress(self.directory.progress, "").counts.env_steps,
+            quiet=self.quiet,
+            profile=self.profile,
+            codec=codec,
+        )
+
+    def _print_plan(self, session: Session, updates: str = "") -> None:
+        """Print the environment's library, the sentence about the updates, and one about the evaluation."""
+        experiment = session.experiment
+        lines = [f"The environment {experiment.env} is made by {each}." for each in backend_note(experiment).values()]
+        if experiment.topology_config.learns_from == "steps":
+            lines.append(f"{updates} {describe_evaluation(experiment)}".lstrip())
+        if self.progress is not None and lines:
+            print("\n".join(lines), file=sys.stderr)
+
+    def _make_program(
+        self, session: Session, opened: contextlib.ExitStack
+    ) -> tuple[Engine, Topology | None, list[Logger]]:
+        """Make the loggers, the nodes of the program, and the HTTP service.
+
+        Returns:
+            The engine that runs the nodes, the topology of a second program or None, and the loggers of rows. Only
+            language has a second program: the supervised warm-up runs first.
+        """
+        trackers = [] if self.open_loggers is None else list(self.open_loggers(self.directory.path))
+        opened.callback(MultiLogger(trackers).close)
+        shown = trackers if self.progress is None else [self.progress, *trackers]
+        loggers: list[Logger] = [LenientLogger([each], Exception) for each in shown]
+        loggers += [self.callbacks] if self.callbacks else []  # last: they may read what the others wrote
+        engine = make_engine(session.experiment, self.directory.logs, self.quiet)
+        if engine.in_process:
+            session = dataclasses.replace(session, loggers=tuple(loggers), progress=self.progress)
+        config = session.topology_config
+        wire = find_topology(config.name, config.learns_from)
+        next_topology = wire(engine, session)
+        coordinator = None if config.control_group is None else engine.handle_of(config.control_group)
+        opened.enter_context(serve_control_of(session.path, self.control_address, coordinator, self.quiet))
+        return engine, next_topology, loggers
+
+    def _run_session(
+        self, session: Session, engine: Engine, next_topology: Topology | None, loggers: list[Logger]
+    ) -> Result:
+        """Run the program, and the second one, if any. Write the status meanwhile, and the result."""
+        directory, warm_up = self.directory, session.topology_config.warm_up_steps(session.experiment)
+        status = StatusFile(directory, session.experiment, session.until + warm_up)
+        with status.until_the_end():
+            directory.result.unlink(missing_ok=True)
+            with following(directory.metrics, [] if engine.in_process else loggers, self.callbacks):
+                signal_number = self._run_engine(engine, status)
+                if next_topology is not None and signal_number is None and self.callbacks.error is None:
+                    engine = make_engine(session.experiment, directory.logs, self.quiet)
+                    next_topology(engine, session)
+                    signal_number = self._run_engine(engine, status)
+            result = self._write_result(session, signal_number)
+        status.end(result)
+        return result
+
+    def _run_engine(self, engine: Engine, status: StatusFile) -> int | None:
+        """Run the nodes of a program. Return the number of the signal that ended it, or None."""
+        if self.callbacks:  # they end the node whose end is the program's
+            group = ending_group(engine.groups) or next(iter(engine.groups))
+            self.callbacks.connect(engine.handle_of(group), group)
+        try:
+            return engine.run(status.watch)
+        except ProgramError as error:
+            raise ProgramError(f"{error}\n{self.directory.what_is_saved()}") from self.callbacks.error or error
+
+    def _write_result(self, session: Session, signal_number: int | None) -> Result:
+        """Complete the result that the program wrote, and draw the learning curve. Raise the error of a callback."""
+        directory = self.directory
+        if directory.result.exists():
+            result = Result.read(directory.result)
+        else:  # The program was told to stop before its monitor had begun.
+            env_steps = Progress(directory.progress, session.session_id).counts.env_steps
+            result = Result(env_steps, 0, None, None, 0, 0.0, time.time() - session.began, 0, str(directory.path))
+        by = result.stopped_by if signal_number is None else "interrupt"
+        result = dataclasses.replace(
+            result, signal=signal_number, stopped_by=by if self.callbacks.error is None else "error"
+        )
+        if result.evaluation_error is not None:
+            problem = directory.describe_failed_evaluation(result.evaluation_error)
+            result = dataclasses.replace(result, evaluation_error=problem)
+            _log.warning(problem)
+        directory.write_result(result)
+        if directory.metrics.exists():  # not where it was stopped at once
+            _draw(directory)
+        if self.callbacks.error is not None:
+            raise self.callbacks.error
+        return result
+
+
+def make_engine(experiment: Experiment, logs: pathlib.Path | None, quiet: bool = False) -> Engine:
+    """Make the engine that the experiment asks for.
+
+    Args:
+        experiment: the experiment.
+        logs: the directory in which the nodes' lines are kept; None: nowhere.
+        quiet: show no line of the nodes.
+    """
+    config = experiment.topology_config
+    options = config.node_options if isinstance(config, ProgramConfig) else {}
+    return config.engine_class(EngineOptions(**options, logs=logs, quiet=quiet))
+
+
+def _draw(directory: RunDir) -> None:
+    """Draw the learning curve. The run is over and saved: a picture that cannot be drawn is only warned of."""
+    try:
+        plot_learning_curve(directory.path, directory.learning_curve)
+    except Exception as error:
+        _log.warning("The learning curve was not drawn: %s Draw it later: rlframe plot %s", error, directory.path)

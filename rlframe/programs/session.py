@@ -33,8 +33,8 @@ class Session:
     path: pathlib.Path  # of the run directory
     until: int  # the step at which this session ends
     began: float  # seconds since the epoch
-    resumes: bool = False  # continues the run in the directory
-    resumed_at: int = 0  # environment steps of the sessions before
+    # Environment steps of the sessions before. A single process has 0: there, the learner's checkpoint counts them.
+    resumed_at: int = 0
     quiet: bool = False  # prints nothing
     codec: Codec | None = None  # of the environments; None for a language model
     # These three are only set in a single process. Of several processes, the launcher keeps the loggers.
@@ -92,17 +92,17 @@ class Schedule:
 
     def __init__(self, every: int, after: int) -> None:
         self._every = every
-        self._set(after)
+        self.due = self._next_after(after)
 
-    def _set(self, after: int) -> None:
-        self.due = (after // self._every + 1) * self._every if self._every else math.inf
-
-    def is_due(self, step: int) -> bool:
-        """Return True once for each multiple that is reached; of several that were passed, for the last one."""
+    def advance_to(self, step: int) -> bool:
+        """Return True if a multiple is reached, and set `due` to the next one. Several that were passed count once."""
         if step < self.due:
             return False
-        self._set(step)
+        self.due = self._next_after(step)
         return True
+
+    def _next_after(self, step: int) -> float:
+        return (step // self._every + 1) * self._every if self._every else math.inf
 
 
 class Ending:
@@ -120,7 +120,6 @@ class Ending:
     def __init__(self, session: Session, by: str | None = None) -> None:
         self._limits, self._began = session.topology_config.stop_conditions, session.began
         self._has_limits = self._limits.are_set
-        self._eval_return: float | None = None
         self.by, self.evaluates = by, True
 
     def ask(self, by: str, evaluate: bool = True) -> None:
@@ -134,14 +133,15 @@ class Ending:
             self.by, self.evaluates = by, False
         self.by = self.by or by
 
-    def note_evaluation(self, return_mean: float) -> None:
-        """Take the mean return of an evaluation during the run."""
-        self._eval_return = return_mean
+    def decide(self, learner_steps: int, eval_return: float | None) -> str | None:
+        """Set `by` if a limit is reached, and return it: the reason to end now, or None.
 
-    def is_due(self, learner_steps: int) -> bool:
-        """Return True if the session must end now."""
+        Args:
+            learner_steps: so far.
+            eval_return: mean return of the newest evaluation; None: there was none.
+        """
         if self.by is None and self._has_limits:
             seconds = time.time() - self._began
-            reason = self._limits.reached(learner_steps=learner_steps, seconds=seconds, eval_return=self._eval_return)
+            reason = self._limits.reached(learner_steps=learner_steps, seconds=seconds, eval_return=eval_return)
             self.by = None if reason is None else reason.by
-        return self.by is not None
+        return self.by

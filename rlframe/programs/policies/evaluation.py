@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 from rlframe.actors import Evaluator
 from rlframe.actors.actor import env_seed
@@ -163,26 +163,31 @@ def explain(error: BaseException | str) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-def try_evaluation(do: Callable[[], Logs | None], step: int, *, final: bool) -> tuple[Logs | None, str | None]:
-    """Evaluate, or do a part of it. A failure does not end the run.
+class EvaluationOutcome(NamedTuple):
+    """The values of an evaluation, or the reason why it failed; neither if it was not made."""
+
+    step: int  # at which it began
+    values: Logs | None = None
+    problem: str | None = None  # a sentence
+
+
+def try_evaluation(evaluate: Callable[[], Logs], step: int, *, final: bool) -> EvaluationOutcome:
+    """Evaluate. A failure does not end the run.
 
     Args:
-        do: what may fail.
-        step: at which the evaluation began.
+        evaluate: returns the values. What it raises is the problem of the outcome, unless it is a StoppedError.
+        step: at which the evaluation begins.
         final: after training. A failure during training is warned of.
-
-    Returns:
-        (the result of `do`, None), or (None, why it failed).
     """
     try:
-        return do(), None
+        return EvaluationOutcome(step, evaluate())
     except StoppedError:
         raise
     except (Exception, SystemExit) as error:
         problem = explain(error)
     if not final:
         _log.warning("The evaluation at step %s failed; training continues. %s", f"{step:,}", problem)
-    return None, problem
+    return EvaluationOutcome(step, problem=problem)
 
 
 def evaluate(

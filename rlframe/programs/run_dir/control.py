@@ -83,10 +83,7 @@ def serve_control_of(
         from rlframe.coordinator.control.app import COORDINATOR, RUN, serve_control
         from rlframe.http.config import read_token
     token_file = address.token_file or make_token(run_dir)
-    target: Any
-    target, kind = RunTarget(run_dir), RUN
-    if coordinator is not None:
-        target, kind = coordinator, COORDINATOR
+    target, kind = (RunTarget(run_dir), RUN) if coordinator is None else (coordinator, COORDINATOR)
     with serve_control(target, address.host, address.port, token_file, kind=kind) as server:
         write_control(run_dir, server.url, token_file)
         # If it is no terminal, others may read the output.

@@ -39,7 +39,7 @@ class RunDir:
     def __init__(self, path: str | os.PathLike) -> None:
         path = convert(str, path, "run_dir")
         self.path = pathlib.Path(os.path.abspath(path))  # once: an environment may change the directory
-        self.config = self.path / "config.json"
+        self.config = self.path / RUN
         self.checkpoints = self.path / "checkpoints"
         self.reverb = self.path / "reverb"
         self.replay_service = self.path / "replay_service"
@@ -79,13 +79,17 @@ class RunDir:
             UsageError: it holds something already, or it cannot be made.
         """
         try:
-            if self.path.exists() and (not self.path.is_dir() or {*os.listdir(self.path)} - {lock.NAME}):
-                raise UsageError(
-                    f"{self.path} exists already. Choose another --run-dir, or go on with what is in it by --resume."
-                )
+            self.check_is_new()
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"Cannot write to {self.path}: {error.strerror}.") from error
+
+    def check_is_new(self) -> None:
+        """Raise UsageError if the directory holds anything but a lock."""
+        if self.path.exists() and (not self.path.is_dir() or {*os.listdir(self.path)} - {lock.NAME}):
+            raise UsageError(
+                f"{self.path} exists already. Choose another --run-dir, or go on with what is in it by --resume."
+            )
 
     def remove(self) -> None:
         """Remove the directory that `create` made: the run did not begin."""

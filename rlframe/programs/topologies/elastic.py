@@ -32,7 +32,7 @@ from rlframe.metrics.rows import ActorCounts
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import registry
 from rlframe.programs.options.fields import number
-from rlframe.programs.policies.evaluation import Evaluations, explain
+from rlframe.programs.policies.evaluation import EvaluationOutcome, Evaluations, explain
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import GameProgram, configured_by
 from rlframe.programs.topologies.parts import (
@@ -263,8 +263,6 @@ class _Records:
         if not summary["failed"]:
             by = summary["stopped_by"]
             by = self._session.last_step_reason if by == "steps" else by
-            evaluation, error = summary["evaluation"], summary["evaluation_error"]
-            result = self._rows.result(
-                summary["env_steps"], summary, evaluation, by, evaluation_error=error and explain(error)
-            )
-            self._session.directory.write_result(result)
+            env_steps, error = summary["env_steps"], summary["evaluation_error"]
+            evaluation = EvaluationOutcome(env_steps, summary["evaluation"], error and explain(error))
+            self._session.directory.write_result(self._rows.result(env_steps, summary, evaluation, by))

@@ -27,7 +27,7 @@ from rlframe.programs.options.object_names import load_object
 from rlframe.programs.run_dir.directory import CHECKPOINTS_KEPT
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import EnvOptions, GameConfig, GameProgram
-from rlframe.programs.training.updates import total_learner_steps
+from rlframe.programs.training.updates import total_learner_steps, updates_between
 from rlframe.replay import BaseReplayBuffer, ReplayBuffer, SharedMemReplayBuffer
 from rlframe.replay.rate_limiter import ROUNDS_AHEAD, items_of_rounds
 from rlframe.types import AgentSpecs, ReplaySpec, Sequence
@@ -61,9 +61,11 @@ def env_builder(experiment: Experiment) -> functools.partial[Any]:
 def check_answer_timeout(experiment: Experiment) -> None:
     """Raise UsageError if an answer_timeout is set that neither the pool nor the engine reads."""
     config, default = experiment.topology_config, EnvOptions.answer_timeout
-    if not isinstance(config, EnvOptions) or config.answer_timeout == default:
-        return
-    if "hang_timeout" in config.engine_class.options:
+    if (
+        not isinstance(config, EnvOptions)
+        or config.answer_timeout == default
+        or "hang_timeout" in config.engine_class.options
+    ):
         return
     kind = pool_type(experiment, experiment.envs_per_pool, registry.env_name_or_builder(experiment.env))
     if kind in ("loop", "envpool"):
@@ -155,16 +157,15 @@ def inferencer_config(session: Session) -> InferencerConfig:
 
 def learner_config(session: Session) -> LearnerConfig:
     """The options of the Learner of a program. Environment steps of the experiment are converted to learner steps."""
-    experiment, spec = session.experiment, session.agent.replay_spec
-    steps, every = experiment.steps, experiment.checkpoint_every or experiment.steps
-    updates = total_learner_steps(spec, steps + every, experiment.num_envs)
-    updates -= total_learner_steps(spec, steps, experiment.num_envs)  # without those that the first items wait for
+    experiment, steps = session.experiment, session.experiment.steps
+    # After the last step: by then, an update waits for no first items.
+    between = steps, steps + (experiment.checkpoint_every or steps)
     return LearnerConfig(
         seed=experiment.seed,
         max_learner_steps=session.topology_config.stop_conditions.learner_steps,
         ends_program=False,  # the monitor does, after the last evaluation
         checkpoint_dir=str(session.directory.checkpoints),
-        checkpoint_every=max(1, updates),
+        checkpoint_every=max(1, updates_between(session.agent.replay_spec, *between, experiment.num_envs)),
         checkpoints_kept=CHECKPOINTS_KEPT,
         resume=True,  # after its restart, and in a resumed run
         codec=session.codec,

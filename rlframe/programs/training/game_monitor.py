@@ -9,12 +9,11 @@ from typing import Any
 
 from rlframe import handles
 from rlframe.errors import PeerError
-from rlframe.programs.policies.evaluation import Evaluations
+from rlframe.programs.policies.evaluation import EvaluationOutcome, Evaluations
 from rlframe.programs.policies.saved import SavedPolicy
 from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.session import Session
 from rlframe.programs.training.monitor import Monitor
-from rlframe.programs.training.row_writer import RowWriter
 from rlframe.programs.training.updates import least_updates, total_learner_steps, warn_if_none
 from rlframe.types import Logs
 
@@ -87,10 +86,8 @@ class GameMonitor(Monitor):
             with contextlib.suppress(PeerError):
                 actor.stop_and_close()
 
-    def _result(self, rows: RowWriter, evaluation: Logs | None, stopped_by: str) -> Result:
-        return rows.result(
-            self.step, self._learner_stats, evaluation, stopped_by, evaluation_error=self._evaluation_error
-        )
+    def _result(self, evaluation: EvaluationOutcome, stopped_by: str) -> Result:
+        return self._rows.result(self.step, self._learner_stats, evaluation, stopped_by)
 
 
 class _LimitedActor:

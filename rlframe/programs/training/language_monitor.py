@@ -9,11 +9,11 @@ from typing import Any
 
 from rlframe import handles
 from rlframe.errors import EnvError, PeerError, StoppedError
+from rlframe.programs.policies.evaluation import EvaluationOutcome
 from rlframe.programs.policies.saved import wait_until_saved
 from rlframe.programs.run_dir.directory import Result
-from rlframe.programs.session import Schedule, Session
+from rlframe.programs.session import Session
 from rlframe.programs.training.monitor import Monitor
-from rlframe.programs.training.row_writer import RowWriter
 from rlframe.types import Logs
 
 _EVALUATE_WITHIN = 600.0  # seconds for an evaluation, with a restart of the environment
@@ -50,12 +50,8 @@ class LanguageMonitor(Monitor):
 
     def _begin(self) -> None:
         self._learner_stats = self._learner.stats()
-
-    def _evaluations_due(self) -> Schedule:
-        schedule = super()._evaluations_due()
         if self._progress.evaluated is None:
-            schedule.due = self.step  # before the first update, too
-        return schedule
+            self._evaluation_schedule.due = self.step  # before the first update, too
 
     def _is_done(self) -> bool:
         return self._learner_stats["learner_steps"] >= self._session.until
@@ -112,7 +108,6 @@ class LanguageMonitor(Monitor):
         if "reward" in values:
             values["episode_return"], values["episode_length"] = values["reward"], values.get("length", math.nan)
         tokens = self._learner_stats.get("replay_steps", 0.0)
-        assert self._rows is not None
         values["tokens_per_second"] = max(0.0, tokens - self._row_tokens) / self._rows.seconds
         self._row_tokens = tokens
         for rank, metrics in self._env_metrics.items():
@@ -123,16 +118,15 @@ class LanguageMonitor(Monitor):
     def _evaluation_row(self, values: Logs) -> dict[str, Any]:
         return {"return_mean": _first_value(values), **values, "wall_seconds": time.time() - self._session.began}
 
-    def _result(self, rows: RowWriter, evaluation: Logs | None, stopped_by: str) -> Result:
-        sequences = self._experiment.agent_config.batch_size
-        return rows.result(
+    def _result(self, evaluation: EvaluationOutcome, stopped_by: str) -> Result:
+        metrics, sequences = evaluation.values, self._experiment.agent_config.batch_size
+        return self._rows.result(
             self._learner_stats["learner_steps"] * sequences,
             self._learner_stats,
-            {"return_mean": _first_value(evaluation)} if evaluation else None,
+            evaluation._replace(values={"return_mean": _first_value(metrics)} if metrics else None),
             stopped_by,
             steps_per_row_step=sequences,
-            metrics=evaluation,
-            evaluation_error=self._evaluation_error,
+            metrics=metrics,
         )
 
 

@@ -16,7 +16,7 @@ from rlframe.errors import CheckpointError, CutShortError, EnvError
 from rlframe.inferencers import Inferencer
 from rlframe.learners import Learner
 from rlframe.metrics.rows import ActorCounts, evaluation_row
-from rlframe.programs.policies.evaluation import Evaluations, try_evaluation
+from rlframe.programs.policies.evaluation import EvaluationOutcome, Evaluations, try_evaluation
 from rlframe.programs.session import Ending, Schedule, Session
 from rlframe.programs.training.row_writer import RowWriter
 from rlframe.programs.training.updates import warn_if_none
@@ -46,7 +46,6 @@ class TrainingLoop:
         pool: its environments.
     """
 
-    actor: Actor
     pool: Any
 
     def __init__(
@@ -65,27 +64,17 @@ class TrainingLoop:
         self._stop, self._ending = StopSignal(session.quiet), Ending(session)
         spec = replay_buffer.spec
         self._learns_once = spec.samples_per_insert is None and spec.kind != "queue"
-        self._evaluation_error: str | None = None  # why the final evaluation failed
         self._learner_logs: Logs | None = None  # of the newest update since the last row
         self._replay_checkpoint_every, self._replay_saved_env_steps = replay_checkpoint_every, 0
-        self._evaluated: tuple[int, Logs] | None = None  # (environment steps, values) of the newest evaluation
-        self._stopped_by = "interrupt"
-        self._resumed = learner.restored is not None
-        if session.resumes and not self._resumed:
-            _log.warning("The run in %s ended before its first checkpoint: it starts again.", self._directory.path)
-        try:
-            self._make_actor()
-        except BaseException:
-            if hasattr(self, "actor"):
-                self.actor.close()
-            raise
+        self._evaluated: EvaluationOutcome | None = None  # the newest that did not fail
+        self.actor = self._make_actor()
         self._first_step = self._saved_env_steps = self.actor.env_steps
-        steps_between = experiment.row_every, experiment.eval_every, experiment.checkpoint_every
-        self._rows_due, self._evaluations_due, self._checkpoints_due = self._schedules = [
-            Schedule(every, self._first_step) for every in steps_between
-        ]
+        self._row_schedule = Schedule(experiment.row_every, self._first_step)
+        self._evaluation_schedule = Schedule(experiment.eval_every, self._first_step)
+        self._checkpoint_schedule = Schedule(experiment.checkpoint_every, self._first_step)
+        self._next_due = 0.0  # the first step at which one of the schedules may be due
 
-    def _make_actor(self) -> None:
+    def _make_actor(self) -> Actor:
         """Make the Actor: a new one, or the one of the checkpoint that the learner was restored from."""
 
         def build(seed: int) -> Any:
@@ -94,20 +83,25 @@ class TrainingLoop:
 
         make = functools.partial(Actor, build, self.inferencer, self.replay_buffer, seed=self._experiment.seed)
         if self.learner.restored is None:
-            self.actor = make()
-            return
+            return make()
         saved, has_replay = self.learner.restored
         self.inferencer.set_state(saved["inferencer"])
         if has_replay and saved["actor"]["env"] is not None:
             # The environments continue in mid-episode, and so do the fragments that they have open in the buffer.
-            self.actor = make(rank=0, incarnation=saved["incarnation"])
+            actor = make(rank=0, incarnation=saved["incarnation"])
         else:
             # The same rank, its next incarnation: open fragments are dropped, and seeds are new.
-            while self.replay_buffer.claim_rank(rank=0)[1] < saved["incarnation"]:
-                pass
-            self.actor = make(rank=0)
-        self.actor.set_state(saved["actor"])
-        self._replay_saved_env_steps = self.actor.env_steps if has_replay else 0
+            incarnation = -1
+            while incarnation < saved["incarnation"]:
+                _, incarnation = self.replay_buffer.claim_rank(rank=0)
+            actor = make(rank=0)
+        try:
+            actor.set_state(saved["actor"])
+        except BaseException:
+            actor.close()
+            raise
+        self._replay_saved_env_steps = actor.env_steps if has_replay else 0
+        return actor
 
     def run(self) -> int | None:
         """Train until the session's last step or a signal, saves, evaluates, and writes the result.
@@ -121,24 +115,17 @@ class TrainingLoop:
         self._rows = RowWriter(session, self._first_step, self._counts)
         try:
             with self._stop:
-                evaluation = self._to_end()
+                evaluation = self._train_and_evaluate()
         except KeyboardInterrupt:
             if self._saved_env_steps == self.actor.env_steps:
                 raise
             raise CutShortError(f"Cut short before it had saved. {self._directory.what_is_saved()}") from None
         finally:
             self._rows.close()
+        env_steps, number = self.actor.env_steps, self._stop.number
+        stopped_by = session.last_step_reason if env_steps >= session.until else self._ending.by or "interrupt"
         learned = {"learner_steps": self.learner.learner_steps, "params_version": self.learner.params_version}
-        number, error = self._stop.number, self._evaluation_error if evaluation is None else None
-        result = self._rows.result(
-            self.actor.env_steps,
-            learned,
-            evaluation,
-            self._stopped_by,
-            signal=number,
-            evaluation_error=None if number else error,
-        )
-        self._directory.write_result(result)
+        self._directory.write_result(self._rows.result(env_steps, learned, evaluation, stopped_by, signal=number))
         return number
 
     def end(self, by: str, evaluate: bool = True) -> None:
@@ -153,68 +140,66 @@ class TrainingLoop:
         self.actor.close()
         self.learner.close()
 
-    def _to_end(self) -> Logs | None:
-        """Train to the end, save and evaluate. Return the evaluation; None after a signal, or if none is wanted."""
-        profile = self._session.profile
+    def _train_and_evaluate(self) -> EvaluationOutcome:
+        """Train to the end, save and evaluate. The evaluation is not made after a signal, or if none is wanted."""
+        profile, trace_dir = self._session.profile, self._directory.path / "trace"
         self._rows.note_step(self._first_step)
         try:
-            with contextlib.nullcontext() if profile is None else profile.measures(self):
-                self._loop(self._session.until)
+            with contextlib.nullcontext() if profile is None else profile.measures(self, trace_dir):
+                self._train(self._session.until)
         except EnvError:
             self._save_all(with_envs=False, final=True)
             raise
-        if self._stop.number is None:
-            is_over = self.actor.env_steps >= self._session.until
-            self._stopped_by = self._session.last_step_reason if is_over else self._ending.by or "interrupt"
         self._rows.note_step(self.actor.env_steps)
         self._write_row()
         if self._stop.is_repeated:
             raise KeyboardInterrupt
         self._save(final=True)
         if self._stop.number is not None or not self._ending.evaluates:
-            return None
+            return EvaluationOutcome(self.actor.env_steps)
         spec, num_envs = self.replay_buffer.spec, self._experiment.num_envs
         warn_if_none(spec, self.learner.learner_steps, self.actor.env_steps, num_envs)
-        return self._evaluate(final=True) if self._experiment.topology_config.evaluates else None
+        if not self._experiment.topology_config.evaluates:
+            return EvaluationOutcome(self.actor.env_steps)
+        return self._evaluate(final=True)
 
-    def _loop(self, until: int) -> None:
+    def _train(self, until: int) -> None:
+        """Step the actor and the learner in turn, and do what is due, until a step, a signal or a limit."""
         actor, stop, progress = self.actor, self._stop, self._session.progress
         shown = time.monotonic()
-        due = min(each.due for each in self._schedules)
         now = actor.env_steps
-        while now < until and stop.number is None and not self._ending.is_due(self.learner.learner_steps):
+        while now < until and stop.number is None and not self._must_end():
             actor.step()
-            update = self._learn()
-            if update is not None:
-                self._learner_logs = update
+            self._learn()
             now = actor.env_steps
-            if now >= due:
-                self._periodic(now, until)
-                due = min(each.due for each in self._schedules)
+            if self._next_due <= now < until:  # at the end, all is done in any case
+                self._do_what_is_due(now)
             if progress is not None and time.monotonic() - shown > _PROGRESS_SECONDS:
                 shown = time.monotonic()
                 progress.write(now, {})
 
-    def _learn(self) -> Logs | None:
+    def _learn(self) -> None:
         """Make the updates that are due: of a queue until it is empty, of others as `samples_per_insert` allows."""
-        logs, batch = None, self.replay_buffer.sample()
+        batch = self.replay_buffer.sample()
         while batch is not None:
-            logs = self.learner.step(batch)
-            is_last = self._learns_once or self._ending.is_due(self.learner.learner_steps)
+            self._learner_logs = self.learner.step(batch)
+            is_last = self._learns_once or self._must_end()
             batch = None if is_last else self.replay_buffer.sample()
-        return logs
 
-    def _periodic(self, now: int, until: int) -> None:
-        if self._rows_due.is_due(now):
+    def _must_end(self) -> bool:
+        return self._ending.decide(self.learner.learner_steps, self._rows.eval_return) is not None
+
+    def _do_what_is_due(self, now: int) -> None:
+        """Write a row, evaluate, save: each if its schedule says so. Set the step at which to ask them again."""
+        if self._row_schedule.advance_to(now):
             self._write_row()
-        if now >= until:  # what follows is done at the end in any case
-            return
         began = time.monotonic()
-        if self._evaluations_due.is_due(now):
+        if self._evaluation_schedule.advance_to(now):
             self._evaluate(final=False)
-        if self._checkpoints_due.is_due(now):
+        if self._checkpoint_schedule.advance_to(now):
             self._save(final=False)
         self._rows.exclude(time.monotonic() - began)
+        self._next_due = min(self._row_schedule.due, self._evaluation_schedule.due, self._checkpoint_schedule.due)
 
     def _write_row(self) -> None:
         self._counts.add(self.actor.stats())
@@ -230,34 +215,29 @@ class TrainingLoop:
             **{f"replay_{name}": value for name, value in self.replay_buffer.stats().items()},  # as `Learner.stats`
         }
 
-    def _evaluate(self, *, final: bool) -> Logs | None:
-        """Evaluate the policy, which is saved before the row of the evaluation is written.
-
-        Return None if it failed, or if a signal ended it.
-        """
-        if self._evaluated is not None and self._evaluated[0] == self.actor.env_steps:
-            return self._evaluated[1]
+    def _evaluate(self, *, final: bool) -> EvaluationOutcome:
+        """Evaluate the policy, which is saved before the row of the evaluation is written. A signal ends it."""
+        now = self.actor.env_steps
+        if self._evaluated is not None and self._evaluated.step == now:
+            return self._evaluated
         evaluate = functools.partial(self._evaluations.evaluate, self.actor.close if final else None)
         try:
             with self._stop.interruptible():
-                values, problem = try_evaluation(evaluate, self.actor.env_steps, final=final)
+                outcome = try_evaluation(evaluate, now, final=final)
         except KeyboardInterrupt:
             if self._stop.number is None:  # it came from elsewhere
                 raise
-            return None
-        if values is None:
-            self._evaluation_error = problem if final else None
-            return None
-        self._evaluated = self.actor.env_steps, values
-        if not final:
-            self._ending.note_evaluation(values["return_mean"])
-            self._save(final=False)
-        self._rows.log(self.actor.env_steps, evaluation_row(values))
-        return values
+            return EvaluationOutcome(now)
+        if outcome.values is not None:
+            self._evaluated = outcome
+            if not final:
+                self._save(final=False)
+            self._rows.log_evaluation(now, evaluation_row(outcome.values))
+        return outcome
 
     def _save(self, *, final: bool) -> None:
         now = self.actor.env_steps
-        if self._resumed and now == self._first_step:
+        if self.learner.restored is not None and now == self._first_step:
             return  # nothing has happened since the checkpoint that this session began with
         if now == self._saved_env_steps and not final:
             return

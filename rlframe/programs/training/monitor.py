@@ -15,7 +15,7 @@ from rlframe import handles
 from rlframe.errors import PeerError, StoppedError
 from rlframe.interprocess.phases import Phase
 from rlframe.metrics.rows import evaluation_row
-from rlframe.programs.policies.evaluation import try_evaluation
+from rlframe.programs.policies.evaluation import EvaluationOutcome, try_evaluation
 from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.session import Ending, Schedule, Session
 from rlframe.programs.training.progress import Progress
@@ -24,7 +24,7 @@ from rlframe.types import Logs
 
 _log = logging.getLogger(__name__)
 
-Evaluation = futures.Future[tuple[Logs | None, str | None]]  # of what `try_evaluation` returns
+Evaluation = futures.Future[EvaluationOutcome]
 
 ASK_EVERY = 0.1  # seconds between two rounds of questions to the nodes
 _ASKING = Phase("looking at the others", 300.0)
@@ -52,31 +52,30 @@ class Monitor(abc.ABC):
         self._learner_stats: dict[str, Any] = {}  # the newest; one that has just restarted has none
         self._progress = Progress(session.directory.progress, session.session_id)
         self._ending = Ending(session, self._progress.ended)
-        self._rows: RowWriter | None = None
+        # An evaluation that was due when the monitor was killed is due still.
+        self._evaluation_schedule = Schedule(self._experiment.eval_every, self._progress.evaluated or 0)
         self._evaluation: Evaluation | None = None  # under way
-        self._evaluates_at = 0  # the step at which it began
-        self._evaluation_error: str | None = None  # why the final evaluation failed
 
     def run(self) -> None:
         """Watch the program until the session's last step, and evaluate the final policy; or until `stop()`."""
-        evaluation, stopped_by = None, "interrupt"
-        try:
-            with handles.stopped_by_program(self.stop):
+        with handles.stopped_by_program(self.stop):
+            try:
                 self._begin()
-                self._progress.try_to_save()
-                rows = self._rows = RowWriter(self._session, self.step, self._progress.counts)
-                try:
-                    if (by := self._watch(rows)) is not None:
-                        evaluation = self._finish(rows)
-                        stopped_by = by
-                finally:
-                    self.stop()  # an evaluation that is under way
-                    self._progress.save()
-                    rows.close()
-        except StoppedError:
-            pass
-        if self._rows is not None:
-            self._session.directory.write_result(self._result(self._rows, evaluation, stopped_by))
+            except StoppedError:
+                return
+            self._progress.try_to_save()
+            self._rows = RowWriter(self._session, self.step, self._progress.counts)
+            evaluation, stopped_by = EvaluationOutcome(self.step), "interrupt"
+            try:
+                by = self._watch()
+                evaluation, stopped_by = self._finish(), by
+            except StoppedError:
+                pass
+            finally:
+                self.stop()  # an evaluation that is under way
+                self._progress.save()
+                self._rows.close()
+        self._session.directory.write_result(self._result(evaluation, stopped_by))
 
     def stop(self) -> None:
         """End `run()`, without an evaluation. Any thread may call it."""
@@ -107,7 +106,7 @@ class Monitor(abc.ABC):
         """
 
     @abc.abstractmethod
-    def _result(self, rows: RowWriter, evaluation: Logs | None, stopped_by: str) -> Result:
+    def _result(self, evaluation: EvaluationOutcome, stopped_by: str) -> Result:
         """How the session ended."""
 
     def _begin(self) -> None:  # noqa: B027
@@ -123,64 +122,82 @@ class Monitor(abc.ABC):
         """Return the values of a row beside the counts."""
         return {name: value for name, value in self._learner_stats.items() if name != "finished"}
 
-    def _evaluations_due(self) -> Schedule:
-        """Return when to evaluate. An evaluation that was due when the monitor was killed is due still."""
-        return Schedule(self._experiment.eval_every, self._progress.evaluated or 0)
-
     def _evaluation_row(self, values: Logs) -> dict[str, Any]:
         return evaluation_row(values)
 
-    def _watch(self, rows: RowWriter) -> str | None:
-        """Return why the session ends, as `Result.stopped_by`; None if it was stopped first."""
+    def _watch(self) -> str:
+        """Write rows and evaluate, until the session ends. Return why it does, as `Result.stopped_by`."""
         at_start = self.step
-        rows_due, evaluations_due = Schedule(self._experiment.row_every, at_start), self._evaluations_due()
+        row_schedule = Schedule(self._experiment.row_every, at_start)
         while not self._stop.wait(ASK_EVERY):
             with _ASKING:
                 self._ask_nodes()
             now = self.step
             if now > at_start:
-                rows.note_step(now)
+                self._rows.note_step(now)
             if self._is_done():
                 return self._session.last_step_reason
-            if self._ending.is_due(self._learner_stats.get("learner_steps", 0)):
-                self._progress.ended = self._ending.by  # before the learner is told: this node may be restarted
+            learner_steps = self._learner_stats.get("learner_steps", 0)
+            if (by := self._ending.decide(learner_steps, self._rows.eval_return)) is not None:
+                self._progress.ended = by  # before the learner is told: this node may be restarted
                 self._progress.try_to_save()
-                return self._ending.by
-            if rows_due.is_due(now):
-                self._write_row(rows)
+                return by
+            if row_schedule.advance_to(now):
+                self._write_row()
             if self._evaluation is None:
-                if evaluations_due.is_due(now):
+                if self._evaluation_schedule.advance_to(now):
                     self._begin_evaluation(final=False)
             elif self._evaluation.done():
-                self._write_evaluation(rows, self._evaluation)
+                self._write_evaluation(self._evaluation)
         self._ask_nodes()
-        self._write_row(rows)
-        return None
+        self._write_row()
+        raise StoppedError("Told to stop before the last step.")
 
-    def _finish(self, rows: RowWriter) -> Logs | None:
-        """Let the learner finish, then evaluate its last policy. None if no evaluation is wanted, or if it failed."""
-        self._learner_stats = finish(self._learner, self._stop, self._hold_actors)
-        self._write_row(rows)
+    def _finish(self) -> EvaluationOutcome:
+        """Let the learner finish, then evaluate its last policy, if that is wanted."""
+        self._let_learner_finish()
+        self._write_row()
         if not self._ending.evaluates:
-            return None
+            return EvaluationOutcome(self.step)
         self._warn_of_missing_updates()
         if self._evaluation is not None:
-            self._write_evaluation(rows, self._wait_for(self._evaluation))
+            self._write_evaluation(self._wait_for(self._evaluation))
         if not self._session.topology_config.evaluates:
-            return None
+            return EvaluationOutcome(self.step)
+        return self._evaluate_finished_learner()
+
+    def _evaluate_finished_learner(self) -> EvaluationOutcome:
+        """Evaluate the learner's last policy.
+
+        A learner that dies meanwhile is restarted, and may learn on before it is told to finish again. Then the policy
+        has changed, and is evaluated again.
+        """
         while True:
+            learner_steps = self._learner_stats["learner_steps"]
             evaluation = self._wait_for(self._begin_evaluation(final=True))
-            evaluated, self._learner_stats = (
-                self._learner_stats,
-                finish(self._learner, self._stop, self._hold_actors),
-            )
-            if self._learner_stats["learner_steps"] == evaluated["learner_steps"]:
-                values, self._evaluation_error = self._write_evaluation(rows, evaluation)
-                return values
+            self._let_learner_finish()
+            if self._learner_stats["learner_steps"] == learner_steps:
+                return self._write_evaluation(evaluation)
             _log.warning("The learner came back during the evaluation, and learned on: its end is evaluated again.")
 
+    def _let_learner_finish(self) -> None:
+        """Tell the learner to finish, wait for it, and take its stats. Hold the actors meanwhile.
+
+        Raises:
+            PeerError: it did not in time.
+            StoppedError: `stop()` was called before.
+        """
+        deadline = time.monotonic() + _FINISH_WITHIN
+        self._hold_actors()
+        while not (stats := self._learner.stats())["finished"]:
+            self._learner.finish()
+            if time.monotonic() > deadline:
+                raise PeerError(f"The learner had not finished {_FINISH_WITHIN:g} s after it was told to.")
+            self._pause("the learner had finished")
+            self._hold_actors()
+        self._learner_stats = stats
+
     def _begin_evaluation(self, *, final: bool) -> Evaluation:
-        self._evaluates_at = self.step
         evaluate = functools.partial(self._evaluate, final=final)
         self._evaluation = _in_thread(functools.partial(try_evaluation, evaluate, self.step, final=final))
         return self._evaluation
@@ -196,24 +213,21 @@ class Monitor(abc.ABC):
         if self._stop.wait(ASK_EVERY):
             raise StoppedError(f"Told to stop before {until}.")
 
-    def _write_row(self, rows: RowWriter) -> None:
-        if rows.write(self.step, self._progress.counts, self._values):
+    def _write_row(self) -> None:
+        if self._rows.write(self.step, self._progress.counts, self._values):
             self._progress.try_to_save()
 
-    def _write_evaluation(self, rows: RowWriter, evaluation: Evaluation) -> tuple[Logs | None, str | None]:
-        """Write the row of an evaluation that is done, unless it failed. Return its result."""
-        self._evaluation = None
-        values, problem = evaluation.result()
-        if values:
-            row = self._evaluation_row(values)
-            self._ending.note_evaluation(row["return_mean"])
-            rows.log(self.step, row)
-            self._progress.evaluated = self._evaluates_at
+    def _write_evaluation(self, evaluation: Evaluation) -> EvaluationOutcome:
+        """Write the row of an evaluation that is done, unless it failed. Return its outcome."""
+        self._evaluation, outcome = None, evaluation.result()
+        if outcome.values:
+            self._rows.log_evaluation(self.step, self._evaluation_row(outcome.values))
+            self._progress.evaluated = outcome.step
             self._progress.try_to_save()
-        return values, problem
+        return outcome
 
 
-def _in_thread(evaluate: Callable[[], tuple[Logs | None, str | None]]) -> Evaluation:
+def _in_thread(evaluate: Callable[[], EvaluationOutcome]) -> Evaluation:
     """Evaluate in a thread, which does not keep the process from ending."""
     result: Evaluation = futures.Future()
 
@@ -225,22 +239,3 @@ def _in_thread(evaluate: Callable[[], tuple[Logs | None, str | None]]) -> Evalua
 
     threading.Thread(target=run, name="rlframe evaluation", daemon=True).start()
     return result
-
-
-def finish(learner: Any, stop: threading.Event, meanwhile: Callable[[], None]) -> dict[str, Any]:
-    """Tell a learner to finish, and wait for it. Return its stats. Call `meanwhile` repeatedly, at least once.
-
-    Raises:
-        PeerError: it did not in time.
-        StoppedError: `stop` was set before.
-    """
-    deadline = time.monotonic() + _FINISH_WITHIN
-    meanwhile()
-    while not (stats := learner.stats())["finished"]:
-        learner.finish()
-        if time.monotonic() > deadline:
-            raise PeerError(f"The learner had not finished {_FINISH_WITHIN:g} s after it was told to.")
-        if stop.wait(ASK_EVERY):
-            raise StoppedError("Told to stop before the learner had finished.")
-        meanwhile()
-    return stats

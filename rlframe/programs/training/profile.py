@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,19 +35,19 @@ class Profile:
     The first call of each part, which compiles, is counted on its own.
 
     Args:
-        trace_dir: where to write a trace of JAX (for TensorBoard or Perfetto) as well; None writes none.
+        traces: write a trace of JAX (for TensorBoard or Perfetto) as well.
     """
 
-    def __init__(self, trace_dir: str | None = None) -> None:
-        self._trace_dir = trace_dir
+    def __init__(self, traces: bool = False) -> None:
+        self._traces = traces
         self._seconds: dict[str, float] = {}
         self._calls: dict[str, int] = {}
         self._compiling = 0.0
         self._total = 0.0
 
     @contextlib.contextmanager
-    def measures(self, loop: TrainingLoop) -> Iterator[None]:
-        """Time the calls between the parts of the run, until the context ends."""
+    def measures(self, loop: TrainingLoop, trace_dir: pathlib.Path) -> Iterator[None]:
+        """Time the calls between the parts of the run, until the context ends. A trace goes to `trace_dir`."""
         env = loop.pool
         self._clock(env, "step" if env.is_sync else "recv", "environment")
         if not env.is_sync:
@@ -56,9 +57,9 @@ class Profile:
         self._clock(loop.replay_buffer, "sample", "replay sample")
         self._clock(loop.learner, "step", "learner", wait=True)
         began, native = time.perf_counter(), None
-        if self._trace_dir is not None:
-            os.makedirs(self._trace_dir, exist_ok=True)
-            native = NativePath(self._trace_dir)
+        if self._traces:
+            trace_dir.mkdir(parents=True, exist_ok=True)
+            native = NativePath(os.fspath(trace_dir))
             jax.profiler.start_trace(native.path)
         try:
             yield

@@ -12,6 +12,7 @@ from typing import Any
 from rlframe.metrics import Logger, MultiLogger
 from rlframe.metrics.files import rows_after
 from rlframe.metrics.rows import ActorCounts, Rows
+from rlframe.programs.policies.evaluation import EvaluationOutcome
 from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.session import Session
 from rlframe.programs.training.callbacks import Callbacks
@@ -30,6 +31,9 @@ class RowWriter:
         session: the session.
         step: of the logs, at which the session begins. Rows after it are removed from the files.
         counts: what the actors had done by then.
+
+    Attributes:
+        eval_return: mean return of the newest evaluation; None before the first.
     """
 
     def __init__(self, session: Session, step: int, counts: ActorCounts) -> None:
@@ -38,6 +42,7 @@ class RowWriter:
         self._rows = Rows(step, counts.total(), counts.total_logged(), time.monotonic())
         self._first: tuple[float, int] | None = None  # time and step at which training was first seen to advance
         self._last = (0.0, 0)
+        self.eval_return: float | None = None
 
     def note_step(self, step: int) -> None:
         """Take the step of training now. Its speed is measured from the first note to the last."""
@@ -68,6 +73,11 @@ class RowWriter:
             row = {**row, "wall_seconds": time.time() - self._session.began}
         self._logger.write(step, row)
 
+    def log_evaluation(self, step: int, row: Mapping[str, Any]) -> None:
+        """Write the row of an evaluation, with its `return_mean`."""
+        self.eval_return = row["return_mean"]
+        self.log(step, row)
+
     def close(self) -> None:
         """Close the files. Loggers are closed by the process that made them."""
         self._files.close()
@@ -81,36 +91,34 @@ class RowWriter:
         self,
         env_steps: int,
         learner: Mapping[str, Any],
-        evaluation: Mapping[str, Any] | None,
+        evaluation: EvaluationOutcome,
         stopped_by: str,
         *,
         signal: int | None = None,
         steps_per_row_step: int = 1,
         metrics: dict[str, float] | None = None,
-        evaluation_error: str | None = None,
     ) -> Result:
         """Return how the session ended.
 
         Args:
             env_steps: of the whole run.
             learner: its `learner_steps` and `params_version`.
-            evaluation: the values of the final evaluation; None or empty if there was none.
+            evaluation: the final evaluation.
             stopped_by: see `Result`.
-            signal: the number of the signal that stopped it.
+            signal: the number of the signal that stopped it, and the final evaluation, if one was under way.
             steps_per_row_step: environment steps in a step of the logs.
             metrics: all numbers of that evaluation; None: `return_mean`, `return_std`, `length_mean` and `episodes`.
-            evaluation_error: why the final evaluation failed.
         """
         (began, first), (ended, last) = self._first or self._last, self._last
-        evaluation = evaluation or {}
-        if metrics is None and evaluation:
-            metrics = {name: evaluation[name] for name in _NUMBERS}
+        values = evaluation.values or {}
+        if metrics is None and values:
+            metrics = {name: values[name] for name in _NUMBERS}
         return Result(
             env_steps=env_steps,
             learner_steps=learner.get("learner_steps", 0),
-            return_mean=evaluation.get("return_mean"),
-            return_std=evaluation.get("return_std"),
-            episodes=int(evaluation.get("episodes", 0)),
+            return_mean=values.get("return_mean"),
+            return_std=values.get("return_std"),
+            episodes=int(values.get("episodes", 0)),
             steps_per_second=(last - first) * steps_per_row_step / max(ended - began, 1e-9),
             wall_seconds=time.time() - self._session.began,
             params_version=learner.get("params_version", 0),
@@ -118,7 +126,7 @@ class RowWriter:
             stopped_by=stopped_by,
             signal=signal,
             evaluation=metrics,
-            evaluation_error=evaluation_error,
+            evaluation_error=evaluation.problem if signal is None else None,
         )
 
 

@@ -29,6 +29,11 @@ def total_learner_steps(spec: ReplaySpec, steps: int, num_envs: int) -> int:
     return max(1, int((items - waits) * spec.samples_per_insert / (spec.batch_size or num_envs)))
 
 
+def updates_between(spec: ReplaySpec, first: int, last: int, num_envs: int) -> int:
+    """Return the number of updates between two environment steps of a run."""
+    return total_learner_steps(spec, last, num_envs) - total_learner_steps(spec, first, num_envs)
+
+
 def least_updates(spec: ReplaySpec, steps: int, num_envs: int) -> int:
     """Return the least number of updates that a program has made after `steps` environment steps, if it lost nothing.
 
@@ -65,11 +70,13 @@ def warn_if_none(spec: ReplaySpec, made: int, steps: int, num_envs: int) -> None
 
 
 def check_updates(experiment: Experiment, agent: Agent) -> str:
-    """Return the sentence about the updates of a run from its beginning to its last step.
+    """Return the sentence about the updates of a run from its beginning to its last step; "" for a language model.
 
     Raises:
         UsageError: it would make none, the agent cannot learn from so many environments, or it would never explore.
     """
+    if experiment.topology_config.learns_from != "steps":
+        return ""
     _check_explores(experiment, agent)
     agent.check_num_envs(experiment.num_envs)
     spec = agent.replay_spec
