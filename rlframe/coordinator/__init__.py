@@ -23,7 +23,9 @@ has a role, and works at tasks of one kind at a time:
     collector    `collect`       an `Actor`                   `--num-actors`, `--min-actors`, `--max-actors`
     evaluator    `evaluate`      an `Evaluator`, no buffer    `--eval-every`, `--eval-episodes`
 
-An incarnation is one process of a worker, an attempt is one try at a task: both are counted from 0.
+An incarnation is one process of a worker, an attempt is one try at a task: both are counted from 0. An event is what
+the core takes (a worker answered), an effect what it returns (call a worker). A note is a line of the log for people,
+which is in the journal: `Coordinator.events` and `/events` return the notes.
 
 Messages between coordinator and workers are in `messages.py`, the states of jobs, tasks and workers in `states.py`.
 Steps and parameters never pass through the coordinator.

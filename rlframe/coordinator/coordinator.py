@@ -43,7 +43,7 @@ _TICK = 0.05  # seconds between two ticks
 _JOURNAL_EVERY = 0.1  # seconds between two writings of counters alone
 _PLAIN = (str, int, float, bool, type(None))  # what of a note goes into the journal
 _HANDLING = Phase("handling what happened", 300.0)
-_HEARD_WITHIN = 1.0  # seconds for the loop to take what a person wants
+_HEARD_WITHIN = 1.0  # seconds for the loop to write what a person wants into the journal
 _CLOSE_WITHIN = 14.0  # seconds more that `close` waits, for the operator
 
 
@@ -120,9 +120,9 @@ class Coordinator:
         self._replay = ReplayThread(replay, param_store, self._events.put, pathlib.Path(cfg.path) / "replay")
         self._carry_out: dict[type, Callable[[Any], None]] = {
             ev.Send: self._calls.send,
-            ev.Open: lambda effect: self._calls.open(effect.key, effect.address),
-            ev.Shut: lambda effect: self._calls.shut(effect.key),
-            **dict.fromkeys((ev.ScaleRole, ev.Replace, ev.Release, ev.Disconnect), self._operator.put),
+            ev.Connect: lambda effect: self._calls.connect(effect.key, effect.address),
+            ev.Disconnect: lambda effect: self._calls.disconnect(effect.key),
+            **dict.fromkeys((ev.ScaleRole, ev.Replace, ev.Release, ev.EndWorkers), self._operator.put),
             **dict.fromkeys((ev.DrawBatches, ev.Settle, ev.SaveReplay, ev.Pin, ev.Unpin), self._replay.put),
             ev.Note: lambda note: None,  # it is in the journal by now
             ev.Row: self._write_row,
@@ -266,7 +266,7 @@ class Coordinator:
         self._request(event)
 
     def _request(self, event: Any) -> None:
-        """Hand a request to the loop, and wait until it is in the journal, so that it is not forgotten."""
+        """Hand a request to the loop, and wait for up to 1 s until it is in the journal; then no restart loses it."""
         mark = _Mark()
         self._events.put(event)
         self._events.put(mark)
@@ -288,7 +288,7 @@ class Coordinator:
             )
 
     def events(self, since: int = 0, timeout: float = 0.0) -> list[dict[str, Any]]:
-        """Return the events after number `since`: number, time (seconds since the epoch), kind, text, and more.
+        """Return the notes after number `since`: number, time (seconds since the epoch), kind, text, and more.
 
         Numbers rise, across restarts too. Waits up to `timeout` seconds (1 at most) for one.
         """

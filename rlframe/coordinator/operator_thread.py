@@ -28,7 +28,7 @@ class OperatorThread:
 
     Args:
         operator: see `rlframe.coordinator.operators.base`.
-        put_event: called with `OperatorAnswered`, `OperatorFailed` and `Disconnected`.
+        put_event: called with `OperatorAnswered`, `OperatorFailed` and `WorkersEnded`.
     """
 
     def __init__(self, operator: Operator, put_event: Callable[[Any], None]) -> None:
@@ -51,8 +51,8 @@ class OperatorThread:
         self._thread.start()
 
     def put(self, effect: Any) -> None:
-        """Queue an effect. `Disconnect` ends all workers, in the background and within seconds."""
-        if isinstance(effect, ev.Disconnect):
+        """Queue an effect. `EndWorkers` ends all workers, in the background and within seconds."""
+        if isinstance(effect, ev.EndWorkers):
             self._stops_workers = True
             self._ends.set()
         else:
@@ -91,7 +91,7 @@ class OperatorThread:
         why = self._stop_all() if self._stops_workers else ""
         self._operator.close()
         if self._stops_workers:
-            self._put_event(ev.Disconnected(why))
+            self._put_event(ev.WorkersEnded(why))
 
     def _fail(self, error: Exception) -> None:
         """Report an error. One that is no outage ends the job if another try would end in the same way."""

@@ -64,7 +64,7 @@ class EndingStep(_State):
     COLLECTORS = "collectors"  # close their tasks
     LEARNER = "learner"  # saves, and closes its task
     EVALUATION = "evaluation"  # of the last version
-    DISCONNECT = "disconnect"  # from all workers: the operator ends them
+    WORKERS = "workers"  # are ended by the operator
 
 
 _J, _T, _W = JobState, TaskState, WorkerState

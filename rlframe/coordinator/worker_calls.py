@@ -32,11 +32,11 @@ class WorkerCalls:
         self._order = itertools.count()
         self._threads = ThreadPoolExecutor(_MOST, "rlframe worker call")
 
-    def open(self, key: WorkerKey, address: str) -> None:
+    def connect(self, key: WorkerKey, address: str) -> None:
         """Connect to a worker."""
         self._clients[key] = self._transport.connect(address)
 
-    def shut(self, key: WorkerKey) -> None:
+    def disconnect(self, key: WorkerKey) -> None:
         """Drop a connection."""
         self._clients.pop(key, None)
 

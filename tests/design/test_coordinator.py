@@ -105,7 +105,7 @@ def test_start(job: Traced, scene: Scene) -> None:
     assert set(scene.operator.made[:2]) == {(LEARNER, 0), (COLLECTOR, 0)}  # as the operator was asked for them
     asked = index_of(job, ev.ScaleRole)
     for worker_id in (LEARNER, COLLECTOR):
-        connected = index_of(job, ev.Open, worker_id)
+        connected = index_of(job, ev.Connect, worker_id)
         started = index_of(job, ev.Send, worker_id, "start_task")
         assert asked < connected < started
 
@@ -162,12 +162,12 @@ def test_collect_and_evaluate(job: Traced, scene: Scene) -> None:
 
 def test_close(job: Traced, scene: Scene) -> None:
     tasks = index_of(job, ev.Send, method="close_task")
-    left = index_of(job, ev.Disconnect)
+    left = index_of(job, ev.EndWorkers)
     over = index_of(job, ev.Over)
     # destroy connection of the learner, then of the collector; disconnect operator; close
-    shut = [effect.worker_id for effect in job.did[tasks:left] if isinstance(effect, ev.Shut)]
+    shut = [effect.worker_id for effect in job.did[tasks:left] if isinstance(effect, ev.Disconnect)]
     assert shut == [LEARNER, COLLECTOR, EVALUATOR]
-    assert not [effect for effect in job.did[left:] if isinstance(effect, (ev.Open, ev.Shut, ev.Send))]
+    assert not [effect for effect in job.did[left:] if isinstance(effect, (ev.Connect, ev.Disconnect, ev.Send))]
     assert tasks < left < over
     assert not scene.operator.workers and scene.operator.disconnects == 1
 

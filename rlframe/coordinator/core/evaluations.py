@@ -66,7 +66,7 @@ def _pin(job: TrainingJob, task: Task) -> None:
     job.emit(ev.Pin(task.task_id, task.start.policy_id))
 
 
-def pinned(job: TrainingJob, event: ev.Pinned) -> None:
+def on_pinned(job: TrainingJob, event: ev.Pinned) -> None:
     """Note the version that was pinned for an evaluation. Wake the evaluator, and the learner."""
     task = job.tasks.get(event.task_id)
     if task is None or task.is_over:

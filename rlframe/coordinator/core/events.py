@@ -119,7 +119,7 @@ class RestoreAsked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Disconnected:
+class WorkersEnded:
     """The operator has ended all workers: the last event of a job."""
 
     why: str = ""  # it could not
@@ -144,14 +144,14 @@ class Send(_OfWorker):
 
 
 @dataclasses.dataclass(frozen=True)
-class Open(_OfWorker):
+class Connect(_OfWorker):
     """Make a connection to a worker."""
 
     address: Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Shut(_OfWorker):
+class Disconnect(_OfWorker):
     """Drop the connection to a worker. Later answers change nothing."""
 
 
@@ -174,8 +174,8 @@ class Release(_OfWorker):
 
 
 @dataclasses.dataclass(frozen=True)
-class Disconnect:
-    """Leave the operator, which ends the workers that it owns; `Disconnected` follows."""
+class EndWorkers:
+    """Tell the operator to end all workers; `WorkersEnded` follows."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,7 @@ class JobEnding:
     def replaces(self, role: Role) -> bool:
         """Return True if a worker of this role is replaced when it is lost now."""
         if role == "evaluator":
-            return self.step is not EndingStep.DISCONNECT
+            return self.step is not EndingStep.WORKERS
         return role == "learner" and self.wants_learner
 
     def closes(self, task: Task) -> bool:
@@ -137,10 +137,10 @@ class TrainingJob:
         state                  `machine`
         requests, operator     `machine`
         ending                 `machine`; others begin it by `begin_ending` and `fail`
-        roster                 `worker_tracking`: the workers; `next_calls` their calls, `results` their reports
-        tasks                  `next_calls` begins them, `results` has their results, `tasks` ends them
-        learner, collectors    `results`: what they have done, and what they wait for
-        accounts, rows         `results`: the counters; `tasks` counts what is lost
+        roster                 `worker_tracking`: the workers; `next_calls` their calls, `answers` their reports
+        tasks                  `next_calls` begins them, `answers` has their results, `tasks` ends them
+        learner, collectors    `answers`: what they have done, and what they wait for
+        accounts, rows         `answers`: the counters; `tasks` counts what is lost
         effects                `emit`: those of the newest event
         workers_to_call        `queue_call`: see `machine.advance`
     """

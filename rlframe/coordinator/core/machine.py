@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlframe.coordinator.core import evaluations, next_calls, results, tasks, worker_tracking
+from rlframe.coordinator.core import answers, evaluations, next_calls, tasks, worker_tracking
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import JobEnding, OperatorLink, TrainingJob
 from rlframe.coordinator.core.records import Task
@@ -76,13 +76,13 @@ def _advance_ending(job: TrainingJob, ending: JobEnding) -> None:
         job.become(JobState.DRAINING)
         _begin_step(job, ending)
     steps = list(EndingStep)
-    while ending.step is not EndingStep.DISCONNECT and _is_step_done(job, ending):
+    while ending.step is not EndingStep.WORKERS and _is_step_done(job, ending):
         ending.step = steps[steps.index(ending.step) + 1]
         ending.since = job.now
         _begin_step(job, ending)
     deadline = job.limits.close_deadline
-    if ending.step is EndingStep.DISCONNECT and job.now - ending.since > deadline:
-        _disconnected(job, ev.Disconnected(f"it did not answer within {deadline:g} s"))
+    if ending.step is EndingStep.WORKERS and job.now - ending.since > deadline:
+        _on_workers_ended(job, ev.WorkersEnded(f"it did not answer within {deadline:g} s"))
 
 
 def _begin_step(job: TrainingJob, ending: JobEnding) -> None:
@@ -92,11 +92,11 @@ def _begin_step(job: TrainingJob, ending: JobEnding) -> None:
         job.write_row()  # the last one of the training: it took no more time than that did
         if is_evaluated and job.tasks.get(ending.task_id) is None:
             ending.task_id = evaluations.evaluate(job, job.commander.final_policy()).task_id
-    elif ending.step is EndingStep.DISCONNECT:
+    elif ending.step is EndingStep.WORKERS:
         for task in job.tasks:
             tasks.cancel(job, task)
-        worker_tracking.disconnect(job)
-        job.emit(ev.Disconnect())
+        worker_tracking.disconnect_all(job)
+        job.emit(ev.EndWorkers())
     job.queue_call(*job.roster)
 
 
@@ -145,7 +145,7 @@ def _is_evaluated(job: TrainingJob, ending: JobEnding, waited: float) -> bool:
     return False
 
 
-def _disconnected(job: TrainingJob, event: ev.Disconnected) -> None:
+def _on_workers_ended(job: TrainingJob, event: ev.WorkersEnded) -> None:
     """All workers have left: the job is over."""
     ending = job.ending
     if ending is None:
@@ -161,14 +161,23 @@ def _disconnected(job: TrainingJob, event: ev.Disconnected) -> None:
 # --- what happens
 
 
-def _submitted(job: TrainingJob, event: ev.Submitted) -> None:
+def _on_submitted(job: TrainingJob, event: ev.Submitted) -> None:
     if job.state is JobState.INIT:
         job.become(JobState.CONNECTING)
-        results.take_up_evaluations(job)
+        _take_up_evaluations(job)
 
 
-def _operator_answered(job: TrainingJob, event: ev.OperatorAnswered) -> None:
-    if job.ending is not None and job.ending.step is EndingStep.DISCONNECT:
+def _take_up_evaluations(job: TrainingJob) -> None:
+    """Continue the evaluations that a killed coordinator had begun."""
+    for task in job.tasks.open("evaluate"):
+        if task.has_result:
+            tasks.finish(job, task, TaskState.SUCCEEDED)
+        elif not evaluations.has_version(task):  # one may be pinned, but the journal does not name it
+            evaluations.choose_version(job, task)
+
+
+def _on_operator_answered(job: TrainingJob, event: ev.OperatorAnswered) -> None:
+    if job.ending is not None and job.ending.step is EndingStep.WORKERS:
         return  # it lists those that it is to end
     if job.operator.is_away:
         if job.operator.problem:
@@ -179,7 +188,7 @@ def _operator_answered(job: TrainingJob, event: ev.OperatorAnswered) -> None:
     worker_tracking.take_list(job, event.workers)
 
 
-def _operator_failed(job: TrainingJob, event: ev.OperatorFailed) -> None:
+def _on_operator_failed(job: TrainingJob, event: ev.OperatorFailed) -> None:
     if event.for_good:
         job.fail(f"the operator raised {event.why}")
         return
@@ -188,7 +197,7 @@ def _operator_failed(job: TrainingJob, event: ev.OperatorFailed) -> None:
     job.operator.problem = event.why or "it does not answer"
 
 
-def _ticked(job: TrainingJob, event: ev.Ticked) -> None:
+def _on_ticked(job: TrainingJob, event: ev.Ticked) -> None:
     worker_tracking.check_all(job)
     evaluations.end_overdue_waits(job)
     why = worker_tracking.why_nobody_comes(job)
@@ -199,7 +208,7 @@ def _ticked(job: TrainingJob, event: ev.Ticked) -> None:
 # --- what a person asks for
 
 
-def _scale_asked(job: TrainingJob, event: ev.ScaleAsked) -> None:
+def _on_scale_asked(job: TrainingJob, event: ev.ScaleAsked) -> None:
     if event.role == "collector" and event.by == "request":
         job.requests.count_is_manual = True
     before = job.requests.wanted[event.role]
@@ -210,10 +219,10 @@ def _scale_asked(job: TrainingJob, event: ev.ScaleAsked) -> None:
     job.want(event.role, event.count)
     here = [worker for worker in job.roster.of(event.role) if worker.counts_as_wanted]
     for worker in here[event.count :]:
-        worker_tracking.remove(job, worker)
+        worker_tracking.let_go(job, worker)
 
 
-def _pause_asked(job: TrainingJob, event: ev.PauseAsked) -> None:
+def _on_pause_asked(job: TrainingJob, event: ev.PauseAsked) -> None:
     if job.requests.paused != event.paused:
         job.requests.paused = event.paused
         kind = "paused" if job.requests.paused else "resumed"
@@ -221,7 +230,7 @@ def _pause_asked(job: TrainingJob, event: ev.PauseAsked) -> None:
         job.queue_call(*job.roster)
 
 
-def _end_asked(job: TrainingJob, event: ev.EndAsked) -> None:
+def _on_end_asked(job: TrainingJob, event: ev.EndAsked) -> None:
     job.begin_ending(event.reason, evaluates=event.evaluates and job.evaluates)
     if job.ending is not None:
         if job.ending.evaluates and not event.evaluates:  # it was about to end with an evaluation
@@ -229,40 +238,40 @@ def _end_asked(job: TrainingJob, event: ev.EndAsked) -> None:
         job.ending.close_within = event.within or job.ending.close_within
 
 
-def _evaluation_asked(job: TrainingJob, event: ev.EvaluationAsked) -> None:
+def _on_evaluation_asked(job: TrainingJob, event: ev.EvaluationAsked) -> None:
     if job.ending is None and not job.tasks.open("evaluate"):
         evaluations.evaluate(job, job.commander.final_policy())
 
 
-def _checkpoint_asked(job: TrainingJob, event: ev.CheckpointAsked) -> None:
+def _on_checkpoint_asked(job: TrainingJob, event: ev.CheckpointAsked) -> None:
     job.requests.save_next_update = True
     job.emit(ev.SaveReplay())
     job.note("checkpoint", "The learner saves with its next update.")
 
 
-def _restore_asked(job: TrainingJob, event: ev.RestoreAsked) -> None:
+def _on_restore_asked(job: TrainingJob, event: ev.RestoreAsked) -> None:
     for task in job.tasks.open("learn"):
         worker = job.roster.get(task.worker_id, task.incarnation)
         if job.ending is None and task.state is TaskState.RUNNING and worker is not None:
             job.note("restored", "The learner goes back to its latest checkpoint.")
             tasks.retry(job, task, "it was told to go back", counts=False)
-            worker_tracking.free(job, worker)
+            worker_tracking.make_idle(job, worker)
 
 
 _HANDLERS: dict[type, Callable[[TrainingJob, Any], None]] = {
-    ev.Submitted: _submitted,
-    ev.OperatorAnswered: _operator_answered,
-    ev.OperatorFailed: _operator_failed,
-    ev.Replied: next_calls.replied,
-    ev.Unanswered: next_calls.unanswered,
-    ev.BatchesDrawn: results.drawn,
-    ev.Pinned: evaluations.pinned,
-    ev.ScaleAsked: _scale_asked,
-    ev.PauseAsked: _pause_asked,
-    ev.EndAsked: _end_asked,
-    ev.EvaluationAsked: _evaluation_asked,
-    ev.CheckpointAsked: _checkpoint_asked,
-    ev.RestoreAsked: _restore_asked,
-    ev.Disconnected: _disconnected,
-    ev.Ticked: _ticked,
+    ev.Submitted: _on_submitted,
+    ev.OperatorAnswered: _on_operator_answered,
+    ev.OperatorFailed: _on_operator_failed,
+    ev.Replied: answers.on_replied,
+    ev.Unanswered: answers.on_unanswered,
+    ev.BatchesDrawn: answers.on_batches_drawn,
+    ev.Pinned: evaluations.on_pinned,
+    ev.ScaleAsked: _on_scale_asked,
+    ev.PauseAsked: _on_pause_asked,
+    ev.EndAsked: _on_end_asked,
+    ev.EvaluationAsked: _on_evaluation_asked,
+    ev.CheckpointAsked: _on_checkpoint_asked,
+    ev.RestoreAsked: _on_restore_asked,
+    ev.WorkersEnded: _on_workers_ended,
+    ev.Ticked: _on_ticked,
 }

@@ -1,37 +1,14 @@
-"""The next call of each worker, in the order of docs/coordinator.md, and the function that takes its answer."""
+"""Choose the next call of each worker, in the order of docs/coordinator.md. Its answer goes to `answers.py`."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
-from rlframe.coordinator.core import evaluations, results, tasks, worker_tracking
-from rlframe.coordinator.core import events as ev
+from rlframe.coordinator.core import evaluations
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.records import KnownWorker, Task
-from rlframe.coordinator.messages import (
-    KINDS,
-    CallRefused,
-    Closed,
-    Collected,
-    Demand,
-    Evaluated,
-    Failed,
-    GetData,
-    Learn,
-    Learned,
-    NotReady,
-    Role,
-    Started,
-    WorkerReply,
-)
+from rlframe.coordinator.messages import KINDS, GetData, Learn, Role
 from rlframe.coordinator.states import TaskState, WorkerState
-
-_AGAIN = 0.02  # seconds before a call that was not done is repeated; the worker itself waits for some tenths
-
-
-# --- the next call
 
 
 def call_next(job: TrainingJob, worker: KnownWorker) -> None:
@@ -148,84 +125,3 @@ def _next_epoch(job: TrainingJob) -> int:
     """
     epochs = [task.start.options.get("epoch", 0) for task in job.tasks if task.kind == "learn"]
     return max([int(job.now * 1000), *(before + 1 for before in epochs)])
-
-
-# --- answers
-
-
-def unanswered(job: TrainingJob, event: ev.Unanswered) -> None:
-    """Repeat the call, with the same number."""
-    worker = job.roster.get(event.worker_id, event.incarnation)
-    if worker is None:
-        return
-    if event.header is None:
-        worker.ping.is_out = worker.ping.is_out and event.method != "ping"
-    elif worker.call is not None and worker.call.header == event.header:
-        job.call_again(worker, worker.call, job.limits.retry_after)
-
-
-def replied(job: TrainingJob, event: ev.Replied) -> None:
-    """Take the answer to the call that is out. Any other answer changes nothing."""
-    worker = job.roster.get(event.worker_id, event.incarnation)
-    if worker is None:
-        job.accounts.stale += 1
-    elif event.header is None:
-        worker_tracking.answered_ping(job, worker, event.reply)
-    elif worker.call is None or worker.call.header != event.header:
-        job.accounts.stale += 1  # and no sign of life: it may have been on its way for long
-    elif isinstance(event.reply, CallRefused) and event.reply.is_another:
-        worker_tracking.lose(job, worker, worker_tracking.REPLACED)
-    else:
-        worker_tracking.note_alive(job, worker)
-        _answered(job, worker, worker.call, job.tasks.get(event.header.task_id), event.reply)
-
-
-def _answered(job: TrainingJob, worker: KnownWorker, call: ev.Send, task: Task | None, reply: WorkerReply) -> None:
-    if task is None or task.is_over:
-        worker_tracking.free(job, worker)
-        return
-    if isinstance(reply, NotReady):
-        _not_ready(job, worker, task, call, reply)
-        return
-    worker.call = None
-    if isinstance(reply, CallRefused):
-        reply = Failed("Refused", f"it refused {call.method}: {reply.why}")
-    is_healthy = task.state is TaskState.RUNNING and job.now - task.started_at > job.limits.healthy_after
-    if is_healthy and not isinstance(reply, Failed):
-        task.failures = 0
-    _ANSWER_HANDLERS[type(reply)](job, worker, task, reply)
-    job.queue_call(worker)
-
-
-_ANSWER_HANDLERS: dict[type, Callable[[TrainingJob, KnownWorker, Task, Any], None]] = {
-    Failed: results.failed,
-    Started: results.started,
-    Demand: results.demanded,
-    Learned: results.learned,
-    Collected: results.collected,
-    Evaluated: results.evaluated,
-    Closed: results.closed,
-}
-
-
-def _not_ready(job: TrainingJob, worker: KnownWorker, task: Task, call: ev.Send, reply: NotReady) -> None:
-    waits = reply.waits_for is not None
-    if waits:
-        if call.method == "learn":
-            job.learner.wait_for("data", job.now)
-        if _is_put_off(job, worker, task, call):
-            if call.method == "learn":
-                tasks.return_grant(job, task)
-            worker.call = None
-            job.queue_call(worker)
-            return
-    if call.method == "get_data" and task.kind == "collect":
-        results.note_pace(job, worker, waits)
-    job.call_again(worker, call, _AGAIN)
-
-
-def _is_put_off(job: TrainingJob, worker: KnownWorker, task: Task, call: ev.Send) -> bool:
-    """Return True if a call that waits for data is given up for something more urgent."""
-    if call.method == "learn" and not task.batches and evaluations.needs_save(job, task):
-        return True
-    return call.method in ("learn", "get_data") and job.must_close(worker, task)

@@ -2,11 +2,11 @@
 
 How workers go:
 
-function       its state after                              when
-`remove`       DRAINING, and GONE once its task is closed   there is one too many
-`free`         IDLE; GONE if it is leaving                  its task is closed, or has failed
-`lose`         LOST, and the operator replaces it           it died, is silent, or was replaced
-`disconnect`   GONE                                         the job ends
+function           its state after                              when
+`let_go`           DRAINING, and GONE once its task is closed   there is one too many
+`make_idle`        IDLE; GONE if it is leaving                  its task is closed, or has failed
+`lose`             LOST, and the operator replaces it           it died, is silent, or was replaced
+`disconnect_all`   GONE                                         the job ends
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def take_list(job: TrainingJob, listed: tuple[WorkerInfo, ...]) -> None:
         if is_same and worker.state is WorkerState.REQUESTED and info.address is not None:
             worker.heard_at = job.now
             worker.become(WorkerState.CONNECTING)
-            job.emit(ev.Open(*worker.key, info.address))
+            job.emit(ev.Connect(*worker.key, info.address))
             _ping(job, worker)
     keys = {info.key for info in listed}
     for worker in job.roster:
@@ -51,11 +51,11 @@ def _find_or_add(job: TrainingJob, info: WorkerInfo) -> KnownWorker:
     worker = job.roster.add(info, job.now)
     present = [each for each in job.roster.of(worker.role) if each.counts_as_wanted]
     if len(present) > job.requests.wanted[worker.role] and job.ending is None:
-        remove(job, worker)
+        let_go(job, worker)
     return worker
 
 
-def answered_ping(job: TrainingJob, worker: KnownWorker, reply: WorkerReply) -> None:
+def on_pinged(job: TrainingJob, worker: KnownWorker, reply: WorkerReply) -> None:
     """Take the answer to a call without a task: `ping` or `resources`."""
     if isinstance(reply, Alive) and (reply.worker_id, reply.incarnation) != worker.key:
         lose(job, worker, REPLACED)
@@ -180,8 +180,8 @@ def note_alive(job: TrainingJob, worker: KnownWorker) -> None:
 # --- going
 
 
-def remove(job: TrainingJob, worker: KnownWorker) -> None:
-    """Let a worker go, once its task is closed."""
+def let_go(job: TrainingJob, worker: KnownWorker) -> None:
+    """Release a worker, once its task is closed."""
     worker.become(WorkerState.DRAINING)
     if job.tasks.get(worker.task_id) is None:
         _release(job, worker)
@@ -189,7 +189,7 @@ def remove(job: TrainingJob, worker: KnownWorker) -> None:
         job.queue_call(worker)
 
 
-def free(job: TrainingJob, worker: KnownWorker) -> None:
+def make_idle(job: TrainingJob, worker: KnownWorker) -> None:
     """Make the worker idle, or release it if it is leaving."""
     worker.task_id = worker.call = None
     if worker.is_leaving:
@@ -203,24 +203,24 @@ def _release(job: TrainingJob, worker: KnownWorker) -> None:
     """Release a worker: the operator ends it for good."""
     worker.become(WorkerState.GONE)
     job.emit(ev.Release(*worker.key))
-    job.emit(ev.Shut(*worker.key))
+    job.emit(ev.Disconnect(*worker.key))
     job.note("gone", f"{worker.worker_id} has left.", worker_id=worker.worker_id)
 
 
-def disconnect(job: TrainingJob) -> None:
+def disconnect_all(job: TrainingJob) -> None:
     """Close the connections to all workers, the learner's first. The operator ends the workers next."""
     for worker in sorted(job.roster, key=lambda one: (ROLES.index(one.role), one.index)):
         if not is_over(worker.state):
             worker.become(WorkerState.GONE)
             worker.task_id = worker.call = None
-            job.emit(ev.Shut(*worker.key))
+            job.emit(ev.Disconnect(*worker.key))
 
 
 def lose(job: TrainingJob, worker: KnownWorker, why: str) -> None:
     """Give a worker up: another one takes its index, and its task is tried again."""
     is_replaced = not worker.is_leaving and (job.ending is None or job.ending.replaces(worker.role))
     worker.become(WorkerState.LOST)
-    job.emit(ev.Shut(*worker.key))
+    job.emit(ev.Disconnect(*worker.key))
     job.accounts.restarts += is_replaced
     job.emit((ev.Replace if is_replaced else ev.Release)(*worker.key))
     job.note(

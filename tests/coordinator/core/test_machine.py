@@ -323,10 +323,12 @@ def test_connections_are_closed_before_the_operator_is_left() -> None:
     world._execute = lambda effect: (effects.append(effect), execute(effect))  # type: ignore[method-assign]
     world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
     assert world.run(60.0, lambda: world.is_over)
-    left = next(index for index, effect in enumerate(effects) if isinstance(effect, ev.Disconnect))
-    shut = [effect.worker_id for effect in effects[:left] if isinstance(effect, ev.Shut)]
+    left = next(index for index, effect in enumerate(effects) if isinstance(effect, ev.EndWorkers))
+    shut = [effect.worker_id for effect in effects[:left] if isinstance(effect, ev.Disconnect)]
     assert shut == ["learner/0", "collector/0", "collector/1"]
-    assert not [effect for effect in effects[left:] if isinstance(effect, (ev.Shut, ev.Send, ev.Open, ev.Release))]
+    assert not [
+        effect for effect in effects[left:] if isinstance(effect, (ev.Disconnect, ev.Send, ev.Connect, ev.Release))
+    ]
     assert {worker.state for worker in world.m.roster} == {WorkerState.GONE}
 
 
@@ -516,7 +518,7 @@ def test_the_example_of_the_package_a_collector_dies_and_its_successor_gets_the_
     answers(Started())
     for incarnation in (0, 1):
         listed = ev.OperatorAnswered((here, WorkerInfo("collector", 0, incarnation, "there")))
-        assert happens(listed) == ["Open", "ping"]
+        assert happens(listed) == ["Connect", "ping"]
         assert answers(Alive("collector/0", incarnation, "idle")) == ["resources", "start_task"]
         assert effects[-1].header.task_id == "collect/2" and effects[-1].header.attempt == incarnation
         assert answers(Started()) == ["get_data"]
@@ -525,5 +527,5 @@ def test_the_example_of_the_package_a_collector_dies_and_its_successor_gets_the_
             stats = {"env_steps": 64, "episodes": 2, "return_sum": 30.0, "length_sum": 60, "rank": 0, "incarnation": 0}
             collected = Collected(stats, 0, length=64)
             assert answers(collected) == ["get_data"] and job.accounts.env_steps == 64
-            assert happens(ev.OperatorAnswered((here,))) == ["Shut", "Replace"]
+            assert happens(ev.OperatorAnswered((here,))) == ["Disconnect", "Replace"]
     assert happens(ev.Replied(*late.key, "get_data", late.header, collected)) == []

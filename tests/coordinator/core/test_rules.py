@@ -436,7 +436,7 @@ def test_an_operator_that_never_lets_go_does_not_keep_the_job_from_ending() -> N
     world = running(1)
     world.operator.disconnect = lambda: None  # type: ignore[method-assign]
     deliver = world.deliver
-    world.deliver = lambda event: None if isinstance(event, ev.Disconnected) else deliver(event)  # type: ignore
+    world.deliver = lambda event: None if isinstance(event, ev.WorkersEnded) else deliver(event)  # type: ignore
     world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
     assert world.run(LIMITS.close_deadline + 10.0, lambda: world.is_over)
     assert any("did not answer within 30 s" in note.text for note in world.notes)

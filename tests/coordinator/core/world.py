@@ -546,7 +546,7 @@ class World:
             self._check_send(effect)
             self.sent.append(effect)
             self.later(effect.delay + self._latency(), lambda: self._arrive(effect, life))
-        elif isinstance(effect, (ev.ScaleRole, ev.Replace, ev.Release, ev.Disconnect)):
+        elif isinstance(effect, (ev.ScaleRole, ev.Replace, ev.Release, ev.EndWorkers)):
             self._tell_operator(effect, life)
         elif isinstance(effect, ev.DrawBatches):
             self._soon(lambda: self._drawn(effect), life)
@@ -588,8 +588,8 @@ class World:
         if life != self.life:
             return
         operator = self.operator
-        if operator.is_out and isinstance(effect, ev.Disconnect):  # it is tried for a while
-            self.later(10.0, lambda: self._soon(lambda: ev.Disconnected("it is away"), life))
+        if operator.is_out and isinstance(effect, ev.EndWorkers):  # it is tried for a while
+            self.later(10.0, lambda: self._soon(lambda: ev.WorkersEnded("it is away"), life))
         elif operator.is_out:
             self.later(0.5, lambda: self._tell_operator(effect, life))
         elif isinstance(effect, ev.ScaleRole):
@@ -600,7 +600,7 @@ class World:
             operator.release(effect.key)
         else:
             operator.disconnect()
-            self._soon(ev.Disconnected, life)
+            self._soon(ev.WorkersEnded, life)
 
     # --- the wires
 

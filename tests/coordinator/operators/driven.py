@@ -44,8 +44,8 @@ class Driven:
     def disconnect(self, end_workers: bool = True) -> None:
         """Ends the workers, or lets them be. May be repeated."""
         if end_workers and not self._is_gone:
-            self._thread.put(ev.Disconnect())
-            wait_until(lambda: isinstance(self.events[-1], ev.Disconnected))
+            self._thread.put(ev.EndWorkers())
+            wait_until(lambda: isinstance(self.events[-1], ev.WorkersEnded))
         self._thread.close()
         self._is_gone = True
 

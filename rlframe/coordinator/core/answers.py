@@ -1,4 +1,4 @@
-"""Handle the answers of workers: a task runs or is closed, batches are learned from, versions are evaluated.
+"""Take the answers of workers: a task runs or is closed, batches are learned from, versions are evaluated.
 
 Each batch is counted once: drawn for a learner or granted to it, out with it, learned from, dropped or lost. Each
 evaluation is of exactly one version, which is kept for it until it is done.
@@ -7,12 +7,15 @@ evaluation is of exactly one version, which is kept for it until it is done.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 from rlframe.coordinator.core import evaluations, tasks, worker_tracking
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.records import KnownWorker, Task
 from rlframe.coordinator.messages import (
+    CallRefused,
     Closed,
     Collected,
     Demand,
@@ -20,19 +23,92 @@ from rlframe.coordinator.messages import (
     Failed,
     Learn,
     Learned,
+    NotReady,
     Started,
+    WorkerReply,
 )
 from rlframe.coordinator.states import TaskState
 from rlframe.metrics.rows import COUNTERS, add_point, evaluation_row
 
+_AGAIN = 0.02  # seconds before a call that was not done is repeated; the worker itself waits for some tenths
 _LATER = 0.05  # seconds before a learner that can take no batch is asked again
 _MUCH_LATER = 1.0  # the same, where the replay buffer raised
+
+
+# --- all answers
+
+
+def on_unanswered(job: TrainingJob, event: ev.Unanswered) -> None:
+    """Repeat the call, with the same number."""
+    worker = job.roster.get(event.worker_id, event.incarnation)
+    if worker is None:
+        return
+    if event.header is None:
+        worker.ping.is_out = worker.ping.is_out and event.method != "ping"
+    elif worker.call is not None and worker.call.header == event.header:
+        job.call_again(worker, worker.call, job.limits.retry_after)
+
+
+def on_replied(job: TrainingJob, event: ev.Replied) -> None:
+    """Take the answer to the call that is out. Any other answer changes nothing."""
+    worker = job.roster.get(event.worker_id, event.incarnation)
+    if worker is None:
+        job.accounts.stale += 1
+    elif event.header is None:
+        worker_tracking.on_pinged(job, worker, event.reply)
+    elif worker.call is None or worker.call.header != event.header:
+        job.accounts.stale += 1  # and no sign of life: it may have been on its way for long
+    elif isinstance(event.reply, CallRefused) and event.reply.is_another:
+        worker_tracking.lose(job, worker, worker_tracking.REPLACED)
+    else:
+        worker_tracking.note_alive(job, worker)
+        _on_answer(job, worker, worker.call, job.tasks.get(event.header.task_id), event.reply)
+
+
+def _on_answer(job: TrainingJob, worker: KnownWorker, call: ev.Send, task: Task | None, reply: WorkerReply) -> None:
+    if task is None or task.is_over:
+        worker_tracking.make_idle(job, worker)
+        return
+    if isinstance(reply, NotReady):
+        _on_not_ready(job, worker, task, call, reply)
+        return
+    worker.call = None
+    if isinstance(reply, CallRefused):
+        reply = Failed("Refused", f"it refused {call.method}: {reply.why}")
+    is_healthy = task.state is TaskState.RUNNING and job.now - task.started_at > job.limits.healthy_after
+    if is_healthy and not isinstance(reply, Failed):
+        task.failures = 0
+    _HANDLERS[type(reply)](job, worker, task, reply)
+    job.queue_call(worker)
+
+
+def _on_not_ready(job: TrainingJob, worker: KnownWorker, task: Task, call: ev.Send, reply: NotReady) -> None:
+    waits = reply.waits_for is not None
+    if waits:
+        if call.method == "learn":
+            job.learner.wait_for("data", job.now)
+        if _is_put_off(job, worker, task, call):
+            if call.method == "learn":
+                tasks.return_grant(job, task)
+            worker.call = None
+            job.queue_call(worker)
+            return
+    if call.method == "get_data" and task.kind == "collect":
+        _note_pace(job, worker, waits)
+    job.call_again(worker, call, _AGAIN)
+
+
+def _is_put_off(job: TrainingJob, worker: KnownWorker, task: Task, call: ev.Send) -> bool:
+    """Return True if a call that waits for data is given up for something more urgent."""
+    if call.method == "learn" and not task.batches and evaluations.needs_save(job, task):
+        return True
+    return call.method in ("learn", "get_data") and job.must_close(worker, task)
 
 
 # --- tasks
 
 
-def started(job: TrainingJob, worker: KnownWorker, task: Task, reply: Started) -> None:
+def _on_started(job: TrainingJob, worker: KnownWorker, task: Task, reply: Started) -> None:
     """Note that the task runs."""
     task.become(TaskState.RUNNING)
     task.started_at = job.now
@@ -48,7 +124,7 @@ def started(job: TrainingJob, worker: KnownWorker, task: Task, reply: Started) -
         job.queue_call(*job.roster)  # collectors waited for the buffer to be there
 
 
-def closed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Closed) -> None:
+def _on_closed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Closed) -> None:
     """Note the last counters of a task, and end it."""
     accounts = job.accounts
     if task.kind == "collect" and "env_steps" in reply.result:
@@ -62,23 +138,23 @@ def closed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Closed) -> 
     tasks.finish(job, task, TaskState.SUCCEEDED if is_done else TaskState.CANCELLED)
     told = {name: value for name, value in reply.result.items() if name not in ("rank", "incarnation")}  # its Actor's
     job.note("closed", f"{worker.worker_id} has closed {task.task_id}.", worker_id=worker.worker_id, **told)
-    worker_tracking.free(job, worker)
+    worker_tracking.make_idle(job, worker)
 
 
-def failed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Failed) -> None:
+def _on_failed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Failed) -> None:
     """Note an exception. The same worker, or another, tries again."""
     why = f"{reply.error}: {reply.message}"
     job.note("failed", f"{worker.worker_id}: {why}", worker_id=worker.worker_id, traceback=reply.traceback)
     tasks.retry(job, task, why, counts=True, for_good=reply.for_good)
-    worker_tracking.free(job, worker)
+    worker_tracking.make_idle(job, worker)
 
 
 # --- collecting
 
 
-def collected(job: TrainingJob, worker: KnownWorker, task: Task, reply: Collected) -> None:
+def _on_collected(job: TrainingJob, worker: KnownWorker, task: Task, reply: Collected) -> None:
     """Note the counters of a collector."""
-    note_pace(job, worker, reply.waits)
+    _note_pace(job, worker, reply.waits)
     job.accounts.add(reply.stats)
     worker.rollouts.counts = {name: reply.stats[name] for name in COUNTERS}
     worker.rollouts.env_steps += reply.length
@@ -88,7 +164,7 @@ def collected(job: TrainingJob, worker: KnownWorker, task: Task, reply: Collecte
         job.write_row()
 
 
-def note_pace(job: TrainingJob, worker: KnownWorker, waits: bool) -> None:
+def _note_pace(job: TrainingJob, worker: KnownWorker, waits: bool) -> None:
     """Note how long a collector's call took, and whether it waited."""
     seconds, worker.rollouts.is_waiting = max(job.now - worker.called_at, 0.0), waits
     job.collectors.seconds += seconds
@@ -98,7 +174,7 @@ def note_pace(job: TrainingJob, worker: KnownWorker, waits: bool) -> None:
 # --- learning
 
 
-def demanded(job: TrainingJob, worker: KnownWorker, task: Task, reply: Demand) -> None:
+def _on_demand(job: TrainingJob, worker: KnownWorker, task: Task, reply: Demand) -> None:
     """Draw or grant as many batches as the learner can take."""
     count = min(reply.batches, job.limits.grant)
     if count <= 0 or job.must_close(worker, task) or job.requests.paused:
@@ -110,7 +186,7 @@ def demanded(job: TrainingJob, worker: KnownWorker, task: Task, reply: Demand) -
         _learn(job, worker, task, Learn(count))
 
 
-def drawn(job: TrainingJob, event: ev.BatchesDrawn) -> None:
+def on_batches_drawn(job: TrainingJob, event: ev.BatchesDrawn) -> None:
     """Let the learner learn from the batches that were drawn for it, if it still can."""
     task = job.tasks.get(event.header.task_id)
     worker = job.roster.get(event.header.worker_id, event.header.incarnation)
@@ -152,11 +228,12 @@ def _learn(job: TrainingJob, worker: KnownWorker, task: Task, learn: Learn) -> N
     job.call(worker, task, "learn", learn)
 
 
-def learned(job: TrainingJob, worker: KnownWorker, task: Task, reply: Learned) -> None:
+def _on_learned(job: TrainingJob, worker: KnownWorker, task: Task, reply: Learned) -> None:
     """Note the result of a grant."""
     accounts = job.accounts
     job.learner.wait_for(None, job.now)
-    if not task.granted:  # it was asked to save, for an evaluation
+    has_only_saved = not task.granted  # for an evaluation: the call was `Learn(0, save=True)`
+    if has_only_saved:
         accounts.reach(reply.learner_steps, reply.params_version)
         evaluations.pin_saved(job, task.start.policy_id)
         return
@@ -173,20 +250,11 @@ def learned(job: TrainingJob, worker: KnownWorker, task: Task, reply: Learned) -
 # --- evaluating
 
 
-def take_up_evaluations(job: TrainingJob) -> None:
-    """Continue the evaluations that a killed coordinator had begun."""
-    for task in job.tasks.open("evaluate"):
-        if task.has_result:
-            tasks.finish(job, task, TaskState.SUCCEEDED)
-        elif not evaluations.has_version(task):  # one may be pinned, but the journal does not name it
-            evaluations.choose_version(job, task)
-
-
-def evaluated(job: TrainingJob, worker: KnownWorker, task: Task, reply: Evaluated) -> None:
+def _on_evaluated(job: TrainingJob, worker: KnownWorker, task: Task, reply: Evaluated) -> None:
     """Note the result of an evaluation. Of another version than the pinned one it is a failure."""
     version, wanted = reply.params_version, task.start.options["params_version"]
     if version != wanted:
-        failed(job, worker, task, Failed("Mismatch", f"it evaluated version {version}, not {wanted}"))
+        _on_failed(job, worker, task, Failed("Mismatch", f"it evaluated version {version}, not {wanted}"))
         return
     add_point(job.accounts.evaluations, job.accounts.env_steps, reply.values["return_mean"], version)
     if job.ending is not None and task.task_id == job.ending.task_id:
@@ -196,3 +264,14 @@ def evaluated(job: TrainingJob, worker: KnownWorker, task: Task, reply: Evaluate
     job.emit(ev.Row(job.accounts.env_steps, evaluation_row(reply.values)))
     task.has_result = True
     task.become(TaskState.CLOSING)
+
+
+_HANDLERS: dict[type, Callable[[TrainingJob, KnownWorker, Task, Any], None]] = {
+    Failed: _on_failed,
+    Started: _on_started,
+    Demand: _on_demand,
+    Learned: _on_learned,
+    Collected: _on_collected,
+    Evaluated: _on_evaluated,
+    Closed: _on_closed,
+}
