@@ -13,7 +13,7 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.engines.base import EngineOptions, Watch
-from rlframe.engines.group_rules import GroupRules, rules_by_group, traits_of
+from rlframe.engines.group_rules import rules_by_group, traits_of
 from rlframe.engines.served_engine import MakeWorker, ServedEngine, pickle_worker
 from rlframe.engines.supervision.nodes import StartableNode, pickle_node
 from rlframe.transport.ray import RayTransport
@@ -40,15 +40,16 @@ class RayEngine(ServedEngine):
     ) -> dict[str, Callable[[int, int], StartableNode]]:
         """See `StartsWorkers`."""
         rules_of = rules_by_group(most, self._options.max_restarts, self._options.accelerators)
-        are_bound = {role: refers_to(make, self._owned) for role, make in makers.items()}
+        are_bound = {group: refers_to(make, self._owned) for group, make in makers.items()}
         shares = self._shares(most, any(are_bound.values()))
 
-        def node(role: str, make: bytes, index: int, incarnation: int) -> StartableNode:
-            name, address = f"{role}/{index}", f"{role}/{index}/{incarnation}"
+        def node(group: str, make: bytes, index: int, incarnation: int) -> StartableNode:
+            name, address = f"{group}/{index}", f"{group}/{index}/{incarnation}"
             pickled = pickle_worker(self.transport, address, make, name, index, incarnation)
-            return self._placed(name, address, pickled, rules_of[role], shares[role], are_bound[role], lambda: None)
+            rules, is_bound = rules_of[group], are_bound[group]
+            return self._cluster.place(name, address, pickled, rules, *shares[group], is_bound, lambda: None)
 
-        return {role: functools.partial(node, role, pickle_node(role, make)) for role, make in makers.items()}
+        return {group: functools.partial(node, group, pickle_node(group, make)) for group, make in makers.items()}
 
     def own(self, resource: Any) -> Any:
         """See `Engine`. Nodes that refer to it share memory with this process: they are on its Ray node."""
@@ -76,23 +77,9 @@ class RayEngine(ServedEngine):
             for node in nodes:
                 content, is_bound = pickled[node.address]
                 name = node.address if len(nodes) > 1 else group
-                yield self._placed(name, node.address, content, rules_of[group], shares[group], is_bound, end_program)
-
-    def _placed(
-        self,
-        name: str,
-        address: str,
-        pickled: bytes,
-        rules: GroupRules,
-        share: tuple[float, float],
-        is_bound: bool,
-        end_program: Callable[[], None],
-    ) -> StartableNode:
-        """Return a node with its share of the cluster: (CPUs, accelerators)."""
-        from rlframe.engines.ray_nodes.host import HostedNode
-
-        hosted = HostedNode(name, address, pickled, rules, self._cluster.token, self._options.hang_timeout)
-        return self._cluster.place(hosted, *share, is_bound, end_program)
+                yield self._cluster.place(
+                    name, node.address, content, rules_of[group], *shares[group], is_bound, end_program
+                )
 
     def _shares(self, groups: Mapping[str, int], is_bound: bool) -> dict[str, tuple[float, float]]:
         """Return the (CPUs, accelerators) that each node has to itself, by group."""

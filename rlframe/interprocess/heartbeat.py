@@ -65,13 +65,14 @@ class HeartbeatMonitor:
         now: the time, by the clock that `problem` is asked by.
 
     Attributes:
+        timeout: the argument.
         phase: that the process was in at the last look; empty: in none that has a deadline.
         silent: seconds since its last beat, then.
         stuck: seconds without progress in that phase, then.
     """
 
     def __init__(self, timeout: float, now: float) -> None:
-        self._timeout, self._heard_at, self._beat = timeout, now, 0
+        self.timeout, self._heard_at, self._beat = timeout, now, 0
         self.phase, self.silent, self.stuck = STARTING.name, 0.0, 0.0
         self.descriptor = os.memfd_create("rlframe heartbeat")
         weakref.finalize(self, os.close, self.descriptor)
@@ -80,7 +81,7 @@ class HeartbeatMonitor:
     @property
     def variables(self) -> dict[str, str]:
         """Environment variables by which the process finds its page."""
-        return {VARIABLE: f"{self.descriptor}:{interval_of(self._timeout)}"}
+        return {VARIABLE: f"{self.descriptor}:{interval_of(self.timeout)}"}
 
     @property
     def page(self) -> bytes:
@@ -104,7 +105,7 @@ class HeartbeatMonitor:
             self._beat, self._heard_at = beat, now
         self.phase, self.silent = name, now - self._heard_at
         self.stuck = seconds + self.silent
-        if self.silent > self._timeout * (_STARTING if name == STARTING.name else 1.0):
+        if self.silent > self.timeout * (_STARTING if name == STARTING.name else 1.0):
             return f"no heartbeat for {self.silent:.0f} s"
         return complaint(name, seconds, allowed) if seconds > allowed else ""
 

@@ -30,7 +30,6 @@ from rlframe.transport.base import CALL_TIMEOUT
 from rlframe.transport.messages import Parts
 from rlframe.transport.ray import Station, ask_relay
 from rlframe.transport.sockets import SocketClient, SocketServer, SocketTransport
-from rlframe.user_code.directories import import_path
 
 with extras.needed("--engine ray", "ray"):
     import ray
@@ -70,49 +69,41 @@ class Seen(NamedTuple):
     serves: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class HostedNode:
-    """The node of a host.
+class NodeHost:
+    """The actor. Its calls are the supervisor's, and those of other hosts' relays.
 
-    Attributes:
-        name: of the node, for messages: `learner`.
-        address: at which it is called: `learner/0`.
-        pickled: see `ServedNode.pickled`.
-        rules: of its group.
-        token: of the run.
+    Args:
+        name, address, pickled, rules: see `StartableRayNode`.
+        token: of the program: see `RayCluster`.
         hang_timeout: see `Supervisor`.
         imports: where the launcher imports from. Ray tells its actors only of two of these directories.
     """
 
-    name: str
-    address: str
-    pickled: bytes
-    rules: GroupRules
-    token: str
-    hang_timeout: float
-    imports: Sequence[str] = dataclasses.field(default_factory=import_path)
-
-
-class NodeHost:
-    """The actor. Its calls are the supervisor's, and those of other hosts' relays."""
-
-    def __init__(self, node: HostedNode) -> None:
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        pickled: bytes,
+        rules: GroupRules,
+        token: str,
+        hang_timeout: float,
+        imports: Sequence[str],
+    ) -> None:
         ray_node = ray.get_runtime_context().get_node_id()
-        station = Station(Station.path(node.token, ray_node), f"relay-{node.address.replace('/', '-')}")
-        self._address = node.address
-        self._relay = Relay(station, station.socket(node.address), subscriber=node.address)
+        station = Station(Station.path(token, ray_node), f"relay-{address.replace('/', '-')}")
+        self._address = address
+        self._relay = Relay(station, station.socket(address), subscriber=address)
         self._relay.end_program = self._end_program
-        self._path = self._relay.station.socket(node.address)
+        self._path = self._relay.station.socket(address)
         self._client = SocketClient(self._path)
         self._versions: dict[Policy, PublishedVersions] = {}
         self._changed = threading.Condition()
         self._lines: collections.deque[str] = collections.deque(maxlen=_LINES)
         self._count, self._ends, self._has_exited = 0, False, False
-        heartbeat = HeartbeatMonitor(node.hang_timeout, 0.0) if node.hang_timeout else None
-        env = {**node.rules.env, **self._relay.station.variables, MACHINE: ray_node}
-        rules = dataclasses.replace(node.rules, env=env)
-        sys.path += [path for path in node.imports if path not in sys.path]  # the node's is the same
-        process = StartableProcess.of(node.name, run_ray_node, node.pickled, rules)
+        heartbeat = HeartbeatMonitor(hang_timeout, 0.0) if hang_timeout else None
+        env = {**rules.env, **self._relay.station.variables, MACHINE: ray_node}
+        sys.path += [path for path in imports if path not in sys.path]  # the node's is the same
+        process = StartableProcess.of(name, run_ray_node, pickled, dataclasses.replace(rules, env=env))
         self._node = process.start(heartbeat, self._on_exit, self._take)
 
     @ray.method(concurrency_group="watch")

@@ -11,8 +11,8 @@ In the order of an actor's life:
 The classes about one node, by its stage:
 
     stage                                         a process of this machine    beside a Ray actor (`ray_nodes`)
-    described: an object to make and to serve     ServedNode                   ServedNode, in a HostedNode
-    can be started: a `StartableNode`             StartableProcess             RayNode
+    described: an object to make and to serve     ServedNode                   ServedNode
+    can be started: a `StartableNode`             StartableProcess             StartableRayNode
     runs: a `RunningNode`                         RunningProcess               RunningRayNode, started by a NodeHost
     its place in the supervisor, over restarts    Slot                         Slot
 """

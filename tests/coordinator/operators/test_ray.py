@@ -47,15 +47,13 @@ def cluster():
 @pytest.fixture
 def operator(cluster):
     """An operator whose workers Ray starts, and what it printed."""
-    from rlframe.engines.ray_nodes.host import HostedNode
-
     makes = {"collector": workers.quiet, "learner": workers.broken, "evaluator": workers.never_closes}
 
     def node(role: str, index: int, incarnation: int):
         name, address = f"{role}/{index}", f"{role}/{index}/{incarnation}"
         pickled = pickle_worker(RayTransport(), address, pickle_node(role, makes[role]), name, index, incarnation)
-        hosted = HostedNode(name, address, pickled, GroupRules(env={"WHERE": role}), cluster.token, 0.0)
-        return cluster.place(hosted, 0.0, 0.0, True, lambda: None)
+        rules = GroupRules(env={"WHERE": role})
+        return cluster.place(name, address, pickled, rules, 0.0, 0.0, True, lambda: None)
 
     output = io.StringIO()
     made = RayOperator({role: functools.partial(node, role) for role in makes}, output=output)
