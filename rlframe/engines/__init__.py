@@ -29,8 +29,8 @@ Other engines differ in where a node is:
 - `ray`: a `RunningRayNode` stands for the process, which a Ray actor starts beside itself, on any machine of the
   cluster (folder `ray_nodes`).
 - `threads`: each node is a thread of this process; there are no restarts.
-- `InlineEngine`, in `threads.py`, runs the one node of `single_process` in the thread that calls `run`. It has no name
-  on the command line: a topology of one node has it by default.
+- `InlineEngine` (`inline.py`) runs the one node of `single_process` in the thread that calls `run`. It has no name on
+  the command line: a topology of one node has it by default.
 
 Beside the engines, `base.py` has their contract, `group_rules.py` what the name of a group decides, `logs.py` the lines
 of nodes, `stopping.py` the signals that end a run. `reverb_server.py` is a node with a Reverb server, `reverb_node.py`

@@ -1,4 +1,4 @@
-"""The engines of one process: every node is a thread, for debugging and tests; or its one node runs in the caller's."""
+"""The engine whose nodes are threads of this process: for debugging and tests."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ThreadsEngine(ResourceEngine):
 
     def handle_of(self, group: str) -> Any:
         """See `Engine`: the object itself."""
-        return next(node for label, node in self._nodes if label == group)
+        return next(node for group_of_node, node in self._nodes if group_of_node == group)
 
     def run(self, watch: Watch | None = None) -> int | None:
         """See `Engine`; `watch` gets this one process."""
@@ -138,20 +138,6 @@ class ThreadsEngine(ResourceEngine):
             if hasattr(node, "close"):
                 node.close()
         self._resources.close()
-
-
-class InlineEngine(ThreadsEngine):
-    """Runs its node in the thread that calls `run`. An exception of the node is raised unchanged."""
-
-    def run(self, watch: Watch | None = None) -> int | None:
-        """See `Engine`; the node's own `run()` says which signal ended it."""
-        ((group, node),) = self._nodes
-        try:
-            if watch is not None:
-                watch(False, [node_status(group, 0, os.getpid())])
-            return node.run()
-        finally:
-            self._close()
 
 
 def _failed(group: str, what: str, error: BaseException) -> ProgramError:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # second program, which runs after the first one has ended well: only language does, after its warm-up.
 Topology = Callable[[Any, Any], Any]
 
-INLINE = "rlframe.engines.threads:InlineEngine"
+INLINE = "rlframe.engines.inline:InlineEngine"
 EnvType = Literal["auto", "loop", "thread", "process", "envpool"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 Config = TypeVar("Config", bound="TopologyConfig")
