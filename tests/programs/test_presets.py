@@ -125,7 +125,7 @@ def test_fields_that_are_given_win_over_the_preset():
     preset = find_preset("auto", "ppo", "CartPole-v1")
     assert described.num_envs == 3
     assert described.agent_config.learning_rate == 0.5
-    assert described.agent_config.unroll_length == preset.values("agent")["unroll_length"]
+    assert described.agent_config.unroll_length == preset.options["unroll_length"]
 
 
 def test_a_misspelt_field_is_refused():

@@ -16,10 +16,10 @@
 Where a value is from, with `agent.batch_size` after each step of `rlframe.train("dqn", batch_size=128)`:
 
 1. `api.starting_point` returns the saved experiment, with `config` or `resume`. Else `default_experiment` makes one:
-2. `from_flat` makes it of the defaults of the classes `Experiment`, the topology's config and `DQNConfig`: 32. A few
-   fields have other defaults for a topology (`TopologyConfig.defaults`: a language model has `num_envs=1`).
-3. `find_preset` finds `dqn/cartpole`, and `apply_preset` puts its values over these: 64.
-4. `fill_configs` makes the configs that are None by now: an agent's without a preset, and the network's.
+2. `from_flat` makes it of the defaults of the classes `Experiment` and the topology's config. A few fields have other
+   defaults for a topology (`TopologyConfig.defaults`: a language model has `num_envs=1`).
+3. `fill_configs` makes the configs of the agent and of its network: 32, the default of `DQNConfig`.
+4. `find_preset` finds `dqn/cartpole`, and `apply_preset` puts its values over these, by `change_options`: 64.
 5. `change_options` puts the user's options over all: 128. On the command line, tyro finds these in the arguments; its
    defaults are the values of step 4.
 """

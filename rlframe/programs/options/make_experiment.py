@@ -2,12 +2,14 @@
 
 1. `name_objects` replaces classes and functions by their names: `/home/me/my_env.py:MyEnv`.
 2. `find_preset` looks for tuned values of the agent and the environment.
-3. `apply_preset` makes the defaults: those of the agent, its topology and its network, changed by the preset.
-4. `change_options` resolves the name of each option that is given, checks its value against the annotation of its
-   field, and sorts the options: flat ones, those of the agent's config, those of the network's config.
+3. `apply_preset` makes the defaults of the agent, its topology and its network, and changes them by the preset.
+4. `change_options` changes them by the options that are given. It resolves the name of each option, checks its value
+   against the annotation of its field, and sorts the options: flat ones, those of the agent's config, those of the
+   network's config.
 5. `from_flat` makes the `Experiment` of these, with the config of its topology.
 
-`rlframe train` does the same: it parses its arguments between steps 3 and 4, and `change_options` gets those given.
+`rlframe train` does the same: it parses its arguments between steps 3 and 4. Every change of an experiment, by a
+preset, a script or the command line, is one call of `change_options`.
 """
 
 from __future__ import annotations
@@ -184,21 +186,13 @@ def default_experiment(agent: str | None, env: str | None, preset: str) -> tuple
 
 def apply_preset(preset: Preset | None, agent: str, env: str) -> Experiment:
     """Return the defaults of an agent on an environment, changed as the preset says."""
-    config_cls = registry.agent_class(agent).config_cls
-    values = {**next(iter(config_classes(agent).values())).defaults, "agent": agent, "env": env}
-    if preset is None:
-        return fill_configs(from_flat(values))
-    values.update(preset.values("run"), agent_config=with_options(config_cls(), preset.values("agent")))
-    of_env = {"env_kwargs", "eval_env_kwargs"} & values.keys()
+    of_topology = next(iter(config_classes(agent).values())).defaults
+    defaults = fill_configs(from_flat({**of_topology, "agent": agent, "env": env}))
+    options = {} if preset is None else preset.options
+    of_env = {"env_kwargs", "eval_env_kwargs"} & options.keys()
     if of_env and registry.is_library_env(env) and split(env)[0] != "envpool" and users_spec(split(env)[1]) is not None:
-        values = {name: value for name, value in values.items() if name not in of_env}  # they are EnvPool's
-    described = fill_configs(from_flat(values))
-    network = preset.values("network")
-    if not network:
-        return described
-    return with_fields(
-        described, network_config=dataclasses.replace(AgentOptions.of(described).network_config, **network)
-    )
+        options = {name: value for name, value in options.items() if name not in of_env}  # they are EnvPool's
+    return change_options(defaults, options)
 
 
 def fill_configs(experiment: Experiment) -> Experiment:

@@ -39,14 +39,10 @@ class Preset:
         name = plain_name(env)
         return _matches(name, self.envs) and not _matches(name, self.excluded_envs)
 
-    def values(self, group: str) -> dict[str, Any]:
-        """Field name -> value, of the group `run`, `agent` or `network`."""
-        prefix = "" if group == "run" else f"{group}."
-        return {
-            key[len(prefix) :]: setting.value
-            for key, setting in self.fields.items()
-            if key.startswith(prefix) and (prefix or "." not in key)
-        }
+    @property
+    def options(self) -> dict[str, Any]:
+        """Its values by option, as `change_options` takes them."""
+        return {key.removeprefix("agent."): setting.value for key, setting in self.fields.items()}
 
 
 def plain_name(env: str) -> str:
