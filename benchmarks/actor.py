@@ -21,7 +21,7 @@ from benchmarks.processor import Stopwatch
 from benchmarks.report import Row, Table
 from rlframe.engines import EngineOptions
 from rlframe.programs import make_experiment
-from rlframe.programs.topologies.parts import make_agent
+from rlframe.programs.topologies.makers import make_agent
 from rlframe.programs.topologies.single_process import single_process
 
 if TYPE_CHECKING:

@@ -147,7 +147,7 @@ def _objects(processes: int, threads: int, env: str) -> tuple[Any, Any, Any, Any
     from rlframe.inferencers import Inferencer, InferencerConfig
     from rlframe.learners import Learner, LearnerConfig
     from rlframe.programs import make_experiment
-    from rlframe.programs.topologies.parts import make_agent, make_pool
+    from rlframe.programs.topologies.makers import make_agent, make_pool
 
     described = make_experiment("impala", env, num_workers=threads, steps=FOREVER)
     pool = make_pool(described, described.num_envs // processes, described.env_kwargs, seed=0)

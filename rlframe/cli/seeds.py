@@ -84,7 +84,7 @@ def _check_begins(experiment: Experiment, options: TrainOptions) -> None:
 
     from rlframe.programs.api import check_trackers, control_address_of
     from rlframe.programs.runner import check_extras
-    from rlframe.programs.topologies.parts import make_agent
+    from rlframe.programs.topologies.makers import make_agent
     from rlframe.programs.training.updates import check_updates
 
     check_trackers(options)

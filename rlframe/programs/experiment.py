@@ -12,7 +12,13 @@ from rlframe.programs.options import registry
 from rlframe.programs.options.fields import check_numbers, number
 from rlframe.programs.options.object_names import check_can_leave, is_live
 from rlframe.programs.options.registry import OPTIONS
-from rlframe.programs.topologies.config import EnvOptions, EvaluationOptions, TopologyConfig, find_topology
+from rlframe.programs.topologies.config import (
+    EnvOptions,
+    EvaluationOptions,
+    TopologyConfig,
+    config_class_of,
+    find_topology,
+)
 from rlframe.user_code.files import look_in, module_directories
 
 MAX_SEED = 2**31 - 1
@@ -40,7 +46,7 @@ class Experiment:
     log_every: int = number(0, at_least=0)  # steps between two rows of the logs; 0: a 100th of the run, 10,000 at most
     # options of the topology, among them those of network, evaluation and stopping: docs/programs.md
     topology_config: TopologyConfig = dataclasses.field(
-        default_factory=lambda: find_topology("single_process").config_cls()
+        default_factory=lambda: config_class_of(find_topology("single_process"))()
     )
     agent_config: Any = None  # the dataclass of the agent, as `PPOConfig`; None: its defaults
 

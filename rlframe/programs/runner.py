@@ -34,7 +34,7 @@ from rlframe.programs.run_dir.status import StatusFile
 from rlframe.programs.session import Session
 from rlframe.programs.topologies import Topology
 from rlframe.programs.topologies.config import ProgramConfig, find_topology
-from rlframe.programs.topologies.parts import check_answer_timeout, make_agent, read_codec
+from rlframe.programs.topologies.makers import check_answer_timeout, make_agent, read_codec
 from rlframe.programs.training.callbacks import Callback, Callbacks
 from rlframe.programs.training.profile import Profile
 from rlframe.programs.training.progress import Progress

@@ -16,7 +16,7 @@ from rlframe.cli.train_options import read_arguments
 from rlframe.envs import AsyncEnv
 from rlframe.errors import UsageError
 from rlframe.programs import evaluate, load_experiment, make_experiment, run_experiment
-from rlframe.programs.topologies.parts import make_pool, replay_capacity
+from rlframe.programs.topologies.makers import make_pool, replay_capacity
 from rlframe.replay import ReplayBuffer
 from rlframe.types import FIRST, MID, AgentOutput, Step, TimeStep, global_env_ids, specs
 from tests.programs.running import ROOT, WITH_ELASTIC, RunningProgram, options_of

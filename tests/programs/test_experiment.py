@@ -11,7 +11,7 @@ from rlframe.programs.options.resume import continue_experiment
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import EnvOptions
 from rlframe.programs.topologies.heavy_env import HeavyEnv
-from rlframe.programs.topologies.parts import learner_config, make_agent
+from rlframe.programs.topologies.makers import learner_config, make_agent
 from rlframe.programs.training.updates import total_learner_steps
 from rlframe.types import ReplaySpec, Sequence, Transition
 

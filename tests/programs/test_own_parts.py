@@ -24,7 +24,7 @@ from rlframe.inferencers import Inferencer
 from rlframe.learners import Learner
 from rlframe.programs.training.game_monitor import GameMonitor
 from rlframe.programs.topologies import GameProgram, configured_by
-from rlframe.programs.topologies.parts import actor_options, add_replay, env_builder, inferencer_config, learner_config
+from rlframe.programs.topologies.makers import actor_options, add_replay, env_builder, inferencer_config, learner_config
 from rlframe.replay import ReplayBuffer
 
 

@@ -21,7 +21,7 @@ from rlframe.metrics import CallbackLogger, read_jsonl
 from rlframe.programs import evaluate, load_experiment, make_experiment, run_experiment
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.session import Session
-from rlframe.programs.topologies.parts import make_agent
+from rlframe.programs.topologies.makers import make_agent
 from rlframe.programs.topologies.single_process import single_process
 from rlframe.programs.training.loop import TrainingLoop
 

@@ -18,7 +18,7 @@ from rlframe.errors import StoppedError, UsageError
 from rlframe.handles import Remote
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.topologies.heavy_env import HeavyEnv
-from rlframe.programs.topologies.parts import add_service
+from rlframe.programs.topologies.makers import add_service
 from rlframe.replay import ReplayClosedError
 from rlframe.replay.service import ReplayService, ServiceReplayBuffer, client
 from rlframe.replay.service.server import Stage, WriterId, unstacked

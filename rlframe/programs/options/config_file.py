@@ -17,7 +17,7 @@ from rlframe.programs.options.fields import from_jsonable, to_jsonable
 from rlframe.programs.options.make_experiment import fill_configs
 from rlframe.programs.options.object_names import remember
 from rlframe.programs.options.registry import name_objects, with_given
-from rlframe.programs.topologies.config import AgentOptions, find_topology
+from rlframe.programs.topologies.config import AgentOptions, config_class_of, find_topology
 from rlframe.user_code.files import look_in, module_directories
 
 
@@ -74,7 +74,7 @@ def load_experiment(
     if not isinstance(topology, dict) or not isinstance(topology.get("name"), str):
         raise UsageError(f'{path}: experiment.topology: expected {{"name": ...}}, got {topology!r}.')
     topology = with_given(topology, path, given or {}, replace)
-    topology_cls = find_topology(topology["name"], agent_cls.learns_from).config_cls
+    topology_cls = config_class_of(find_topology(topology["name"], agent_cls.learns_from))
     topology = from_jsonable(topology_cls, topology, f"{path}: topology")
     if isinstance(values.get("agent_config"), dict):
         values["agent_config"] = from_jsonable(agent_cls.config_cls, values["agent_config"], f"{path}: agent_config")

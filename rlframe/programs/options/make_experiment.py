@@ -39,7 +39,13 @@ from rlframe.programs.options.fields import (
 )
 from rlframe.programs.options.registry import name_objects, name_of
 from rlframe.programs.presets import Preset, find_preset
-from rlframe.programs.topologies.config import AgentOptions, GameProgram, TopologyConfig, find_topology
+from rlframe.programs.topologies.config import (
+    AgentOptions,
+    GameProgram,
+    TopologyConfig,
+    config_class_of,
+    find_topology,
+)
 from rlframe.user_code.files import forget_changed
 
 # Fields that are no flat options, or are given otherwise.
@@ -268,7 +274,7 @@ def config_classes(agent: str, *own: str | None) -> dict[str, type[TopologyConfi
     """
     learns_from = registry.agent_class(agent).learns_from
     names = dict.fromkeys([*registry.TOPOLOGIES[learns_from], *(name for name in own if name is not None)])
-    return {name: find_topology(name, learns_from).config_cls for name in names}
+    return {name: config_class_of(find_topology(name, learns_from)) for name in names}
 
 
 def option_value(experiment: Experiment, option: str) -> Any:

@@ -54,7 +54,7 @@ NETWORKS = {
     "lstm": "rlframe.agents.recurrent:LSTMConfig",
     "gru": "rlframe.agents.recurrent:GRUConfig",
 }
-# Made by `add_replay` in `rlframe/programs/topologies/parts.py`; for elastic by `add_elastic_replay`.
+# Made by `add_replay` in `rlframe/programs/topologies/makers.py`; for elastic by `add_elastic_replay`.
 REPLAYS = ("local", "shared_memory", "service", "reverb")
 OPERATORS = {
     "local": "rlframe.coordinator.operators.local:LocalOperator",

@@ -23,7 +23,7 @@ from rlframe.programs.policies.saved import NEVER, read_policy
 from rlframe.programs.policies.video import Film
 from rlframe.programs.run_dir.directory import RunDir, open_run
 from rlframe.programs.topologies.config import EvaluationOptions
-from rlframe.programs.topologies.parts import make_agent, make_pool
+from rlframe.programs.topologies.makers import make_agent, make_pool
 from rlframe.types import Logs
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from rlframe.programs.options.config_file import load_experiment
 from rlframe.programs.policies.saved import read_policy
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.topologies.language import Language
-from rlframe.programs.topologies.parts import make_agent
+from rlframe.programs.topologies.makers import make_agent
 from rlframe.types import Params, Tree
 
 _BYTES = 512  # tokens of a model that may be one of bytes

@@ -24,7 +24,7 @@ from rlframe.programs.options.fields import convert
 from rlframe.programs.policies.saved import NEVER, read_policy
 from rlframe.programs.run_dir.directory import open_run
 from rlframe.programs.topologies.config import EnvOptions
-from rlframe.programs.topologies.parts import make_agent
+from rlframe.programs.topologies.makers import make_agent
 from rlframe.types import FIRST, MID, AgentState, TimeStep, Tree, global_env_ids
 
 

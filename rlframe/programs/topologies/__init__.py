@@ -5,10 +5,10 @@ dataclass beside it (`@configured_by(HeavyEnv)`), made of the classes of `config
 
 `rlframe train --topology heavy_env --num-actors 2`, step by step:
 
-1. `config.find_topology("heavy_env")` finds the function `heavy_env.heavy_env`. Its `config_cls` is `HeavyEnv`, and
+1. `config.find_topology("heavy_env")` finds the function `heavy_env.heavy_env`. `config_class_of` it is `HeavyEnv`, and
    `HeavyEnv(num_actors=2)` becomes the experiment's `topology_config`.
 2. `runner.run_experiment` makes the engine that `engine_class` names, and calls `heavy_env(engine, session)`.
-3. `parts.add_replay` makes the replay. `engine.add("learner", Learner, parts.learner_config(session), ...)` adds a
+3. `makers.add_replay` makes the replay. `engine.add("learner", Learner, makers.learner_config(session), ...)` adds a
    node, and returns a handle to it (or the object itself). Two actors are added with the handle, each with an
    `Inferencer`.
 4. `engine.add("monitor", GameMonitor, ...)` adds the node that counts steps and ends the program.

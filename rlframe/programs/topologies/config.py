@@ -1,11 +1,17 @@
 """Options of topologies: a dataclass for each topology, made of the classes here.
 
+An option is a field. A class `...Options` is a group of options that the same code reads. A config is all options of a
+topology: a dataclass that inherits the groups which the topology has.
+
     TopologyConfig                                    every topology
-      EnvOptions  AgentOptions                        games, by what the options are about: each group has its limits
-      EvaluationOptions  StoppingOptions              and checks
-        GameConfig                                    all four, and the replay          SingleProcess
+      EnvOptions  AgentOptions                        groups, of games: each has its limits and checks
+      EvaluationOptions  StoppingOptions
+        GameConfig                                    all four groups, and the replay   SingleProcess
       ProgramConfig                                   several nodes, and their engine   Language
         GameProgram(ProgramConfig, GameConfig)        games in several nodes            HeavyEnv, LightEnv, Elastic
+
+On the right are the configs of our topologies, each beside the function that wires its nodes: `configured_by` joins
+the two.
 
 A game is any environment whose steps an agent learns from, a robot's or a pendulum's as well; the other kind are the
 environments of language models, whose agents learn from trajectories (`TopologyConfig.learns_from`).
@@ -169,7 +175,7 @@ class ProgramConfig(NodeOptions, TopologyConfig):
 
 @dataclasses.dataclass(frozen=True)
 class EnvOptions(TopologyConfig):
-    """Options of the environments: `parts.make_pool` reads these."""
+    """Options of the environments: `makers.make_pool` reads these."""
 
     env_type: EnvType = "auto"  # how the pool runs; auto: the quickest, envpool or loop (process, if async)
     # threads or processes of the pool; None: as many as there are cores
@@ -220,7 +226,7 @@ class EnvOptions(TopologyConfig):
 
 @dataclasses.dataclass(frozen=True)
 class AgentOptions(TopologyConfig):
-    """The agent's network, normalization and schedules, beside its own config: `parts.make_agent` reads these."""
+    """The agent's network, normalization and schedules, beside its own config: `makers.make_agent` reads these."""
 
     network: Union[str, None] = None  # mlp, nature_cnn, lstm, gru or file.py:make_net; None: what suits the observation
     network_config: Any = None  # the options of a named network
@@ -344,8 +350,8 @@ class GameProgram(ProgramConfig, GameConfig):
             raise UsageError(f"The engine {self.engine_name} runs no Reverb server: use {others}, or another engine.")
 
 
-def find_topology(name: str, learns_from: str = "steps") -> Any:
-    """Return the function of a topology, by its name or `file.py:function`. Its `config_cls` has its options.
+def find_topology(name: str, learns_from: str = "steps") -> Topology:
+    """Return the function of a topology, by its name or `file.py:function`.
 
     Raises:
         UsageError: there is none for agents that learn from `learns_from`.
@@ -353,11 +359,14 @@ def find_topology(name: str, learns_from: str = "steps") -> Any:
     found = registry.find(name, registry.TOPOLOGIES[learns_from], "topology", "file.py:function")
     if not callable(found):
         raise UsageError(f"{name} is {found!r}; a topology is a function of an engine and a session.")
-    if not hasattr(found, "config_cls"):
-        found.config_cls = GameProgram
-    if found.config_cls.learns_from != learns_from:
+    needed = config_class_of(found).learns_from
+    if needed != learns_from:
         raise UsageError(
-            f"The topology {name} is for agents that learn from {found.config_cls.learns_from}; this one learns from "
-            f"{learns_from}."
+            f"The topology {name} is for agents that learn from {needed}; this one learns from {learns_from}."
         )
     return found
+
+
+def config_class_of(topology: Topology) -> type[TopologyConfig]:
+    """Return the dataclass of a topology's options: that of `configured_by`, or `GameProgram`."""
+    return getattr(topology, "config_cls", GameProgram)

@@ -35,7 +35,7 @@ from rlframe.programs.options.fields import number
 from rlframe.programs.policies.evaluation import EvaluationOutcome, Evaluations, explain
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import GameProgram, configured_by
-from rlframe.programs.topologies.parts import (
+from rlframe.programs.topologies.makers import (
     add_reverb,
     add_service,
     add_shared_memory,

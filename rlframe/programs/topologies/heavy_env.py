@@ -15,7 +15,7 @@ from rlframe.inferencers import Inferencer
 from rlframe.learners import Learner
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import GameProgram, configured_by
-from rlframe.programs.topologies.parts import (
+from rlframe.programs.topologies.makers import (
     actor_options,
     add_replay,
     env_builder,

@@ -90,7 +90,7 @@ def language(engine: Engine, session: Session) -> Topology | None:
     from rlframe.language.decoding import EngineConfig
     from rlframe.language.server import PolicyServer, PolicyServerConfig
     from rlframe.programs.topologies.language_nodes import MODEL, Environment, WarmUp, check_environment
-    from rlframe.programs.topologies.parts import make_agent
+    from rlframe.programs.topologies.makers import make_agent
     from rlframe.programs.training.language_monitor import LanguageMonitor
     from rlframe.trajectories.config import Settings
     from rlframe.trajectories.service.app import TrajectoryServer

@@ -10,7 +10,7 @@ from rlframe.learners import Learner
 from rlframe.programs.options.fields import number
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import GameConfig, configured_by
-from rlframe.programs.topologies.parts import (
+from rlframe.programs.topologies.makers import (
     add_replay,
     env_builder,
     inferencer_config,

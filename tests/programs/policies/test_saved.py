@@ -16,7 +16,7 @@ from rlframe.programs import make_experiment
 from rlframe.programs.policies import saved
 from rlframe.programs.policies.saved import SavedPolicy, read_policy, wait_until_saved
 from rlframe.programs.run_dir.directory import RunDir
-from rlframe.programs.topologies.parts import make_agent
+from rlframe.programs.topologies.makers import make_agent
 from rlframe.replay import ReplayBuffer
 
 

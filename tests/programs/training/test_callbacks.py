@@ -19,7 +19,7 @@ from rlframe.metrics.files import rows_after
 from rlframe.programs.policies.evaluation import Evaluations
 from rlframe.programs.policies.saved import read_policy
 from rlframe.programs.run_dir.directory import Result, RunDir, open_run
-from rlframe.programs.topologies.parts import make_agent
+from rlframe.programs.topologies.makers import make_agent
 from tests.extras import needs
 from tests.ray_home import ray_home
 

@@ -26,7 +26,7 @@ from rlframe.metrics import read_jsonl
 from rlframe.programs import evaluate, make_experiment
 from rlframe.programs.run_dir.directory import Result, RunDir
 from rlframe.programs.session import Session
-from rlframe.programs.topologies.parts import make_agent, make_pool
+from rlframe.programs.topologies.makers import make_agent, make_pool
 from rlframe.programs.training.game_monitor import GameMonitor
 from rlframe.programs.training.progress import Progress
 from rlframe.replay import ReplayBuffer

@@ -11,7 +11,7 @@ from rlframe.cli.main import main
 from rlframe.errors import UsageError
 from rlframe.programs.options.make_experiment import make_experiment
 from rlframe.programs.runner import run_experiment
-from rlframe.programs.topologies.parts import make_agent
+from rlframe.programs.topologies.makers import make_agent
 from rlframe.programs.training.updates import check_updates, first_update, least_updates
 from rlframe.types import ReplaySpec, Sequence, Transition
 

@@ -1,4 +1,4 @@
-"""Parts of the topologies of games: each function makes one object, or its options, from an experiment.
+"""The functions that topologies of games call: each makes one object, or its options, from an experiment.
 
 `make_pool` and `env_builder` are for environments, `make_agent` for the agent with its network and normalization,
 `inferencer_config`, `learner_config` and `actor_options` for the nodes, `add_replay` for the replay.
