@@ -15,6 +15,7 @@ from rlframe.coordinator import (
     CollectorWorker,
     Coordinator,
     CoordinatorConfig,
+    EvaluatorWorker,
     LearnerWorker,
     LocalOperator,
     ParamStore,
@@ -52,7 +53,7 @@ def main(directory):
         "collector": functools.partial(
             CollectorWorker, functools.partial(make_actor, replay_buffer), agent, param_store
         ),
-        "evaluator": functools.partial(CollectorWorker, None, agent, param_store, evaluations=make_evaluator),
+        "evaluator": functools.partial(EvaluatorWorker, make_evaluator, agent, param_store),
     }
     coordinator = Coordinator(
         TrainOne(learner_steps=LEARNER_STEPS, eval_every=50_000),

@@ -11,8 +11,8 @@ The objects, by process:
   `Scaling` chooses the number of collectors.
 - The launcher's process. An operator (`operators`) keeps as many workers running as the coordinator asked for. The
   `ParamStore` has the newest parameters. Both outlive a coordinator that dies; its successor reads the journal.
-- Workers (`workers`). A `LearnerWorker` learns when it is called, a `CollectorWorker` collects or evaluates. Both
-  answer at once, and work in a thread of their own (`TaskWorker`).
+- Workers (`workers`). A `LearnerWorker` learns when it is called, a `CollectorWorker` collects, an `EvaluatorWorker`
+  evaluates. They answer at once, and work in a thread of their own (`TaskWorker`).
 - The control (`control`). An HTTP service calls the coordinator's methods for people: status, scale, pause, stop.
 
 Words. A job is one session of `rlframe train`, as its coordinator sees it. It has tasks, and each task a kind. A worker
@@ -45,6 +45,7 @@ _PUBLIC = {
     "CollectorWorker": "rlframe.coordinator.workers.collector_worker",
     "Coordinator": "rlframe.coordinator.coordinator",
     "CoordinatorConfig": "rlframe.coordinator.config",
+    "EvaluatorWorker": "rlframe.coordinator.workers.evaluator_worker",
     "LearnerWorker": "rlframe.coordinator.workers.learner_worker",
     "Limits": "rlframe.coordinator.config",
     "LocalOperator": "rlframe.coordinator.operators.local",

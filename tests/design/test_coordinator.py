@@ -30,6 +30,7 @@ from rlframe.coordinator.messages import (
 )
 from rlframe.coordinator.states import TRANSITIONS, JobState, TaskState, WorkerState
 from rlframe.coordinator.workers.collector_worker import CollectorWorker
+from rlframe.coordinator.workers.evaluator_worker import EvaluatorWorker
 from rlframe.coordinator.workers.learner_worker import LearnerWorker
 from tests.coordinator.fakes import Scene
 from tests.waiting import wait_until
@@ -243,6 +244,7 @@ def test_the_states_are_the_documents(kind: Any, paths: list[str]) -> None:
         ),
         (LearnerWorker, "ping resources start_task data_demand learn close_task"),
         (CollectorWorker, "ping resources start_task get_data close_task"),
+        (EvaluatorWorker, "ping resources start_task get_data close_task"),
     ],
 )
 def test_the_calls_are_the_documents(cls: type, methods: str) -> None:

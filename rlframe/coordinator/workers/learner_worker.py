@@ -11,7 +11,18 @@ from typing import Any
 import numpy as np
 
 from rlframe import handles
-from rlframe.coordinator.messages import Demand, Learn, Learned, NotReady, Started, StartTask, Update
+from rlframe.coordinator.messages import (
+    CallRefused,
+    Demand,
+    Failed,
+    Header,
+    Learn,
+    Learned,
+    NotReady,
+    Started,
+    StartTask,
+    Update,
+)
 from rlframe.coordinator.param_store import Attempt, ParamStore
 from rlframe.coordinator.workers.overrides import replaced, with_config
 from rlframe.coordinator.workers.task_worker import TaskWorker
@@ -45,7 +56,7 @@ class LearnerWorker(TaskWorker):
         batches: that it asks for at once. On-policy it asks for what it may learn from before the next version.
     """
 
-    kinds = ("learn",)
+    kind = "learn"
 
     def __init__(
         self,
@@ -67,6 +78,14 @@ class LearnerWorker(TaskWorker):
         self._learner: Learner | None = None
         self._buffer: Any = None
         super().__init__(worker_id, index, incarnation)
+
+    def data_demand(self, header: Header) -> Demand | NotReady | CallRefused | Failed:
+        """Answer how many batches a learner can take now: its demand for data."""
+        return self._call(header, "data_demand", self._data_demand)
+
+    def learn(self, header: Header, request: Learn) -> Learned | NotReady | CallRefused | Failed:
+        """Learn from so many batches, and publish the new version."""
+        return self._call(header, "learn", lambda: self._learn(request))
 
     def _start_task(self, task: StartTask) -> Started:
         self._policy_id, self._policy = task.policy_id, task.overrides.get("policy", {})

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlframe.coordinator.param_store import StoredParams
 from rlframe.errors import UsageError, suggest
 from rlframe.types import AgentOutput, AgentState, TimeStep, Tree
 
@@ -31,6 +32,11 @@ def with_config(agent: Any, values: Mapping[str, Any]) -> Any:
                 "and param store were made for what it was. Leave them out, or begin another run."
             )
     return made
+
+
+def policy_of(found: StoredParams | None) -> dict[str, Any]:
+    """Return the policy overrides of the learner, which it put beside the parameters."""
+    return ((found.hparams if found is not None else None) or {}).get("policy", {})
 
 
 def _reconfigured(agent: Any, values: Mapping[str, Any]) -> Any:

@@ -15,15 +15,9 @@ from rlframe.coordinator.messages import (
     Alive,
     CallRefused,
     Closed,
-    Collected,
-    Demand,
-    Evaluated,
     Failed,
-    GetData,
     Header,
     Kind,
-    Learn,
-    Learned,
     NotReady,
     Resources,
     Started,
@@ -54,9 +48,10 @@ class TaskWorker:
     A call whose work takes longer is answered `NotReady`, with the reason. `start_task` of another task or attempt, and
     `close_task`, end what the work under way waits for.
 
-    Subclasses do the work of a call in the method of its name: `_start_task` of `start_task`, `_learn` of `learn`, ...
-    These run in the worker's thread, may take as long as they need, and raise what goes wrong: `FencedError` ends the
-    task, since another worker is at it. While they wait, they check `_stop`, or `_interrupt` ends the wait.
+    Subclasses add the calls of their role, each by `_call`. The work of a call is in a private method: `_start_task` of
+    `start_task`, `_learn` of `learn`, ... These run in the worker's thread, may take as long as they need, and raise
+    what goes wrong: `FencedError` ends the task, since another worker is at it. While they wait, they check `_stop`, or
+    `_interrupt` ends the wait.
 
     Args:
         worker_id: its name, "collector/1".
@@ -64,7 +59,7 @@ class TaskWorker:
         incarnation: how many workers had that name before it.
     """
 
-    kinds: tuple[Kind, ...]  # of tasks that it works at
+    kind: Kind  # of the tasks that it works at
 
     def __init__(self, worker_id: str, index: int, incarnation: int) -> None:
         self.worker_id, self.index, self.incarnation = worker_id, index, incarnation
@@ -95,18 +90,6 @@ class TaskWorker:
         """Begin a task. A task or attempt under way is closed first, without its final save."""
         return self._call(header, "start_task", lambda: self._begin_task(header, request))
 
-    def data_demand(self, header: Header) -> Demand | NotReady | CallRefused | Failed:
-        """Answer how many batches a learner can take now: its demand for data."""
-        return self._call(header, "data_demand", self._data_demand)
-
-    def learn(self, header: Header, request: Learn) -> Learned | NotReady | CallRefused | Failed:
-        """Learn from so many batches, and publish the new version."""
-        return self._call(header, "learn", lambda: self._learn(request))
-
-    def get_data(self, header: Header, request: GetData) -> Collected | Evaluated | NotReady | CallRefused | Failed:
-        """Step the environments for a while; in a task `evaluate`, until the evaluation is done."""
-        return self._call(header, "get_data", lambda: self._get_data(request))
-
     def close_task(self, header: Header, final: bool) -> Closed | NotReady | CallRefused | Failed:
         """End the task; `final`: save first, because the run ends, or another task continues from it."""
         return self._call(header, "close_task", lambda: self._end_task(final))
@@ -134,15 +117,6 @@ class TaskWorker:
     def _start_task(self, task: StartTask) -> Started:
         raise NotImplementedError
 
-    def _data_demand(self) -> WorkerReply:
-        raise self._cannot("data_demand")
-
-    def _learn(self, request: Learn) -> WorkerReply:
-        raise self._cannot("learn")
-
-    def _get_data(self, request: GetData) -> WorkerReply:
-        raise self._cannot("get_data")
-
     def _close_task(self, final: bool) -> dict[str, Any]:
         """End the task, also one that did not start in full, and return its result."""
         raise NotImplementedError
@@ -159,9 +133,6 @@ class TaskWorker:
     def _steps_within(self) -> int:
         """Return a count that rises during long work."""
         return 0
-
-    def _cannot(self, call: str) -> UsageError:
-        return UsageError(f"{self.worker_id} cannot {call}: it works at {' and '.join(self.kinds)} alone.")
 
     # --- calls
 
@@ -278,8 +249,8 @@ class TaskWorker:
                 self._stop.set()
             self._task, self._phase = _Task(header.task_id, header.attempt), "starting"
         try:
-            if request.kind not in self.kinds:
-                raise self._cannot(request.kind)
+            if request.kind != self.kind:
+                raise UsageError(f"{self.worker_id} cannot {request.kind}: it works at {self.kind} alone.")
             with STARTING:
                 started = self._start_task(request)
         except BaseException:

@@ -21,6 +21,7 @@ from rlframe.coordinator.operators.base import Operator
 from rlframe.coordinator.operators.ray import RayOperator
 from rlframe.coordinator.param_store import ParamStore
 from rlframe.coordinator.workers.collector_worker import CollectorWorker
+from rlframe.coordinator.workers.evaluator_worker import EvaluatorWorker
 from rlframe.coordinator.workers.learner_worker import LearnerWorker
 from rlframe.engines import Engine
 from rlframe.engines.base import StartsWorkers
@@ -120,9 +121,7 @@ def make_workers(session: Session, replay_buffer: Any, param_store: Any) -> dict
             param_store,
             seed=experiment.seed,
         ),
-        "evaluator": functools.partial(
-            CollectorWorker, None, agent, param_store, evaluations=functools.partial(Evaluations, experiment)
-        ),
+        "evaluator": functools.partial(EvaluatorWorker, functools.partial(Evaluations, experiment), agent, param_store),
     }
 
 

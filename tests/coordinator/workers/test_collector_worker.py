@@ -1,4 +1,4 @@
-"""The worker that steps environments: what it collects, what it waits for, and evaluations."""
+"""The worker that collects: what it collects, and what it waits for."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import pytest
 
 from rlframe.actors import Actor
 from rlframe.agents import DQN, IMPALA, PPO, DQNConfig, IMPALAConfig, PPOConfig
-from rlframe.coordinator.messages import Closed, Collected, Evaluated, Failed, GetData, NotReady, Started, StartTask
+from rlframe.coordinator.messages import Closed, Collected, GetData, NotReady, Started, StartTask
 from rlframe.coordinator.param_store import ParamStore
 from rlframe.coordinator.workers.collector_worker import CollectorWorker
 from rlframe.envs import SyncEnv
 from rlframe.errors import EnvError, StoppedError
-from rlframe.programs.options.make_experiment import make_experiment
-from rlframe.programs.policies.evaluation import Evaluations
 from rlframe.replay import ReplayBuffer
 from tests.coordinator.workers.calling import Caller
 from tests.fakes import CountingEnv, RecordingBuffer, counting_agent
@@ -52,10 +50,8 @@ def make(store):
     """Makes workers, each with the caller of its task."""
     workers = []
 
-    def make(make_actor, agent=None, *, index=0, task_id="task", params=store, **options):
-        worker = CollectorWorker(
-            make_actor, agent or counting_agent(), params, f"collector/{index}", index, 0, **options
-        )
+    def make(make_actor, agent=None, *, index=0, task_id="task", params=store):
+        worker = CollectorWorker(make_actor, agent or counting_agent(), params, f"collector/{index}", index, 0)
         workers.append(worker)
         return Caller(worker, task_id)
 
@@ -215,9 +211,6 @@ def test_an_environment_that_fails_is_an_answer_and_the_next_attempt_a_new_actor
     assert (stats["incarnation"], stats["env_steps"]) == (1, 2)
 
 
-# --- evaluating
-
-
 @functools.cache
 def cartpole_agent(agent_cls, config):
     env = SyncEnv("gymnasium:CartPole-v1", 1, "loop")
@@ -234,98 +227,5 @@ def cartpole_params(agent_cls, config):
     return jax.tree.map(np.asarray, published), agent
 
 
-def always(action: int, params):
-    """Parameters that have DQN value one action above the other, whatever it sees."""
-    last_bias = np.eye(2, dtype=np.float32)[action]
-    return jax.tree.map(lambda leaf: last_bias if leaf.shape == (2,) else np.zeros_like(leaf), params)
-
-
 def cartpole_actor(buffer, inferencer, rank) -> Actor:
     return Actor(lambda seed: SyncEnv("gymnasium:CartPole-v1", 2, "loop", seed=seed), inferencer, buffer, rank)
-
-
-def evaluate(version: int) -> StartTask:
-    return StartTask("evaluate", POLICY, {"params_version": version})
-
-
-@pytest.fixture
-def evaluator(make):
-    """A worker that evaluates, in a store with two versions of a policy that differ."""
-    store = ParamStore()
-    params, agent = cartpole_params(DQN, DQNConfig())
-    for version in (1, 2):
-        store.put(POLICY, version, always(version - 1, params))
-    described = make_experiment("dqn", eval_episodes=4, env_type="loop")
-    call = make(None, agent, params=store, evaluations=functools.partial(Evaluations, described))
-    call.store = store
-    return call
-
-
-def evaluated(call: Caller, version: int) -> Evaluated:
-    assert call.until_done("start_task", evaluate(version)) == Started({"params_version": version})
-    reply = call.until_done("get_data", GetData())
-    assert call.until_done("close_task", False) == Closed({})
-    call.attempt += 1
-    return reply
-
-
-def test_an_evaluation_is_of_exactly_the_version_that_was_asked_for_and_repeats(evaluator):
-    first, second, again = (evaluated(evaluator, version) for version in (1, 2, 1))
-    assert (first.params_version, second.params_version) == (1, 2)
-    assert set(first.values) == {"return_mean", "return_std", "length_mean", "episodes"}
-    assert first.values["episodes"] == 4 and first.values["return_mean"] == first.values["length_mean"] > 0
-    assert again == first
-    assert second.values != first.values
-
-
-def test_what_was_compiled_for_one_evaluation_serves_the_next(evaluator):
-    evaluated(evaluator, 1)
-    inferencer = evaluator.worker._evaluations._inferencer
-    evaluated(evaluator, 2)
-    assert evaluator.worker._evaluations._inferencer is inferencer
-    assert inferencer.stats()["compilations"] == 1
-
-
-def test_an_evaluation_is_made_once_however_often_it_is_asked_for(evaluator):
-    evaluator.until_done("start_task", evaluate(1))
-    first = evaluator.until_done("get_data", GetData())
-    evaluator.worker._evaluations.evaluate = None  # a call would fail
-    assert evaluator.until_done("get_data", GetData()) == first
-
-
-def test_a_version_that_is_gone_cannot_be_evaluated(evaluator):
-    failed = evaluator.until_done("start_task", evaluate(7))
-    assert (failed.error, failed.for_good) == ("VersionGoneError", True)
-    assert failed.message.startswith("Version 7 of policy 'main' cannot be evaluated: the param store has 1, 2.")
-
-
-class Endless:
-    """An evaluation that ends when it is told to."""
-
-    def __init__(self, agent, learner) -> None:
-        self.steps, self.told = 0, False
-
-    def evaluate(self):
-        while not self.told:
-            self.steps += 1
-        raise StoppedError("told to")
-
-    def stop(self):
-        self.told = True
-
-
-def test_an_evaluation_that_goes_on_makes_progress_and_can_be_closed(make):
-    call = make(None, evaluations=Endless)
-    call.until_done("start_task", evaluate(3))
-    assert call.say("get_data", GetData()) == NotReady()
-    before = call.worker._how_far()
-    wait_until(lambda: call.worker._how_far() > before)
-    assert call.until_done("close_task", False) == Closed({})
-    call.attempt = 1  # and the next one begins
-    call.until_done("start_task", evaluate(3))
-    assert call.say("get_data", GetData()) == NotReady()
-
-
-def test_a_worker_that_was_made_to_evaluate_does_not_collect(make):
-    failed = make(None, evaluations=Endless).until_done("start_task", COLLECT)
-    assert isinstance(failed, Failed) and failed.message == "collector/0 cannot collect: it works at evaluate alone."

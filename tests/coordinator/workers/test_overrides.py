@@ -13,6 +13,7 @@ from rlframe.agents.dqn_heads import Quantiles
 from rlframe.coordinator.messages import Failed, GetData, Learn, Started, StartTask
 from rlframe.coordinator.param_store import ParamStore
 from rlframe.coordinator.workers.collector_worker import CollectorWorker
+from rlframe.coordinator.workers.evaluator_worker import EvaluatorWorker
 from rlframe.coordinator.workers.learner_worker import LearnerWorker
 from rlframe.coordinator.workers.overrides import ActsBy, with_config
 from rlframe.envs import SyncEnv
@@ -51,9 +52,7 @@ def call(store, tmp_path):
             worker = CollectorWorker(make_actor, counting_agent(), store, "collector/0", 0, 0)
         else:
             made = []
-            worker = CollectorWorker(
-                None, counting_agent(), store, "evaluator/0", 0, 0, evaluations=lambda agent, _: made.append(agent)
-            )
+            worker = EvaluatorWorker(lambda agent, _: made.append(agent), counting_agent(), store, "evaluator/0", 0, 0)
             worker.made = made
         workers.append(worker)
         return Caller(worker, "task")

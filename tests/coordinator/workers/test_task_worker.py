@@ -17,7 +17,6 @@ from rlframe.coordinator.messages import (
     Failed,
     GetData,
     Header,
-    Learn,
     NotReady,
     Resources,
     Started,
@@ -36,7 +35,7 @@ COLLECT = StartTask("collect", "policy")
 class Held(TaskWorker):
     """Collects once it is let go; keeps what it was asked to do."""
 
-    kinds = ("collect",)
+    kind = "collect"
     steps, waits_for = 0, "data"
 
     def __init__(self) -> None:
@@ -51,7 +50,13 @@ class Held(TaskWorker):
         self._hold()
         return Started({"number": len(self.did)})
 
-    def _get_data(self, request):
+    def get_data(self, header, request):
+        return self._call(header, "get_data", self._collect)
+
+    def data_demand(self, header):
+        return self._call(header, "data_demand", self._data_demand)
+
+    def _collect(self):
         self.did.append("collect")
         self._hold()
         return Collected({"env_steps": float(self.did.count("collect"))}, 1)
@@ -340,14 +345,9 @@ def test_a_close_that_fails_says_so_and_the_task_is_over(worker, call):
 
 
 def test_a_worker_that_does_not_do_such_work_says_so(worker, call):
-    call.until_done("start_task", COLLECT)
-    reply = call.until_done("learn", Learn(1))
+    reply = call.until_done("start_task", StartTask("evaluate", "policy"))
     assert isinstance(reply, Failed) and reply.for_good
-    assert reply.message == "collector/1 cannot learn: it works at collect alone."
-    call.attempt = 1
-    assert call.until_done("start_task", StartTask("evaluate", "policy")).message.startswith(
-        "collector/1 cannot evaluate"
-    )
+    assert reply.message == "collector/1 cannot evaluate: it works at collect alone."
 
 
 # --- the end

@@ -1,0 +1,113 @@
+"""The worker that evaluates versions of the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rlframe import handles
+from rlframe.coordinator.messages import CallRefused, Evaluated, Failed, GetData, Header, NotReady, Started, StartTask
+from rlframe.coordinator.param_store import ParamStore
+from rlframe.coordinator.workers.overrides import policy_of, with_config
+from rlframe.coordinator.workers.task_worker import TaskWorker
+from rlframe.errors import UsageError
+from rlframe.params.publication import LocalParams
+from rlframe.types import Logs
+
+_VALUES = ("return_mean", "return_std", "length_mean", "episodes")  # of an evaluation's logs
+
+
+class VersionGoneError(UsageError):
+    """The version to evaluate is not in the param store, or no longer."""
+
+
+class VersionEvaluator(Protocol):
+    """Evaluates by the newest parameters of the learner that it was made with, the same way each time."""
+
+    @property
+    def steps(self) -> int:
+        """Environment steps so far, which rise during an evaluation."""
+
+    def evaluate(self) -> Logs:
+        """As `Evaluator.evaluate`."""
+
+    def stop(self) -> None:
+        """End the evaluation under way, and all later ones, with StoppedError. Any thread may call it."""
+
+
+class EvaluatorWorker(TaskWorker):
+    """Evaluates one version of a policy in each task, and adds to no buffer.
+
+    What is built for an evaluation, compiled code above all, serves the next one too.
+
+    Args:
+        make_evaluator: `f(agent, learner)` gives what evaluates.
+        agent: the `Agent` that acts.
+        param_store: a `ParamStore`, or a handle to one.
+        worker_id, index, incarnation: see `TaskWorker`.
+    """
+
+    kind = "evaluate"
+
+    def __init__(
+        self,
+        make_evaluator: Callable[[Any, Any], VersionEvaluator],
+        agent: Any,
+        param_store: ParamStore | Any,
+        worker_id: str,
+        index: int,
+        incarnation: int,
+    ) -> None:
+        self._make_evaluator, self._agent = make_evaluator, agent
+        self._store = handles.resolve(param_store, "param store")
+        self._version = LocalParams()  # the learner that evaluators are made with: it has the task's version
+        self._evaluator: VersionEvaluator | None = None  # kept for the next task
+        self._policy: dict[str, Any] = {}  # hyper-parameters that it was made with
+        self._at_work: VersionEvaluator | None = None  # the same, during a task
+        self._result: Evaluated | None = None  # of the task
+        super().__init__(worker_id, index, incarnation)
+
+    def get_data(self, header: Header, request: GetData) -> Evaluated | NotReady | CallRefused | Failed:
+        """Evaluate to the end, however long it takes."""
+        return self._call(header, "get_data", self._evaluate)
+
+    def _start_task(self, task: StartTask) -> Started:
+        version = task.options["params_version"]
+        found = self._store.get(task.policy_id, version=version)
+        if found is None:
+            there = ", ".join(str(one) for one in self._store.versions(task.policy_id)) or "none"
+            raise VersionGoneError(
+                f"Version {version} of policy {task.policy_id!r} cannot be evaluated: the param store has {there}. "
+                "Pin a version until it is evaluated."
+            )
+        self._version.publish(found.version, found.packed)
+        policy = policy_of(found)
+        if self._evaluator is None or policy != self._policy:
+            self._evaluator = self._make_evaluator(with_config(self._agent, policy), self._version)
+            self._policy = policy
+        self._at_work, self._result = self._evaluator, None
+        return Started({"params_version": version})
+
+    def _evaluate(self) -> Evaluated:
+        if self._result is None:
+            assert self._at_work is not None
+            if self._stop.is_set():
+                self._at_work.stop()
+            logs = self._at_work.evaluate()
+            self._result = Evaluated(logs["params_version"], {name: float(logs[name]) for name in _VALUES})
+        return self._result
+
+    def _steps_within(self) -> int:
+        evaluator = self._at_work
+        return evaluator.steps if evaluator is not None else 0
+
+    def _interrupt(self) -> None:
+        evaluator = self._at_work
+        if evaluator is not None:
+            evaluator.stop()
+
+    def _close_task(self, final: bool) -> dict[str, Any]:
+        if self._at_work is not None and self._stop.is_set():
+            self._evaluator = None  # it was told to stop, and evaluates no more
+        self._at_work = None
+        return {}
