@@ -10,8 +10,9 @@ When the environments have answered, the completed `Step` is added to the replay
 and its step added, in `act`. An asynchronous pool only gets its actions there. The next `next_request` waits for the
 environments that answer first, and adds their steps.
 
-`Actor.run()` repeats this. An actor of an on-policy agent waits after each unroll for a newer version of the parameters
-(unroll_gate.py). Its rank, from which its seeds follow, is claimed from the replay buffer (ranks.py).
+`Actor.run()` repeats this, as long as its `StepBudget` lasts. An actor of an on-policy agent waits at an `UnrollGate`
+after each unroll for a newer version of the parameters (both in gates.py). Its rank, from which its seeds follow, is
+claimed from the replay buffer (`ActorReplay`, replay.py).
 """
 
 from rlframe.actors.actor import Actor

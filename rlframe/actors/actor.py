@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import math
 import threading
 import time
@@ -13,17 +12,15 @@ import jax
 import numpy as np
 
 from rlframe import handles
-from rlframe.actors.ranks import AddOnlyWriter, claim_rank
+from rlframe.actors.gates import StepBudget, UnrollGate
+from rlframe.actors.replay import ActorReplay
 from rlframe.actors.stepper import AsyncStepper, Request, SyncStepper, merge_logs
-from rlframe.actors.unroll_gate import UnrollGate
 from rlframe.envs import as_pool
 from rlframe.errors import NoMethodError, StoppedError, UsageError
 from rlframe.inferencers.base import Inference, StatelessInference, as_inference
 from rlframe.metrics.rows import add_up
-from rlframe.replay import BaseReplayBuffer, ReplayWriter, as_replay_buffer
+from rlframe.replay import ReplayWriter
 from rlframe.types import AgentState, Logs, global_env_ids
-
-_POLL = 0.1  # seconds between two checks for `stop`, while the budget is used up
 
 
 class Actor:
@@ -72,37 +69,32 @@ class Actor:
     ) -> None:
         if num_pools < 1 or (num_pools > 1 and not callable(env_builder)):
             raise UsageError(f"num_pools={num_pools} needs an env_builder that can be called for each of them.")
-        self._stop, self._logger = threading.Event(), logger
-        self._has_run = threading.Event()  # `run` has returned
-        resolve = functools.partial(handles.resolve, deadline=deadline, stop=self._stop)
-        given = resolve(replay_buffer, "replay buffer")
-        replay_buffer = as_replay_buffer(given, lambda: resolve(inferencer, "inferencer", first=rank or 0).specs())
-        self._owns_buffer = replay_buffer is not given
+        self._stop, self._run_has_ended = threading.Event(), threading.Event()
+        self._logger = logger
         self._steppers: list[SyncStepper | AsyncStepper] = []  # one for each pool
         self._has_reset = False  # whether the environments have been reset, before the first step
         self._max_staleness: int | None = None  # of the replay; known then
-        self._budget_changed = threading.Event()
-        self._is_made = False  # whether the constructor has returned
-        if rank is not None and incarnation is not None:
-            self.rank, self.incarnation = rank, incarnation
-        else:
-            replay_buffer, self.rank, self.incarnation = claim_rank(replay_buffer, rank)
-        self._replay_buffer = replay_buffer
-        self._budget = budget if self.incarnation == 0 or budget == math.inf else 0  # of steps in all
-        self._counted = 0  # the most steps that it can have taken: see `_take_from_budget`
+
+        # The rank first: the seeds of the environments, and which inferencer answers, depend on it.
+        def find_inferencer(number: int) -> Any:
+            return handles.resolve(inferencer, "inferencer", deadline=deadline, stop=self._stop, first=number)
+
+        target = handles.resolve(replay_buffer, "replay buffer", deadline=deadline, stop=self._stop)
+        self._replay = ActorReplay(target, lambda: find_inferencer(rank or 0).specs(), rank, incarnation)
+        self.rank, self.incarnation = self._replay.rank, self._replay.incarnation
         try:
             # The inferencer is not called before the first step, except for specs: a node's constructor does not wait
             # for another node's.
-            self._inferencer = as_inference(resolve(inferencer, "inferencer", first=self.rank))
-            self._make_pools(env_builder, num_pools, seed, deadline)
-            if incarnation is None:
-                replay_buffer.open_segment(self.rank, self.num_envs)
-            self._is_made = True
+            self._inferencer = as_inference(find_inferencer(self.rank))
+            self._make_steppers(env_builder, num_pools, seed, deadline)
+            self._replay.open_segment(self.num_envs)
         except BaseException:
             self.close()
             raise
+        is_first = self.incarnation == 0 or budget == math.inf
+        self._budget = StepBudget(budget if is_first else 0, self.num_envs, lambda: self.env_steps)
 
-    def _make_pools(self, env_builder: Any, num_pools: int, seed: int, deadline: float) -> None:
+    def _make_steppers(self, env_builder: Any, num_pools: int, seed: int, deadline: float) -> None:
         """Make the pools, each with its stepper. Their environments are numbered through all pools."""
         self.num_envs = 0
         for number in range(num_pools):
@@ -111,7 +103,7 @@ class Actor:
             env = as_pool(env_builder, seed=pool_seed, deadline=deadline, stop=self._stop)
             env_ids = global_env_ids(self.rank, self.num_envs + np.arange(env.num_envs))
             kind = SyncStepper if env.is_sync else AsyncStepper
-            self._steppers.append(kind(env, env_ids, self._replay_buffer))
+            self._steppers.append(kind(env, env_ids, self._replay.writer))
             self.num_envs += env.num_envs
 
     @property
@@ -146,8 +138,7 @@ class Actor:
         """
         stats = self.stats()
         if incarnation == self.incarnation:
-            self._budget = env_steps
-            self._budget_changed.set()
+            self._budget.allow(env_steps)
         return stats
 
     def step(self) -> Logs | None:
@@ -189,7 +180,7 @@ class Actor:
             finally:
                 if handles.program_stop() is not None:
                     self.close()
-                self._has_run.set()
+                self._run_has_ended.set()
 
     def warm_up(self) -> None:
         """Reset the environments and call the inferencer once, so that the first step compiles nothing.
@@ -228,10 +219,7 @@ class Actor:
         Any thread may call it.
         """
         self._stop.set()
-        if self._owns_buffer:
-            self._replay_buffer.close()
-        elif isinstance(self._replay_buffer, BaseReplayBuffer):
-            self._replay_buffer.end_waits(self.rank)
+        self._replay.end_waits()
 
     def stop_and_close(self, seconds: float = 10.0) -> None:
         """Stop `run()`, wait for it, and close the environments. Any thread may call it.
@@ -240,7 +228,7 @@ class Actor:
             seconds: how long to wait. If `run()` takes longer, the environments stay open.
         """
         self.stop()
-        if self._has_run.wait(seconds):
+        if self._run_has_ended.wait(seconds):
             self.close()
 
     def close(self) -> None:
@@ -248,8 +236,7 @@ class Actor:
         self.stop()
         for stepper in self._steppers:
             stepper.env.close()
-        if isinstance(self._replay_buffer, AddOnlyWriter):
-            self._replay_buffer.release(was_ready=self._is_made)
+        self._replay.release()
 
     def get_state(self, *, with_envs: bool = True) -> dict[str, Any]:
         """Return what a resumed Actor of one pool needs: numpy arrays, ints and bytes.
@@ -270,9 +257,7 @@ class Actor:
         for stepper in self._steppers:
             begin, end = end, end + stepper.env.num_envs
             stepper.begin(jax.tree.map(lambda leaf, begin=begin, end=end: np.array(leaf[begin:end]), states))
-        buffer = self._replay_buffer
-        is_remote = isinstance(buffer, handles.Remote)
-        spec = self._inferencer.specs().replay_spec if is_remote else getattr(buffer, "spec", None)
+        spec = self._replay.spec(self._inferencer)
         if spec is not None and spec.max_staleness is not None:
             self._max_staleness = spec.max_staleness
             for stepper in self._steppers:
@@ -304,8 +289,8 @@ class Actor:
         while not self._stop.is_set():
             if has_end and (self.env_steps >= env_steps or time.monotonic() >= until):
                 break
-            if not self._take_from_budget():
-                self._wait_for_budget()
+            if not self._budget.take():
+                self._budget.wait()
                 continue
             for gate in self._gates():
                 if gate.is_closed:
@@ -324,9 +309,9 @@ class Actor:
         """
         pending: collections.deque[_PendingCall] = collections.deque()  # oldest first
         while not self._stop.is_set():
-            steppers = self._steppers if self._take_from_budget() else []
+            steppers = self._steppers if self._budget.take() else []
             if not steppers and not pending:
-                self._wait_for_budget()
+                self._budget.wait()
                 continue
             free = next((each for each in steppers if each.has_request), None)
             if free is None and not pending and (closed := [gate for gate in self._gates() if gate.is_closed]):
@@ -357,22 +342,6 @@ class Actor:
     def _write(self, logs: Logs | None) -> None:
         if logs is not None and self._logger is not None:
             self._logger.write(self.env_steps, logs)
-
-    def _take_from_budget(self) -> bool:
-        """Count the next step of all environments. Return False if the budget does not allow it.
-
-        The count may be too high: an environment that resets takes no step. When it reaches the budget, it is corrected
-        by `env_steps`, which takes longer to compute.
-        """
-        self._counted += self.num_envs
-        if self._counted >= self._budget:
-            self._counted = self.env_steps
-        return self._counted < self._budget
-
-    def _wait_for_budget(self) -> None:
-        self._budget_changed.clear()
-        if self.env_steps >= self._budget:
-            self._budget_changed.wait(_POLL)
 
     def _only_stepper(self) -> SyncStepper | AsyncStepper:
         if len(self._steppers) > 1:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rlframe.actors.unroll_gate import UnrollGate
+from rlframe.actors.gates import UnrollGate
 from rlframe.envs.pool import stepping, true_rewards
 from rlframe.types import FIRST, LAST, AgentOutput, AgentState, Logs, Step, TimeStep, Tree
 

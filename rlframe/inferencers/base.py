@@ -70,9 +70,7 @@ class StatelessInference:
 
     def __init__(self, target: Any) -> None:
         self._target = target
-        self._takes_state = False
-        if not isinstance(target, handles.Remote):
-            self._takes_state = 2 < count_positional(target.inference) < math.inf
+        self._takes_state = 2 < count_positional(target.inference) < math.inf  # a node's method takes any number
 
     def inference(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> tuple[AgentOutput, AgentState]:
         """See `Inference`. Its version is -1 where the object says none."""

@@ -34,6 +34,7 @@ class LearnerReplay:
         stop: ends waits for other processes.
 
     Attributes:
+        buffer: itself.
         saved: the buffer, if the Learner's checkpoints hold it; None: they do not.
         max_staleness: versions that a batch may be behind the newest; None: any number.
 
@@ -48,10 +49,10 @@ class LearnerReplay:
                 "A Learner cannot sample from a replay buffer on another node: batches would be copied through it. Use "
                 "a buffer in shared memory, or Reverb."
             )
-        self._buffer = as_replay_buffer(target, lambda: agent)
-        self._is_own = self._buffer is not target
+        self.buffer = as_replay_buffer(target, lambda: agent)
+        self._is_own = self.buffer is not target
         # None: it has the methods of a `ReplayReader` alone.
-        self._full = self._buffer if isinstance(self._buffer, BaseReplayBuffer) else None
+        self._full = self.buffer if isinstance(self.buffer, BaseReplayBuffer) else None
         self.saved = self._full if self._full is not None and self._full.is_saved_by_learner else None
         self.max_staleness = self._full.spec.max_staleness if self._full is not None else None
         self._resumed_from: int | None = None  # until the next update
@@ -119,10 +120,10 @@ class LearnerReplay:
         self._method("update_priorities", "The agent logs priorities")(keys, priorities)
 
     def _method(self, name: str, why: str) -> Callable[..., Any]:
-        if not hasattr(self._buffer, name):
-            kind = type(self._buffer).__name__
+        if not hasattr(self.buffer, name):
+            kind = type(self.buffer).__name__
             raise UsageError(f"The replay buffer of this Learner, a {kind}, needs {name}(). {why}.")
-        return getattr(self._buffer, name)
+        return getattr(self.buffer, name)
 
     # --- calls from other threads
 
@@ -145,4 +146,4 @@ class LearnerReplay:
         """End the wait for a batch, and close a buffer that was made here."""
         self.close_dataset()
         if self._is_own:
-            self._buffer.close()
+            self.buffer.close()

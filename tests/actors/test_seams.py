@@ -13,7 +13,7 @@ import pytest
 
 from rlframe import program_end
 from rlframe.actors import Actor, Evaluator
-from rlframe.actors.ranks import claim_rank
+from rlframe.actors.replay import ActorReplay
 from rlframe.agents import PPO, PPOConfig
 from rlframe.agents.trees import zero_timestep
 from rlframe.errors import EnvError, UsageError
@@ -237,7 +237,7 @@ def test_no_two_threads_get_the_same_rank_and_incarnation_where_the_buffer_gives
 
                 def claim(buffer=buffer):
                     begin.wait()
-                    return claim_rank(buffer, 0)[2]
+                    return ActorReplay(buffer, dict, 0, None).incarnation
 
                 claimed = [threads.submit(claim) for _ in range(4)]
                 assert sorted(each.result() for each in claimed) == [0, 1, 2, 3]

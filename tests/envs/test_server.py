@@ -38,7 +38,7 @@ def test_an_actor_adds_the_steps_that_it_adds_of_environments_of_its_own():
     actors = [make_actor(env) for env in (two_envs, handle)]
     logs = [[actor.step() for _ in range(9)] for actor in actors]
     assert logs[0] == logs[1] and logs[1][2] == {"episode_return": 3.0, "episode_length": 3.0, "episodes": 2}
-    ours, theirs = (actor._replay_buffer.steps for actor in actors)
+    ours, theirs = (actor._replay.writer.steps for actor in actors)
     for (env_ids, step), (their_ids, their_step) in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(env_ids, their_ids)
         np.testing.assert_array_equal(step.next_timestep.observation, their_step.next_timestep.observation)

@@ -99,7 +99,7 @@ def test_an_actor_adds_the_steps_of_environments_of_several_servers():
     assert actor.num_envs == 4
     ended = [each for each in logs if each]
     assert ended and all(each == {"episode_return": 3.0, "episode_length": 3.0, "episodes": 2} for each in ended)
-    ids = np.concatenate([env_ids for env_ids, _ in actor._replay_buffer.steps])
+    ids = np.concatenate([env_ids for env_ids, _ in actor._replay.writer.steps])
     assert set(ids.tolist()) == {0, 1, 2, 3}
     actor.close()
     for node in nodes:

@@ -24,7 +24,7 @@ class TellingLearner(Learner):
     """Says how far it is: learner steps, version, items that were ever added to its replay."""
 
     def tell(self, what: str) -> None:
-        added = self._replay_buffer.stats()["added"]
+        added = self._replay.buffer.stats()["added"]
         print(f"learner {os.getpid()} {what}: {self.learner_steps} {self.params_version} {added}", flush=True)
 
     def step(self, batch: Any) -> Any:

@@ -451,7 +451,7 @@ def test_a_learner_that_waits_for_its_first_batch_stops(serve: Serve) -> None:
     agent = counting_agent()
     learner = Learner(LearnerConfig(), agent, reverb.Client(serve(ReverbReplayBuffer.tables(agent))))
     running, result = in_thread(learner.run)
-    wait_until(lambda: learner._dataset is not None)
+    wait_until(lambda: learner._replay._dataset is not None)
     learner.stop()
     running.join(timeout=30.0)
     assert result == [None]
@@ -473,7 +473,7 @@ def test_a_learner_that_waits_for_a_server_to_take_its_priorities_stops_and_save
     for _ in range(4):
         actor.step()
     actor.close()
-    buffer = learner._replay_buffer
+    buffer = learner._replay.buffer
     batch = buffer.sample()
     process.process.send_signal(how)
     buffer.make_dataset = lambda: (each for each in [batch])  # drawn before the server left

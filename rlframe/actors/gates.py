@@ -1,4 +1,4 @@
-"""On-policy acting: collect one unroll with each version of the parameters, then wait for the next version."""
+"""What an actor waits for before a step: a budget of steps, and, on-policy, newer parameters for each unroll."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rlframe.types import ReplaySpec, Sequence
 
 _log = logging.getLogger(__name__)
 
-_POLL = 0.2  # seconds of one request for a version: a stop takes no longer than this
+_POLL = 0.2  # seconds of one request for a version, or of one wait for budget: a stop takes no longer than this
 _RESTARTED = 1.0  # seconds after which a version older than the last one means that the learner was restarted
 
 
@@ -79,3 +80,40 @@ class UnrollGate:
                 return version
         self._is_open, self._waited = True, 0.0
         return version
+
+
+class StepBudget:
+    """The environment steps that `Actor.run` may take in all, which another thread may raise.
+
+    Args:
+        steps: allowed at first.
+        num_envs: the most steps that one step of the Actor takes.
+        taken: returns how many were taken.
+    """
+
+    def __init__(self, steps: float, num_envs: int, taken: Callable[[], int]) -> None:
+        self._steps, self._num_envs, self._taken = steps, num_envs, taken
+        self._at_most = 0  # how many can have been taken
+        self._changed = threading.Event()
+
+    def allow(self, steps: float) -> None:
+        """Allow so many steps in all. Any thread may call it."""
+        self._steps = steps
+        self._changed.set()
+
+    def take(self) -> bool:
+        """Count the next step of all environments. Return False if the budget does not allow it.
+
+        The count may be too high: an environment that resets takes no step. When it reaches the budget, it is corrected
+        by `taken`, which takes longer to compute.
+        """
+        self._at_most += self._num_envs
+        if self._at_most >= self._steps:
+            self._at_most = self._taken()
+        return self._at_most < self._steps
+
+    def wait(self) -> None:
+        """Wait a moment for more budget, if it is used up."""
+        self._changed.clear()
+        if self._taken() >= self._steps:
+            self._changed.wait(_POLL)

@@ -1,0 +1,165 @@
+"""The replay buffer of an actor: its rank, and where its steps go. Adapt a buffer that has only `add`."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rlframe import handles
+from rlframe.errors import NoMethodError, RemoteError, UsageError
+from rlframe.inferencers.base import count_positional
+from rlframe.replay import BaseReplayBuffer, as_replay_buffer
+from rlframe.types import ReplaySpec, Step
+
+_ONE_ARGUMENT = "add() takes 2 positional arguments but 3 were given"  # Python's words, `self` counted
+
+
+class ActorReplay:
+    """The replay buffer that an Actor was given, and the rank that it claims there, for all kinds of buffers.
+
+    A `ReplayWriter` hands out ranks, in this process or on another node. A buffer that has `add` alone does not: see
+    `AddOnlyWriter`.
+
+    Args:
+        target: a buffer, or a `Remote` of one; or a `reverb.Client`.
+        specs: see `as_replay_buffer`.
+        rank: to claim; None: any. With `add` alone, None means rank 0, for the only Actor of a process that is no node
+            of a program.
+        incarnation: continue as this incarnation of `rank`, whose open fragments are in the buffer; None: claim it.
+
+    Attributes:
+        rank, incarnation: of the Actor.
+        writer: gets the steps.
+
+    Raises:
+        UsageError: it has no `add`, or it has `add` alone and other Actors may have the same rank.
+    """
+
+    def __init__(self, target: Any, specs: Callable[[], Any], rank: int | None, incarnation: int | None) -> None:
+        self.writer = as_replay_buffer(target, specs)
+        self._is_own = self.writer is not target
+        self._is_remote = isinstance(target, handles.Remote)
+        self._continues = incarnation is not None
+        if rank is not None and incarnation is not None:
+            self.rank, self.incarnation = rank, incarnation
+        else:
+            self.rank, self.incarnation = self._claim(rank)
+
+    def _claim(self, rank: int | None) -> tuple[int, int]:
+        buffer = self.writer
+        if not callable(getattr(buffer, "add", None)):
+            raise UsageError(
+                f"A {type(buffer).__name__} was given as the replay buffer of an Actor: it needs add(env_ids, step)."
+            )
+        if hasattr(buffer, "claim_rank"):  # a Remote has every method, until it is called
+            try:
+                return buffer.claim_rank(rank=rank)
+            except NoMethodError:
+                pass
+        if rank is None and (self._is_remote or handles.program_stop() is not None):
+            raise UsageError(
+                "The replay buffer has add() but no claim_rank(), so it hands out no ranks. An Actor without a rank "
+                "would be rank 0, like the Actors of other processes: all would have the same seeds and collect the "
+                "same experience. Give each Actor its own rank: Actor(..., rank=0), Actor(..., rank=1)."
+            )
+        self.writer = AddOnlyWriter(buffer, rank)
+        return rank or 0, self.writer.incarnation
+
+    def open_segment(self, num_envs: int) -> None:
+        """Set the number of the Actor's environments, unless it continues."""
+        if not self._continues:
+            self.writer.open_segment(self.rank, num_envs)
+
+    def spec(self, inferencer: Any) -> ReplaySpec | None:
+        """Return the spec of the buffer; None if it has `add` alone. On another node, it is that of the inferencer."""
+        if self._is_remote and not isinstance(self.writer, AddOnlyWriter):
+            return inferencer.specs().replay_spec
+        return getattr(self.writer, "spec", None)
+
+    def end_waits(self) -> None:
+        """End an `add` that waits for room, now or later. Close a buffer that was made here."""
+        if self._is_own:
+            self.writer.close()
+        elif isinstance(self.writer, BaseReplayBuffer):
+            self.writer.end_waits(self.rank)
+
+    def release(self) -> None:
+        """Give the rank back, if this process hands it out."""
+        if isinstance(self.writer, AddOnlyWriter):
+            self.writer.release()
+
+
+class _Claims:
+    """The ranks of the Actors in this process that add to one object."""
+
+    def __init__(self, target: Any) -> None:
+        key = id(target)
+        try:
+            self.target: Any = weakref.ref(target, lambda _: _claims.pop(key, None))
+        except TypeError:  # it cannot be referred to weakly: keep it, so that no other object gets its id
+            self.target = target
+        self.open: list[int | None] = []  # of the Actors that are not closed, as they were given
+        self.incarnations = collections.Counter[int]()  # the next one of each rank
+
+
+_claims: dict[int, _Claims] = {}  # by id of the object
+_CLAIMING = threading.Lock()
+
+
+class AddOnlyWriter:
+    """A `ReplayWriter` around an object that has only `add(env_ids, step)`, or `add((env_ids, step))`.
+
+    Args:
+        target: the object.
+        rank: of the Actor that writes. A rank that is claimed again gets the next incarnation.
+    """
+
+    def __init__(self, target: Any, rank: int | None) -> None:
+        self._target, self._rank, self._is_open = target, rank, True
+        self._was_ready = False
+        # False for a node, whose method takes any number: unknown until the first call.
+        self._takes_pair = count_positional(target.add) == 1
+        with _CLAIMING:
+            if id(target) not in _claims:
+                _claims[id(target)] = _Claims(target)
+            self._claims = claims = _claims[id(target)]
+            if (rank is None and claims.open) or (rank == 0 and None in claims.open):
+                raise UsageError(
+                    f"Another Actor in this process adds to the same {type(target).__name__}, which has no "
+                    "claim_rank() to hand out ranks. Both would be rank 0, with the same seeds, and collect the same "
+                    "experience. Give each Actor its own rank: Actor(..., rank=0), Actor(..., rank=1). Or close the "
+                    "other one first: close()."
+                )
+            claims.open.append(rank)
+            self.incarnation = claims.incarnations[rank or 0]
+            claims.incarnations[rank or 0] += 1
+
+    def release(self) -> None:
+        """Give the rank back. The next Actor gets the same incarnation if this one has not called `open_segment`."""
+        with _CLAIMING:
+            if self._is_open:
+                self._is_open = False
+                self._claims.open.remove(self._rank)
+                if not self._was_ready and self._claims.incarnations[self._rank or 0] == self.incarnation + 1:
+                    self._claims.incarnations[self._rank or 0] -= 1
+
+    def open_segment(self, rank: int, num_envs: int) -> None:
+        """Note that the Actor is ready: the object has no segments."""
+        self._was_ready = True
+
+    def add(self, env_ids: np.ndarray, step: Step) -> None:
+        """See `ReplayWriter`."""
+        if not self._takes_pair:
+            try:
+                self._target.add(env_ids, step)
+                return
+            except RemoteError as error:  # the signature of a node's method is not known here
+                if _ONE_ARGUMENT not in str(error):
+                    raise
+                self._takes_pair = True
+        self._target.add((env_ids, step))
