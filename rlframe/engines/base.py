@@ -19,11 +19,6 @@ from rlframe.interprocess.heartbeat import TIMEOUT
 
 GRACE = 8.0  # seconds between SIGTERM and SIGKILL, unless another number is asked for
 
-NodeState = Literal["BUSY", "LOST", "GONE"]  # runs; died, and will be started again; ended
-
-# Called with (whether the nodes are being ended, `node_status` of each) when these change.
-Watch = Callable[[bool, list[dict[str, Any]]], None]
-
 
 @dataclasses.dataclass(frozen=True)
 class NodeOptions:
@@ -47,6 +42,31 @@ class EngineOptions(NodeOptions):
     def output(self) -> Any:
         """The stream that shows the nodes' lines."""
         return Nowhere() if self.quiet else sys.stderr
+
+
+# WAITING: it has no process; the next one is started soon.
+# RUNNING: it has a process. If that dies, the supervisor decides what follows.
+# REPLACED: its process was killed on request, and the next one follows.
+# ENDING: its process was told to end for good.
+# ENDED: it has no process, and gets none.
+NodeState = Literal["WAITING", "RUNNING", "REPLACED", "ENDING", "ENDED"]
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeStatus:
+    """What is known of a node while its program runs."""
+
+    name: str  # "actor/0"
+    state: NodeState = "RUNNING"
+    incarnation: int = 0  # number of its restarts
+    pid: int | None = None  # of its process, if that is known
+    host: str = socket.gethostname()  # the name of the process's machine
+    phase: str | None = None  # that the process was in at its last heartbeat; None: nobody watches it
+    silent_for: int | None = None  # seconds since that heartbeat
+
+
+# Called with (whether the nodes are being ended, the status of each) when these change.
+Watch = Callable[[bool, list[NodeStatus]], None]
 
 
 class Engine(Protocol):
@@ -148,27 +168,6 @@ class ResourceEngine(Engine):
         """See `Engine`."""
         self._resources.callback(resource.close)
         return resource
-
-
-def node_status(name: str, incarnation: int, pid: int | None, state: NodeState = "BUSY") -> dict[str, Any]:
-    """Return the row of a node in `rlframe status`, with the keys that the workers of elastic have.
-
-    Args:
-        name: of the node: `actor/0`.
-        incarnation: number of its restarts.
-        pid: of its process.
-        state: of the process; the words are those of elastic's `WorkerState` (`rlframe.coordinator.states`).
-    """
-    role, _, index = name.partition("/")
-    return {
-        "worker_id": name,
-        "role": role,
-        "index": int(index or 0),
-        "incarnation": incarnation,
-        "state": state,
-        "host": socket.gethostname(),
-        "pid": pid,
-    }
 
 
 def pick_free_port() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from rlframe.engines.base import Watch, node_status
+from rlframe.engines.base import NodeStatus, Watch
 from rlframe.engines.threads import ThreadsEngine
 
 
@@ -16,7 +16,7 @@ class InlineEngine(ThreadsEngine):
         ((group, node),) = self._nodes
         try:
             if watch is not None:
-                watch(False, [node_status(group, 0, os.getpid())])
+                watch(False, [NodeStatus(group, pid=os.getpid())])
             return node.run()
         finally:
             self._close()

@@ -69,7 +69,7 @@ class LaunchpadEngine(ResourceEngine):
     @property
     def groups(self) -> dict[str, int]:
         """See `Engine`."""
-        return {label: len(nodes) for label, nodes in self.program.groups.items()}
+        return {group: len(nodes) for group, nodes in self.program.groups.items()}
 
     def address_of(self, group: str) -> str:
         """See `Engine`: "host:port"."""
@@ -119,9 +119,9 @@ def launch(
 
     Args:
         program: a `launchpad.Program`.
-        rules: by group label; a group without one has no restarts and does not end the program.
+        rules: by group; a group without rules has no restarts and does not end the program.
         output: where the nodes' lines go; stderr.
-        ports: by group label, that of the group's first node (the next ones follow); others are picked.
+        ports: by group, that of its first node (the next ones follow); others are picked.
         logs: the directory in which they are kept, too; None: they are not kept.
         hang_timeout: seconds that a node's interpreter may be silent before the node is killed and started again, as
             one that died; so is one whose work hangs (docs/failures.md). 0: none is.
@@ -137,13 +137,15 @@ def launch(
         UsageError: the rules are of a group that the program has not, or a node cannot be pickled.
     """
     rules = rules or {}
-    for label in rules:
-        if label not in program.groups:
+    for group in rules:
+        if group not in program.groups:
             raise UsageError(
-                f"The program has no group {label!r}; it has {', '.join(program.groups)}."
-                f"{suggest(label, program.groups)}"
+                f"The program has no group {group!r}; it has {', '.join(program.groups)}."
+                f"{suggest(group, program.groups)}"
             )
-    processes = program_processes(run_launchpad_node, _pickled(program, ports or {}), rules)
+    _prepare(program, ports or {})
+    pickled = {group: [pickle_node(group, node.function) for node in nodes] for group, nodes in program.groups.items()}
+    processes = program_processes(run_launchpad_node, pickled, rules)
     if listening := _open_ports(program):
         warn_of_open_ports(listening, output or sys.stderr)
     return ProgramSupervisor(
@@ -165,8 +167,8 @@ def run_launchpad_node(pickled: bytes) -> None:
     function()
 
 
-def _pickled(program: Any, ports: Mapping[str, int]) -> dict[str, list[bytes]]:
-    """Prepare the nodes as `lp.launch` does. Return, by group, the pickled function of each."""
+def _prepare(program: Any, ports: Mapping[str, int]) -> None:
+    """Prepare the nodes for their processes, as `lp.launch` does: give them a context, handles and addresses."""
     from absl import flags
     from launchpad import context  # which defines the flags
     from launchpad.launch import serialization
@@ -174,20 +176,18 @@ def _pickled(program: Any, ports: Mapping[str, int]) -> dict[str, list[bytes]]:
     if not flags.FLAGS.is_parsed():
         flags.FLAGS(sys.argv[:1], known_only=True)
     stopper = functools.partial(os.kill, os.getpid(), STOP_SIGNAL)
-    for group in program.groups.values():
-        for node in group:
-            node.launch_context.initialize(context.LaunchType.LOCAL_MULTI_PROCESSING, None, stopper)
-    for label, group in program.groups.items():
-        for node in group:
+    for node in program.get_all_nodes():
+        node.launch_context.initialize(context.LaunchType.LOCAL_MULTI_PROCESSING, None, stopper)
+    for group, nodes in program.groups.items():
+        for node in nodes:
             for handle in node.input_handles:
-                handle.connect(node, label)
+                handle.connect(node, group)
     for node in program.get_all_nodes():
         node.bind_addresses()
-    for label, first in ports.items():
-        for port, address in enumerate((each for node in program.groups[label] for each in node.addresses), first):
+    for group, first in ports.items():
+        for port, address in enumerate((each for node in program.groups[group] for each in node.addresses), first):
             address.bind(KnownAddress(f"localhost:{port}"))
     serialization.enable_lru_cache_pickling_once()
-    return {label: [pickle_node(label, node.function) for node in group] for label, group in program.groups.items()}
 
 
 def _open_ports(program: Any) -> str:
@@ -196,10 +196,10 @@ def _open_ports(program: Any) -> str:
     The text is empty if no node listens.
     """
     listed = []
-    for label, group in program.groups.items():
-        ports = [address.resolve().rpartition(":")[2] for node in group for address in node.addresses]
+    for group, nodes in program.groups.items():
+        ports = [address.resolve().rpartition(":")[2] for node in nodes for address in node.addresses]
         if ports:
-            listed.append(f"{label} (port{'s' * (len(ports) > 1)} {', '.join(ports)})")
+            listed.append(f"{group} (port{'s' * (len(ports) > 1)} {', '.join(ports)})")
     return ", ".join(listed)
 
 

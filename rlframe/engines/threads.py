@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlframe import extras
-from rlframe.engines.base import EngineOptions, ResourceEngine, Watch, node_status
+from rlframe.engines.base import EngineOptions, NodeStatus, ResourceEngine, Watch
 from rlframe.engines.group_rules import ending_group, traits_of
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import ProgramError
@@ -70,7 +70,7 @@ class ThreadsEngine(ResourceEngine):
     def run(self, watch: Watch | None = None) -> int | None:
         """See `Engine`; `watch` gets this one process."""
         if watch is not None:
-            watch(False, [node_status("launcher", 0, os.getpid())])
+            watch(False, [NodeStatus("launcher", pid=os.getpid())])
         # They do not hold up the end of the process: after a second Ctrl-C some may still be at work.
         threads = [
             threading.Thread(target=self._run, args=node, name=f"rlframe {node[0]}", daemon=True)

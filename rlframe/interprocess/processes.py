@@ -53,22 +53,13 @@ def _started(pid: int) -> int:
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent dies, even from SIGKILL.
+    """Make the kernel kill this process when its parent dies, even from SIGKILL. Needs Linux, as nodes do.
 
     For the kernel the parent is the *thread* that made this process: see `start_process`.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-        return
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            threading.Event().wait(1.0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
         os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def die_soon_after_parent() -> None:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from rlframe.coordinator.messages import Role, WorkerInfo, WorkerKey, worker_id_of
+from rlframe.engines.base import NodeState
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.nodes import EXIT_PERMANENT, RunningNode, StartableNode
-from rlframe.engines.supervision.supervisor import Backoff, Slot, SlotState, Supervisor
+from rlframe.engines.supervision.supervisor import Backoff, Slot, Supervisor
 from rlframe.errors import UsageError
 from rlframe.handles import Remote
 from rlframe.transport import Transport
@@ -143,7 +144,7 @@ class SupervisedOperator(Supervisor):
             slot.problem = f"{slot.name} could not be started: {type(error).__name__}: {error}."
             self.restart_later(slot)
 
-    def decide_after_exit(self, slot: Slot, running: RunningNode, state: SlotState) -> None:
+    def decide_after_exit(self, slot: Slot, running: RunningNode, state: NodeState) -> None:
         """Start the next incarnation later, unless the worker was released."""
         if state == "RUNNING":
             reason = _exit_reason(running)

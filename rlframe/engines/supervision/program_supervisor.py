@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import signal
 from collections.abc import Sequence
 from typing import Any
 
-from rlframe.engines.base import GRACE, NodeState, Watch, node_status
+from rlframe.engines.base import GRACE, NodeState, NodeStatus, Watch
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.stopping import handling, stop_signals
 from rlframe.engines.supervision.nodes import EXIT_PERMANENT, RunningNode, StartableNode
-from rlframe.engines.supervision.supervisor import Backoff, Slot, SlotState, Supervisor
+from rlframe.engines.supervision.supervisor import Backoff, Slot, Supervisor
 from rlframe.errors import ProgramError
 
 STOP_SIGNAL = signal.SIGUSR1  # sent to the launcher by a node that ends the program (`lp.stop()`)
@@ -87,7 +88,7 @@ class ProgramSupervisor(Supervisor):
 
     # --- the end of a process
 
-    def decide_after_exit(self, slot: Slot, running: RunningNode, state: SlotState) -> None:
+    def decide_after_exit(self, slot: Slot, running: RunningNode, state: NodeState) -> None:
         """Restart a node that died; end the program if that is its end."""
         if state == "ENDING":
             self._check_saved(slot, running)
@@ -161,15 +162,14 @@ class ProgramSupervisor(Supervisor):
             self._reported = now
             self._watch(*now)
 
-    def _status_of(self, slot: Slot) -> dict[str, Any]:
+    def _status_of(self, slot: Slot) -> NodeStatus:
         running = slot.running
         if running is None:
-            state: NodeState = "LOST" if slot.state == "WAITING" else "GONE"
-            return node_status(slot.name, slot.incarnation, None, state)
-        status = {**node_status(slot.name, slot.incarnation, running.pid), "host": running.host}
-        if running.heartbeat is not None:
-            status.update(phase=running.heartbeat.phase, silent_for=round(running.heartbeat.silent))
-        return status
+            return NodeStatus(slot.name, slot.state, slot.incarnation)
+        status = NodeStatus(slot.name, slot.state, slot.incarnation, running.pid, running.host)
+        if running.heartbeat is None:
+            return status
+        return dataclasses.replace(status, phase=running.heartbeat.phase, silent_for=round(running.heartbeat.silent))
 
 
 def _slot_of(node: StartableNode) -> Slot:

@@ -16,9 +16,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal
 
-from rlframe.engines.base import GRACE
+from rlframe.engines.base import GRACE, NodeState
 from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.nodes import RunningNode, StartableNode
@@ -39,14 +38,6 @@ class Backoff:
         return min(self.first * 2.0 ** min(deaths - 1, 30), self.longest)
 
 
-# WAITING: it has no process; the next one is started at the slot's deadline.
-# RUNNING: it has a process. If that dies, `decide_after_exit` decides what follows.
-# REPLACED: its process was killed on request, and the next one follows.
-# ENDING: its process was told to end for good, and is killed at the slot's deadline.
-# ENDED: it has no process, and gets none.
-SlotState = Literal["WAITING", "RUNNING", "REPLACED", "ENDING", "ENDED"]
-
-
 @dataclasses.dataclass
 class Slot:
     """The place of one node: the process that runs in it, and the counters of its restarts.
@@ -56,7 +47,7 @@ class Slot:
         make: returns the node to start, given its incarnation: a node of a program is always the same, a worker of
             elastic is not.
         rules: of the node's group.
-        state: see `SlotState`.
+        state: see `NodeState`.
         deadline: time of the next start if the state is WAITING, of the kill if it is ENDING; else infinite.
         running: the process; None while there is none.
         incarnation: number of starts before the newest one.
@@ -67,7 +58,7 @@ class Slot:
     name: str
     make: Callable[[int], StartableNode]
     rules: GroupRules = dataclasses.field(default_factory=GroupRules)
-    state: SlotState = "ENDED"
+    state: NodeState = "ENDED"
     deadline: float = math.inf
     running: RunningNode | None = None
     incarnation: int = -1
@@ -113,7 +104,7 @@ class Supervisor:
         self.lock = threading.RLock()
         self.events: Inbox[Callable[[], None]] = Inbox()
 
-    def decide_after_exit(self, slot: Slot, running: RunningNode, state: SlotState) -> None:
+    def decide_after_exit(self, slot: Slot, running: RunningNode, state: NodeState) -> None:
         """Decide what follows the exit of a process: a restart, the end of the program, or nothing.
 
         Args:

@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from rlframe.coordinator.states import JobState
+from rlframe.coordinator.states import JobState, WorkerState
+from rlframe.engines.base import NodeStatus
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.metrics.files import rows_after
@@ -61,9 +62,10 @@ class StatusFile:
         with contextlib.suppress(OSError):
             write_atomically(self._path, json.dumps(self._written), "\n")
 
-    def watch(self, stops: bool, nodes: list[dict[str, Any]]) -> None:
-        """Write the state of a program's processes, from their supervisor."""
-        self.write(state=(JobState.DRAINING if stops else JobState.RUNNING).value, nodes=nodes)
+    def watch(self, stops: bool, nodes: list[NodeStatus]) -> None:
+        """Write the state of a program's processes, from their supervisor: see `Watch`."""
+        state = JobState.DRAINING if stops else JobState.RUNNING
+        self.write(state=state.value, nodes=[_worker_of(node) for node in nodes])
 
     @contextlib.contextmanager
     def until_the_end(self) -> Iterator[None]:
@@ -83,6 +85,21 @@ class StatusFile:
         else:
             reason = f"stopped by {signal.Signals(result.signal).name}"
         self.write(state=JobState.CLOSED.value, reason=reason)
+
+
+def _worker_of(node: NodeStatus) -> dict[str, Any]:
+    """Return a node as the status of elastic has a worker (`rlframe.coordinator.status`)."""
+    role, _, index = node.name.partition("/")
+    worker = {
+        "worker_id": node.name,
+        "role": role,
+        "index": int(index or 0),
+        "incarnation": node.incarnation,
+        "state": {"WAITING": WorkerState.LOST, "ENDED": WorkerState.GONE}.get(node.state, WorkerState.BUSY).value,
+        "host": node.host,
+        "pid": node.pid,
+    }
+    return worker if node.phase is None else {**worker, "phase": node.phase, "silent_for": node.silent_for}
 
 
 def topology_of(run_dir: str | os.PathLike) -> str | None:

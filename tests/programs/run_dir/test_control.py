@@ -17,7 +17,7 @@ import httpx
 
 from rlframe.cli import main
 from rlframe.coordinator.control.address import read_control
-from rlframe.engines.base import node_status
+from rlframe.engines.base import NodeStatus
 from rlframe.programs import make_experiment, run_experiment
 from rlframe.programs.run_dir.control import ControlAddress, RunTarget, serve_control_of
 from rlframe.programs.run_dir.directory import RunDir
@@ -45,7 +45,7 @@ def directory(tmp_path):
     directory.metrics.write_text(json.dumps(row) + "\n")
     with RunLock(directory.path):
         StatusFile(directory, DESCRIBED, 1_000).watch(
-            False, [node_status(name, 1, 7) for name in ("learner", "actor/0")]
+            False, [NodeStatus(name, incarnation=1, pid=7) for name in ("learner", "actor/0")]
         )
         yield directory
 

@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from rlframe.cli import main
+from rlframe.engines.base import NodeStatus
 from rlframe.errors import ProgramError
 from rlframe.programs import make_experiment, run_experiment
 from rlframe.programs.run_dir.directory import Result, RunDir
@@ -53,6 +54,32 @@ def test_a_status_tells_how_far_a_run_is(directory):
         assert look()["returns"] == [[100, 20.0]]
         status.watch(True, [])
         assert look()["job"]["state"] == "DRAINING"
+
+
+def test_nodes_are_shown_as_workers_of_elastic_are(directory):
+    with RunLock(directory.path):
+        append(directory, step=200, **ROW)
+        busy = NodeStatus("actor/1", pid=7, host="here", phase="stepping", silent_for=2)
+        dead = NodeStatus("learner", "WAITING", incarnation=3, host="here")
+        ended = NodeStatus("monitor", "ENDED", host="here")
+        StatusFile(directory, DESCRIBED, 1_000).watch(False, [busy, dead, ended])
+        workers = StatusReader(directory.path)()["workers"]
+        assert workers[0] == {
+            "worker_id": "actor/1",
+            "role": "actor",
+            "index": 1,
+            "incarnation": 0,
+            "state": "BUSY",
+            "host": "here",
+            "pid": 7,
+            "phase": "stepping",
+            "silent_for": 2,
+        }
+        assert [(one["role"], one["index"], one["incarnation"], one["state"], one["pid"]) for one in workers[1:]] == [
+            ("learner", 0, 3, "LOST", None),
+            ("monitor", 0, 0, "GONE", None),
+        ]
+        assert "phase" not in workers[1]
 
 
 def test_a_status_tells_how_a_run_ended(directory):
