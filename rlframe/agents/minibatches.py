@@ -1,16 +1,20 @@
 """Epochs of shuffled minibatches: one learner step that is many gradient steps.
 
-    rows, logs = prepare(params, data)                          # _begin: PPO.rollout, with advantages
-    vector = ravel(params)                                      # Adam runs as one loop, not as one for each array
-    for index in shuffled minibatches of all epochs:            # __call__: a jitted scan
-        logs, grads = agent.compute_gradients(unravel(vector), rows[index])    # _gradient_step: PPO.loss
-        if stops(logs): break                                   # _step: PPO's KL limit
+    rows, logs = agent.rollout_and_logs(params, data)           # _begin: for PPO, steps with advantages
+    vector = ravel(params)
+    for index in shuffled minibatches of all epochs:            # _scan or _loop
+        logs, grads = agent.minibatch_gradients(unravel(vector), rows[index])    # of PPO.minibatch_loss
+        if stops(logs): break                                   # PPO's KL limit
         vector = agent.apply_gradients(vector, ravel(grads))
     params = unravel(vector)                                    # _end
     return params, agent.update_learner_state(...), means of the logs
 
-For convolutions on a CPU, whose gradient takes 18 times as long inside of a loop, each gradient step is a jitted call.
-(To unroll the loop is as fast, but takes a minute to compile.)
+Between two gradient steps all parameters are one vector, as are Adam's averages of them: so Adam runs as one loop, not
+as one for each array. Outside of a learner step they are trees.
+
+Two drivers do the gradient steps. `_scan` is a `lax.scan` inside of the Learner's jitted call. `_loop` is a Python loop
+of jitted calls, for convolutions on a CPU: their gradient takes 18 times as long inside of a scan. (To unroll the scan
+is as fast, but takes a minute to compile.)
 """
 
 from __future__ import annotations
@@ -35,18 +39,17 @@ from rlframe.types import Batch, Logs, Params, ReplaySpec, Sequence, SequenceBat
 class _Carry(NamedTuple):
     """State between two gradient steps."""
 
-    params: jax.Array  # all parameters, one vector
+    vector: jax.Array  # all parameters
     opt_state: Any  # of that vector
     is_stopped: jax.Array  # [] bool
 
 
 class MinibatchUpdates:
-    """Call an agent's `compute_gradients` and `apply_gradients` for each minibatch of each epoch.
+    """Call `gradients` and an agent's `apply_gradients` for each minibatch of each epoch.
 
-    `compute_gradients`, and so `loss`, gets a `Batch` whose `data` are the rows of one minibatch. `apply_gradients`
-    gets parameters, gradients and optimizer state in which all arrays of the parameters are joined into one: write it
-    with `jax.tree.map`, which works on any tree. Both get the learner state from before the learner step, with the
-    newest `opt_state`. `update_learner_state` is called once, at the end.
+    `apply_gradients` gets parameters, gradients and optimizer state in which all arrays of the parameters are joined
+    into one: write it with `jax.tree.map`, which works on any tree. Both functions get the learner state from before
+    the learner step, with the newest `opt_state`. `update_learner_state` is called once, at the end.
 
     If the agent's `jit_learner_step` is True, call it inside of jit. Otherwise call it outside: it jits its pieces.
 
@@ -54,6 +57,7 @@ class MinibatchUpdates:
         agent: its learner state has an `opt_state` and an `rng`, as `LearnerState`.
         prepare: `f(params, data)` returns the rows to learn from, a tree of `[N, ...]`, by the parameters before the
             first minibatch; and logs.
+        gradients: `f(params, learner_state, rows)` returns logs and gradients of the rows of one minibatch.
         num_epochs: how often each row is learned from.
         num_minibatches: of an epoch. If the rows do not divide into them, each epoch leaves a random few out. If there
             are fewer rows, there are fewer minibatches: the number of rows may depend on which actors are alive.
@@ -67,12 +71,13 @@ class MinibatchUpdates:
         self,
         agent: Any,
         prepare: Callable[[Params, Any], tuple[Tree, Logs]],
+        gradients: Callable[[Params, Any, Tree], tuple[Logs, Params]],
         num_epochs: int,
         num_minibatches: int,
         envs_per_batch: int | None = None,
         stops: Callable[[Logs], jax.Array] | None = None,
     ) -> None:
-        self._agent, self._prepare, self._envs_per_batch = agent, prepare, envs_per_batch
+        self._agent, self._prepare, self._gradients, self._envs_per_batch = agent, prepare, gradients, envs_per_batch
         self._num_epochs, self._num_minibatches, self._stops = num_epochs, num_minibatches, stops
         self._unravel: Any = None  # `f(vector)` returns the tree of parameters; known at the first call
 
@@ -80,29 +85,14 @@ class MinibatchUpdates:
         """Do a learner step, as `Agent.learner_step`. The logs are means over the minibatches."""
         if self._unravel is None:
             self._unravel = ravel_pytree(params)[1]
-        state = learner_state._replace(opt_state=())
-        pieces = self._begin, self._step_unless_stopped, self._end
-        begin, step, end = pieces if self._agent.jit_learner_step else self._jitted_pieces
+        begin, do_gradient_steps, end = self._pieces
         carry, rows, indices, rng, logs = begin(params, learner_state, batch.data)
-        if self._agent.jit_learner_step:
-            length = self._num_epochs if indices is None else len(indices)
-            carry, steps = jax.lax.scan(lambda now, index: step(now, rows, index, state), carry, indices, length=length)
-        else:
-            logs_of_steps: list[Logs] = []
-            order = [None] * self._num_epochs if indices is None else indices
-            for index in order:
-                carry, logs_of_one = step(carry, rows, index, state)
-                logs_of_steps.append(logs_of_one)
-                if self._stops is not None and carry.is_stopped:
-                    break
-            logs_of_steps += [jax.tree.map(np.zeros_like, logs_of_steps[0])] * (len(order) - len(logs_of_steps))
-            steps = jax.tree.map(lambda *values: np.asarray(values), *logs_of_steps)
+        carry, logs_of_steps = do_gradient_steps(carry, rows, indices, learner_state._replace(opt_state=()))
         params, opt_state = end(carry, params, learner_state.opt_state)
-        steps_before = learner_state.steps
-        learner_state = self._agent.update_learner_state(params, opt_state, learner_state._replace(rng=rng))
+        after = self._agent.update_learner_state(params, opt_state, learner_state._replace(rng=rng))
         if self._envs_per_batch is not None:
-            learner_state = learner_state._replace(steps=steps_before + len(batch.data.reward) / self._envs_per_batch)
-        return params, learner_state, {**logs, **self._means(steps, carry.is_stopped)}
+            after = after._replace(steps=learner_state.steps + len(batch.data.reward) / self._envs_per_batch)
+        return params, after, {**logs, **self._means(logs_of_steps, carry.is_stopped)}
 
     def indices(self, rng: jax.Array, num_rows: int) -> jax.Array | None:
         """Return [epochs * minibatches, rows of one]; None if each epoch is one minibatch of all rows."""
@@ -124,9 +114,13 @@ class MinibatchUpdates:
             )
 
     @functools.cached_property
-    def _jitted_pieces(self) -> tuple[Callable[..., Any], ...]:
+    def _pieces(self) -> tuple[Callable[..., Any], ...]:
+        """The three parts of a learner step."""
+        if self._agent.jit_learner_step:
+            return self._begin, self._scan, self._end
         begin, end = (compilation.jit(piece, differentiates=False) for piece in (self._begin, self._end))
-        return begin, compilation.jit(self._step, donate_argnums=(0,), differentiates=True), end
+        step = compilation.jit(self._step, donate_argnums=(0,), differentiates=True)
+        return begin, functools.partial(self._loop, step), end
 
     def _begin(self, params: Params, learner_state: Any, data: Any) -> tuple[_Carry, Tree, Any, jax.Array, Logs]:
         """Return the first carry, rows, indices of the minibatches, the next rng, and logs."""
@@ -142,36 +136,48 @@ class MinibatchUpdates:
         carry = _Carry(ravel_pytree(params)[0], opt_state, jnp.array(False))
         return carry, rows, self.indices(shuffle_rng, len(jax.tree.leaves(rows)[0])), rng, logs
 
-    def _step_unless_stopped(
-        self, carry: _Carry, rows: Tree, index: jax.Array | None, state: Any
+    def _scan(self, carry: _Carry, rows: Tree, indices: Any, state: Any) -> tuple[_Carry, Logs]:
+        """Do all gradient steps in one scan. Return the last carry, and the logs of each step."""
+
+        def step_unless_stopped(carry: _Carry, index: jax.Array | None) -> tuple[_Carry, Logs]:
+            def step(carry: _Carry) -> tuple[_Carry, Logs]:
+                return self._step(carry, rows, index, state)
+
+            def skip(carry: _Carry) -> tuple[_Carry, Logs]:
+                logs = jax.eval_shape(step, carry)[1]
+                return carry, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), logs)
+
+            return step(carry) if self._stops is None else jax.lax.cond(carry.is_stopped, skip, step, carry)
+
+        length = self._num_epochs if indices is None else len(indices)
+        return jax.lax.scan(step_unless_stopped, carry, indices, length=length)
+
+    def _loop(
+        self, step: Callable[..., Any], carry: _Carry, rows: Tree, indices: Any, state: Any
     ) -> tuple[_Carry, Logs]:
-        """Do `_step`, or nothing after a stop. Only for the scan: a convolution is slow inside of cond, too."""
-        if self._stops is None:
-            return self._step(carry, rows, index, state)
-
-        def run(carry: _Carry) -> tuple[_Carry, Logs]:
-            return self._step(carry, rows, index, state)
-
-        def skip(carry: _Carry) -> tuple[_Carry, Logs]:
-            return carry, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(run, carry)[1])
-
-        return jax.lax.cond(carry.is_stopped, skip, run, carry)
+        """As `_scan`, by calls of `step`, the jitted `_step`: it has no branch, in which a convolution is slow, too."""
+        logs_of_steps: list[Logs] = []
+        order = [None] * self._num_epochs if indices is None else indices
+        for index in order:
+            carry, logs = step(carry, rows, index, state)
+            logs_of_steps.append(logs)
+            if self._stops is not None and carry.is_stopped:
+                break
+        logs_of_steps += [jax.tree.map(np.zeros_like, logs)] * (len(order) - len(logs_of_steps))
+        return carry, jax.tree.map(lambda *values: np.asarray(values), *logs_of_steps)
 
     def _step(self, carry: _Carry, rows: Tree, index: jax.Array | None, state: Any) -> tuple[_Carry, Logs]:
         """Do a gradient step, unless its logs say to stop."""
-        after, logs = self._gradient_step(carry, rows, index, state)
+        state = state._replace(opt_state=carry.opt_state)
+        minibatch = rows if index is None else jax.tree.map(lambda leaf: leaf[index], rows)
+        logs, grads = self._gradients(self._unravel(carry.vector), state, minibatch)
+        vector, opt_state, more = self._agent.apply_gradients(carry.vector, ravel_pytree(grads)[0], state)
+        after, logs = _Carry(vector, opt_state, carry.is_stopped), {**logs, **more}
         if self._stops is None:
             return after, logs
         is_stopped = self._stops(logs)
         kept = jax.tree.map(lambda old, new: jnp.where(is_stopped, old, new), carry, after)
         return kept._replace(is_stopped=is_stopped), {**logs, "minibatch_share": jnp.float32(1.0)}
-
-    def _gradient_step(self, carry: _Carry, rows: Tree, index: jax.Array | None, state: Any) -> tuple[_Carry, Logs]:
-        state = state._replace(opt_state=carry.opt_state)
-        data = rows if index is None else jax.tree.map(lambda leaf: leaf[index], rows)
-        logs, grads = self._agent.compute_gradients(self._unravel(carry.params), state, Batch(data, (), (), ()))
-        params, opt_state, more = self._agent.apply_gradients(carry.params, ravel_pytree(grads)[0], state)
-        return _Carry(params, opt_state, carry.is_stopped), {**logs, **more}
 
     def _end(self, carry: _Carry, params: Params, opt_state: Any) -> tuple[Params, Any]:
         """Return parameters and optimizer state as trees again; the arguments were those before the learner step."""
@@ -182,13 +188,14 @@ class MinibatchUpdates:
             carry.opt_state,
             is_leaf=is_params,
         )
-        return self._unravel(carry.params), opt_state
+        return self._unravel(carry.vector), opt_state
 
     def _means(self, steps: Logs, is_stopped: jax.Array) -> Logs:
+        """Return the means of the logs of each step, over the steps that were done."""
         means = {name: values.mean() for name, values in steps.items()}
         if self._stops is None:
             return means
-        share = means.pop("minibatch_share")  # the logs of steps that were left out are 0
+        share = means.pop("minibatch_share")  # all logs of steps that were left out are 0
         applied = share - is_stopped / len(steps["minibatch_share"])
         return {**{name: mean / share for name, mean in means.items()}, "minibatch_share": applied}
 
@@ -199,10 +206,21 @@ class MinibatchAgent(Agent):
     A learner step calls, in this order:
 
     1. `rollout_and_logs`, once: the rows of `rollout`, which a subclass has, and logs about them.
-    2. `loss` of each minibatch, which a subclass has: `batch.data` are rows of the rollout.
-    3. `stop_condition` of its logs, if there is one.
+    2. `minibatch_gradients` for each minibatch of these rows: of `minibatch_loss`, which a subclass has.
+    3. `stop_condition` of the logs, if there is one.
     4. `apply_gradients`. The optimizer gives steps without their size: the learning rate is applied afterwards.
+
+    `loss` and `compute_gradients`, which other agents have for a whole batch, are never called.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, called in (("loss", "minibatch_loss"), ("compute_gradients", "minibatch_gradients")):
+            if name in vars(cls):
+                raise UsageError(
+                    f"{cls.__name__} defines {name}, which nothing calls: it learns from minibatches. Define "
+                    f"{called}(params, learner_state, rows) instead."
+                )
 
     @property
     def replay_spec(self) -> ReplaySpec:
@@ -226,6 +244,15 @@ class MinibatchAgent(Agent):
         """Return what the minibatches are taken from: a tree of rows `[N, ...]`."""
         raise NotImplementedError
 
+    def minibatch_loss(self, params: Params, learner_state: LearnerState, rows: Any) -> tuple[jax.Array, Logs]:
+        """Return the loss of a minibatch of rows of the rollout, and what to log beside it."""
+        raise NotImplementedError
+
+    def minibatch_gradients(self, params: Params, learner_state: LearnerState, rows: Any) -> tuple[Logs, Params]:
+        """Return logs and gradients of `minibatch_loss`."""
+        (loss, logs), grads = jax.value_and_grad(self.minibatch_loss, has_aux=True)(params, learner_state, rows)
+        return {"loss": loss, **logs}, grads
+
     @property
     def stop_condition(self) -> Callable[[Logs], jax.Array] | None:
         """The argument `stops` of `MinibatchUpdates`."""
@@ -234,7 +261,7 @@ class MinibatchAgent(Agent):
     def learner_step(
         self, params: Params, learner_state: LearnerState, batch: Batch
     ) -> tuple[Params, LearnerState, Logs]:
-        """Epochs of minibatches of the rollout, each a step of `compute_gradients` and `apply_gradients`."""
+        """Epochs of minibatches of the rollout, each a step of `minibatch_gradients` and `apply_gradients`."""
         rate = learning_rate(self.cfg, learner_state.steps)
         params, learner_state, logs = self._minibatch_updates(params, learner_state, batch)
         return params, learner_state, {**logs, "learning_rate": rate}
@@ -252,7 +279,13 @@ class MinibatchAgent(Agent):
     def _minibatch_updates(self) -> MinibatchUpdates:
         cfg = self.cfg
         return MinibatchUpdates(
-            self, self.rollout_and_logs, cfg.num_epochs, cfg.num_minibatches, cfg.envs_per_batch, self.stop_condition
+            self,
+            self.rollout_and_logs,
+            self.minibatch_gradients,
+            cfg.num_epochs,
+            cfg.num_minibatches,
+            cfg.envs_per_batch,
+            self.stop_condition,
         )
 
 

@@ -31,6 +31,7 @@ def build_network(
     *,
     may_recur: bool = False,
     may_be_noisy: bool = False,
+    name: str = "",
 ) -> Any:
     """The network that a `net_factory` stands for: a config is told the heads, a function the specs.
 
@@ -40,12 +41,13 @@ def build_network(
         heads: what the network is to give.
         may_recur: whether the agent carries a network's state, see `rlframe.agents.recurrent`.
         may_be_noisy: whether the agent draws a network's noise, `Network.sample`.
+        name: of the network in messages; empty: that of `net_factory`.
 
     Raises:
         UsageError: the function gives no network, or one whose outputs are not `heads`, or one with a state or with
             noise that the agent does not use.
     """
-    name = getattr(net_factory, "__qualname__", type(net_factory).__name__)
+    name = name or getattr(net_factory, "__qualname__", type(net_factory).__name__)
     is_ours = hasattr(net_factory, "build")
     network = net_factory.build(observation_spec, heads) if is_ours else net_factory(observation_spec, action_spec)
     if is_recurrent(network) and not may_recur:

@@ -19,7 +19,7 @@ from rlframe.agents.optimizers import annealed, clipped
 from rlframe.agents.returns import generalized_advantages
 from rlframe.agents.trees import as_rows
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
-from rlframe.types import LAST, Batch, Logs, Params, SequenceBatch, Tree
+from rlframe.types import LAST, Logs, Params, SequenceBatch, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +112,13 @@ class PPO(ActorCritic, MinibatchAgent):
             return rollout._replace(step_type=data.step_type[:, :-1], state=data.agent_state)
         return as_rows(rollout)
 
-    def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
-        """The loss of a minibatch: `batch.data` is a `Rollout`."""
-        cfg, clip_epsilon = self.cfg, self._clip_epsilon(learner_state.steps)
-        logits, value, rows = self._forward(params, batch.data)
+    def minibatch_loss(self, params: Params, learner_state: LearnerState, rows: Rollout) -> tuple[jax.Array, Logs]:
+        """The clipped objective, the error of the values and the entropy, of a minibatch of the rollout."""
+        cfg = self.cfg
+        clip_epsilon = annealed(
+            cfg.clip_epsilon, learner_state.steps, cfg.total_learner_steps if cfg.anneal_clip else None
+        )
+        logits, value, rows = self._forward(params, rows)
         log_ratio = self.policy.log_prob(logits, rows.sample) - rows.log_prob
         ratio = jnp.exp(log_ratio)
         advantage = losses.normalize(rows.advantage, rows.mask) if cfg.normalise_advantages else rows.advantage
@@ -143,11 +146,10 @@ class PPO(ActorCritic, MinibatchAgent):
     def _is_above_target_kl(self, logs: Logs) -> jax.Array:
         if "approx_kl" not in logs:
             given = ", ".join(sorted(logs))
-            raise UsageError(f"{type(self).__name__}: target_kl needs approx_kl among the logs of loss, got {given}.")
+            raise UsageError(
+                f"{type(self).__name__}: target_kl needs approx_kl among the logs of minibatch_loss, got {given}."
+            )
         return logs["approx_kl"] > self.cfg.target_kl
-
-    def _clip_epsilon(self, steps: jax.Array) -> jax.Array:
-        return annealed(self.cfg.clip_epsilon, steps, self.cfg.total_learner_steps if self.cfg.anneal_clip else None)
 
     def _forward(self, params: Params, rollout: Rollout) -> tuple[jax.Array, jax.Array, Rollout]:
         """(policy parameters [N, P], values [N], the rollout with rows of one step) of a minibatch."""

@@ -23,7 +23,6 @@ from rlframe.types import (
     LAST,
     AgentOutput,
     AgentState,
-    Batch,
     Logs,
     Params,
     SequenceBatch,
@@ -117,9 +116,8 @@ class PQN(QLearning, MinibatchAgent):
         rollout = QRollout(observation, data.action, targets, mask)
         return as_rows(rollout)
 
-    def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
-        """Half the squared error of a minibatch: `batch.data` is a `QRollout`."""
-        rows = batch.data
+    def minibatch_loss(self, params: Params, learner_state: LearnerState, rows: QRollout) -> tuple[jax.Array, Logs]:
+        """Half the squared error of a minibatch of the rollout."""
         values = self._values(params, rows.observation)
         chosen = jnp.take_along_axis(values, rows.action[:, None].astype(jnp.int32), axis=-1)[:, 0]
         errors = rows.target - chosen

@@ -41,14 +41,16 @@ class PolicyAndCritics:
     def __init__(self, net_factory: Any, observation_spec: Tree, num_actions: int, num_policy_params: int) -> None:
         action = specs.BoundedArray((num_actions,), np.float32, -1.0, 1.0, "action")
         critics_spec = {"action": action, "observation": observation_spec}
+        name = getattr(net_factory, "__qualname__", type(net_factory).__name__)
         if hasattr(net_factory, "build"):
             policy = critics = net_factory
             if hasattr(net_factory, "separate"):
                 critics = dataclasses.replace(net_factory, separate=True)
         else:
             policy, critics = _pair(net_factory, observation_spec, action)
-        self._policy = build_network(policy, observation_spec, action, (Head(num_policy_params),))
-        self._critics = build_network(critics, critics_spec, action, (Head(1), Head(1)))
+        policy_heads, critic_heads = (Head(num_policy_params),), (Head(1), Head(1))
+        self._policy = build_network(policy, observation_spec, action, policy_heads, name=f"{name} (policy)")
+        self._critics = build_network(critics, critics_spec, action, critic_heads, name=f"{name} (critics)")
         self._specs = observation_spec, critics_spec
 
     def init(self, rng: jax.Array) -> tuple[Params, Params]:
@@ -69,25 +71,14 @@ class PolicyAndCritics:
         return jnp.stack([first.reshape(len(action)), second.reshape(len(action))])
 
 
-def _pair(net_factory: Any, observation_spec: Tree, action_spec: Tree) -> tuple[Any, Any]:
+def _pair(net_factory: Any, observation_spec: Tree, action_spec: Tree) -> tuple[NetFactory, NetFactory]:
     """Return functions that return the two networks of a function."""
     pair = net_factory(observation_spec, action_spec)
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(hasattr(each, "apply") for each in pair)):
         raise UsageError(
             f"net_factory must give a pair for this agent, (policy, critics), each with init and apply; got {pair!r}."
         )
-    name = getattr(net_factory, "__qualname__", type(net_factory).__name__)
-    return _gives(pair[0], f"{name}, its policy"), _gives(pair[1], f"{name}, its critics")
-
-
-def _gives(network: Any, name: str) -> Any:
-    """A function called `name` that gives the network."""
-
-    def give(observation_spec: Tree, action_spec: Tree) -> Any:
-        return network
-
-    give.__qualname__ = name
-    return give
+    return lambda *specs: pair[0], lambda *specs: pair[1]
 
 
 class TwinCriticAgent(Agent):

@@ -12,15 +12,18 @@ import pytest
 
 from rlframe.agents import GRPO, PPO, Agent, GRPOConfig, PPOConfig
 from rlframe.agents.minibatches import MinibatchUpdates
+from rlframe.errors import UsageError
 from rlframe.language import ModelConfig
+from rlframe.types import Batch
 from tests.agents import batches
 from tests.agents.batches import DISCRETE, VECTOR, learn, started
 from tests.agents.token_batches import token_batch
 
 
 def updates(num_minibatches, num_epochs=3):
+    agent = PPO(PPOConfig(), VECTOR, DISCRETE)
     return MinibatchUpdates(
-        PPO(PPOConfig(), VECTOR, DISCRETE), lambda params, data: (data, {}), num_epochs, num_minibatches
+        agent, lambda params, data: (data, {}), agent.minibatch_gradients, num_epochs, num_minibatches
     )
 
 
@@ -52,14 +55,14 @@ class MeanAgent(Agent):
     def _updates(self):
         stops = None if self.cfg.stop_at is None else lambda logs: logs["mean"] > self.cfg.stop_at
         prepare = lambda params, data: (data.reward, {"rewards": jnp.sum(data.reward)})  # noqa: E731
-        return MinibatchUpdates(self, prepare, num_epochs=20, num_minibatches=4, stops=stops)
+        return MinibatchUpdates(self, prepare, self._gradients, num_epochs=20, num_minibatches=4, stops=stops)
 
     def initial_params(self, rng):
         return {"mean": jnp.zeros(()), "unused": jnp.ones(2, jnp.bfloat16)}
 
-    def loss(self, params, learner_state, batch):
-        logs = {"rows": jnp.float32(len(batch.data)), "mean": params["mean"]}
-        return jnp.mean(jnp.square(params["mean"] - batch.data)), logs
+    def _gradients(self, params, learner_state, rows):
+        logs = {"rows": jnp.float32(len(rows)), "mean": params["mean"]}
+        return logs, jax.grad(lambda params: jnp.mean(jnp.square(params["mean"] - rows)))(params)
 
     def learner_step(self, params, learner_state, batch):
         return self._updates(params, learner_state, batch)
@@ -127,12 +130,22 @@ def test_outside_of_a_scan_a_gradient_step_has_no_branch():
     assert "cond" not in str(step) and "select_n" in str(step)
 
 
+@pytest.mark.parametrize(("name", "called"), [("loss", "minibatch_loss"), ("compute_gradients", "minibatch_gradients")])
+def test_a_subclass_that_defines_what_nothing_calls_is_refused(name, called):
+    body = {name: lambda self, params, learner_state, batch: None}
+    with pytest.raises(UsageError, match=rf"Mine defines {name}, which nothing calls.* Define {called}\(params, "):
+        type("Mine", (PPO,), body)
+
+
 class SeveralEpochs(GRPO):
     """GRPO that goes over each batch twice (mu = 2 in the paper). Advantages, of whole groups, come first."""
 
     @functools.cached_property
     def _updates(self):
-        return MinibatchUpdates(self, self._with_advantages, num_epochs=2, num_minibatches=2)
+        return MinibatchUpdates(self, self._with_advantages, self._gradients, num_epochs=2, num_minibatches=2)
+
+    def _gradients(self, params, learner_state, rows):
+        return self.compute_gradients(params, learner_state, Batch(rows, (), (), ()))
 
     def _with_advantages(self, params, data):
         rows = self._rows(data)

@@ -114,5 +114,5 @@ def test_noise_of_nothing_is_refused():
 
 
 def test_agents_that_draw_no_noise_refuse_a_noisy_network():
-    with pytest.raises(UsageError, match="The network of MLPConfig is noisy, which this agent does not use"):
+    with pytest.raises(UsageError, match=r"MLPConfig( \(policy\))? is noisy, which this agent does not use"):
         SAC(SACConfig(), VECTOR, BOX, MLPConfig((8,), noisy=0.5))

@@ -123,8 +123,7 @@ def test_the_loss_is_that_of_a_twin_in_plain_python(network, normalises):
     }
     state = jax.tree.map(lambda leaf: leaf + 0.5, data.agent_state)
     data = data._replace(step_type=step_type, discount=discount, extras=shifted, agent_state=state)
-    batch = batches.whole(agent.rollout(params, data), 3)
-    loss, _ = agent.loss(params, learner_state, batch)
+    loss, _ = agent.minibatch_loss(params, learner_state, agent.rollout(params, data))
     np.testing.assert_allclose(loss, twin(cfg, agent, params, data), rtol=1e-4)
 
 
@@ -133,7 +132,7 @@ def test_the_divergence_is_approximated_by_the_ratios():
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state)
     rows, moved = agent.rollout(params, batch.data), jax.tree.map(lambda leaf: 9.0 * leaf + 0.3, params)
-    logged = agent.loss(moved, learner_state, batch._replace(data=rows))[1]["approx_kl"]
+    logged = agent.minibatch_loss(moved, learner_state, rows)[1]["approx_kl"]
     ratio = ratios(agent, moved, rows)[np.asarray(rows.mask) > 0]
     np.testing.assert_allclose(logged, np.mean(ratio - 1.0 - np.log(ratio)), rtol=1e-3)
 
@@ -148,20 +147,22 @@ def test_an_update_ends_at_its_target_divergence():
     count = int(some.opt_state[1].count)
     assert 1 <= count < 8 and stopped_logs["minibatch_share"] == pytest.approx(count / 8)
     rows = stopped.rollout(params, batch.data)
-    assert stopped.loss(after, learner_state, batch._replace(data=rows))[1]["approx_kl"] > 1e-4
+    assert stopped.minibatch_loss(after, learner_state, rows)[1]["approx_kl"] > 1e-4
     expected = explained_variance(rows.value, rows.value + rows.advantage, rows.mask)
     np.testing.assert_allclose(logs["explained_variance"], expected, rtol=1e-4)
 
 
 class Silent(PPO):
-    def loss(self, params, learner_state, batch):
-        return super().loss(params, learner_state, batch)[0], {}
+    def minibatch_loss(self, params, learner_state, rows):
+        return super().minibatch_loss(params, learner_state, rows)[0], {}
 
 
 def test_a_target_divergence_needs_a_loss_that_logs_it():
     agent = Silent(dataclasses.replace(CONFIG, target_kl=0.1), VECTOR, DISCRETE, SMALL)
     params, learner_state = started(agent)
-    with pytest.raises(UsageError, match="Silent: target_kl needs approx_kl among the logs of loss, got loss"):
+    with pytest.raises(
+        UsageError, match="Silent: target_kl needs approx_kl among the logs of minibatch_loss, got loss"
+    ):
         learn(agent, params, learner_state, batches.sequences(agent, params, learner_state))
 
 
@@ -255,8 +256,8 @@ def test_the_loop_for_images_gives_what_the_scan_gives(monkeypatch):
 class OnlyValues(PPO):
     """Forgets the policy: its gradient is another one than PPO's."""
 
-    def loss(self, params, learner_state, batch):
-        _, value = self.network.apply(params, batch.data.observation)
+    def minibatch_loss(self, params, learner_state, rows):
+        _, value = self.network.apply(params, rows.observation)
         return jnp.mean(jnp.square(value - 3.0)), {"value": jnp.mean(value)}
 
 
@@ -287,8 +288,8 @@ class Frozen(PPO):
 
 
 class Flipped(PPO):
-    def compute_gradients(self, params, learner_state, batch):
-        logs, grads = super().compute_gradients(params, learner_state, batch)
+    def minibatch_gradients(self, params, learner_state, rows):
+        logs, grads = super().minibatch_gradients(params, learner_state, rows)
         return logs, jax.tree.map(jnp.negative, grads)
 
 
@@ -324,10 +325,10 @@ def test_learning_rate_and_clip_anneal_to_zero_over_the_run():
             batches.assert_trees_equal(changed, params)
         # Moved by 10 %, every ratio is clipped by the shrinking range, or not.
         moved = jax.tree.map(lambda leaf: 1.1 * leaf + 0.01, params)
-        rows = batch._replace(data=agent.rollout(params, batch.data))
-        clipped = agent.loss(moved, learner_state._replace(steps=jnp.int32(steps)), rows)[1]["clip_fraction"]
-        ratio = np.abs(ratios(agent, moved, rows.data) - 1.0)
-        np.testing.assert_allclose(clipped, np.mean(ratio[rows.data.mask > 0] > 0.2 * left), rtol=1e-5)
+        rows = agent.rollout(params, batch.data)
+        clipped = agent.minibatch_loss(moved, learner_state._replace(steps=jnp.int32(steps)), rows)[1]["clip_fraction"]
+        ratio = np.abs(ratios(agent, moved, rows) - 1.0)
+        np.testing.assert_allclose(clipped, np.mean(ratio[rows.mask > 0] > 0.2 * left), rtol=1e-5)
 
 
 def ratios(agent, params, rows):

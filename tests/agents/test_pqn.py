@@ -77,7 +77,7 @@ def test_targets_and_loss_are_those_of_a_twin_in_plain_python():
     np.testing.assert_allclose(targets[mask], expected[mask], rtol=1e-4, atol=1e-5)
     (values,) = agent.network.apply(params, batch.data.observation[:, :-1].reshape(-1, 3))
     chosen = np.asarray(values)[np.arange(16), batch.data.action.ravel()].reshape(2, 8)
-    loss, logs = agent.loss(params, learner_state, batch._replace(data=rollout))
+    loss, logs = agent.minibatch_loss(params, learner_state, rollout)
     errors = (expected - chosen)[mask]
     np.testing.assert_allclose(loss, 0.5 * np.mean(errors**2), rtol=1e-4)
     np.testing.assert_allclose(logs["td_error"], np.mean(np.abs(errors)), rtol=1e-4)
@@ -122,10 +122,10 @@ def test_a_step_is_one_of_radam_from_a_clipped_gradient():
     params, learner_state = started(agent)
     radam = optax.radam(3e-3)
     opt_state = radam.init(params)
-    slope = jax.jit(jax.grad(lambda params, rows: agent.loss(params, learner_state, rows)[0]))
+    slope = jax.jit(jax.grad(lambda params, rows: agent.minibatch_loss(params, learner_state, rows)[0]))
     for _ in range(8):  # it corrects for the variance from its sixth step on
         batch = unroll(agent, params, learner_state)
-        grads = slope(params, batch._replace(data=agent.rollout(params, batch.data)))
+        grads = slope(params, agent.rollout(params, batch.data))
         updates, opt_state = radam.update(batches.clipped(grads, 0.1), opt_state)
         expected = optax.apply_updates(params, updates)
         params, learner_state, _ = learn(agent, params, learner_state, batch)

@@ -202,14 +202,14 @@ def test_a_function_of_ones_own_gives_policy_and_critics():
     params, learner_state = started(agent)
     after = learn(agent, params, learner_state, batches.transitions(agent))[0]
     assert np.any(after.critics["w"] != params.critics["w"]) and np.any(after.policy["w"] != params.policy["w"])
-    with pytest.raises(UsageError, match=r"Both, its critics gives \(\[B, 1\], \[B, 1\], \[B, 1\]\)"):
+    with pytest.raises(UsageError, match=r"Both \(critics\) gives \(\[B, 1\], \[B, 1\], \[B, 1\]\)"):
         SAC(SACConfig(), VECTOR, BOX, Both(3))
     with pytest.raises(UsageError, match=r"net_factory must give a pair for this agent, \(policy, critics\)"):
         SAC(SACConfig(), VECTOR, BOX, lambda observation_spec, action_spec: 7)
 
 
 def test_a_recurrent_network_is_refused():
-    with pytest.raises(UsageError, match=r"LSTMConfig has a state, which this agent does not carry"):
+    with pytest.raises(UsageError, match=r"LSTMConfig \(policy\) has a state, which this agent does not carry"):
         SAC(SACConfig(), VECTOR, BOX, LSTMConfig())
 
 
