@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
+from rlframe.cli import sweep as cli_sweep
 from rlframe.cli.main import main
-from rlframe.cli.trials import Trials, Varied, parse_varied
+from rlframe.cli.sweep_options import Varied, parse_varied
 from rlframe.errors import UsageError
 from rlframe.programs.options.config_file import load_experiment
 from rlframe.programs.run_dir.lock import RunLock
@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(arguments, why, tm
 @pytest.mark.parametrize(("returns", "spread"), [([20.0], []), ([20.0, 23.0], ["1.5"])])
 def test_a_trial_of_one_seed_has_no_spread(returns, spread, capfd):
     row = {"trial": 2, "returns": returns, "value": 20.0, "options": {"num-epochs": 4}}
-    Trials._print(SimpleNamespace(_varied=[Varied("num-epochs", ("4",))]), [row])
+    cli_sweep._print_table([Varied("num-epochs", ("4",))], [row])
     assert capfd.readouterr().err.splitlines()[1].split() == ["2", "20.0", *spread, "4"]
 
 

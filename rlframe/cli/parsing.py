@@ -9,7 +9,7 @@ import json
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -87,32 +87,15 @@ def option_texts(arguments: Sequence[str]) -> dict[str, str]:
     return texts
 
 
-# --- dataclasses that are made at run time, for options that depend on others
-
-
-def literal(values: Iterable[str]) -> Any:
-    """Return the annotation of an option that takes one of these values."""
-    form: Any = Literal
-    return form[tuple(values)]
-
-
-def annotated(hint: Any, *marks: Any) -> Any:
-    """Return an annotation with tyro's marks."""
-    form: Any = Annotated
-    arguments = (hint, *marks)
-    return form[arguments]
-
-
-def joined_options(name: str, parts: Mapping[str, tuple[Any, Sequence[Any]]]) -> Any:
-    """Return an instance of a new dataclass whose fields are the parts, for the `default` of `parse`.
+def options_of_fields(name: str, fields: Mapping[str, tuple[Any, Any]]) -> Any:
+    """Make a dataclass at run time, for options that depend on others, and return its instance: a `default` of `parse`.
 
     Args:
         name: of the dataclass.
-        parts: by field, a dataclass with the defaults of some options, and tyro's marks for them.
+        fields: by name, the annotation, as tyro takes it, and the default.
     """
-    fields = [(field, annotated(type(part), *marks)) for field, (part, marks) in parts.items()]
-    joined = dataclasses.make_dataclass(name, fields, frozen=True)
-    return joined(**{field: part for field, (part, _) in parts.items()})
+    made = dataclasses.make_dataclass(name, [(field, hint) for field, (hint, _) in fields.items()], frozen=True)
+    return made(**{field: default for field, (_, default) in fields.items()})
 
 
 def flags(options: type, prefix: str = "") -> Iterable[str]:

@@ -30,7 +30,7 @@ from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.metrics.curves import ENOUGH, interquartile_mean, interval, plus_minus
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.options.config_file import load_experiment, save_experiment
+from rlframe.programs.options.config_file import load_experiment
 from rlframe.programs.run_dir.directory import SEEDS, Result, RunDir, default_path
 from rlframe.programs.run_dir.lock import holder_of
 
@@ -58,11 +58,7 @@ def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
             )
     else:
         _check_begins(experiment, options)
-        directory.create()
     with lock_several_runs(directory, experiment, options):
-        if not options.resume:
-            directory.create()  # check again: another process may have used it before the lock
-            save_experiment(experiment, directory.config, {})
         _write_seeds(directory, options.seeds, seeds)
         runs = [SeedRun(directory.path, seed, options) for seed in seeds]
         _check_free(runs, options)

@@ -11,19 +11,21 @@ Each `SeedRun` is a process `rlframe train --config DIRECTORY/config.json --seed
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from rlframe.cli.train_options import TrainOptions
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import UsageError
 from rlframe.metrics.curves import plus_minus
 from rlframe.programs.experiment import MAX_SEED, Experiment
+from rlframe.programs.options.config_file import save_experiment
 from rlframe.programs.run_dir.directory import Result, RunDir
 from rlframe.programs.run_dir.lock import RunLock
 
@@ -69,10 +71,19 @@ def check_options_of_several_runs(experiment: Experiment, options: TrainOptions,
         raise UsageError(f"{by} compares the returns of evaluations, and --eval-episodes 0 turns them off.")
 
 
-def lock_several_runs(directory: RunDir, experiment: Experiment, options: TrainOptions) -> RunLock:
-    """Return the lock of a directory of several runs. Its holder waits until they have saved."""
-    ends_within = experiment.topology_config.grace_seconds + 30.0
-    return RunLock(directory.path, options.take_over, ends_within)
+@contextlib.contextmanager
+def lock_several_runs(directory: RunDir, experiment: Experiment, options: TrainOptions) -> Iterator[None]:
+    """Hold the lock of a directory of several runs. Unless they are resumed, create it, with their config.
+
+    The process that holds the lock waits until its runs have saved.
+    """
+    if not options.resume:
+        directory.create()
+    with RunLock(directory.path, options.take_over, ends_within=experiment.topology_config.grace_seconds + 30.0):
+        if not options.resume:
+            directory.create()  # check again: another process may have used it before the lock
+            save_experiment(experiment, directory.config, {})
+        yield
 
 
 def run_all(next_run: Callable[[], SeedRun | None], ended: Callable[[SeedRun], None], at_once: int) -> int | None:

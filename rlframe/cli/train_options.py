@@ -21,10 +21,11 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Union
 
 import tyro
+from tyro.extras import literal_type_from_choices as literal
 
-from rlframe.cli.parsing import CommandOptions, joined_options, literal, option_texts, parse
+from rlframe.cli.parsing import CommandOptions, option_texts, options_of_fields, parse
 from rlframe.errors import UsageError
-from rlframe.programs.api import SessionOptions, starting_point
+from rlframe.programs.api import SessionOptions, starting_point, with_absolute_paths
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import registry
 from rlframe.programs.options.fields import choices_of, field_names, hints_of, option
@@ -112,9 +113,7 @@ def read_arguments(
     experiment = change_options(defaults, _given_options(tyro_defaults, parsed, early))
     if parsed.session.resume and parsed.session.run_dir is None:
         raise UsageError("--resume needs --run-dir: the directory of the run to go on with.")
-    paths = {name: getattr(parsed.session, name) for name in ("run_dir", "token_file")}
-    paths = {name: str(here / path) for name, path in paths.items() if path is not None}
-    return experiment, dataclasses.replace(parsed.session, **paths), preset
+    return experiment, with_absolute_paths(parsed.session, here), preset
 
 
 def _defaults(early: EarlyOptions) -> tuple[Experiment, Preset | None]:
@@ -163,27 +162,27 @@ def _tyro_defaults(defaults: Experiment, early: EarlyOptions, options_cls: type[
         network_config=MLPConfig(hidden=(120, 84), ...),                               # --network.hidden
     )
     """
-    flat = (tyro.conf.arg(name=""), tyro.conf.OmitArgPrefixes)  # options have no prefix
     config, values = defaults.agent_config, to_flat(defaults)
     network = values.get("network_config")
     values |= dict.fromkeys({"agent_config", "network_config"} & values.keys())  # they have parts of their own
-    experiment = _flat_options_class(defaults, early)(**values)
-    _check_no_clash(type(config), defaults.agent, {*field_names(experiment), *field_names(options_cls)} - _HIDDEN)
-    choices: list[Any] = [
-        (name, Annotated[literal(known), tyro.conf.arg(help=f"Its options are --{name}.*")])
+    experiment, session = _flat_options_class(defaults, early)(**values), options_cls()
+    _check_no_clash(type(config), defaults.agent, {*field_names(experiment), *field_names(session)} - _HIDDEN)
+    choosers: dict[str, tuple[Any, Any]] = {
+        name: (Annotated[literal(known), tyro.conf.arg(help=f"Its options are --{name}.*")], getattr(config, name).name)
         for name, hint in hints_of(type(config)).items()
         if (known := choices_of(hint))
-    ]
-    choices_cls: Any = dataclasses.make_dataclass("Choices", choices)
-    parts: dict[str, Any] = {
-        "experiment": (experiment, flat),
-        "session": (options_cls(), flat),
-        "agent_config": (config, (tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands)),  # its own parts keep prefixes
-        "choices": (choices_cls(**{name: getattr(config, name).name for name, _ in choices}), flat),
+    }
+    choices, no_prefix = options_of_fields("Choices", choosers), tyro.conf.arg(name="")
+    parts: dict[str, tuple[Any, Any]] = {
+        "experiment": (Annotated[type(experiment), no_prefix, tyro.conf.OmitArgPrefixes], experiment),
+        "session": (Annotated[type(session), no_prefix, tyro.conf.OmitArgPrefixes], session),
+        # The configs in an agent's config keep their prefixes.
+        "agent_config": (Annotated[type(config), no_prefix, tyro.conf.AvoidSubcommands], config),
+        "choices": (Annotated[type(choices), no_prefix, tyro.conf.OmitArgPrefixes], choices),
     }
     if network is not None:
-        parts["network_config"] = (network, (tyro.conf.arg(name="network"),))
-    return joined_options("Train", parts)
+        parts["network_config"] = (Annotated[type(network), tyro.conf.arg(name="network")], network)
+    return options_of_fields("Train", parts)
 
 
 def _flat_options_class(defaults: Experiment, early: EarlyOptions) -> Any:

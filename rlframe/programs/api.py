@@ -6,7 +6,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, Union
+from typing import Any, Literal, TypeVar, Union
 
 from rlframe import extras, streams
 from rlframe.engines import logs
@@ -28,6 +28,7 @@ from rlframe.user_code.files import forget_changed
 
 TRACKERS: dict[str, Any] = {"wandb": WandbLogger, "trackio": TrackioLogger}
 _PATHS = ("config", "run_dir", "token_file")
+Session = TypeVar("Session", bound="SessionOptions")
 
 # Options of `rlframe train` that are of the command line alone, and what a script does.
 COMMAND_ONLY = {
@@ -205,9 +206,15 @@ def control_address_of(experiment: Experiment, options: SessionOptions) -> Contr
 
 def read_session_options(options: Mapping[str, Any]) -> SessionOptions:
     """Return the session options of a script, with absolute paths. Raise UsageError for a value of a wrong type."""
-    read = with_options(SessionOptions(), options)
-    paths = {name: getattr(read, name) for name in _PATHS}
-    return dataclasses.replace(read, **{name: os.path.abspath(path) for name, path in paths.items() if path})
+    return with_absolute_paths(with_options(SessionOptions(), options), pathlib.Path.cwd())
+
+
+def with_absolute_paths(options: Session, directory: pathlib.Path) -> Session:
+    """Return the options with their paths, which are relative to a directory, made absolute."""
+    paths = {name: getattr(options, name) for name in _PATHS}
+    return dataclasses.replace(
+        options, **{name: os.path.abspath(directory / path) for name, path in paths.items() if path}
+    )
 
 
 def starting_point(
