@@ -15,8 +15,8 @@ What happens then under the engine `local`, whose nodes are processes (folder `s
   (`supervision/nodes.py`). The `ProgramSupervisor` starts each one, and gets a `RunningProcess`. In that process,
   `run_served_node` (`supervision/node_main.py`) calls the constructor, serves the object's public methods, and calls
   its `run()`.
-- Watch. The supervisor has one `Slot` for each node. It reads the heartbeat of each process and the lines that it
-  prints, and hears of its end.
+- Watch. The supervisor has one `Slot` for each node, with its `NodeState`. It reads the heartbeat of each process and
+  the lines that it prints, and hears of its end. `run(watch)` passes each change on, as a `NodeStatus` of each node.
 - Restart. The actor dies, or is killed because it hangs. `ProgramSupervisor.decide_after_exit` starts it again
   after the pause of `Backoff`, or, after too many deaths, ends the program with an error. Its handle stays valid.
 - End. The monitor's `run()` returns after the last step: its group ends the program (`group_rules.py: TRAITS`). The

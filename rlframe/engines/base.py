@@ -72,9 +72,8 @@ Watch = Callable[[bool, list[NodeStatus]], None]
 class Engine(Protocol):
     """Runs the nodes of one program: places them, connects them, and ends them together.
 
-    A class of this kind is made with `EngineOptions`, and named by `--engine`. What `add` gives for a node is the
-    engine's own, and good as an argument of its other nodes: an object, or a handle that `rlframe.handles.resolve`
-    knows.
+    Subclass it: the attributes have defaults. A class of this kind is made with `EngineOptions`, and named by
+    `--engine`. `add` returns an object, or a handle that `rlframe.handles.resolve` knows: an argument for other nodes.
 
     Attributes:
         options: names of the `NodeOptions` that it reads; the others stay at their defaults.
@@ -94,7 +93,7 @@ class Engine(Protocol):
         """Add a node, which constructs an object and calls its `run()`, and `stop()` when the program ends.
 
         Args:
-            group: learner, inferencer, actor or monitor, say; see `group_rules.py`.
+            group: learner, inferencer, actor or monitor, say; what that decides is in `group_rules.py: TRAITS`.
             constructor: of the object.
             *args: its arguments; some may be what `add` gave for other nodes.
             **kwargs: the same.

@@ -44,8 +44,8 @@ class ProgramSupervisor(Supervisor):
         self._signal_number: int | None = None
         self._is_stopping = False
         self._is_complete = False  # the nodes that end the program have ended well
-        self._failure: str | None = None
-        self._unsaved: str | None = None
+        self._failure: str | None = None  # the error of the node that failed for good
+        self._unsaved: str | None = None  # the error of a node that should have saved, and did not
         self.add(*nodes)
 
     def add(self, *nodes: StartableNode) -> None:
@@ -127,6 +127,7 @@ class ProgramSupervisor(Supervisor):
     # --- the end of the program
 
     def _end_nodes(self) -> None:
+        """Tell all nodes to end. Those that are to be started again are not, and cannot save."""
         if self._is_stopping:
             return
         self._is_stopping = True
