@@ -12,9 +12,10 @@
 
 1. `rlframe/cli/train_options.py` reads the options; in a script `api.py: train` does. An `Experiment` (`experiment.py`)
    holds those that decide the numbers, `SessionOptions` (`api.py`) the others. `presets/` has tuned values, and
-   `options/` turns names into classes and values into JSON.
+   `options/` turns names into classes and values into JSON. `api.py: run_with_options` makes what `SessionOptions` ask
+   for: the progress in the terminal, trackers, a profile.
 2. `runner.py: run_experiment` locks the run directory and writes `config.json` (`run_dir/`). It makes the agent and a
-   `Session` (`session.py`), which every node gets.
+   `Session` (`session.py`), which every node gets. With `--resume`, it first goes back to a checkpoint.
 3. The topology adds nodes to an engine: `topologies/single_process.py` adds one, the `TrainingLoop`
    (`training/loop.py`). A topology of several processes adds a learner, actors and a `GameMonitor`
    (`training/game_monitor.py`).

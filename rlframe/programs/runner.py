@@ -143,7 +143,8 @@ def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:
 class _Launcher:
     """Begins or continues a run, and runs one session of it. The fields are arguments of `run_experiment`.
 
-    `begin_run` and `continue_run` lock the directory, make the session and its program, and call `_run_session`.
+    `begin_run` makes and locks a new directory; `continue_run` locks an old one, and goes back to a checkpoint. Then
+    both do the same: `_make_session`, `_print_plan`, `_make_program`, `_run_session`.
     """
 
     directory: RunDir
@@ -231,7 +232,7 @@ class _Launcher:
             self.directory.path.absolute(),
             until=min(experiment.steps, self.stop_at or experiment.steps),
             began=time.time(),
-            resumed_at=Progress(self.directory.progress, "").counts.env_steps,
+            steps_before=Progress(self.directory.progress, "").counts.env_steps,
             quiet=self.quiet,
             profile=self.profile,
             codec=codec,

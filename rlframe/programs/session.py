@@ -33,8 +33,8 @@ class Session:
     path: pathlib.Path  # of the run directory
     until: int  # the step at which this session ends
     began: float  # seconds since the epoch
-    # Environment steps of the sessions before. A single process has 0: there, the learner's checkpoint counts them.
-    resumed_at: int = 0
+    # Environment steps of earlier sessions, from `progress.json`. A single process has 0: its checkpoints count them.
+    steps_before: int = 0
     quiet: bool = False  # prints nothing
     codec: Codec | None = None  # of the environments; None for a language model
     # These three are only set in a single process. Of several processes, the launcher keeps the loggers.
@@ -61,12 +61,12 @@ class Session:
     def actor_seed(self) -> int:
         """Seed of the actors; another one in each session, because incarnations start again at 0."""
         seed = self.experiment.seed
-        return env_seed(seed, self.resumed_at) if self.resumed_at else seed
+        return env_seed(seed, self.steps_before) if self.steps_before else seed
 
     @property
     def budget(self) -> int:
         """Environment steps that each actor may take before the monitor gives it more."""
-        return math.ceil((self.until - self.resumed_at) / EnvOptions.of(self.experiment).num_actors)
+        return math.ceil((self.until - self.steps_before) / EnvOptions.of(self.experiment).num_actors)
 
     @property
     def session_id(self) -> str:

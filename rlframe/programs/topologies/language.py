@@ -126,9 +126,9 @@ def language(engine: Engine, session: Session) -> Topology | None:
 
 def make_learner(session: Session) -> Any:
     """Register at the trajectory service as the trainer, and make the Learner of its batches."""
-    from rlframe.learners import Learner, LearnerConfig
-    from rlframe.programs.run_dir.directory import CHECKPOINTS_KEPT
+    from rlframe.learners import Learner
     from rlframe.programs.topologies.language_nodes import FOR_EVER
+    from rlframe.programs.topologies.makers import learner_config
     from rlframe.trajectories import TrajectoryBuffer, TrajectoryClient
 
     experiment, config = session.experiment, Language.of(session.experiment)
@@ -143,15 +143,9 @@ def make_learner(session: Session) -> Any:
             stale="discard" if config.max_staleness is not None else None,
             run_key=session.directory.key(),
         )
-    cfg = LearnerConfig(
-        seed=experiment.seed,
-        max_learner_steps=session.until,  # a limit even if the monitor, which ends the program, fails
-        ends_program=False,
-        checkpoint_dir=str(session.directory.checkpoints),
-        checkpoint_every=experiment.checkpoint_every or experiment.steps,
-        checkpoints_kept=CHECKPOINTS_KEPT,
-        resume=True,
-    )
+    # The run's steps are learner steps. They are a limit here, too: the monitor, which ends the program, may fail.
+    every = experiment.checkpoint_every or experiment.steps
+    cfg = dataclasses.replace(learner_config(session), max_learner_steps=session.until, checkpoint_every=every)
     vocab_size = session.agent.model_config.vocab_size  # type: ignore[attr-defined]
     return Learner(cfg, session.agent, TrajectoryBuffer(config.service_url, vocab_size=vocab_size))
 

@@ -129,7 +129,8 @@ def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
     if not hasattr(config, "total_learner_steps") or config.total_learner_steps is not None:
         return make(config)
     steps = topology.schedule_steps or experiment.steps
-    known = {"total_learner_steps": total_learner_steps(make(config).replay_spec, steps, experiment.num_envs)}
+    spec = make(config).replay_spec  # of an agent whose schedules have no end yet
+    known = {"total_learner_steps": total_learner_steps(spec, steps, experiment.num_envs)}
     if hasattr(config, "envs_per_batch"):
         known["envs_per_batch"] = config.envs_per_batch or experiment.num_envs
     return make(dataclasses.replace(config, **known))

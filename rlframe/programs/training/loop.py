@@ -34,6 +34,11 @@ class TrainingLoop:
     Checkpoints of the learner hold the state of the actor (with its environments) and of the inferencer. If the learner
     was restored from one, the loop continues with them.
 
+    `run` calls `_train` until the session ends, saves, and evaluates:
+
+        _train  actor.step, _learn, and _do_what_is_due: _write_row, _evaluate, _save
+        then    _write_row, _save, _evaluate
+
     Args:
         session: the session.
         env_builder: of the actor's pool.

@@ -24,7 +24,7 @@ from rlframe.types import Logs
 
 _log = logging.getLogger(__name__)
 
-Evaluation = futures.Future[EvaluationOutcome]
+PendingEvaluation = futures.Future[EvaluationOutcome]
 
 ASK_EVERY = 0.1  # seconds between two rounds of questions to the nodes
 _ASKING = Phase("looking at the others", 300.0)
@@ -37,6 +37,11 @@ class Monitor(abc.ABC):
     It asks the nodes for their progress, and never waits for a node that collects: a dead or paused one does not delay
     it. The monitor itself may be restarted: its counts are in the run directory. A subclass defines a step, and how to
     evaluate.
+
+    `run` calls `_watch` until the session ends, and then `_finish`. Evaluations run in a thread beside them:
+
+        _watch   _ask_nodes, _write_row, _begin_evaluation, _write_evaluation: ten times a second, what is due
+        _finish  _let_learner_finish, _write_row, _evaluate_finished_learner
 
     Args:
         session: the session.
@@ -54,7 +59,7 @@ class Monitor(abc.ABC):
         self._ending = Ending(session, self._progress.ended)
         # An evaluation that was due when the monitor was killed is due still.
         self._evaluation_schedule = Schedule(self._experiment.eval_every, self._progress.evaluated or 0)
-        self._evaluation: Evaluation | None = None  # under way
+        self._evaluation: PendingEvaluation | None = None  # under way
 
     def run(self) -> None:
         """Watch the program until the session's last step, and evaluate the final policy; or until `stop()`."""
@@ -197,12 +202,12 @@ class Monitor(abc.ABC):
             self._hold_actors()
         self._learner_stats = stats
 
-    def _begin_evaluation(self, *, final: bool) -> Evaluation:
+    def _begin_evaluation(self, *, final: bool) -> PendingEvaluation:
         evaluate = functools.partial(self._evaluate, final=final)
         self._evaluation = _in_thread(functools.partial(try_evaluation, evaluate, self.step, final=final))
         return self._evaluation
 
-    def _wait_for(self, evaluation: Evaluation) -> Evaluation:
+    def _wait_for(self, evaluation: PendingEvaluation) -> PendingEvaluation:
         while not evaluation.done():
             self._tell_learner()  # again: a restarted learner would continue to learn
             self._hold_actors()
@@ -217,7 +222,7 @@ class Monitor(abc.ABC):
         if self._rows.write(self.step, self._progress.counts, self._values):
             self._progress.try_to_save()
 
-    def _write_evaluation(self, evaluation: Evaluation) -> EvaluationOutcome:
+    def _write_evaluation(self, evaluation: PendingEvaluation) -> EvaluationOutcome:
         """Write the row of an evaluation that is done, unless it failed. Return its outcome."""
         self._evaluation, outcome = None, evaluation.result()
         if outcome.values:
@@ -227,9 +232,9 @@ class Monitor(abc.ABC):
         return outcome
 
 
-def _in_thread(evaluate: Callable[[], EvaluationOutcome]) -> Evaluation:
+def _in_thread(evaluate: Callable[[], EvaluationOutcome]) -> PendingEvaluation:
     """Evaluate in a thread, which does not keep the process from ending."""
-    result: Evaluation = futures.Future()
+    result: PendingEvaluation = futures.Future()
 
     def run() -> None:
         try:
