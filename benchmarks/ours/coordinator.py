@@ -141,7 +141,7 @@ class Operator:
         collectors = [WorkerInfo("collector", index, 0, f"collector/{index}") for index in range(count - 1)]
         self._infos = [WorkerInfo("learner", 0, 0, "learner/0"), *collectors]
 
-    def list(self) -> list[WorkerInfo]:
+    def list_workers(self) -> list[WorkerInfo]:
         """All."""
         return self._infos
 

@@ -47,7 +47,7 @@ _HEARD_WITHIN = 1.0  # seconds for the loop to write what a person wants into th
 _CLOSE_WITHIN = 14.0  # seconds more that `close` waits, for the operator
 
 
-class _Mark(threading.Event):
+class _Journaled(threading.Event):
     """A mark among the events, which is set once all events before it are in the journal."""
 
 
@@ -112,7 +112,7 @@ class Coordinator:
         # A job may be over without a result: its coordinator was killed before it wrote the result.
         self._result_is_missing = saved is not None and not saved["result_is_written"]
         self._lock = threading.RLock()  # of the job and the journal
-        self._noted = threading.Condition(self._lock)
+        self._note_added = threading.Condition(self._lock)
         self._events: Inbox[Any] = Inbox()
         self._calls = WorkerCalls(operator.transport, self._events.put)
         self._operator = OperatorThread(operator, self._events.put)
@@ -131,7 +131,7 @@ class Coordinator:
         cores = len(os.sched_getaffinity(0)) if cfg.cores is None else cfg.cores
         self._scaling = Scaling(cfg.min_collectors, cfg.max_collectors, cores, cfg.mean_staleness)
         self._rates = Rates(2)
-        self._published = self._job.accounts.to_json()
+        self._journaled_accounts = self._job.accounts.to_json()
         self._journaled_at = 0.0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -267,7 +267,7 @@ class Coordinator:
 
     def _request(self, event: Any) -> None:
         """Hand a request to the loop, and wait for up to 1 s until it is in the journal; then no restart loses it."""
-        mark = _Mark()
+        mark = _Journaled()
         self._events.put(event)
         self._events.put(mark)
         if self._thread is not None and threading.current_thread() is not self._thread:
@@ -278,7 +278,7 @@ class Coordinator:
         with self._lock:
             return statuses.status(
                 self._job,
-                self._published,
+                self._journaled_accounts,
                 describes=self._cfg.describes,
                 limits={"collector": [self._cfg.min_collectors, self._cfg.max_collectors]},
                 operator={"kind": self._operator_kind, "problems": self._operator.problems()},
@@ -292,9 +292,9 @@ class Coordinator:
 
         Numbers rise, across restarts too. Waits up to `timeout` seconds (1 at most) for one.
         """
-        with self._noted:
+        with self._note_added:
             notes = self._journal.notes
-            self._noted.wait_for(lambda: bool(notes) and notes[-1]["number"] > since, min(timeout, 1.0))
+            self._note_added.wait_for(lambda: bool(notes) and notes[-1]["number"] > since, min(timeout, 1.0))
             return [note for note in notes if note["number"] > since]
 
     # --- the loop
@@ -318,8 +318,8 @@ class Coordinator:
             self._failure = error
         finally:
             self._over.set()
-            with self._noted:
-                self._noted.notify_all()
+            with self._note_added:
+                self._note_added.notify_all()
 
     def _next_events(self) -> list[Any]:
         """Return the events since the last call, after a short wait for one; send the calls that were put off."""
@@ -337,19 +337,19 @@ class Coordinator:
         effects: list[Any] = []
         with self._lock:
             for event in happened:
-                if not isinstance(event, _Mark):
+                if not isinstance(event, _Journaled):
                     effects += advance(self._job, event, self._clock())
             wanted = self._scaling.wanted(self._job, self._clock())
             if wanted is not None:
                 effects += advance(self._job, ev.ScaleAsked("collector", wanted, "load"), self._clock())
-            self._write_down(effects)
+            self._write_journal(effects)
         for event in happened:
-            if isinstance(event, _Mark):
+            if isinstance(event, _Journaled):
                 event.set()
         for effect in effects:
             self._carry_out[type(effect)](effect)
 
-    def _write_down(self, effects: list[Any]) -> None:
+    def _write_journal(self, effects: list[Any]) -> None:
         """Write the journal before acting, so that the successor of a killed coordinator knows every effect."""
         notes, now = [effect for effect in effects if isinstance(effect, ev.Note)], time.monotonic()
         for note in notes:
@@ -361,10 +361,10 @@ class Coordinator:
             state = {**self._job.to_json(), "job_id": self._cfg.job_id, "result_is_written": False}
             if state != self._journal.state:
                 self._journal.write(state)
-            self._published = state["accounts"]
+            self._journaled_accounts = state["accounts"]
             self._rates.add(self._clock(), self._job.accounts.env_steps, self._job.accounts.learned)
         if notes:
-            self._noted.notify_all()
+            self._note_added.notify_all()
 
     def _write_row(self, row: ev.Row) -> None:
         if self._recorder is not None:
@@ -383,7 +383,7 @@ class Coordinator:
         """Write the result: all workers have stopped."""
         self._replay.close()
         with self._lock:
-            self._published = self._job.accounts.to_json()
+            self._journaled_accounts = self._job.accounts.to_json()
             status = self.status()
         path = pathlib.Path(self._cfg.path) / "status.json"
         try:

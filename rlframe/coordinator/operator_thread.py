@@ -107,7 +107,7 @@ class OperatorThread:
         while self._effects:
             self._carry_out[type(self._effects[0])](self._effects[0])
             self._effects.popleft()
-        seen = [worker for worker in self._operator.list() if worker.role in ROLES]
+        seen = [worker for worker in self._operator.list_workers() if worker.role in ROLES]
         seen.sort(key=lambda worker: (ROLES.index(worker.role), worker.index, worker.incarnation))
         self._problems = {worker.worker_id: worker.problem for worker in seen if worker.problem}
         return [worker for worker in seen if worker.is_live]
@@ -119,7 +119,7 @@ class OperatorThread:
             try:
                 for role in ROLES:
                     self._operator.scale(role, 0)
-                left = self._operator.list()
+                left = self._operator.list_workers()
                 for worker in left:
                     self._operator.release(worker.key)
                 why = ", ".join(f"{worker.worker_id} ({worker.host})" for worker in left)

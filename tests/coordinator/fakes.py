@@ -238,7 +238,7 @@ class FakeOperator:
         self.made: list[tuple[str, int]] = []
         self.disconnects = 0
 
-    def list(self) -> list[WorkerInfo]:
+    def list_workers(self) -> list[WorkerInfo]:
         self._check()
         with self._lock:
             self.workers = {worker_id: worker for worker_id, worker in self.workers.items() if not worker.is_dead}

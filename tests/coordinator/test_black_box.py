@@ -308,7 +308,7 @@ def test_stale_and_repeated_answers_change_nothing(stage: Stage) -> None:
     wait_until(lambda: job(coordinator)["state"] == "PAUSED", "the pause")
     machine = coordinator._job
     wait_until(lambda: all(worker.call is None for worker in machine.roster), "the last answers")
-    wait_until(lambda: machine.accounts.to_json() == coordinator._published, "them to be written down")
+    wait_until(lambda: machine.accounts.to_json() == coordinator._journaled_accounts, "them to be written down")
     learned = [called for called in list(stage.scene.trace) if isinstance(called.reply, Learned)]
     collected = [called for called in list(stage.scene.trace) if isinstance(called.reply, Collected)]
     before = {name: value for name, value in coordinator.status()["accounts"].items() if name != "stale"}

@@ -29,7 +29,7 @@ class Operator(Protocol):
     every: float
     grace: float
 
-    def list(self) -> list[WorkerInfo]:
+    def list_workers(self) -> list[WorkerInfo]:
         """List all workers: those that run, and those that died and are about to be started again."""
 
     def scale(self, role: Role, n: int) -> None:

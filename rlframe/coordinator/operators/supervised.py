@@ -57,7 +57,7 @@ class SupervisedOperator(Supervisor):
         self.transport, self._nodes = transport, nodes
         self._wanted: dict[Role, int] = {}
         self._is_closed = False
-        calls: list[Callable[..., Any]] = [self.list, self.scale, self.replace, self.release]
+        calls: list[Callable[..., Any]] = [self.list_workers, self.scale, self.replace, self.release]
         self._server = transport.serve({call.__name__: call for call in calls}, address)
         self._thread = threading.Thread(target=self._run, name="rlframe supervisor", daemon=True)
         self._thread.start()
@@ -65,7 +65,7 @@ class SupervisedOperator(Supervisor):
     def __reduce__(self) -> tuple[Any, ...]:
         return OperatorHandle, (type(self).__name__, self._server.address, self.transport)
 
-    def list(self) -> list[WorkerInfo]:
+    def list_workers(self) -> list[WorkerInfo]:
         """See `Operator`."""
         with self.lock:
             return [self._seen(slot) for slot in self.slots.values() if slot.state != "ENDED"]
@@ -192,9 +192,9 @@ class OperatorHandle:
         self.kind, self.transport = kind, transport
         self._operator = Remote([address], "launcher", _CALLED_WITHIN, None, transport)
 
-    def list(self) -> list[WorkerInfo]:
+    def list_workers(self) -> list[WorkerInfo]:
         """See `Operator`."""
-        return self._operator.list()
+        return self._operator.list_workers()
 
     def scale(self, role: Role, n: int) -> None:
         """See `Operator`."""

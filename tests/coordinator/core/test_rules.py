@@ -69,7 +69,7 @@ def test_what_is_drawn_for_a_learner_that_was_lost_meanwhile_is_settled() -> Non
     assert world.run(20.0, lambda: task.drawing is not None and len(world.buffer.items) >= enough)
     header, lost = task.drawing, world.m.accounts.lost
     world.kill(learner(world))
-    worker_tracking.take_list(world.m, world.operator.list())  # which misses it before the batches are here
+    worker_tracking.take_list(world.m, world.operator.list_workers())  # which misses it before the batches are here
     batch = world.buffer.draw()
     assert batch is not None and header is not None
     world.deliver(ev.BatchesDrawn(header, (batch,)))

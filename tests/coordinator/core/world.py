@@ -342,7 +342,7 @@ class SimOperator:
         self.never_comes: set[str] = set()  # roles whose processes never serve
         self.never_starts: set[str] = set()  # roles of which there are no processes at all
 
-    def list(self) -> tuple[WorkerInfo, ...]:
+    def list_workers(self) -> tuple[WorkerInfo, ...]:
         workers = [worker for worker in self.slots.values() if worker is not None and not worker.is_dead]
         return tuple(
             WorkerInfo(w.role, w.index, w.incarnation, w.address, "sim", 1)  # type: ignore[arg-type]
@@ -538,7 +538,7 @@ class World:
             return
         self.operator.reconcile()
         if not self.operator.is_over:
-            self.deliver(ev.OperatorAnswered(self.operator.list()))
+            self.deliver(ev.OperatorAnswered(self.operator.list_workers()))
 
     def _execute(self, effect: Any) -> None:
         life = self.life

@@ -13,7 +13,7 @@ if __name__ == "__main__":
     operator = Driven(pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()))
     operator.connect()
     operator.scale("collector", 2)
-    while sum(worker.address is not None for worker in operator.list()) < 2:
+    while sum(worker.address is not None for worker in operator.list_workers()) < 2:
         threading.Event().wait(0.02)
     print("up", flush=True)
     threading.Event().wait(600)

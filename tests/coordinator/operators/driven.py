@@ -26,7 +26,7 @@ class Driven:
         self._thread.start()
         return self._workers(1)
 
-    def list(self) -> list[WorkerInfo]:
+    def list_workers(self) -> list[WorkerInfo]:
         """The workers that live and are wanted, after a whole round from now."""
         return self._workers(len(self.events) + 2)
 

@@ -12,7 +12,7 @@ if __name__ == "__main__":
     operator = LocalOperator({"learner": workers.quiet, "collector": workers.quiet}, output=io.StringIO())
     operator.scale("learner", 1)
     operator.scale("collector", 1)
-    while sum(worker.address is not None for worker in operator.list()) < 2:
+    while sum(worker.address is not None for worker in operator.list_workers()) < 2:
         threading.Event().wait(0.02)
-    print(*[worker.pid for worker in operator.list()], operator._sockets.path, flush=True)
+    print(*[worker.pid for worker in operator.list_workers()], operator._sockets.path, flush=True)
     threading.Event().wait(600)

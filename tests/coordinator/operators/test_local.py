@@ -45,7 +45,7 @@ class Local:
         """Waits until `n` workers of the role serve, other than these, and returns them."""
 
         def serving() -> list[WorkerInfo]:
-            infos = [info for info in self.operator.list() if info.role == role and info.key not in gone]
+            infos = [info for info in self.operator.list_workers() if info.role == role and info.key not in gone]
             return infos if len(infos) == n and all(info.address for info in infos) else []
 
         gone = {info.key for info in but}
@@ -100,7 +100,7 @@ def test_workers_are_spawned_and_serve_and_none_is_left_when_it_disconnects(loca
     assert len(processes) == 4  # each with a child
     one.operator.disconnect()
     wait_until(lambda: are_gone(processes))
-    assert one.owned.list() == []
+    assert one.owned.list_workers() == []
     lines = one.output.getvalue().splitlines()
     assert "[collector/1] collector/1 is up as incarnation 0" in lines and "[collector/1] closed" in lines
     one.operator.disconnect()  # once more does no harm
@@ -121,12 +121,12 @@ def test_one_that_is_killed_is_replaced_and_so_is_one_that_is_stopped_and_report
     os.kill(second.pid, signal.SIGSTOP)
     for _ in range(3):
         one.operator.replace_workers([second.key])
-    assert second.key not in [info.key for info in one.operator.list()]
+    assert second.key not in [info.key for info in one.operator.list_workers()]
     both = one.up("collector", 2, but=(first, second))
     assert [info.key for info in both] == [("collector/0", 1), ("collector/1", 1)]
     one.operator.replace_workers([second.key])  # late, and of one that has been replaced
     assert [ping(info).incarnation for info in both] == [1, 1]
-    assert one.operator.list() == both
+    assert one.operator.list_workers() == both
     wait_until(lambda: are_gone(processes))
 
 
@@ -136,10 +136,10 @@ def test_released_workers_are_not_replaced_and_a_later_request_goes_on_with_thei
     first, second = one.up("collector", 2)
     one.operator.scale("collector", 1)
     one.operator.scale("collector", 1)
-    assert one.operator.list() == [first, second]  # a request ends none
+    assert one.operator.list_workers() == [first, second]  # a request ends none
     processes = family(second.pid)
     one.operator.release([second.key])
-    assert one.operator.list() == [first]
+    assert one.operator.list_workers() == [first]
     wait_until(lambda: are_gone(processes))
     wait_until(lambda: "[collector/1] closed" in one.output.getvalue())  # it was given the time to
     one.operator.scale("collector", 2)
@@ -160,7 +160,7 @@ def test_workers_outlive_a_coordinator_that_is_killed_and_its_successor_finds_th
     coordinator.wait()
     coordinator.stdout.close()
 
-    found = one.operator.list()
+    found = one.operator.list_workers()
     assert [info.key for info in found] == [("collector/0", 0), ("collector/1", 0)]
     assert [pid(info) for info in found] == [info.pid for info in found]
     one.operator.scale("collector", 2)
@@ -220,7 +220,7 @@ def test_one_that_cannot_close_is_ended_all_the_same(local):
     began = time.monotonic()
     one.operator.disconnect()
     wait_until(lambda: are_gone(processes))
-    assert one.owned.list() == []
+    assert one.owned.list_workers() == []
     assert time.monotonic() - began < 10.0
 
 

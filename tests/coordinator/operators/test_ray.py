@@ -64,7 +64,7 @@ def operator(cluster):
 def serving(operator, *keys):
     deadline = time.monotonic() + 200.0
     while True:
-        infos = operator.list()
+        infos = operator.list_workers()
         if [info.key for info in infos] == list(keys) and all(info.address for info in infos):
             return infos
         assert time.monotonic() < deadline, f"{infos}, {operator.problems()}"
@@ -104,14 +104,14 @@ def test_workers_are_replaced_adopted_and_ended(operator):
     assert serving(successor, ("collector/0", 1), ("collector/1", 1)) == before
     successor.scale("collector", 1)
     successor.release([before[0].key])
-    assert [info.key for info in successor.list()] == [before[1].key]
+    assert [info.key for info in successor.list_workers()] == [before[1].key]
     wait_until(lambda: is_gone(before[0].pid))
     assert "[collector/0] closed" in output.getvalue().splitlines()
     successor.scale("evaluator", 1)
     *_, stubborn = serving(successor, before[1].key, ("evaluator/0", 0))
     successor.disconnect()
     assert is_gone(before[1].pid) and is_gone(stubborn.pid)  # one that does not close is killed
-    assert owned.list() == []
+    assert owned.list_workers() == []
 
 
 def test_one_that_cannot_be_made_says_why_and_one_of_no_role_is_refused(operator):

@@ -102,10 +102,10 @@ class World(SupervisedOperator):
             self.step()
 
     def live(self) -> list[Key]:
-        return sorted(worker.key for worker in self.list() if worker.is_live)
+        return sorted(worker.key for worker in self.list_workers() if worker.is_live)
 
     def problems(self) -> list[str]:
-        return [worker.problem for worker in self.list() if worker.problem]
+        return [worker.problem for worker in self.list_workers() if worker.problem]
 
     def due_in(self) -> float:
         waiting = [slot.deadline for slot in self.slots.values() if slot.state == "WAITING"]
