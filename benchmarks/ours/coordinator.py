@@ -174,7 +174,7 @@ class Replay:
         """A batch of 256."""
         return BatchMeta(self._keys, self._probabilities)
 
-    def finish(self, keys: np.ndarray) -> None:
+    def release(self, keys: np.ndarray) -> None:
         """Nothing is kept."""
 
     def note_update(self, keys: np.ndarray, version: int) -> None:

@@ -155,7 +155,7 @@ class ReplayThread:
             if update.priorities is not None and self._kind == "prioritised":
                 self._replay.update_priorities(update.keys, update.priorities)
         for batch in effect.batches:
-            self._replay.finish(batch.keys)
+            self._replay.release(batch.keys)
         if effect.updates:
             self._replay.note_update(np.concatenate([update.keys for update in effect.updates]), effect.params_version)
         if self._max_staleness is not None and effect.params_version >= 0:

@@ -56,16 +56,16 @@ class Inferencer:
 
         inference(env_ids, timestep, state)
           refresh                           # every `sync_interval` calls
-          _answer                           # draws the call's random numbers, and unpacks what the jitted call returns
-            _jitted_step                    # `_packed_step`, compiled once for each number of rows
+          _act                              # draws the call's random numbers, and unpacks what the jitted call returns
+            _jitted_step                    # compiled once for each number of rows
               Agent.actor_step
 
         answer_inference                    # from another process: `inference`, with a refusal as a string
         shared_inference                    # on the same machine: the same, with the arrays in memory that the handle's
           inference                         #   process has made, and shown by `share_calls` (shared_calls.py)
             Batcher                         # of a service: joins calls that come at the same time
-              _answer_round                 # notes that a round failed, or had to be compiled
-                _answer
+              _act_for_round                # notes that a round failed, or had to be compiled
+                _act
 
     An Inferencer pickles as its constructor's arguments, so it can be given to an Actor that will live elsewhere.
 
@@ -92,7 +92,7 @@ class Inferencer:
         # (version, packed parameters): a refresh beside a call replaces both at once.
         self._acting: tuple[int, list[jax.Array]] = (-1, [])
         self._params_packing: Packing | None = None
-        self._output_packings: dict[int, Packing] = {}  # by number of rows; `_packed_step` adds one when it is traced
+        self._output_packings: dict[int, Packing] = {}  # by number of rows; `_jitted_step` adds one when it is traced
         self._lock = threading.Lock()  # of calls that are not a service's
         self._counting = threading.Lock()  # no two calls draw the same random numbers
         self._batcher: Batcher | None = None  # while it is a service, and after
@@ -117,7 +117,20 @@ class Inferencer:
 
     @functools.cached_property
     def _jitted_step(self) -> compilation.jit:
-        return compilation.jit(self._packed_step, differentiates=False)
+        def step(
+            rng: jax.Array, call: jax.Array, packed: list[jax.Array], timestep: TimeStep, state: AgentState
+        ) -> list[jax.Array]:
+            # Python runs this once for each number of rows, to trace it: the checks cost nothing afterwards.
+            self.agent.check_observation(timestep.observation)
+            act = self.agent.eval_step if self._cfg.greedy else self.agent.actor_step
+            assert self._params_packing is not None
+            params = self._params_packing.unpack_jax(packed)
+            output, state = act(jax.random.fold_in(rng, call), params, timestep, state)
+            answer = (output._replace(params_version=None), state)
+            packing = self._output_packings[len(timestep.step_type)] = Packing(answer)
+            return packing.pack_jax(answer)
+
+        return compilation.jit(step, differentiates=False)
 
     @functools.cached_property
     def _upload(self) -> Any:
@@ -164,7 +177,7 @@ class Inferencer:
         with self._lock:
             if self._calls % self._cfg.sync_interval == 0:
                 self.refresh()
-            return self._answer(env_ids, timestep, state)
+            return self._act(env_ids, timestep, state)
 
     def is_ready(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds (1 at most) for parameters. Return whether there are any."""
@@ -230,7 +243,7 @@ class Inferencer:
         """
         if self._batcher is not None:
             raise UsageError("This Inferencer is a service already, or was one: make another.")
-        self._batcher = Batcher(self.agent, self._answer_round, self._cfg.max_batch, self._cfg.max_wait)
+        self._batcher = Batcher(self.agent, self._act_for_round, self._cfg.max_batch, self._cfg.max_wait)
         try:
             with handles.stopped_by_program(self.stop):
                 is_on_policy = self.agent.replay_spec.max_staleness is not None
@@ -276,10 +289,10 @@ class Inferencer:
             self._new_version.notify_all()
         self._has_params.set()
 
-    def _answer_round(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> Any:
+    def _act_for_round(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> Any:
         known, began = len(self._output_packings), time.perf_counter()
         try:
-            answer = self._answer(env_ids, timestep, state)
+            answer = self._act(env_ids, timestep, state)
         except BaseException as error:  # not the request's fault, whose shapes were checked: `run` fails with it
             self._failure = error
             self.stop()
@@ -289,7 +302,7 @@ class Inferencer:
             _log.info("Compiled inference of %d rows in %.1f s.", rows, seconds)
         return answer
 
-    def _answer(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> tuple[AgentOutput, AgentState]:
+    def _act(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> tuple[AgentOutput, AgentState]:
         with self._counting:
             self._calls += 1
             calls = self._calls
@@ -302,16 +315,3 @@ class Inferencer:
             packed = self._jitted_step(self._rng, call, params, timestep, state)
             output, state = self._output_packings[len(timestep.step_type)].unpack_numpy(packed)
         return AgentOutput(output.action, output.extras, version), state
-
-    def _packed_step(
-        self, rng: jax.Array, call: jax.Array, packed: list[jax.Array], timestep: TimeStep, state: AgentState
-    ) -> list[jax.Array]:
-        # Python runs this once for each number of rows, to trace it: the checks cost nothing afterwards.
-        self.agent.check_observation(timestep.observation)
-        step = self.agent.eval_step if self._cfg.greedy else self.agent.actor_step
-        assert self._params_packing is not None
-        params = self._params_packing.unpack_jax(packed)
-        output, state = step(jax.random.fold_in(rng, call), params, timestep, state)
-        answer = (output._replace(params_version=None), state)
-        packing = self._output_packings[len(timestep.step_type)] = Packing(answer)
-        return packing.pack_jax(answer)

@@ -183,7 +183,7 @@ class KeyedReplayBuffer(BaseReplayBuffer):
     def draw(self, timeout: float = 0.0) -> Draw | None:
         """Draw a batch as `sample` does, but return its keys: `fetch` reads it, in this process or in another.
 
-        The items count as sampled now. Items of a queue are not overwritten until `finish`.
+        The items count as sampled now. Items of a queue are not overwritten until `release`.
 
         Args:
             timeout: seconds to wait for enough items. It may return None earlier.
@@ -201,7 +201,7 @@ class KeyedReplayBuffer(BaseReplayBuffer):
         """
 
     @abc.abstractmethod
-    def finish(self, keys: np.ndarray) -> None:
+    def release(self, keys: np.ndarray) -> None:
         """Release the items `keys` of a `Draw`: they were learned from, or are lost. May be called again."""
 
 

@@ -13,7 +13,7 @@ from rlframe.errors import CheckpointError, UsageError
 from rlframe.replay import replay_files, steps
 from rlframe.replay.base import STATS, Draw, KeyedReplayBuffer, check_keys, override, replace_gone
 from rlframe.replay.layout import check_added
-from rlframe.replay.rate_limiter import RateLimiter, WriterState
+from rlframe.replay.rate_limiter import ItemCounts, RateLimiter, WriterState
 from rlframe.replay.steps import StepStore, Writers
 from rlframe.replay.timeline import WriterFragments
 from rlframe.types import Batch, Step, StepSpec
@@ -53,7 +53,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         self._one_writer = np.zeros((0, 3), np.int64)  # keys of a batch, while only one ever wrote
         self._store: Any = None  # a StepStore, once the first writer has said how many environments it has
         self._sampled = self._steps = 0
-        self._held: dict[bytes, Batch] = {}  # batches of a queue that were drawn and are not finished, by their keys
+        self._held: dict[bytes, Batch] = {}  # batches of a queue that were drawn and are not released, by their keys
         self._oldest = -1  # version: older items are dropped
         self._limiter = RateLimiter(self.spec)
         steps.check_fits(self.spec, self._step_spec, self.spec.capacity, 1, single_frame)
@@ -149,7 +149,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             data, versions = store.read(store.timeline.slots_of(keys[:, 2]))
             return Batch(data, keys, probabilities, versions)
 
-    def finish(self, keys: np.ndarray) -> None:
+    def release(self, keys: np.ndarray) -> None:
         with self._lock:
             self._held.pop(np.asarray(keys, np.int64).tobytes(), None)
 
@@ -184,7 +184,8 @@ class ReplayBuffer(KeyedReplayBuffer):
         if self._store is None or self._closed:
             return 0
         table = self._store.table
-        return self._limiter.items_to_sample(table.size, table.added, self._sampled, self._states, self._items_of)
+        counts = ItemCounts(table.size, table.added, self._sampled)
+        return self._limiter.items_to_sample(counts, self._states, self._items_of)
 
     def _states(self) -> dict[int, WriterState]:
         return {
@@ -252,7 +253,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         spec = self.spec
         if self._store is not None:
             timeline = self._store.timeline
-            if steps.needed(spec, all_envs) + timeline.chunk <= timeline.slots or timeline.head:
+            if steps.timesteps_needed(spec, all_envs) + timeline.chunk <= timeline.slots or timeline.head:
                 steps.check_room(spec, timeline.slots, timeline.chunk, all_envs)
                 return self._store
         slots, chunk = steps.sizes(spec, num_envs, all_envs)

@@ -1,6 +1,9 @@
 """When a batch may be sampled, and when an item may be inserted: the one rule that every replay buffer follows.
 
 It is the rule of Reverb's rate limiters (https://github.com/google-deepmind/reverb/blob/master/docs/rate_limiters.md).
+
+How far writers may be ahead of a reader in another process is counted in rounds. A round is the samples of one batch,
+or those that one item of every environment allows (`samples_per_insert` for each), whichever is more.
 """
 
 from __future__ import annotations
@@ -15,8 +18,16 @@ from rlframe.types import ReplaySpec, Sequence
 
 _log = logging.getLogger(__name__)
 
-ROUNDS_AHEAD = 2  # rounds (see `items_of_rounds`) that writers in other processes than the reader's may be ahead of it
+ROUNDS_AHEAD = 2  # rounds that writers in other processes than the reader's may be ahead of it
 _START = 2  # a writer that has yet to take its first step is waited for so many times as long: it may still compile
+
+
+class ItemCounts(NamedTuple):
+    """How many items of a replay there are, for `RateLimiter`."""
+
+    size: int  # there now
+    inserted: int  # ever
+    sampled: int  # ever
 
 
 class RateLimiter:
@@ -48,33 +59,32 @@ class RateLimiter:
 
     def items_to_sample(
         self,
-        size: int,
-        inserted: int,
-        sampled: int,
+        counts: ItemCounts,
         writers: Callable[[], Mapping[int, WriterState]],
         items: Callable[[], Mapping[int, int]],
     ) -> int:
         """Return how many items a batch would have now; 0 while there is too little, or sampling is ahead.
 
         Args:
-            size, inserted, sampled: items that are there, that ever were, and that were sampled.
+            counts: of the replay.
             writers: of each rank, those that are yet to come too; asked where `batch_size` is None.
             items: how many items of each rank there are; asked where a batch may have to do without some writers.
         """
-        count = self._batch_size
+        count, size = self._batch_size, counts.size
         if count is None:
             there = writers()
             count = sum([writer.num_envs for writer in there.values()])
             if self._is_queue and size and (size < count or not all(writer.num_envs for writer in there.values())):
                 count = self._quorum.complete_items(there, items()) if len(there) > 1 else 0
-        return count if count and self.may_sample(count, size, inserted, sampled) else 0
+        return count if count and self.may_sample(count, counts) else 0
 
     def ahead(self, inserted: int, sampled: int) -> float:
         """Return the samples by which the inserts are ahead of the ratio; 0 if there is no ratio."""
         return 0.0 if self.ratio is None else self.ratio * (inserted - self._min_size) - sampled
 
-    def may_sample(self, batch_size: int, size: int, inserted: int, sampled: int) -> bool:
-        """Return whether a batch of `batch_size` may be sampled of the `size` items that are there."""
+    def may_sample(self, batch_size: int, counts: ItemCounts) -> bool:
+        """Return whether a batch of `batch_size` may be sampled."""
+        size, inserted, sampled = counts
         if self._is_queue:
             enough = size >= max(self._min_size, batch_size)
         else:
@@ -85,10 +95,9 @@ class RateLimiter:
         """Return whether an item may be inserted, where inserts may be ahead by `run_ahead` items."""
         return self.ratio is None or self.ahead(inserted, sampled) <= self.ratio * run_ahead
 
-    def inserts_needed(
-        self, size: int, inserted: int, sampled: int, writers: Callable[[], Mapping[int, WriterState]]
-    ) -> int:
+    def inserts_needed(self, counts: ItemCounts, writers: Callable[[], Mapping[int, WriterState]]) -> int:
         """Return how many items must have been inserted, in all, before `items_to_sample` is above 0."""
+        size, inserted, sampled = counts
         if self._is_queue:
             count = self._batch_size or self._quorum.expected(writers())
             return inserted + max(1, max(self._min_size, count) - size)
@@ -183,16 +192,16 @@ def items_kept(spec: ReplaySpec) -> int:
 
 
 def samples_of_rounds(spec: ReplaySpec, num_envs: int, rounds: int) -> float:
-    """Return the samples in `rounds` batches, or those that `rounds` items of every environment allow, if that is more.
+    """Return the samples of so many rounds.
 
-    It is what writers in other processes than the reader's may be ahead of `samples_per_insert`, so that neither waits
-    for the other at each item, and hardly an update is left to do when the last item was inserted.
+    Writers in other processes may be that far ahead of `samples_per_insert`, so that neither side waits for the other
+    at each item, and hardly an update is left to do when the last item was inserted.
     """
     return rounds * max(spec.batch_size or num_envs, (spec.samples_per_insert or 0.0) * num_envs)
 
 
 def items_of_rounds(spec: ReplaySpec, num_envs: int, rounds: int) -> int | None:
-    """`samples_of_rounds` in items; None if inserts have no ratio to be ahead of."""
+    """Return the items of so many rounds; None if inserts have no ratio to be ahead of."""
     ratio = spec.samples_per_insert
     return None if ratio is None else math.ceil(samples_of_rounds(spec, num_envs, rounds) / ratio)
 

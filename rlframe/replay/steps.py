@@ -232,11 +232,11 @@ def sizes(spec: ReplaySpec, num_envs: int, all_envs: int, chunks: int = 16) -> t
     A chunk, which is given up at once, is one of at least `chunks` that they are in.
     """
     chunk = -(-min(_CHUNK, max(1, spec.capacity // chunks)) // num_envs) * num_envs
-    slots = -(-max(spec.capacity + num_envs, needed(spec, all_envs)) // num_envs) * num_envs + chunk
+    slots = -(-max(spec.capacity + num_envs, timesteps_needed(spec, all_envs)) // num_envs) * num_envs + chunk
     return slots, chunk
 
 
-def needed(spec: ReplaySpec, all_envs: int) -> int:
+def timesteps_needed(spec: ReplaySpec, all_envs: int) -> int:
     """Return how many timesteps one item of each environment needs, with those that one call may allocate."""
     item = spec.item
     return all_envs * ((item.n_step if isinstance(item, Transition) else item.length) + 4)
@@ -260,10 +260,11 @@ def check_fits(
 
 def check_room(spec: ReplaySpec, slots: int, chunk: int, all_envs: int) -> None:
     """Raise `UsageError` if a buffer in use is too small for `all_envs` environments."""
-    if needed(spec, all_envs) + chunk > slots:
+    needed = timesteps_needed(spec, all_envs)
+    if needed + chunk > slots:
         raise UsageError(
-            f"The replay buffer keeps {slots - chunk} timesteps, but {all_envs} environments need "
-            f"{needed(spec, all_envs)} for one item each. Give it a capacity of at least {needed(spec, all_envs)}."
+            f"The replay buffer keeps {slots - chunk} timesteps, but {all_envs} environments need {needed} for one "
+            f"item each. Give it a capacity of at least {needed}."
         )
 
 

@@ -75,7 +75,7 @@ class Replay:
             self.out.append(self.drawn)
             return BatchMeta(np.array([[self.drawn, 0, 0]]), np.ones(1))
 
-    def finish(self, keys: np.ndarray) -> None:
+    def release(self, keys: np.ndarray) -> None:
         with self._lock:
             self.out.remove(int(keys[0, 0]))
 

@@ -176,7 +176,7 @@ def test_a_settlement_that_raises_does_not_end_the_thread(scene: Scene) -> None:
     fill(buffer)
     thread = scene.thread(buffer)
     batches = scene.draw(thread).batches
-    buffer.finish = raising(ValueError("boom"))
+    buffer.release = raising(ValueError("boom"))
     thread.put(ev.Settle(batches, ()))
     assert len(scene.draw(thread).batches) == 1
 

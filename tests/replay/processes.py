@@ -249,14 +249,14 @@ def sample(buffer: Any, batches: int) -> None:
 
 
 def draw_when_told(buffer: Any) -> None:
-    """Draws, finishes and counts as it is told, and says what came of it."""
+    """Draws, releases and counts as it is told, and says what came of it."""
     for line in sys.stdin.buffer:
         what, *arguments = json.loads(line)
         if what == "draw":
             drawn = buffer.draw(*arguments)
             say(None if drawn is None else [drawn.keys.tolist(), drawn.probabilities.tolist()])
-        elif what == "finish":
-            say(buffer.finish(np.array(*arguments)))
+        elif what == "release":
+            say(buffer.release(np.array(*arguments)))
         elif what in ("save", "restore"):
             say(getattr(buffer, what)(*arguments))
         else:
@@ -264,7 +264,7 @@ def draw_when_told(buffer: Any) -> None:
 
 
 def draw_until_killed(buffer: Any) -> None:
-    """Draws, and finishes all but the two draws before, without end; says the keys."""
+    """Draws, and releases all but the two draws before, without end; says the keys."""
     held = []
     while True:
         drawn = buffer.draw(timeout=0.2)
@@ -272,7 +272,7 @@ def draw_until_killed(buffer: Any) -> None:
             say(drawn.keys.tolist())
             held.append(drawn.keys)
         if len(held) > 2 or (held and drawn is None):
-            buffer.finish(held.pop(0))
+            buffer.release(held.pop(0))
 
 
 def read_dataset(buffer: Any) -> None:

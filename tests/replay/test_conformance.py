@@ -226,8 +226,8 @@ def test_what_is_drawn_and_fetched_is_what_is_sampled(make: Any, kind: str, item
             for expected, given in zip(jax.tree.leaves(batch), jax.tree.leaves(fetched), strict=True):
                 np.testing.assert_array_equal(given, expected)
                 assert given.dtype == expected.dtype
-            draws.finish(drawn.keys)
-            draws.finish(drawn.keys)  # calls may be repeated
+            draws.release(drawn.keys)
+            draws.release(drawn.keys)  # calls may be repeated
             batches += 1
     assert batches > 10
     stats = draws.stats()
@@ -297,8 +297,8 @@ def test_a_queue_keeps_what_was_drawn_until_it_is_finished(make: Any) -> None:
         assert_batch_matches(batch, twin)
         np.testing.assert_array_equal(batch.keys, drawn.keys)
     assert buffer.stats()["sampled"] == 8
-    buffer.finish(second.keys)
-    buffer.finish(first.keys)
+    buffer.release(second.keys)
+    buffer.release(first.keys)
     assert buffer.draw() is not None
     assert buffer.draw() is None  # 12 items there were
     stats = buffer.stats()

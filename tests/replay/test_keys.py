@@ -40,8 +40,8 @@ def draw(drawer: Process, timeout: float = 0.2) -> tuple[np.ndarray, np.ndarray]
     return None if answer is None else (np.array(answer[0], np.int64), np.array(answer[1], np.float32))
 
 
-def finish(drawer: Process, drawn: tuple[np.ndarray, np.ndarray]) -> None:
-    ask(drawer, "finish", drawn[0].tolist())
+def release(drawer: Process, drawn: tuple[np.ndarray, np.ndarray]) -> None:
+    ask(drawer, "release", drawn[0].tolist())
 
 
 def assert_adds_up(stats: dict[str, int]) -> None:
@@ -56,7 +56,7 @@ def test_each_item_is_fetched_once_however_eager_the_writers_are(scene: Scene, i
     assert draw(drawer) is None
     writers = [scene.process(processes.write, buffer, 2, 150, rank) for rank in (0, 1)]
     seen: list[int] = []
-    held: list[Any] = []  # drawn, fetched late, and finished later still
+    held: list[Any] = []  # drawn, fetched late, and released later still
     while True:
         are_done = all(writer.popen.poll() is not None for writer in writers)
         drawn = draw(drawer)
@@ -67,7 +67,7 @@ def test_each_item_is_fetched_once_however_eager_the_writers_are(scene: Scene, i
         if held and (drawn is None or len(held) > 2):
             batch = buffer.fetch(*held[0])
             seen += assert_whole(batch, item).tolist()
-            finish(drawer, held.pop(0))
+            release(drawer, held.pop(0))
     expected = expected_ids(item, 0, 0, 2, 150) | expected_ids(item, 1, 0, 2, 150)
     assert len(seen) == len(set(seen))
     assert set(seen) <= expected
@@ -81,7 +81,7 @@ def test_each_item_is_fetched_once_however_eager_the_writers_are(scene: Scene, i
         buffer.draw()
 
 
-def test_what_is_not_finished_holds_its_writer_up(scene: Scene) -> None:
+def test_what_is_not_released_holds_its_writer_up(scene: Scene) -> None:
     buffer = scene.buffer("queue", Transition(1), 10, 40, timeout=DEADLINE)
     drawer = scene.process(processes.draw_when_told, buffer)
     assert draw(drawer) is None
@@ -96,15 +96,15 @@ def test_what_is_not_finished_holds_its_writer_up(scene: Scene) -> None:
     for drawn in reversed(held):
         assert_whole(buffer.fetch(*drawn), Transition(1))
     for drawn in held[1:]:
-        finish(drawer, drawn)
+        release(drawer, drawn)
     assert header[block.WAITS] == 1  # the oldest is still held
     assert memory.cursors_of(0).steps == stands_at
-    finish(drawer, held[0])
+    release(drawer, held[0])
     wait_until(lambda: memory.cursors_of(0).steps > stands_at)
     assert buffer.fetch(*held[0]) is None or header[block.FLOOR] <= held[0][0][:, 2].min()
     while writer.popen.poll() is None:
         if (drawn := draw(drawer)) is not None:
-            finish(drawer, drawn)
+            release(drawer, drawn)
     assert_adds_up(ask(drawer, "stats"))
 
 
@@ -118,7 +118,7 @@ def test_what_a_dead_process_had_drawn_is_not_drawn_again(scene: Scene) -> None:
     while len(taken) < 5:
         if (drawn := draw(drawer)) is not None:
             taken.append(drawn)
-    finish(drawer, taken[0])
+    release(drawer, taken[0])
     header = buffer._view().memory.headers
     wait_until(lambda: header[0][block.WAITS] == header[1][block.WAITS] == 1)
     for drawn in taken[1:]:
@@ -132,7 +132,7 @@ def test_what_a_dead_process_had_drawn_is_not_drawn_again(scene: Scene) -> None:
         if (drawn := draw(following)) is not None:
             keys += [tuple(key) for key in drawn[0].tolist()]
             seen += assert_whole(buffer.fetch(*drawn), item).tolist()
-            finish(following, drawn)
+            release(following, drawn)
         elif are_done:
             break
     assert len(keys) == len(set(keys))
@@ -164,7 +164,7 @@ def test_no_item_is_drawn_twice_and_none_miscounted_whenever_the_process_that_dr
         if (drawn := draw(following)) is not None:
             keys += [tuple(key) for key in drawn[0].tolist()]
             assert_whole(buffer.fetch(*drawn), item)
-            finish(following, drawn)
+            release(following, drawn)
         elif are_done:
             break
     assert len(keys) == len(set(keys))
@@ -186,7 +186,7 @@ def test_what_waits_in_a_ring_that_came_round_is_there_for_the_next_process_that
     while len(taken) < 15:
         if (drawn := draw(drawer)) is not None:
             taken.append(drawn)
-            finish(drawer, drawn)
+            release(drawer, drawn)
     header = buffer._view().memory.headers[0]
     wait_until(lambda: header[block.WAITS] == 1)
     assert header[block.FLOOR] > header[block.SLOTS]
@@ -197,7 +197,7 @@ def test_what_waits_in_a_ring_that_came_round_is_there_for_the_next_process_that
         is_done = writer.popen.poll() is not None
         if (drawn := draw(following)) is not None:
             taken.append(drawn)
-            finish(following, drawn)
+            release(following, drawn)
         elif is_done:
             break
     stats = ask(following, "stats")
@@ -241,7 +241,7 @@ def test_who_draws_saves_and_restores_while_another_fetches(scene: Scene, tmp_pa
     scene.process(processes.write, buffer, 2, 40)
     wait_until(lambda: buffer.stats()["steps"] == 80)
     drawn = [draw(drawer) for _ in range(3)]
-    finish(drawer, drawn[0])
+    release(drawer, drawn[0])
     with pytest.raises(UsageError, match="takes its items"):
         buffer.save(path)
     assert ask(drawer, "save", path) is None
@@ -260,7 +260,7 @@ def test_who_draws_saves_and_restores_while_another_fetches(scene: Scene, tmp_pa
     assert len(keys) == len(set(keys)) == before["added"] // 10 * 10
 
 
-def test_the_share_of_a_writer_that_waits_for_what_is_unfinished_does_not_lapse(scene: Scene) -> None:
+def test_the_share_of_a_writer_that_waits_for_what_is_unreleased_does_not_lapse(scene: Scene) -> None:
     buffer = scene.buffer("queue", Sequence(2), None, 200, num_writers=2, lapse_after=0.01)
     for rank, num_envs in ((0, 3), (1, 2)):
         buffer.claim_rank(num_envs, rank)
@@ -272,8 +272,8 @@ def test_the_share_of_a_writer_that_waits_for_what_is_unfinished_does_not_lapse(
     for _ in range(2):
         buffer.add(*next(streams[0]))
     header = buffer._view().memory.headers[1]
-    header[block.WAITS] = 1  # as if it could not go on before `finish`
+    header[block.WAITS] = 1  # as if it could not go on before `release`
     assert [buffer.draw(timeout=0.02) for _ in range(5)] == [None] * 5
-    buffer.finish(drawn.keys)
+    buffer.release(drawn.keys)
     following = wait_until(lambda: buffer.draw(timeout=0.02))  # now it stands still by itself
     assert following.keys[:, 0].tolist() == [0, 0, 0]

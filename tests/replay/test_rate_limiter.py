@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlframe.replay.rate_limiter import RateLimiter, WriterQuorum, WriterState
+from rlframe.replay.rate_limiter import ItemCounts, RateLimiter, WriterQuorum, WriterState
 from rlframe.types import ReplaySpec, Transition
 
 
@@ -14,28 +14,28 @@ def limiter(kind: str, batch_size: int | None = 8, **options: object) -> RateLim
 
 def test_a_replay_is_sampled_once_min_size_items_were_ever_inserted() -> None:
     uniform = limiter("uniform", min_size=10)
-    assert not uniform.may_sample(8, size=9, inserted=9, sampled=0)
-    assert uniform.may_sample(8, size=3, inserted=10, sampled=10**6)  # the others have left
-    assert not uniform.may_sample(8, size=0, inserted=10, sampled=0)
-    assert uniform.inserts_needed(9, 9, 0, dict) == 10
-    assert uniform.inserts_needed(0, 20, 0, dict) == 21
+    assert not uniform.may_sample(8, ItemCounts(9, 9, 0))
+    assert uniform.may_sample(8, ItemCounts(3, 10, 10**6))  # the others have left
+    assert not uniform.may_sample(8, ItemCounts(0, 10, 0))
+    assert uniform.inserts_needed(ItemCounts(9, 9, 0), dict) == 10
+    assert uniform.inserts_needed(ItemCounts(0, 20, 0), dict) == 21
 
 
 def test_a_queue_is_sampled_while_it_holds_a_batch_and_min_size_items() -> None:
     queue = limiter("queue", min_size=10)
-    assert not queue.may_sample(8, size=9, inserted=900, sampled=0)
-    assert queue.may_sample(8, size=10, inserted=900, sampled=0)
-    assert not queue.may_sample(12, size=11, inserted=900, sampled=0)
-    assert queue.inserts_needed(9, 900, 0, dict) == 901
-    assert limiter("queue", batch_size=12, min_size=10).inserts_needed(9, 900, 0, dict) == 903
+    assert not queue.may_sample(8, ItemCounts(9, 900, 0))
+    assert queue.may_sample(8, ItemCounts(10, 900, 0))
+    assert not queue.may_sample(12, ItemCounts(11, 900, 0))
+    assert queue.inserts_needed(ItemCounts(9, 900, 0), dict) == 901
+    assert limiter("queue", batch_size=12, min_size=10).inserts_needed(ItemCounts(9, 900, 0), dict) == 903
 
 
 def test_a_ratio_holds_both_sides_between_its_bounds() -> None:
     paced = limiter("uniform", min_size=10, samples_per_insert=2.0)
-    assert paced.may_sample(8, size=10, inserted=10, sampled=0)  # the first batch is due with the item `min_size`
-    assert not paced.may_sample(8, size=13, inserted=13, sampled=8)
-    assert paced.may_sample(8, size=14, inserted=14, sampled=8)
-    assert paced.inserts_needed(13, 13, 8, dict) == 14
+    assert paced.may_sample(8, ItemCounts(10, 10, 0))  # the first batch is due with the item `min_size`
+    assert not paced.may_sample(8, ItemCounts(13, 13, 8))
+    assert paced.may_sample(8, ItemCounts(14, 14, 8))
+    assert paced.inserts_needed(ItemCounts(13, 13, 8), dict) == 14
     assert paced.may_insert(inserted=18, sampled=0, run_ahead=8)
     assert not paced.may_insert(inserted=19, sampled=0, run_ahead=8)
     assert paced.may_insert(inserted=19, sampled=8, run_ahead=8)
@@ -48,7 +48,7 @@ def test_reverbs_bounds_say_the_same(run_ahead: int) -> None:
     for inserted in range(10, 40):
         for sampled in range(0, 60, 8):
             diff = 2.0 * inserted - sampled
-            assert (diff - 8 >= least) == paced.may_sample(8, inserted, inserted, sampled)
+            assert (diff - 8 >= least) == paced.may_sample(8, ItemCounts(inserted, inserted, sampled))
             if run_ahead:
                 assert (diff <= most) == paced.may_insert(inserted, sampled, run_ahead)
     assert most - least >= 4.0  # or neither side could go on
@@ -58,20 +58,20 @@ def test_what_is_due_is_a_batch_or_nothing() -> None:
     def unasked() -> dict:
         raise AssertionError("nobody is waited for")
 
-    assert limiter("uniform").items_to_sample(9, 9, 0, unasked, unasked) == 8
-    assert limiter("queue").items_to_sample(7, 7, 0, unasked, unasked) == 0
-    assert limiter("queue", None).items_to_sample(4, 4, 0, lambda: writers(16), unasked) == 4
-    assert limiter("queue", None).items_to_sample(3, 3, 0, lambda: writers(16), unasked) == 0
-    assert limiter("uniform", min_size=10).items_to_sample(9, 9, 0, unasked, unasked) == 0
+    assert limiter("uniform").items_to_sample(ItemCounts(9, 9, 0), unasked, unasked) == 8
+    assert limiter("queue").items_to_sample(ItemCounts(7, 7, 0), unasked, unasked) == 0
+    assert limiter("queue", None).items_to_sample(ItemCounts(4, 4, 0), lambda: writers(16), unasked) == 4
+    assert limiter("queue", None).items_to_sample(ItemCounts(3, 3, 0), lambda: writers(16), unasked) == 0
+    assert limiter("uniform", min_size=10).items_to_sample(ItemCounts(9, 9, 0), unasked, unasked) == 0
 
 
 def test_a_batch_of_an_item_per_environment_does_without_a_writer_that_is_dead() -> None:
     there = writers(16, 8, dead=(1,))
-    assert limiter("queue", None).items_to_sample(4, 4, 0, lambda: there, lambda: {0: 4}) == 4
-    assert limiter("queue", None).items_to_sample(4, 4, 0, lambda: writers(16, 8), lambda: {0: 4}) == 0
-    assert limiter("queue", None, min_size=5).items_to_sample(4, 4, 0, lambda: there, lambda: {0: 4}) == 0
+    assert limiter("queue", None).items_to_sample(ItemCounts(4, 4, 0), lambda: there, lambda: {0: 4}) == 4
+    assert limiter("queue", None).items_to_sample(ItemCounts(4, 4, 0), lambda: writers(16, 8), lambda: {0: 4}) == 0
+    assert limiter("queue", None, min_size=5).items_to_sample(ItemCounts(4, 4, 0), lambda: there, lambda: {0: 4}) == 0
     yet_to_come = {**writers(16), 1: WriterState(0, 0, lambda: True)}
-    assert limiter("queue", None).items_to_sample(4, 4, 0, lambda: yet_to_come, lambda: {0: 4}) == 0
+    assert limiter("queue", None).items_to_sample(ItemCounts(4, 4, 0), lambda: yet_to_come, lambda: {0: 4}) == 0
 
 
 class Clock:

@@ -50,7 +50,7 @@ WAITS = 11  # 1 while the writer waits for room
 CLAIMS, PID, STARTED, NUM_ENVS, SLOTS, CHUNK, EPOCH, BEGUN = range(16, 24)
 # By the sampler of a queue.
 SYNCED = 24  # entries of the log that it has read
-NEEDED = 25  # the lowest timestep of an item that was not sampled, or not finished; NOTHING where there is none
+NEEDED = 25  # the lowest timestep of an item that was not sampled, or not released; NOTHING where there is none
 # (SYNCED, how many of those entries' items were not sampled): where the next process goes on that samples.
 TAKEN = slice(26, 26 + Seqlock.words(2))
 
@@ -206,7 +206,7 @@ def segment_sizes(spec: ReplaySpec, num_writers: int, num_envs: int) -> tuple[in
     if spec.kind == "queue":
         batch = 2 * num_envs if spec.batch_size is None else spec.batch_size
         period = spec.item.period if isinstance(spec.item, Sequence) else 2  # every other step may be a LAST
-        share = max(share, max(spec.min_size, batch) * period + steps.needed(spec, num_envs))
+        share = max(share, max(spec.min_size, batch) * period + steps.timesteps_needed(spec, num_envs))
     spec = dataclasses.replace(spec, capacity=share)
     slots, chunk = steps.sizes(spec, num_envs, num_envs, chunks=16 * MARGIN)
     return slots + MARGIN * chunk, chunk

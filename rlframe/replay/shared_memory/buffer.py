@@ -189,11 +189,11 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             return None if gone.any() else batch
         return batch if replace_gone(batch, gone) else None
 
-    def finish(self, keys: np.ndarray) -> None:
+    def release(self, keys: np.ndarray) -> None:
         """See `KeyedReplayBuffer`. In the sampler's process."""
         if self.spec.kind == "queue":
             with self._sampling() as sampler:
-                sampler.finish(keys)
+                sampler.release(keys)
 
     def wait_for_batch(self, timeout: float) -> Batch | None:
         """Like `sample`, but waits up to `timeout` seconds for enough to be there."""

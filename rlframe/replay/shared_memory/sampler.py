@@ -16,7 +16,7 @@ from rlframe.errors import UsageError
 from rlframe.interprocess.processes import this_process
 from rlframe.interprocess.waiting import fence
 from rlframe.replay.base import Draw
-from rlframe.replay.rate_limiter import RateLimiter, WriterState
+from rlframe.replay.rate_limiter import ItemCounts, RateLimiter, WriterState
 from rlframe.replay.shared_memory import block
 from rlframe.replay.shared_memory.block import Block
 from rlframe.replay.shared_memory.segment_reader import RANK_BITS, SegmentReader
@@ -46,7 +46,7 @@ class Sampler:
         self.reader = SegmentReader(memory, spec, step_spec, spec.kind)
         self._is_bound = False
         self._oldest = -1  # version: older items of a queue are dropped
-        self._unfinished = _NOTHING  # starts of a queue's items that were drawn, and are still to be read
+        self._unreleased = _NOTHING  # starts of a queue's items that were drawn, and are still to be read
         self._limiter = RateLimiter(spec)
         self._fresh_for, self._fresh_until = (0.0 if spec.kind == "queue" else _FRESH), 0.0
 
@@ -84,7 +84,7 @@ class Sampler:
     def _take_over(self) -> None:
         """Take over from a process that sampled before: its counters, and its place in a queue."""
         reader = self.reader = SegmentReader(self._memory, self._spec, self._step_spec, self._spec.kind)
-        self._unfinished = _NOTHING
+        self._unreleased = _NOTHING
         if isinstance(reader.table, QueueTable):
             reader.take_over()
         else:
@@ -95,7 +95,7 @@ class Sampler:
     def resume(self, starts: np.ndarray, sampled: int, rng: Any, evicted_unsampled: int) -> None:
         """Continue from a saved buffer, whose segments have been filled."""
         self.reader = SegmentReader(self._memory, self._spec, self._step_spec, self._spec.kind)
-        self._unfinished = _NOTHING
+        self._unreleased = _NOTHING
         self.reader.resume(starts)
         self._count(sampled, evicted_unsampled)
         self.rng.bit_generator.state = rng
@@ -131,16 +131,16 @@ class Sampler:
             draw = Draw(reader.keys(starts, reader.timeline.slots_of(starts)), probabilities)
             self.sampled += count
             if isinstance(reader.table, QueueTable):
-                self._unfinished = np.concatenate([self._unfinished, starts])
+                self._unreleased = np.concatenate([self._unreleased, starts])
         self.publish(draw is not None or forgot)
         return draw
 
-    def finish(self, keys: np.ndarray) -> None:
+    def release(self, keys: np.ndarray) -> None:
         """Let a queue's writers overwrite the items `keys` [B, 3], which were drawn."""
         done = np.asarray(keys, np.int64)
-        left = self._unfinished[~np.isin(self._unfinished, done[:, 0] << RANK_BITS | done[:, 2])]
-        if len(left) < len(self._unfinished):
-            self._unfinished = left
+        left = self._unreleased[~np.isin(self._unreleased, done[:, 0] << RANK_BITS | done[:, 2])]
+        if len(left) < len(self._unreleased):
+            self._unreleased = left
             self.publish(True)
 
     def _prepare(self) -> tuple[int, bool]:
@@ -188,17 +188,20 @@ class Sampler:
         """Return how many items a batch would have now; 0 while there are too few, or the learner is ahead."""
         if self._memory.closed:
             return 0
+        return self._limiter.items_to_sample(self._counts(), self._writers, self.reader.items_of)
+
+    def _counts(self) -> ItemCounts:
         reader = self.reader
-        sampled = self.sampled if self.is_sampler else 0  # who only reads is not paced
-        return self._limiter.items_to_sample(reader.table.size, reader.added, sampled, self._writers, reader.items_of)
+        # A process that only reads is not paced.
+        return ItemCounts(reader.table.size, reader.added, self.sampled if self.is_sampler else 0)
 
     def _writers(self) -> dict[int, WriterState]:
         return {rank: self._writer(rank, header) for rank, header in enumerate(self._memory.headers)}
 
     def _writer(self, rank: int, header: memoryview) -> WriterState:
-        # A writer that has not come yet may still come, unless writers come and go. A writer that waits for unfinished
+        # A writer that has not come yet may still come, unless writers come and go. A writer that waits for unreleased
         # items to leave counts as moving.
-        is_held_up = header[block.WAITS] and len(self._unfinished)
+        is_held_up = header[block.WAITS] and len(self._unreleased)
         return WriterState(
             header[block.NUM_ENVS],
             object() if is_held_up else self._memory.cursors_of(rank).steps,
@@ -212,7 +215,7 @@ class Sampler:
             return
         changed = has_drawn
         if isinstance(table, QueueTable):
-            changed = self.reader.publish_needs(self._unfinished) or has_drawn
+            changed = self.reader.publish_needs(self._unreleased) or has_drawn
         # Last: a sampler that dies in between has evicted the items that it took from a queue.
         control[block.SAMPLED], control[block.SIZE] = self.sampled, table.size
         control[block.EVICTED], control[block.EVICTED_UNSAMPLED] = table.evicted, table.evicted_unsampled
@@ -226,9 +229,7 @@ class Sampler:
 
     def wanted(self) -> int:
         """Return how many items must have been added in all before the next batch."""
-        reader = self.reader
-        sampled = self.sampled if self.is_sampler else 0
-        return self._limiter.inserts_needed(reader.table.size, reader.added, sampled, self._writers)
+        return self._limiter.inserts_needed(self._counts(), self._writers)
 
     @property
     def size(self) -> int:

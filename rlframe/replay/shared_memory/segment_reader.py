@@ -255,19 +255,19 @@ class SegmentReader:
         counts = np.bincount(self.table.starts() >> RANK_BITS, minlength=len(self.cursors))
         return dict(enumerate(counts.tolist()))
 
-    def publish_needs(self, unfinished: np.ndarray) -> bool:
+    def publish_needs(self, unreleased: np.ndarray) -> bool:
         """Tell the writers of a queue which items they must keep. Return True if these are fewer than before.
 
         Args:
-            unfinished: items that were drawn, and are still to be read.
+            unreleased: items that were drawn, and are still to be read.
         """
         assert isinstance(self.table, QueueTable)
         waiting = self.table.starts()
         left = [len(waiting)]
         if len(self.cursors) > 1:
             left = np.bincount(waiting >> RANK_BITS, minlength=len(self.cursors)).tolist()
-        if len(unfinished):  # those that a writer overwrote which does not wait hold up nobody
-            waiting = np.concatenate([waiting, unfinished[~self.timeline.gone(unfinished)]])
+        if len(unreleased):  # those that a writer overwrote which does not wait hold up nobody
+            waiting = np.concatenate([waiting, unreleased[~self.timeline.gone(unreleased)]])
         ranks, numbers = waiting >> RANK_BITS, waiting & NUMBER_MASK
         changed = False
         for rank, header in enumerate(self._memory.headers):
