@@ -32,10 +32,10 @@ COMMANDS = {
     "agents": Command("listings:agents", "list the agents, their options and their presets"),
     "serve": Command("serve:run", "serve trajectories, or a language model that learns, over HTTP"),
     "status": Command("status:run", "show how a run is"),
-    "scale": Command("control:scale", "change how many collectors a run of the topology elastic has"),
-    "pause": Command("control:pause", "pause such a run"),
-    "unpause": Command("control:unpause", "end the pause of such a run"),
-    "stop": Command("control:stop", "end a run in good order"),
+    "scale": Command("live_runs:scale", "change how many collectors a run of the topology elastic has"),
+    "pause": Command("live_runs:pause", "pause such a run"),
+    "unpause": Command("live_runs:unpause", "end the pause of such a run"),
+    "stop": Command("live_runs:stop", "end a run in good order"),
     "bench": Command("results:bench", "measure this project and its peers, side by side in one run"),
 }
 

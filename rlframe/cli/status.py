@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rlframe.cli.parsing import parse
-from rlframe.cli.run_access import (
+from rlframe.cli.live_runs import (
     RunOptions,
     check_names_one_run,
     connect,
     has_reachable_coordinator,
     status_by_files,
 )
+from rlframe.cli.parsing import parse
 from rlframe.errors import PeerError, UnavailableError, UsageError
 from rlframe.metrics.terminal import console, table
 

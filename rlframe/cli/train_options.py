@@ -172,7 +172,8 @@ def _tyro_defaults(defaults: Experiment, early: EarlyOptions, options_cls: type[
         for name, hint in hints_of(type(config)).items()
         if (known := choices_of(hint))
     }
-    choices, no_prefix = options_of_fields("Choices", choosers), tyro.conf.arg(name="")
+    choices = options_of_fields("Choices", choosers)
+    no_prefix = tyro.conf.arg(name="")
     parts: dict[str, tuple[Any, Any]] = {
         "experiment": (Annotated[type(experiment), no_prefix, tyro.conf.OmitArgPrefixes], experiment),
         "session": (Annotated[type(session), no_prefix, tyro.conf.OmitArgPrefixes], session),

@@ -28,7 +28,7 @@ from rlframe.user_code.files import forget_changed
 
 TRACKERS: dict[str, Any] = {"wandb": WandbLogger, "trackio": TrackioLogger}
 _PATHS = ("config", "run_dir", "token_file")
-Session = TypeVar("Session", bound="SessionOptions")
+Options = TypeVar("Options", bound="SessionOptions")
 
 # Options of `rlframe train` that are of the command line alone, and what a script does.
 COMMAND_ONLY = {
@@ -209,7 +209,7 @@ def read_session_options(options: Mapping[str, Any]) -> SessionOptions:
     return with_absolute_paths(with_options(SessionOptions(), options), pathlib.Path.cwd())
 
 
-def with_absolute_paths(options: Session, directory: pathlib.Path) -> Session:
+def with_absolute_paths(options: Options, directory: pathlib.Path) -> Options:
     """Return the options with their paths, which are relative to a directory, made absolute."""
     paths = {name: getattr(options, name) for name in _PATHS}
     return dataclasses.replace(

@@ -117,11 +117,9 @@ def change_options(defaults: Experiment, options: Mapping[str, Any], others: Ite
     # 3. Their values: flat ones, and those in configs.
     values = {name: convert(hints[name], value, name) for name, value in given.items() if name in hints}
     for part, config in configs.items():
-        prefix = prefixes[part]
-        changes = flat_fields(config) if part in given else {}  # the types of a whole config are checked, too
-        in_config = [name for name in names[part] if name in given and name not in hints]
-        changes |= {name.removeprefix(prefix): given[name] for name in in_config}
-        values[part] = with_options(config, changes, prefix)
+        whole = flat_fields(config) if part in given else {}  # the types of a config that is given whole are checked
+        inner = {name.removeprefix(prefixes[part]): given[name] for name in names[part] if name in given.keys() - hints}
+        values[part] = with_options(config, {**whole, **inner}, prefixes[part])
     return with_fields(defaults, **values)
 
 

@@ -17,7 +17,7 @@ from tests.extras import needs
 needs("trajectories")
 
 from rlframe.cli import main
-from rlframe.cli.run_access import has_reachable_coordinator
+from rlframe.cli.live_runs import has_reachable_coordinator
 from rlframe.coordinator.control.address import control_file, make_token, read_control, status_file, write_control
 from rlframe.coordinator.control.app import serve_control
 from rlframe.coordinator.states import JobState
