@@ -201,7 +201,7 @@ def evaluate(
     agent: Any = None,
     network: Any = None,
 ) -> Logs:
-    """Play episodes greedily with the latest checkpoint of a run, and writes nothing.
+    """Play episodes greedily with the latest checkpoint of a run, and write nothing.
 
     Args:
         run_dir: the run's directory.
@@ -236,7 +236,7 @@ def record(
     seed: int | None = None,
     max_episode_length: int | None = None,
 ) -> Logs:
-    """Play episodes as `evaluate` does, one after another, and writes them as a video.
+    """Play episodes as `evaluate` does, one after another, and write them as a video.
 
     Args:
         run_dir: the run's directory.

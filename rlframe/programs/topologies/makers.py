@@ -137,7 +137,7 @@ def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
 
 
 def check_learns_from_async(name: str, spec: ReplaySpec) -> None:
-    """Raises UsageError for an agent that needs all environments in step."""
+    """Raise UsageError for an agent that needs all environments in step."""
     if spec.max_staleness is not None:
         why = f"max_staleness={spec.max_staleness}: actors wait for new parameters when an unroll is complete"
     elif spec.kind == "queue" and spec.batch_size is None:

@@ -109,7 +109,7 @@ class TrainingLoop:
         return actor
 
     def run(self) -> int | None:
-        """Train until the session's last step or a signal, saves, evaluates, and writes the result.
+        """Train until the session's last step or a signal, save, evaluate, and write the result.
 
         Returns:
             The number of the signal that ended it, or None.
@@ -241,6 +241,7 @@ class TrainingLoop:
         return outcome
 
     def _save(self, *, final: bool) -> None:
+        """Write a checkpoint if something has happened since the last one. A failure ends the run only if `final`."""
         now = self.actor.env_steps
         if self.learner.restored is not None and now == self._first_step:
             return  # nothing has happened since the checkpoint that this session began with
