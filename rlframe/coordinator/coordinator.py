@@ -25,7 +25,7 @@ from rlframe.coordinator.core.machine import advance
 from rlframe.coordinator.journal import Journal
 from rlframe.coordinator.messages import Role
 from rlframe.coordinator.operator_thread import OperatorThread
-from rlframe.coordinator.operators.base import Operator
+from rlframe.coordinator.operators import Operator
 from rlframe.coordinator.replay_thread import ReplayThread
 from rlframe.coordinator.scaling import Scaling
 from rlframe.coordinator.states import JobState, is_over

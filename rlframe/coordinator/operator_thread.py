@@ -10,7 +10,7 @@ from typing import Any
 
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.messages import ROLES, WorkerInfo
-from rlframe.coordinator.operators.base import Operator, OperatorError
+from rlframe.coordinator.operators import Operator, OperatorError
 from rlframe.errors import PeerError, UsageError
 from rlframe.retry import pauses
 
@@ -27,7 +27,7 @@ class OperatorThread:
     While the operator cannot be reached, effects are kept and repeated.
 
     Args:
-        operator: see `rlframe.coordinator.operators.base`.
+        operator: see `rlframe.coordinator.operators`.
         put_event: called with `OperatorAnswered`, `OperatorFailed` and `WorkersEnded`.
     """
 

@@ -30,7 +30,7 @@ from rlframe.coordinator.messages import (
     WorkerInfo,
     WorkerReply,
 )
-from rlframe.coordinator.operators.base import OperatorError
+from rlframe.coordinator.operators import OperatorError
 from rlframe.errors import UnavailableError
 from tests.in_process import InProcess
 

@@ -209,8 +209,7 @@ def _on_ticked(job: TrainingJob, event: ev.Ticked) -> None:
 
 
 def _on_scale_asked(job: TrainingJob, event: ev.ScaleAsked) -> None:
-    if event.role == "collector" and event.by == "request":
-        job.requests.count_is_manual = True
+    job.requests.count_is_manual |= event.role == "collector" and event.by == "request"
     before = job.requests.wanted[event.role]
     if before == event.count or job.ending is not None:
         return

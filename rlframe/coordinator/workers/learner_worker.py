@@ -91,7 +91,8 @@ class LearnerWorker(TaskWorker):
         self._policy_id, self._policy = task.policy_id, task.overrides.get("policy", {})
         agent = with_config(self._agent, self._policy)
         self._cfg = replaced(self._made_with, "learner", task.overrides.get("learner", {}), _OVERRIDES)
-        self._fence = fence = Attempt(task.options.get("epoch", 0), self._attempt)
+        assert self._task is not None
+        self._fence = fence = Attempt(task.options.get("epoch", 0), self._task.attempt)
         # First: no earlier learner can write a checkpoint or a version after this.
         self._store.open_policy(task.policy_id, fence)
         self._buffer = as_replay_buffer(self._given, lambda: self._agent)

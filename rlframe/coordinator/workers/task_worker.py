@@ -108,12 +108,6 @@ class TaskWorker:
 
     # --- what subclasses do, in the worker's thread
 
-    @property
-    def _attempt(self) -> int:
-        """The number of the attempt at the task that was started."""
-        assert self._task is not None
-        return self._task.attempt
-
     def _start_task(self, task: StartTask) -> Started:
         raise NotImplementedError
 

@@ -17,7 +17,7 @@ from rlframe.actors import Actor
 from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.config import CoordinatorConfig, Limits
 from rlframe.coordinator.coordinator import Coordinator
-from rlframe.coordinator.operators.base import Operator
+from rlframe.coordinator.operators import Operator
 from rlframe.coordinator.operators.ray import RayOperator
 from rlframe.coordinator.param_store import ParamStore
 from rlframe.coordinator.workers.collector_worker import CollectorWorker
