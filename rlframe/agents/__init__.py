@@ -1,17 +1,25 @@
-"""Agents: pure functions and a config. The base class, one file per algorithm, and the math that they share.
+"""Agents: pure functions and a config.
+
+Which file is what:
+
+    algorithms        ppo, impala, pqn, dqn, r2d2, sac, td3, grpo
+    their bases       base: Agent, of all            actor_critic: PPO, IMPALA     minibatches: PPO, PQN
+                      q_learning: DQN, R2D2, PQN     twin_critics: SAC, TD3        off_policy: DQN, R2D2, SAC, TD3
+    around an agent   transforms: Normalized
+    networks          networks: MLP, CNN             recurrent: LSTM, GRU          net_factory: makes an agent's network
+    math              returns: GAE, V-trace, ...     losses                        dqn_heads: quantiles, categories
+                      distributions: of actions      optimizers                    trees
+    checks            subclass_checks: of the methods of a user's own agent
 
 An agent holds no parameters. An `Inferencer` calls how it acts, a `Learner` how it learns. For PPO on CartPole:
 
-1. `PPO(PPOConfig(), observation_spec, action_spec)` builds a network (networks.py, net_factory.py) and a policy
-   (policies.py). `initial_params(rng)` and `initial_learner_state(params)` are the beginning.
+1. `PPO(PPOConfig(), observation_spec, action_spec)` builds a network and a distribution of actions.
+   `initial_params(rng)` and `initial_learner_state(params)` are the beginning.
 2. `actor_step(rng, params, timestep, state)` returns actions and `extras`: what the learner needs of the step, here the
    log-probability and the value. `params` are what `actor_params` published.
 3. `replay_spec` says what a batch is: here an unroll of each environment.
-4. `learner_step(params, learner_state, batch)` returns new parameters, the next state, and logs. It differentiates
-   `loss`, whose terms are in losses.py and returns.py (GAE).
-
-Base classes: `ActorCritic` (PPO, IMPALA), `MinibatchAgent` (PPO, PQN), `QLearning` (PQN; DQN and
-R2D2 by `TargetNetworkAgent`) and `TwinCriticAgent` (SAC, TD3). `Normalized` is an agent around an agent.
+4. `learner_step(params, learner_state, batch)` returns new parameters, the next state, and logs. Most agents
+   differentiate their `loss` of the batch. PPO differentiates its `minibatch_loss` many times: minibatches.py.
 """
 
 from __future__ import annotations

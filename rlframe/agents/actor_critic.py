@@ -1,4 +1,4 @@
-"""How PPO and IMPALA act: one network gives the parameters of a policy, and the value of the observation."""
+"""How PPO and IMPALA act: one network gives the parameters of a distribution, and the value of the observation."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 import jax
 
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
+from rlframe.agents.distributions import Distribution, default_distribution
 from rlframe.agents.net_factory import build_network, default_config
 from rlframe.agents.networks import Head
-from rlframe.agents.policies import Policy, default_policy
-from rlframe.agents.recurrent import Core
+from rlframe.agents.recurrent import SteppedNetwork
 from rlframe.types import AgentOutput, AgentState, SequenceBatch, TimeStep, Tree
 
 
 class ActorCritic(Agent):
     """Base of agents with a policy and a value, for discrete, multi-discrete and bounded continuous actions.
 
-    A network's `apply` gives (the policy's parameters `[B, P]`, values `[B, 1]` or `[B]`). It may be recurrent
+    A network's `apply` gives (the distribution's parameters `[B, P]`, values `[B, 1]` or `[B]`). It may be recurrent
     (`rlframe.agents.recurrent`): an unroll is learned from the state that it began with.
     """
 
@@ -30,34 +30,34 @@ class ActorCritic(Agent):
         policy_factory: PolicyFactory | None = None,
     ) -> None:
         super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
-        self.policy: Policy = (policy_factory or default_policy)(action_spec)
+        self.distribution: Distribution = (policy_factory or default_distribution)(action_spec)
         # Gains of orthogonal weights: baselines/common/policies.py. Deviations begin at exp(0).
-        heads = (Head(self.policy.num_params, scale=0.01, num_free=self.policy.num_free), Head(1))
-        factory = net_factory or default_config(self.networks, observation_spec)
+        heads = (Head(self.distribution.num_params, scale=0.01, num_free=self.distribution.num_free), Head(1))
+        factory = net_factory or default_config(self.network_configs, observation_spec)
         self.network = build_network(factory, observation_spec, action_spec, heads, may_recur=True)
-        self._core = Core(self.network)
+        self._stepped = SteppedNetwork(self.network)
 
     def initial_state(self, batch_size: int) -> AgentState:
-        return self._core.initial_state(batch_size)
+        return self._stepped.initial_state(batch_size)
 
     def actor_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        (logits, value), state = self._core.step(params, timestep.observation, state)
-        sample = self.policy.sample(rng, logits)
-        return AgentOutput(self.policy.to_action(sample), self.acting_extras(logits, value, sample)), state
+        (logits, value), state = self._stepped.step(params, timestep.observation, state)
+        sample = self.distribution.sample(rng, logits)
+        return AgentOutput(self.distribution.to_action(sample), self.acting_extras(logits, value, sample)), state
 
     def eval_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        (logits, _), state = self._core.step(params, timestep.observation, state)
-        return AgentOutput(self.policy.to_action(self.policy.mode(logits)), {}), state
+        (logits, _), state = self._stepped.step(params, timestep.observation, state)
+        return AgentOutput(self.distribution.to_action(self.distribution.mode(logits)), {}), state
 
     def acting_extras(self, logits: jax.Array, value: jax.Array, sample: jax.Array) -> dict[str, jax.Array]:
         """Return what the learner needs of a step: the log-probability, and the sample if `to_action` changes it."""
-        extras = {"log_prob": self.policy.log_prob(logits, sample)}
-        return {**extras, "sample": sample} if self.policy.clips else extras
+        extras = {"log_prob": self.distribution.log_prob(logits, sample)}
+        return {**extras, "sample": sample} if self.distribution.clips else extras
 
     def samples(self, data: SequenceBatch) -> jax.Array:
-        """Return [B, T, ...]: the policy's samples behind the actions of a batch."""
-        return data.extras["sample"] if self.policy.clips else data.action
+        """Return [B, T, ...]: the distribution's samples behind the actions of a batch."""
+        return data.extras["sample"] if self.distribution.clips else data.action

@@ -23,7 +23,7 @@ from rlframe.errors import UsageError
 from rlframe.types import AgentOutput, AgentState, Batch, Logs, Params, ReplaySpec, StepSpec, TimeStep, Tree
 
 NetFactory = Callable[[Tree, Tree], Any]  # (observation_spec, action_spec) -> an object with init and apply
-PolicyFactory = Callable[[Tree], Any]  # (action_spec) -> a distribution, see `rlframe.agents.policies`
+PolicyFactory = Callable[[Tree], Any]  # (action_spec) -> a distribution, see `rlframe.agents.distributions`
 
 
 class LearnerState(NamedTuple):
@@ -65,12 +65,12 @@ class Agent:
             and `apply(params, observation)`, where observations are `[B, ...]`. The agent's class
             says what `apply` must return. A constructor of your own takes it only where it reads it: without,
             `--network` is refused.
-        policy_factory: `f(action_spec)` that gives a distribution (`rlframe.agents.policies`).
+        policy_factory: `f(action_spec)` that gives a distribution (`rlframe.agents.distributions`).
             None for the agent's default. Refused by agents whose distribution is fixed, or that have none.
     """
 
     config_cls: type[Any] = type(None)
-    networks: tuple[Any, ...] = ()  # the agent's own defaults of named networks, at most one config of each class
+    network_configs: tuple[Any, ...] = ()  # the agent's own defaults of named networks, at most one of each class
     takes_policy: bool = True  # whether a policy_factory is read; else it is refused
     learns_from: str = "steps"  # of environments, by a replay; "trajectories": `TokenBatch`es of a trajectory service
     network: Any  # has `init` and `apply`; set by subclasses that do not override `initial_params`
@@ -138,7 +138,7 @@ class Agent:
         The state travels with the Actor: `actor_step` gets what it gave for the timestep before of the same
         environment, and this where the timestep is FIRST. A loss does the same: the state at the start of a `Sequence`
         is `data.agent_state`, and where `data.step_type` is FIRST, within the sequence too, this takes its place
-        (`rlframe.agents.recurrent.Core.unroll`, `examples/recurrent_agent.py`).
+        (`rlframe.agents.recurrent.SteppedNetwork.unroll`, `examples/recurrent_agent.py`).
         """
         del batch_size
         return ()

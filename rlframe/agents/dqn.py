@@ -15,7 +15,7 @@ from rlframe.agents.base import TargetState
 from rlframe.agents.dqn_heads import Expectation, ReturnHead
 from rlframe.agents.net_factory import only_output
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
-from rlframe.agents.off_policy import check_replay_size, importance_weights, replay_spec
+from rlframe.agents.off_policy import check_replay_size, importance_weights, off_policy_replay_spec
 from rlframe.agents.optimizers import clipped, interpolated, learning_rate_schedule
 from rlframe.agents.q_learning import ActorParams, TargetNetworkAgent, epsilon_greedy
 from rlframe.agents.trees import check_shapes
@@ -109,7 +109,7 @@ class DQN(TargetNetworkAgent):
     """
 
     config_cls = DQNConfig
-    networks = (MLPConfig(activation="relu", orthogonal=False), NatureCNNConfig(orthogonal=False))
+    network_configs = (MLPConfig(activation="relu", orthogonal=False), NatureCNNConfig(orthogonal=False))
     may_be_noisy = True
 
     @property
@@ -122,14 +122,15 @@ class DQN(TargetNetworkAgent):
     def actor_step(
         self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        # `fold_in` gives keys that are independent of what `epsilon_greedy` draws with `rng` itself.
-        noisy_params = self._sample(jax.random.fold_in(rng, 2), params.params)
+        # Independent of what `epsilon_greedy` draws with `rng` itself.
+        duration_rng, noise_rng = jax.random.fold_in(rng, 1), jax.random.fold_in(rng, 2)
+        noisy_params = self._sample(noise_rng, params.params)
         greedy = self.greedy(self._values(noisy_params, timestep.observation))
         chosen, explores = epsilon_greedy(rng, greedy, params.epsilon, self._num_actions)
         if self.cfg.exploration_duration_exponent is None:
             return AgentOutput(chosen, {}), state
         repeats = state.steps_left > 0
-        duration = self._duration(jax.random.fold_in(rng, 1), greedy.shape)
+        duration = self._duration(duration_rng, greedy.shape)
         action = jnp.where(repeats, state.action, chosen)
         steps_left = jnp.where(repeats, state.steps_left, jnp.where(explores, duration, 1)) - 1
         return AgentOutput(action, {}), Repetition(action, steps_left)
@@ -156,7 +157,9 @@ class DQN(TargetNetworkAgent):
     @property
     def replay_spec(self) -> ReplaySpec:
         cfg = self.cfg
-        return replay_spec(cfg, Transition(cfg.n_step, cfg.discount), "prioritised" if cfg.prioritised else "uniform")
+        return off_policy_replay_spec(
+            cfg, Transition(cfg.n_step, cfg.discount), "prioritised" if cfg.prioritised else "uniform"
+        )
 
     def make_optimizer(self) -> optax.GradientTransformation:
         cfg, rate = self.cfg, learning_rate_schedule(self.cfg)

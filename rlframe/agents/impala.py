@@ -64,7 +64,7 @@ class IMPALA(ActorCritic):
     """
 
     config_cls = IMPALAConfig
-    networks = (NatureCNNConfig(orthogonal=False),)
+    network_configs = (NatureCNNConfig(orthogonal=False),)
 
     @property
     def replay_spec(self) -> ReplaySpec:
@@ -84,11 +84,11 @@ class IMPALA(ActorCritic):
 
     def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
         cfg, data = self.cfg, batch.data
-        (logits, values), _ = self._core.unroll(params, data.observation, data.step_type, data.agent_state)
+        (logits, values), _ = self._stepped.unroll(params, data.observation, data.step_type, data.agent_state)
         logits, values = time_first(logits), time_first(values.reshape(data.step_type.shape))
         sample = time_first(self.samples(data))
         mask = time_first(data.step_type[:, :-1] != LAST).astype(jnp.float32)
-        log_probs = jax.vmap(self.policy.log_prob)(logits[:-1], sample)
+        log_probs = jax.vmap(self.distribution.log_prob)(logits[:-1], sample)
         rhos = jnp.exp(log_probs - time_first(data.extras["log_prob"]))
         returns = vtrace(
             values,
@@ -103,7 +103,7 @@ class IMPALA(ActorCritic):
         mean = functools.partial(losses.masked_mean, mask=mask)
         policy_loss = -mean(log_probs * returns.advantages)
         value_loss = mean(0.5 * jnp.square(returns.targets - values[:-1]))
-        entropy = mean(jax.vmap(self.policy.entropy)(logits[:-1]))
+        entropy = mean(jax.vmap(self.distribution.entropy)(logits[:-1]))
         loss = policy_loss + cfg.value_cost * value_loss - cfg.entropy_cost * entropy
         logs = {
             "loss": loss,

@@ -28,7 +28,9 @@ def check_replay_size(cfg: Any) -> None:
         )
 
 
-def replay_spec(cfg: Any, item: Transition | Sequence, kind: Literal["uniform", "prioritised"]) -> ReplaySpec:
+def off_policy_replay_spec(
+    cfg: Any, item: Transition | Sequence, kind: Literal["uniform", "prioritised"]
+) -> ReplaySpec:
     """Return the replay of an agent's config: an update every `update_period` steps of the environments."""
     period = item.period if isinstance(item, Sequence) else 1
     return ReplaySpec(

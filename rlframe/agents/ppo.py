@@ -108,7 +108,7 @@ class PPO(ActorCritic, MinibatchAgent):
         advantage = generalized_advantages(data.reward.T, discounts.T, values.T, mask.T, self.cfg.gae_lambda).T
         observation = jax.tree.map(lambda leaf: leaf[:, :-1], data.observation)
         rollout = Rollout(observation, self.samples(data), data.extras["log_prob"], value, advantage, mask)
-        if self._core.is_recurrent:
+        if self._stepped.is_recurrent:
             return rollout._replace(step_type=data.step_type[:, :-1], state=data.agent_state)
         return as_rows(rollout)
 
@@ -119,13 +119,13 @@ class PPO(ActorCritic, MinibatchAgent):
             cfg.clip_epsilon, learner_state.steps, cfg.total_learner_steps if cfg.anneal_clip else None
         )
         logits, value, rows = self._forward(params, rows)
-        log_ratio = self.policy.log_prob(logits, rows.sample) - rows.log_prob
+        log_ratio = self.distribution.log_prob(logits, rows.sample) - rows.log_prob
         ratio = jnp.exp(log_ratio)
         advantage = losses.normalize(rows.advantage, rows.mask) if cfg.normalise_advantages else rows.advantage
         mean = functools.partial(losses.masked_mean, mask=rows.mask)
         policy_loss = mean(losses.clipped_surrogate(ratio, advantage, clip_epsilon))
         value_loss = mean(losses.value_error(value, rows.value, rows.value + rows.advantage, cfg.value_clip))
-        entropy = mean(self.policy.entropy(logits))
+        entropy = mean(self.distribution.entropy(logits))
         loss = policy_loss + cfg.value_cost * value_loss - cfg.entropy_cost * entropy
         logs = {
             "policy_loss": policy_loss,
@@ -141,7 +141,7 @@ class PPO(ActorCritic, MinibatchAgent):
         return None if self.cfg.target_kl is None else self._is_above_target_kl
 
     def check_num_envs(self, num_envs: int) -> None:
-        self._minibatch_updates.check_rows(num_envs * (1 if self._core.is_recurrent else self.cfg.unroll_length))
+        self._minibatch_updates.check_rows(num_envs * (1 if self._stepped.is_recurrent else self.cfg.unroll_length))
 
     def _is_above_target_kl(self, logs: Logs) -> jax.Array:
         if "approx_kl" not in logs:
@@ -153,8 +153,8 @@ class PPO(ActorCritic, MinibatchAgent):
 
     def _forward(self, params: Params, rollout: Rollout) -> tuple[jax.Array, jax.Array, Rollout]:
         """(policy parameters [N, P], values [N], the rollout with rows of one step) of a minibatch."""
-        if self._core.is_recurrent:
-            outputs, _ = self._core.unroll(params, rollout.observation, rollout.step_type, rollout.state)
+        if self._stepped.is_recurrent:
+            outputs, _ = self._stepped.unroll(params, rollout.observation, rollout.step_type, rollout.state)
             logits, value = as_rows(outputs)
             rollout = as_rows(rollout._replace(step_type=(), state=()))
         else:
@@ -163,8 +163,8 @@ class PPO(ActorCritic, MinibatchAgent):
 
     def _last_value(self, params: Params, data: SequenceBatch) -> jax.Array:
         """[B]: the value of the timestep after the unroll."""
-        if self._core.is_recurrent:
-            outputs, _ = self._core.unroll(params, data.observation, data.step_type, data.agent_state)
+        if self._stepped.is_recurrent:
+            outputs, _ = self._stepped.unroll(params, data.observation, data.step_type, data.agent_state)
             value = outputs[1][:, -1]
         else:
             value = self.network.apply(params, jax.tree.map(lambda leaf: leaf[:, -1], data.observation))[1]

@@ -74,7 +74,7 @@ class PQN(QLearning, MinibatchAgent):
     """
 
     config_cls = PQNConfig
-    networks = (
+    network_configs = (
         MLPConfig((128, 128), "relu", orthogonal=False, layer_norm=True),
         NatureCNNConfig(orthogonal=False, layer_norm=True),
     )

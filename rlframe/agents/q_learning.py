@@ -11,7 +11,7 @@ import optax
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory, TargetState
 from rlframe.agents.net_factory import build_network, default_config, only_output
 from rlframe.agents.networks import action_values
-from rlframe.agents.recurrent import Core
+from rlframe.agents.recurrent import SteppedNetwork
 from rlframe.errors import UsageError
 from rlframe.types import AgentOutput, AgentState, Params, TimeStep, Tree, specs
 
@@ -64,12 +64,12 @@ class QLearning(Agent):
         self.network = build_network(
             factory, observation_spec, action_spec, heads, may_recur=self.may_recur, may_be_noisy=self.may_be_noisy
         )
-        self._core = Core(self.network)
+        self._stepped = SteppedNetwork(self.network)
 
     @property
     def default_network(self) -> Any:
         """The config of the network without a `net_factory`."""
-        return default_config(self.networks, self.observation_spec)
+        return default_config(self.network_configs, self.observation_spec)
 
     @property
     def outputs_per_action(self) -> int:

@@ -14,7 +14,7 @@ from rlframe.agents import losses
 from rlframe.agents.base import TargetState
 from rlframe.agents.net_factory import only_output
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig, has_images
-from rlframe.agents.off_policy import check_replay_size, importance_weights, replay_spec, sequence_priorities
+from rlframe.agents.off_policy import check_replay_size, importance_weights, off_policy_replay_spec, sequence_priorities
 from rlframe.agents.optimizers import clipped, learning_rate_schedule
 from rlframe.agents.q_learning import TargetNetworkAgent, epsilon_greedy
 from rlframe.agents.recurrent import GRUConfig, LSTMConfig
@@ -90,7 +90,7 @@ class R2D2(TargetNetworkAgent):
     """
 
     config_cls = R2D2Config
-    networks = (
+    network_configs = (
         LSTMConfig(activation="relu", orthogonal=False, dueling=True),
         GRUConfig(activation="relu", orthogonal=False, dueling=True),
         MLPConfig(activation="relu", orthogonal=False, dueling=True),
@@ -103,13 +103,13 @@ class R2D2(TargetNetworkAgent):
     def default_network(self) -> Any:
         """The paper's for images, a small one for vectors."""
         paper = LSTMConfig((), 512, "relu", orthogonal=False, dueling=True)
-        return paper if has_images(self.observation_spec) else self.networks[0]
+        return paper if has_images(self.observation_spec) else self.network_configs[0]
 
     # Acting
 
     def initial_state(self, batch_size: int) -> Explorer:
         epsilon = self.cfg.epsilon ** (1.0 + self.cfg.epsilon_exponent * ladder(batch_size))
-        return Explorer(self._core.initial_state(batch_size), epsilon.astype(np.float32))
+        return Explorer(self._stepped.initial_state(batch_size), epsilon.astype(np.float32))
 
     def actor_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: Explorer
@@ -121,7 +121,7 @@ class R2D2(TargetNetworkAgent):
     def eval_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: Explorer
     ) -> tuple[AgentOutput, AgentState]:
-        outputs, core = self._core.step(params, timestep.observation, state.core)
+        outputs, core = self._stepped.step(params, timestep.observation, state.core)
         return AgentOutput(self.greedy(only_output(outputs)), {}), Explorer(core, state.epsilon)
 
     # Learning
@@ -129,7 +129,7 @@ class R2D2(TargetNetworkAgent):
     @property
     def replay_spec(self) -> ReplaySpec:
         cfg = self.cfg
-        return replay_spec(cfg, Sequence(cfg.burn_in + cfg.sequence_length, cfg.period), "prioritised")
+        return off_policy_replay_spec(cfg, Sequence(cfg.burn_in + cfg.sequence_length, cfg.period), "prioritised")
 
     def make_optimizer(self) -> optax.GradientTransformation:
         cfg = self.cfg
@@ -157,10 +157,10 @@ class R2D2(TargetNetworkAgent):
         state, burn_in = data.agent_state.core, self.cfg.burn_in
         if burn_in:
             early = jax.tree.map(lambda leaf: leaf[:, :burn_in], data.observation)
-            state = self._core.unroll(params, early, data.step_type[:, :burn_in], state)[1]
+            state = self._stepped.unroll(params, early, data.step_type[:, :burn_in], state)[1]
             state = jax.lax.stop_gradient(state)
         late = jax.tree.map(lambda leaf: leaf[:, burn_in:], data.observation)
-        outputs, _ = self._core.unroll(params, late, data.step_type[:, burn_in:], state)
+        outputs, _ = self._stepped.unroll(params, late, data.step_type[:, burn_in:], state)
         return time_first(only_output(outputs))
 
     def _targets(self, values: jax.Array, target_values: jax.Array, data: SequenceBatch) -> jax.Array:

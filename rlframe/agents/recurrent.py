@@ -50,8 +50,8 @@ class RecurrentNetwork(NamedTuple):
     unroll: Callable[[Params, Tree, jax.Array, AgentState], tuple[Any, AgentState]] | None = None
 
 
-class Core:
-    """What an agent asks of its network, recurrent or not: `step` acts, `unroll` learns.
+class SteppedNetwork:
+    """A network, recurrent or not, that an agent acts with by `step`, and learns with by `unroll`.
 
     Args:
         network: has `init` and `apply`, and `initial_state` where it is recurrent.

@@ -13,9 +13,9 @@ import optax
 
 from rlframe.agents import losses
 from rlframe.agents.base import TargetState
+from rlframe.agents.distributions import SquashedGaussian
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.off_policy import check_replay_size
-from rlframe.agents.policies import SquashedGaussian
 from rlframe.agents.returns import soft_targets
 from rlframe.agents.twin_critics import TwinCriticAgent
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
@@ -76,11 +76,11 @@ class SAC(TwinCriticAgent):
     """
 
     config_cls = SACConfig
-    networks = (MLPConfig((256, 256), "relu", orthogonal=False), NatureCNNConfig(orthogonal=False))
+    network_configs = (MLPConfig((256, 256), "relu", orthogonal=False), NatureCNNConfig(orthogonal=False))
     outputs_per_number = 2
 
     @functools.cached_property
-    def policy(self) -> SquashedGaussian:
+    def distribution(self) -> SquashedGaussian:
         """The distribution of actions."""
         return SquashedGaussian(self.action_spec, self.cfg.min_log_std, self.cfg.max_log_std)
 
@@ -94,7 +94,7 @@ class SAC(TwinCriticAgent):
         return self._act(rng, params.policy, observation)[0]
 
     def greedy(self, policy_params: Params, observation: Tree) -> jax.Array:
-        return jnp.tanh(self.policy.mode(self._nets.policy(policy_params, observation)))
+        return jnp.tanh(self.distribution.mode(self._nets.policy_outputs(policy_params, observation)))
 
     def actor_params(self, params: SACParams, learner_state: TargetState) -> SACActorParams:
         return SACActorParams(params.policy, (learner_state.steps == 0).astype(jnp.float32))
@@ -154,6 +154,6 @@ class SAC(TwinCriticAgent):
 
     def _act(self, rng: jax.Array, policy_params: Params, observation: Tree) -> tuple[jax.Array, jax.Array]:
         """(actions [B, n] scaled to [-1, 1], their log-probabilities [B]), differentiable."""
-        logits = self._nets.policy(policy_params, observation)
-        sample = self.policy.sample(rng, logits)
-        return jnp.tanh(sample), self.policy.log_prob(logits, sample)
+        logits = self._nets.policy_outputs(policy_params, observation)
+        sample = self.distribution.sample(rng, logits)
+        return jnp.tanh(sample), self.distribution.log_prob(logits, sample)

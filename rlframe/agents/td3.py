@@ -67,7 +67,7 @@ class TD3(TwinCriticAgent):
     """
 
     config_cls = TD3Config
-    networks = (MLPConfig((400, 300), "relu", orthogonal=False), NatureCNNConfig(orthogonal=False))
+    network_configs = (MLPConfig((400, 300), "relu", orthogonal=False), NatureCNNConfig(orthogonal=False))
 
     def initial_params(self, rng: jax.Array) -> TD3Params:
         return TD3Params(*self._nets.init(rng))
@@ -79,7 +79,7 @@ class TD3(TwinCriticAgent):
         return action + params.noise * jax.random.normal(rng, action.shape)
 
     def greedy(self, policy_params: Params, observation: Tree) -> jax.Array:
-        return jnp.tanh(self._nets.policy(policy_params, observation))
+        return jnp.tanh(self._nets.policy_outputs(policy_params, observation))
 
     def actor_params(self, params: TD3Params, learner_state: TargetState) -> TD3ActorParams:
         uniform = (learner_state.steps == 0).astype(jnp.float32)

@@ -133,7 +133,7 @@ class Normalized(Agent):
     ) -> None:
         super().__init__(agent.cfg, agent.observation_spec, agent.action_spec)
         self.agent = agent
-        self.networks, self.learns_from = agent.networks, agent.learns_from
+        self.network_configs, self.learns_from = agent.network_configs, agent.learns_from
         self.observations, self.observation_clip = observations, observation_clip
         self.rewards, self.reward_clip = rewards, reward_clip
         self.discount = getattr(agent.cfg, "discount", 0.99) if discount is None else discount

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
+from rlframe.agents.distributions import ActionRange, check_bounds
 from rlframe.agents.net_factory import build_network, default_config, only_output
 from rlframe.agents.networks import Head
-from rlframe.agents.off_policy import replay_spec
-from rlframe.agents.policies import ActionRange, check_bounds
+from rlframe.agents.off_policy import off_policy_replay_spec
 from rlframe.agents.trees import zeros_like_spec
 from rlframe.errors import UsageError
 from rlframe.types import AgentOutput, AgentState, Params, ReplaySpec, TimeStep, Transition, Tree, specs
@@ -61,7 +61,7 @@ class PolicyAndCritics:
         )
         return policy, critics
 
-    def policy(self, params: Params, observation: Tree) -> jax.Array:
+    def policy_outputs(self, params: Params, observation: Tree) -> jax.Array:
         """Return [B, num_policy_params]."""
         return only_output(self._policy.apply(params, observation))
 
@@ -104,14 +104,15 @@ class TwinCriticAgent(Agent):
         super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
         check_bounds(self.type_name, action_spec)
         self._range = ActionRange(action_spec)
-        factory, size = net_factory or default_config(self.networks, observation_spec), self._range.size
+        factory, size = net_factory or default_config(self.network_configs, observation_spec), self._range.size
         self._nets = PolicyAndCritics(factory, observation_spec, size, self.outputs_per_number * size)
 
     def actor_step(
         self, rng: jax.Array, params: Any, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
         action = self.exploring(rng, params, timestep.observation)
-        uniform = jax.random.uniform(jax.random.fold_in(rng, 1), action.shape, minval=-1.0)
+        uniform_rng = jax.random.fold_in(rng, 1)  # independent of what `exploring` draws with `rng` itself
+        uniform = jax.random.uniform(uniform_rng, action.shape, minval=-1.0)
         return AgentOutput(self._range.to_action(jnp.where(params.uniform > 0.0, uniform, action)), {}), state
 
     def eval_step(
@@ -129,4 +130,4 @@ class TwinCriticAgent(Agent):
 
     @property
     def replay_spec(self) -> ReplaySpec:
-        return replay_spec(self.cfg, Transition(1, self.cfg.discount), "uniform")
+        return off_policy_replay_spec(self.cfg, Transition(1, self.cfg.discount), "uniform")

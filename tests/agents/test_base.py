@@ -36,9 +36,9 @@ from rlframe.agents import (
     SACConfig,
     TD3Config,
 )
+from rlframe.agents.distributions import default_distribution
 from rlframe.agents.dqn_heads import Categories, Quantiles
 from rlframe.agents.networks import MLPConfig
-from rlframe.agents.policies import default_policy
 from rlframe.agents.recurrent import LSTMConfig
 from rlframe.errors import UsageError
 from rlframe.programs.options import registry
@@ -389,7 +389,7 @@ def test_an_agent_of_a_users_file_may_have_cached_properties(tmp_path):
 )
 def test_an_agent_whose_actions_come_from_no_chosen_distribution_refuses_a_policy_factory(agent_cls, cfg, action_spec):
     with pytest.raises(UsageError, match=f"{agent_cls.__name__} reads no policy_factory.*PPO and IMPALA take one"):
-        agent_cls(cfg, VECTOR, action_spec, policy_factory=default_policy)
+        agent_cls(cfg, VECTOR, action_spec, policy_factory=default_distribution)
     assert agent_cls(cfg, VECTOR, action_spec, SMALL_MLP, None).policy_factory is None  # as the base class has it
 
 

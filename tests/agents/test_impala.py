@@ -124,7 +124,7 @@ def test_a_continuous_action_is_inside_its_bounds_and_its_sample_is_kept():
     params, learner_state = started(agent)
     output = batches.act(agent, params, learner_state, batch_size=200)
     assert np.all(output.action >= BOX.minimum) and np.all(output.action <= BOX.maximum)
-    np.testing.assert_allclose(output.action, agent.policy.to_action(output.extras["sample"]))
+    np.testing.assert_allclose(output.action, agent.distribution.to_action(output.extras["sample"]))
     assert np.any(np.abs(output.extras["sample"]) > 1.0)
 
 

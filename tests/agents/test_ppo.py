@@ -65,7 +65,7 @@ def twin(cfg, agent, params, data) -> float:
     logits, new_value = np.zeros((rows, length + 1, 3)), np.zeros((rows, length + 1))
     state = data.agent_state
     for t in range(length + 1):
-        if agent._core.is_recurrent:
+        if agent._stepped.is_recurrent:
             state = np.where((data.step_type[:, t] == FIRST)[:, None], 0.0, state)
             outputs, state = agent.network.apply(params, data.observation[:, t], state)
         else:
@@ -333,7 +333,7 @@ def test_learning_rate_and_clip_anneal_to_zero_over_the_run():
 
 def ratios(agent, params, rows):
     logits, _ = agent.network.apply(params, rows.observation)
-    return np.exp(agent.policy.log_prob(logits, rows.sample) - rows.log_prob)
+    return np.exp(agent.distribution.log_prob(logits, rows.sample) - rows.log_prob)
 
 
 def test_without_a_total_nothing_anneals():
@@ -350,7 +350,7 @@ def test_a_continuous_action_is_inside_its_bounds_and_its_sample_is_kept():
     output = batches.act(agent, params, learner_state, batch_size=200)
     low, high = BOX.minimum, BOX.maximum
     assert np.all(output.action >= low) and np.all(output.action <= high)
-    np.testing.assert_allclose(output.action, agent.policy.to_action(output.extras["sample"]))
+    np.testing.assert_allclose(output.action, agent.distribution.to_action(output.extras["sample"]))
     assert np.any(np.abs(output.extras["sample"]) > 1.0)
     assert learned(agent)[2]["clip_fraction"] == 0.0  # the learner scores the sample, not the clipped action
 

@@ -12,7 +12,7 @@ import pytest
 from rlframe import Actor, Inferencer, InferencerConfig, Learner, LearnerConfig, ReplayBuffer, SyncEnv
 from rlframe.agents import DQN, IMPALA, PPO, DQNConfig, IMPALAConfig, PPOConfig
 from rlframe.agents.networks import Head, action_values
-from rlframe.agents.recurrent import Core, GRUConfig, LSTMConfig, LSTMState, RecurrentNetwork
+from rlframe.agents.recurrent import GRUConfig, LSTMConfig, LSTMState, RecurrentNetwork, SteppedNetwork
 from rlframe.errors import UsageError
 from rlframe.types import FIRST, LAST
 from tests.agents.batches import DISCRETE, IMAGE, VECTOR, random_tree
@@ -56,7 +56,7 @@ def test_an_unroll_is_its_steps_with_the_initial_state_at_first(name, has_unroll
         state = jax.tree.map(lambda old, new: np.where(first, new, old), state, network.initial_state(2))  # noqa: B023
         outputs, state = network.apply(params, observation[:, t], state)
         wanted.append(outputs)
-    core = Core(network if has_unroll else network._replace(unroll=None))
+    core = SteppedNetwork(network if has_unroll else network._replace(unroll=None))
     outputs, after = core.unroll(params, observation, step_type, began)
     jax.tree.map(lambda *leaves: np.testing.assert_allclose(*leaves, rtol=1e-5, atol=1e-6), after, state)
     for output, steps in zip(outputs, zip(*wanted)):
@@ -93,7 +93,7 @@ def test_ppo_learns_from_the_states_it_acted_with(specs, name):
     rollout = agent.rollout(params, data)
     assert rollout.log_prob.shape == (4, 40)
     logits, value, rows = agent._forward(params, rollout)
-    np.testing.assert_allclose(agent.policy.log_prob(logits, rows.sample), rows.log_prob, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(agent.distribution.log_prob(logits, rows.sample), rows.log_prob, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(value, rows.value, rtol=1e-4, atol=1e-5)
     new, learner_state, logs = jax.jit(agent.learner_step)(params, agent.initial_learner_state(params), batch)
     assert np.isfinite(logs["loss"]) and learner_state.steps == 1

@@ -46,8 +46,8 @@ def test_actions_are_uniform_until_the_first_update():
 
 def test_actions_are_the_policys_after_it():
     agent, params, seen, actions = actions_after(1)
-    logits = agent._nets.policy(params.policy, seen.observation)
-    expected = agent.policy.to_action(agent.policy.sample(jax.random.PRNGKey(1), logits))
+    logits = agent._nets.policy_outputs(params.policy, seen.observation)
+    expected = agent.distribution.to_action(agent.distribution.sample(jax.random.PRNGKey(1), logits))
     np.testing.assert_array_equal(actions, expected)
 
 

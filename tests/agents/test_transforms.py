@@ -105,7 +105,9 @@ def test_log_probabilities_are_exact_under_the_statistics_that_acted(network):
         batch = batches.sequences(agent, params, state, seed=seed)
         data, statistics = agent.normalized(state.statistics, batch.data)
         logits, _, rows = inner._forward(params, inner.rollout(params, data))
-        np.testing.assert_allclose(inner.policy.log_prob(logits, rows.sample), rows.log_prob, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            inner.distribution.log_prob(logits, rows.sample), rows.log_prob, rtol=1e-5, atol=1e-5
+        )
         params, state, _ = learn(agent, params, state, batch)
         jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5), state.statistics, statistics)
     assert abs(state.statistics.observation.count - 64) < 1e-3  # 2 batches of 4 x 8: each timestep is seen once
@@ -293,7 +295,10 @@ def test_what_buffers_and_programs_ask_of_an_agent_is_the_inner_agents():
     agent, watching = Normalized(images), Normalized(Watching(WatchingConfig(), VECTOR, DISCRETE))
     assert agent.jit_learner_step is images.jit_learner_step is False and watching.jit_learner_step
     assert agent.replay_spec == images.replay_spec
-    assert (watching.learns_from, Normalized(SAC(SACConfig(), VECTOR, BOX)).networks) == ("steps", SAC.networks)
+    assert (watching.learns_from, Normalized(SAC(SACConfig(), VECTOR, BOX)).network_configs) == (
+        "steps",
+        SAC.network_configs,
+    )
     assert agent.cfg is CONFIG
     with pytest.raises(UsageError, match="It needs two environments"):
         watching.check_num_envs(1)

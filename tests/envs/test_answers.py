@@ -9,7 +9,7 @@ import pytest
 from dm_env import specs
 from gymnasium import spaces
 
-from rlframe.agents.policies import default_policy
+from rlframe.agents.distributions import default_distribution
 from rlframe.envs import AsyncEnv, SyncEnv, as_pool
 from rlframe.errors import EnvError, UsageError
 
@@ -192,7 +192,7 @@ def test_an_empty_leaf_is_named_by_its_place():
 
 def test_a_box_of_uint8_has_a_policy_over_all_its_values():
     with SyncEnv(make(action_space=spaces.Box(0, 255, (2,), np.uint8)), 1) as pool:
-        policy = default_policy(pool.action_spec)
+        policy = default_distribution(pool.action_spec)
         assert policy.num_params == 2 * 256
         action = np.array([[255, 0]], np.uint8)
         pool.reset()

@@ -210,7 +210,7 @@ def fill_configs(experiment: Experiment) -> Experiment:
     if isinstance(config, AgentOptions) and config.network_config is None:
         network_cls = registry.network_config_class(config.network)
         if network_cls is not None:
-            return experiment.with_topology_options(network_config=own_config(network_cls, agent_cls.networks))
+            return experiment.with_topology_options(network_config=own_config(network_cls, agent_cls.network_configs))
     return experiment
 
 

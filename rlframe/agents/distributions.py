@@ -1,4 +1,4 @@
-"""Distributions over actions: the meaning of the numbers that a policy's head gives."""
+"""Distributions over actions: the meaning of the numbers that the head of a policy's network gives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlframe.errors import UsageError
 from rlframe.types import Tree, specs
 
 
-class Policy(Protocol):
+class Distribution(Protocol):
     """A distribution over the actions of one action spec. A `policy_factory` may return any object with these members.
 
     Attributes:
@@ -209,7 +209,7 @@ class SquashedGaussian(ClippedGaussian):
         return mean, jnp.clip(log_std, *self._bounds)
 
 
-def default_policy(action_spec: Tree) -> Policy:
+def default_distribution(action_spec: Tree) -> Distribution:
     """The distribution for an action spec: Discrete, a MultiDiscrete of one axis, or a box of floats.
 
     Raises:

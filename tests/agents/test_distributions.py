@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from dm_env import specs
 
-from rlframe.agents.policies import (
+from rlframe.agents.distributions import (
     ActionRange,
     Categorical,
     ClippedGaussian,
     MultiCategorical,
     SquashedGaussian,
-    default_policy,
+    default_distribution,
 )
 from rlframe.errors import UsageError
 from tests.extras import import_or_skip
@@ -102,10 +102,10 @@ def test_gaussian_actions_have_the_shape_of_a_matrix_spec():
 
 
 def test_default_policies():
-    assert isinstance(default_policy(specs.DiscreteArray(3)), Categorical)
-    multi = default_policy(specs.BoundedArray((2,), np.int32, 0, np.array([1, 4])))
+    assert isinstance(default_distribution(specs.DiscreteArray(3)), Categorical)
+    multi = default_distribution(specs.BoundedArray((2,), np.int32, 0, np.array([1, 4])))
     assert isinstance(multi, MultiCategorical) and multi.num_params == 7
-    assert isinstance(default_policy(box(-1.0, 1.0)), ClippedGaussian)
+    assert isinstance(default_distribution(box(-1.0, 1.0)), ClippedGaussian)
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,13 @@ def test_default_policies():
 )
 def test_other_action_specs_are_refused_by_name(spec):
     with pytest.raises(UsageError, match=r"No policy for the action spec .*`start=`.*policy_factory"):
-        default_policy(spec)
+        default_distribution(spec)
 
 
 @pytest.mark.parametrize("maximum", [1, np.array([[1, 2], [3, 4]])])
 def test_whole_numbers_of_several_axes_are_refused_with_their_shape_and_the_fix(maximum):
     with pytest.raises(UsageError, match=r"of shape \(2, 2\): expected a MultiDiscrete of one axis.*nvec\.ravel\(\)"):
-        default_policy(specs.BoundedArray((2, 2), np.int32, 0, maximum, "action"))
+        default_distribution(specs.BoundedArray((2, 2), np.int32, 0, maximum, "action"))
 
 
 def test_squashed_gaussian_agrees_with_distrax(distrax):
