@@ -37,7 +37,7 @@ class TaskState(_State):
     PENDING = "PENDING"
     ASSIGNED = "ASSIGNED"  # to a worker that has been told to start
     RUNNING = "RUNNING"
-    CLOSING = "CLOSING"
+    CLOSING = "CLOSING"  # its worker is told to close it, or it has its result
     RETRYING = "RETRYING"  # its worker was lost
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
@@ -47,14 +47,14 @@ class TaskState(_State):
 class WorkerState(_State):
     """The states of one incarnation of a worker."""
 
-    REQUESTED = "REQUESTED"
-    CONNECTING = "CONNECTING"
+    REQUESTED = "REQUESTED"  # from the operator: it has no address yet
+    CONNECTING = "CONNECTING"  # to it: its first ping is out
     IDLE = "IDLE"
     BUSY = "BUSY"
-    CLOSING = "CLOSING"  # its task
+    CLOSING = "CLOSING"  # its task is CLOSING
     SUSPECT = "SUSPECT"  # it has not answered for a while
     LOST = "LOST"
-    DRAINING = "DRAINING"  # it is to go
+    DRAINING = "DRAINING"  # it leaves once its task is closed
     GONE = "GONE"
 
 

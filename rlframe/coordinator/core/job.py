@@ -1,4 +1,8 @@
-"""The state of a job, which the functions of this package read and change. It does no I/O, and has no clock."""
+"""The state of a job, which the functions of this package read and change. It does no I/O, and has no clock.
+
+`TrainingJob` is the whole; its docstring says which module writes each part. The parts of this file are `Requests`,
+`OperatorLink`, `LearnerActivity`, `CollectorActivity` and `JobEnding`.
+"""
 
 from __future__ import annotations
 
