@@ -129,6 +129,9 @@ class Engine(Protocol):
         """
 
 
+MakeWorker = Callable[[str, int, int], Any]  # (name, index, incarnation) -> the object of a worker
+
+
 @runtime_checkable
 class RunsReverb(Protocol):
     """An engine that can add a Reverb server to its program."""
@@ -141,11 +144,11 @@ class RunsReverb(Protocol):
 class StartsWorkers(Protocol):
     """An engine on which an operator starts workers while the program runs."""
 
-    def worker_nodes(self, makers: Mapping[str, Callable[[str, int, int], Any]], most: Mapping[str, int]) -> Any:
+    def worker_nodes(self, makers: Mapping[str, MakeWorker], most: Mapping[str, int]) -> Any:
         """Return the nodes that an operator of this engine starts as workers.
 
         Args:
-            makers: by group, makes the object of a worker, given (its name, its index, its incarnation).
+            makers: by group, makes the object of a worker.
             most: by group, how many may run at a time.
 
         Returns:

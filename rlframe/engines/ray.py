@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlframe import extras
-from rlframe.engines.base import EngineOptions, Watch
+from rlframe.engines.base import EngineOptions, MakeWorker, Watch
 from rlframe.engines.group_rules import rules_by_group, traits_of
-from rlframe.engines.served_engine import MakeWorker, ServedEngine, pickle_worker
+from rlframe.engines.served_engine import ServedEngine, pickle_worker
 from rlframe.engines.supervision.nodes import StartableNode, pickle_node
 from rlframe.transport.ray import RayTransport
 

@@ -19,8 +19,6 @@ from rlframe.engines.supervision.program_supervisor import ProgramSupervisor
 from rlframe.handles import Remote
 from rlframe.transport import Transport
 
-MakeWorker = Callable[[str, int, int], Any]  # (name, index, incarnation) -> the object of a worker
-
 
 @dataclasses.dataclass(frozen=True)
 class ServedNode:

@@ -9,9 +9,10 @@ from typing import TextIO
 
 from rlframe.coordinator.messages import ROLES, Role, worker_id_of
 from rlframe.coordinator.operators.supervised import BACKOFF, SupervisedOperator
+from rlframe.engines.base import MakeWorker
 from rlframe.engines.group_rules import ON_CPU, GroupRules
 from rlframe.engines.logs import NodeLogs
-from rlframe.engines.served_engine import MakeWorker, pickle_worker
+from rlframe.engines.served_engine import pickle_worker
 from rlframe.engines.supervision.node_main import run_served_node
 from rlframe.engines.supervision.nodes import StartableProcess, pickle_node
 from rlframe.engines.supervision.supervisor import Backoff

@@ -24,10 +24,9 @@ from rlframe.coordinator.workers.collector_worker import CollectorWorker
 from rlframe.coordinator.workers.evaluator_worker import EvaluatorWorker
 from rlframe.coordinator.workers.learner_worker import LearnerWorker
 from rlframe.engines import Engine
-from rlframe.engines.base import StartsWorkers
+from rlframe.engines.base import MakeWorker, StartsWorkers
 from rlframe.engines.group_rules import NO_ACCELERATOR
 from rlframe.engines.logs import Nowhere
-from rlframe.engines.served_engine import MakeWorker
 from rlframe.errors import PeerError, StoppedError, UsageError
 from rlframe.metrics.rows import ActorCounts
 from rlframe.programs.experiment import Experiment
