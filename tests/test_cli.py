@@ -12,6 +12,7 @@ import pytest
 
 from rlframe.cli import main
 from rlframe.cli.listings import print_preset
+from rlframe.cli.parsing import option_texts
 from rlframe.cli.train_options import read_arguments
 from rlframe.errors import UsageError
 from tests.extras import needs
@@ -139,6 +140,7 @@ def test_a_config_is_repeated_and_changed(trained):
         ("train --agent sac", "SAC needs continuous actions, a Box of floats; got the action spec DiscreteArray"),
         ("train --config nothing.json", "Cannot read nothing.json: No such file or directory."),
         ("train --resume", "--resume needs --run-dir"),
+        ("train --agent --env CartPole-v1", "Missing value for argument '--agent'."),
         ("train --resume --run-dir nothing", "There is no run in nothing"),
         ("evaluate", "RUN_DIR"),
         ("evaluate nothing", "/nothing: it has no config.json."),
@@ -158,6 +160,12 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(capsys, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     assert message in refused(capsys, *arguments.split())
     assert list(tmp_path.rglob("*.json")) == []
+
+
+def test_options_are_found_in_the_arguments_before_these_are_parsed():
+    words = "--agent dqn --head.num-atoms=21 --quiet --network.hidden 32 16 --seed -1 --env_kwargs={} --agent=ppo"
+    texts = {"agent": "ppo", "head.num_atoms": "21", "quiet": "", "network.hidden": "32", "seed": "-1"}
+    assert option_texts(words.split()) == {**texts, "env_kwargs": "{}"}
 
 
 def test_a_run_directory_that_exists_is_refused(capsys, tmp_path):
