@@ -13,7 +13,7 @@ import numpy as np
 from rlframe import Actor, Evaluator, Inferencer, InferencerConfig, Learner, LearnerConfig, SyncEnv
 from rlframe.agents import DQN
 from rlframe.programs import make_experiment
-from rlframe.replay import BaseReplayBuffer, ItemAssembler, RateLimiter
+from rlframe.replay import BaseReplayBuffer, ItemAssembler, ItemCounts, RateLimiter
 from rlframe.testing import check_replay
 
 LEARNER_STEPS = 10_000  # 20,000 steps of the environments: a fifth of what solves it
@@ -61,7 +61,7 @@ class ListReplay(BaseReplayBuffer):
     def sample(self):
         with self._lock:
             size, count = len(self._items), self.spec.batch_size
-            if not self._limiter.may_sample(count, size, self._added, self._sampled):
+            if not self._limiter.may_sample(count, ItemCounts(size, self._added, self._sampled)):
                 return None
             self._sampled += count
             chosen = [self._items[i] for i in self._rng.integers(size, size=count)]

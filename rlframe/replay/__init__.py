@@ -34,7 +34,7 @@ from rlframe.replay.base import (
     ReplayWriter,
 )
 from rlframe.replay.local import ReplayBuffer
-from rlframe.replay.rate_limiter import RateLimiter
+from rlframe.replay.rate_limiter import ItemCounts, RateLimiter
 from rlframe.replay.shared_memory import SharedMemReplayBuffer
 from rlframe.replay.steps import ItemAssembler
 
@@ -42,6 +42,7 @@ __all__ = [
     "BaseReplayBuffer",
     "Draw",
     "ItemAssembler",
+    "ItemCounts",
     "KeyedReplayBuffer",
     "RateLimiter",
     "ReplayBuffer",
