@@ -101,8 +101,7 @@ class MinibatchUpdates:
             return None
         size = num_rows // count
         order = jnp.argsort(jax.random.bits(rng, (self._num_epochs, num_rows)), axis=1)
-        order = order[:, : size * count]
-        return order.reshape(self._num_epochs * count, size)
+        return order[:, : size * count].reshape(self._num_epochs * count, size)
 
     def check_rows(self, num_rows: int) -> None:
         """Raise UsageError if a whole batch, of `num_rows` rows, has fewer of them than minibatches."""
@@ -225,8 +224,7 @@ class MinibatchAgent(Agent):
     @property
     def replay_spec(self) -> ReplaySpec:
         length, max_staleness = self.cfg.unroll_length, getattr(self.cfg, "max_staleness", 0)
-        capacity = 64 * length
-        return ReplaySpec("queue", Sequence(length), batch_size=None, capacity=capacity, max_staleness=max_staleness)
+        return ReplaySpec("queue", Sequence(length), batch_size=None, capacity=64 * length, max_staleness=max_staleness)
 
     @property
     def jit_learner_step(self) -> bool:

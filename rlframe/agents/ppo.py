@@ -145,9 +145,9 @@ class PPO(ActorCritic, MinibatchAgent):
 
     def _is_above_target_kl(self, logs: Logs) -> jax.Array:
         if "approx_kl" not in logs:
-            given = ", ".join(sorted(logs))
             raise UsageError(
-                f"{type(self).__name__}: target_kl needs approx_kl among the logs of minibatch_loss, got {given}."
+                f"{type(self).__name__}: target_kl needs approx_kl among the logs of minibatch_loss, got "
+                f"{', '.join(sorted(logs))}."
             )
         return logs["approx_kl"] > self.cfg.target_kl
 

@@ -113,8 +113,7 @@ class PQN(QLearning, MinibatchAgent):
         ).T
         mask = (data.step_type[:, :-1] != LAST).astype(jnp.float32)
         observation = jax.tree.map(lambda leaf: leaf[:, :-1], data.observation)
-        rollout = QRollout(observation, data.action, targets, mask)
-        return as_rows(rollout)
+        return as_rows(QRollout(observation, data.action, targets, mask))
 
     def minibatch_loss(self, params: Params, learner_state: LearnerState, rows: QRollout) -> tuple[jax.Array, Logs]:
         """Half the squared error of a minibatch of the rollout."""

@@ -102,16 +102,13 @@ class SAC(TwinCriticAgent):
     # Learning
 
     def make_optimizer(self) -> optax.GradientTransformation:
-        policy, critics = (optax.adam(rate) for rate in (self.cfg.learning_rate, self._critic_learning_rate))
-        temperature = optax.adam(self._critic_learning_rate) if self.cfg.learn_temperature else optax.set_to_zero()
+        cfg = self.cfg
+        critics = optax.adam(cfg.critic_learning_rate or cfg.learning_rate)
+        temperature = critics if cfg.learn_temperature else optax.set_to_zero()
         return optax.multi_transform(
-            {"policy": policy, "critics": critics, "temperature": temperature},
+            {"policy": optax.adam(cfg.learning_rate), "critics": critics, "temperature": temperature},
             SACParams("policy", "critics", "temperature"),
         )
-
-    @property
-    def _critic_learning_rate(self) -> float:
-        return self.cfg.critic_learning_rate or self.cfg.learning_rate
 
     def initial_learner_state(self, params: SACParams) -> TargetState:
         opt_state, steps, rng = super().initial_learner_state(params)
@@ -119,7 +116,7 @@ class SAC(TwinCriticAgent):
 
     def loss(self, params: SACParams, learner_state: TargetState, batch: Batch) -> tuple[jax.Array, Logs]:
         """The losses of critics, policy and temperature, added: no parameter is in two of them, so one step serves."""
-        data = batch.data
+        data, target_entropy = batch.data, self.cfg.target_entropy
         rng, next_rng = jax.random.split(jax.random.fold_in(learner_state.rng, learner_state.steps))
         temperature = jnp.exp(jax.lax.stop_gradient(params.log_temperature))
 
@@ -132,7 +129,8 @@ class SAC(TwinCriticAgent):
         action, log_prob = self._act(rng, params.policy, data.observation)
         action_values = self._nets.values(jax.lax.stop_gradient(params.critics), data.observation, action)
         policy_loss = jnp.mean(losses.soft_policy_loss(action_values, log_prob, temperature))
-        temperature_loss = jnp.mean(losses.temperature_loss(params.log_temperature, log_prob, self._target_entropy))
+        target_entropy = -float(self._range.size) if target_entropy is None else target_entropy
+        temperature_loss = jnp.mean(losses.temperature_loss(params.log_temperature, log_prob, target_entropy))
         logs = {
             "critic_loss": critic_loss,
             "policy_loss": policy_loss,
@@ -147,10 +145,6 @@ class SAC(TwinCriticAgent):
         rate = self.cfg.target_update_rate
         target = optax.incremental_update(params.critics, learner_state.target_params, rate)
         return learner_state._replace(target_params=target)
-
-    @property
-    def _target_entropy(self) -> float:
-        return -float(self._range.size) if self.cfg.target_entropy is None else self.cfg.target_entropy
 
     def _act(self, rng: jax.Array, policy_params: Params, observation: Tree) -> tuple[jax.Array, jax.Array]:
         """(actions [B, n] scaled to [-1, 1], their log-probabilities [B]), differentiable."""
