@@ -148,13 +148,13 @@ class Transitions(_Items):
     ) -> None:
         """Add the reward to the items in `index`, which began k steps before, where the episode `continues`."""
         gained = self._powers[k] * reward
-        if isinstance(index, slice):  # in place, which takes half the time
-            old_reward, old_discount = self._reward[index], self._discount[index]
-            np.add(old_reward, gained, out=old_reward, where=continues)
-            np.multiply(old_discount, discount, out=old_discount, where=continues)
-            np.copyto(self._span[index], spans, where=continues)
-            return
         if not isinstance(continues, bool):
+            if isinstance(index, slice):  # in place, which takes half the time
+                old_reward, old_discount = self._reward[index], self._discount[index]
+                np.add(old_reward, gained, out=old_reward, where=continues)
+                np.multiply(old_discount, discount, out=old_discount, where=continues)
+                np.copyto(self._span[index], spans, where=continues)
+                return
             index, gained, discount = index[continues], gained[continues], discount[continues]
             spans = spans if isinstance(spans, int) else spans[continues]
         self._reward[index] += gained
