@@ -7,6 +7,7 @@ step's arrays into a preallocated ring. They are measured in turns with the Acto
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pathlib
 import tempfile
 import time
@@ -21,7 +22,6 @@ from benchmarks.processor import Stopwatch
 from benchmarks.report import Row, Table
 from rlframe.engines import EngineOptions
 from rlframe.programs import make_experiment
-from rlframe.programs.topologies.makers import make_agent
 from rlframe.programs.topologies.single_process import single_process
 
 if TYPE_CHECKING:
@@ -98,16 +98,23 @@ def _loop(experiment: Any) -> TrainingLoop:
     """The objects of a run in one process, in a directory that nothing is written to."""
     engine = _topology_config(experiment).engine_class(EngineOptions())
     path = pathlib.Path(tempfile.mkdtemp())
-    session = _session_class()(experiment, make_agent(experiment), path, until=experiment.steps, began=0.0)
+    session = _session_class()(experiment, _make_agent(experiment), path, until=experiment.steps, began=0.0)
     single_process(engine, session)
     return engine.handle_of("train")
 
 
-# With `--against`, this file also measures checkouts in which the next three had other names.
+# With `--against`, this file also measures checkouts in which the next four had other names.
 
 
 def _topology_config(experiment: Any) -> Any:
     return experiment.topology_config if hasattr(experiment, "topology_config") else experiment.topology
+
+
+def _make_agent(experiment: Any) -> Any:
+    from rlframe.programs import topologies
+
+    file = "makers" if importlib.util.find_spec(f"{topologies.__name__}.makers") else "parts"
+    return importlib.import_module(f"{topologies.__name__}.{file}").make_agent(experiment)
 
 
 def _session_class() -> Any:

@@ -133,8 +133,7 @@ class Transitions(_Items):
         shorter: list[tuple[Numbers, Mask]] = []
         for k in range(1, self._n):
             shorter.append((starts, continues))
-            starts = fragments.starts_before(k, envs)
-            continues = timeline.without_gone(fragments.acted_since(k, envs), starts, count)
+            starts, continues = fragments.starts_in_episode(k, envs, timeline.floor)
             index = timeline.index(starts, count)
             self._extend(k, index, next_numbers - starts, reward, discount, continues)
         self._complete(starts, index, continues, count, shared=True)

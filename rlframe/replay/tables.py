@@ -36,8 +36,11 @@ class ItemTable(abc.ABC):
         if self._timeline.gone(first):  # a slow writer's: at least some are gone already
             self.append(numbers_of(first, count, mask))
             return
-        self._present[index] |= mask
-        number = count if isinstance(mask, bool) else int(np.count_nonzero(mask))
+        if isinstance(mask, bool):
+            self._present[index], number = True, count
+        else:
+            self._present[index] |= mask
+            number = int(np.count_nonzero(mask))
         self.size += number
         self.added += number
         self._push_block(first, index, count, mask, shared)

@@ -69,9 +69,12 @@ class Timeline:
 
     def index(self, numbers: Numbers, count: int) -> Index:
         """Return the slots of a block of `count` numbers (a slice where it does not wrap), or of an array."""
-        if not isinstance(numbers, int):
-            return self.slots_of(numbers)
-        return ring_index(numbers, count, self.slots)
+        if isinstance(numbers, int):
+            low = numbers % self.slots
+            if low + count <= self.slots:  # the usual case, without another call
+                return slice(low, low + count)
+            numbers = numbers_of(numbers, count)
+        return self.slots_of(numbers)
 
     def slots_of(self, numbers: np.ndarray) -> np.ndarray:
         """Return the slots of `numbers`."""
@@ -84,14 +87,6 @@ class Timeline:
     def gone(self, numbers: Numbers) -> Any:
         """Return whether `numbers` were given up."""
         return numbers < self.floor
-
-    def without_gone(self, mask: Mask, numbers: Numbers, count: int) -> Mask:
-        """Return `mask` less those whose `numbers` (a block of `count`, or an array) were given up."""
-        if isinstance(numbers, int):
-            if numbers >= self.floor:
-                return mask
-            numbers = numbers_of(numbers, count)
-        return mask & (numbers >= self.floor)
 
     def holds(self, numbers: np.ndarray) -> np.ndarray:
         """[B] bool: which of `numbers` (any integers) are there."""
@@ -127,7 +122,7 @@ class WriterFragments:
     `unbroken[k]` is a `Mask` of the environments that acted (not at LAST) in each of the last k + 1 steps: those of an
     age above k. `ages` counts up to `history`. Out of lockstep, `open_block` is -1.
 
-    A step is noted by `begin` and `count_acting`. Then `starts_before` and `acted_since` answer for both forms. Their
+    `begin` and `count_acting` note a step. Then `starts_before` and `starts_in_episode` answer for both forms. Their
     argument `envs` is [B], or None: all, in lockstep.
     """
 
@@ -210,10 +205,15 @@ class WriterFragments:
     def count_acting(self, acting: Mask, envs: np.ndarray | None) -> None:
         """Note which of `envs` are `acting` in this step, and not at LAST."""
         if envs is None:
-            self.unbroken = [acting, *(acting & older for older in self.unbroken[:-1])]
+            older = self.unbroken[:-1]
+            self.unbroken = [acting, *(older if acting is True else [acting & each for each in older])]
         else:
             self.ages[envs] = np.where(acting, np.minimum(self.ages[envs] + 1, self.history), 0)
 
-    def acted_since(self, steps: int, envs: np.ndarray | None) -> Mask:
-        """Return which of `envs` have been in the same episode since so many steps before the open timesteps."""
-        return self.unbroken[steps] if envs is None else self.ages[envs] > steps
+    def starts_in_episode(self, steps: int, envs: np.ndarray | None, floor: int) -> tuple[Numbers, Mask]:
+        """Return the starts so many steps before the open timesteps, and which are of this episode and still there."""
+        starts = self.starts_before(steps, envs)
+        if envs is not None:
+            return starts, (self.ages[envs] > steps) & (starts >= floor)
+        which = self.unbroken[steps]
+        return starts, which if starts >= floor else which & (starts + self.range >= floor)
