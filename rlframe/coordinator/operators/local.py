@@ -55,10 +55,11 @@ class LocalOperator(SupervisedOperator):
         backoff: Backoff = BACKOFF,
     ) -> None:
         rules = {role: GroupRules(env=variables) for role, variables in {**ENV, **(env or {})}.items()}
-        pickled = {role: pickle_node(role, make) for role, make in makers.items()}
+        for role, make in makers.items():
+            pickle_node(role, make)  # a maker that cannot be pickled is an error here
         self._sockets = SocketDirectory()
         super().__init__(
-            {role: functools.partial(self._node, role, pickled[role], rules[role]) for role in makers},
+            {role: functools.partial(self._node, role, make, rules[role]) for role, make in makers.items()},
             _TRANSPORT,
             f"{self._sockets.path}/operator",
             logs=NodeLogs(logs, output),
@@ -71,9 +72,10 @@ class LocalOperator(SupervisedOperator):
         super().close()
         self._sockets.close()
 
-    def _node(self, role: Role, make: bytes, rules: GroupRules, index: int, incarnation: int) -> StartableProcess:
+    def _node(self, role: Role, make: MakeWorker, rules: GroupRules, index: int, incarnation: int) -> StartableProcess:
         name, address = worker_id_of(role, index), f"{self._sockets.path}/{role}-{index}-{incarnation}"
-        pickled = pickle_worker(_TRANSPORT, address, make, name, index, incarnation)
+        # Now: addresses of Launchpad that the maker holds are known only when the program runs.
+        pickled = pickle_worker(_TRANSPORT, address, pickle_node(role, make), name, index, incarnation)
         return StartableProcess.of(name, _run_worker, pickled, rules, address)
 
 
