@@ -90,8 +90,9 @@ OTHERS = [
     of_command("sweep --vary learning-rate=1e-3,1e-2", "sweep"),
     *(
         of_command(f"{command} --url http://localhost:1", "trajectories")
-        for command in ("status", "scale", "pause", "unpause", "stop")
+        for command in ("status", "pause", "unpause", "stop")
     ),
+    of_command("scale --url http://localhost:1 collector 2", "trajectories"),
     of_command("serve trajectories --store memory", "trajectories"),
     of_command("serve trajectories --store redis://localhost:1/0", "trajectories"),
     Call("serve trajectories --store memory --tokenizer t.json", "--tokenizer", ("trajectories", "tokenizers")),

@@ -204,7 +204,7 @@ class DQN(TargetNetworkAgent):
     def _outputs(self, params: Params, observation: Tree) -> jax.Array:
         """[B, A, N]: what the head needs for each action."""
         outputs = only_output(self.network.apply(params, observation))
-        return outputs.reshape(len(outputs), self._num_actions, -1)
+        return outputs.reshape(outputs.shape[0], self._num_actions, -1)  # `export` gives no number for shape[0]
 
     def _sample(self, rng: jax.Array, params: Params) -> Params:
         """Parameters with noise, of a network that has noise."""
