@@ -53,10 +53,10 @@ class RunOptions(ControlOptions):
 
 def connect(options: Any, prog: str) -> ControlClient:
     """Connect to the control of a run, for the command `prog`. Raise `UsageError` if it cannot be found."""
-    with extras.needed(prog, "trajectories"):
-        from rlframe.coordinator.control.client import ControlClient
-        from rlframe.http.config import read_token
+    extras.require(prog, "trajectories")
     from rlframe.coordinator.control.address import read_control
+    from rlframe.coordinator.control.client import ControlClient
+    from rlframe.http.config import read_token
 
     if options.run_dir is None:
         return ControlClient(options.url, read_token(options.token_file))
