@@ -1,4 +1,4 @@
-"""Checks of a subclass of `Agent`: that its methods are called, and that its constructor takes what it is given."""
+"""Checks of a subclass of `Agent`: each method must have a caller, and the constructor must take its arguments."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from rlframe.programs.run_dir.directory import SEEDS
 
 
 class Study:
-    """What was tried and what is tried next: an Optuna study, which `study.journal` keeps.
+    """The trials of a sweep, and the next one: an Optuna study, kept in `study.journal`.
 
     Args:
         directory: of the sweep.

@@ -37,7 +37,7 @@ class TaskState(_State):
     PENDING = "PENDING"
     ASSIGNED = "ASSIGNED"  # to a worker that has been told to start
     RUNNING = "RUNNING"
-    CLOSING = "CLOSING"  # its worker is told to close it, or it has its result
+    CLOSING = "CLOSING"  # its worker must close it, or it has its result
     RETRYING = "RETRYING"  # its worker was lost
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"

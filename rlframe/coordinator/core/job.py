@@ -67,7 +67,7 @@ class JobEnding:
 
 @dataclasses.dataclass
 class Requests:
-    """What people and the scaling asked for."""
+    """Requests of people and of the scaling that the job has yet to meet."""
 
     wanted: dict[Role, int]  # workers of each role
     count_is_manual: bool = False  # a person chose the number of collectors
@@ -77,7 +77,7 @@ class Requests:
 
 @dataclasses.dataclass
 class OperatorLink:
-    """Whether this coordinator can reach the operator."""
+    """The connection of this coordinator to the operator."""
 
     has_answered: bool = False
     problem: str = ""  # why it cannot be reached; empty if it can, or was not tried yet
@@ -89,7 +89,7 @@ class OperatorLink:
 
 
 class LearnerActivity:
-    """What the learner has done, and what it waits for.
+    """Facts about the learner: whether it has started, and what it waits for.
 
     Attributes:
         has_started: whether any learner has started, so that collectors find their buffer.

@@ -4,7 +4,7 @@ This file has the protocol, `Operator`. `supervised.py` has all but where a work
 
     operator.scale("collector", 2)      # `SupervisedOperator` makes two slots of its `Supervisor` (rlframe/engines)
                                         # and starts a node in each: collector/0 and collector/1
-    operator.list_workers()                     # a `WorkerInfo` of each: its address, incarnation 0, problems
+    operator.list_workers()             # a `WorkerInfo` of each: its address, incarnation 0, problems
     # collector/1 is killed             # after the pause of `Backoff` incarnation 1 of collector/1 is started
     operator.replace(("collector/0", 0))    # the coordinator lost it: it is killed, and incarnation 1 is started
     operator.scale("collector", 1)
