@@ -42,8 +42,8 @@ def place(request, tmp_path):
         server = request.getfixturevalue("redis_server")
         with redis.Redis.from_url(server.url) as client:
             client.flushall()
-            # Without the writes that the server keeps while it rewrites its append-only file.
-            place = Place(server.url, lambda: client.info("memory")["used_memory_dataset"])
+            # The keys only: the server's buffers grow and shrink when it likes.
+            place = Place(server.url, lambda: sum(client.memory_usage(key, samples=0) for key in client.keys("*")))
             yield place
             for store in place.opened:
                 store.close()
@@ -145,7 +145,8 @@ def test_the_space_of_forgotten_payloads_is_used_again(store, place):
         assert held(store, []) == []
         store.snapshot(positions[-1], b"state").result(DEADLINE)
         sizes.append(place.space())
-    assert sizes[-1] <= 1.5 * max(sizes[:5])
+    smallest_payload = 50_000
+    assert sizes[-1] < 1.5 * max(sizes[:5]) + smallest_payload
 
 
 @SHARED
