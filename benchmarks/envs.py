@@ -2,7 +2,7 @@
 
     rlframe bench envs
 
-Ratios are of medians over interleaved repeats, so that a noisy neighbour slows all rows alike.
+Ratios are of medians over interleaved repeats, so that a noisy neighbor slows all rows alike.
 """
 
 from __future__ import annotations

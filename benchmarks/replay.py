@@ -122,15 +122,15 @@ class Ours:
 def contenders() -> dict[str, dict[str, Callable[[], Any]]]:
     """Row -> name -> call."""
     floor, pong_floor = Floor(*CARTPOLE), Floor(*PONG)
-    one, three, prioritised = Ours(CARTPOLE), Ours(CARTPOLE, n_step=3), Ours(CARTPOLE, "prioritised")
+    one, three, prioritized = Ours(CARTPOLE), Ours(CARTPOLE, n_step=3), Ours(CARTPOLE, "prioritized")
     whole, frames = Ours(PONG), Ours(PONG, single_frame=True)
     return {
         "cartpole insert 64": {FLOOR: floor.insert, "rlframe": one.insert},
         "cartpole insert 64, 3-step": {"rlframe": three.insert},
         "cartpole sample 256, 1-step": {FLOOR: floor.sample, "rlframe": one.sample},
         "cartpole sample 256, 3-step": {"rlframe": three.sample},
-        "cartpole insert 64, prioritised": {"rlframe": prioritised.insert},
-        "cartpole sample + update 256, prioritised": {"rlframe": prioritised.cycle},
+        "cartpole insert 64, prioritized": {"rlframe": prioritized.insert},
+        "cartpole sample + update 256, prioritized": {"rlframe": prioritized.cycle},
         "pong insert 64": {
             FLOOR: pong_floor.insert,
             "rlframe": whole.insert,

@@ -113,8 +113,8 @@ def cpprb(name: str, shape: tuple[int, ...], dtype: Any, capacity: int) -> dict[
     rows[f"{name} sample 256, 3-step"] = measure(lambda: buffer.sample(BATCH))
     buffer = library.PrioritizedReplayBuffer(capacity, fields, alpha=0.6)
     repeat(lambda: buffer.add(**d), capacity)
-    rows[f"{name} insert 64, prioritised"] = measure(lambda: buffer.add(**d))
-    rows[f"{name} sample + update 256, prioritised"] = measure(
+    rows[f"{name} insert 64, prioritized"] = measure(lambda: buffer.add(**d))
+    rows[f"{name} sample + update 256, prioritized"] = measure(
         lambda: buffer.update_priorities(buffer.sample(BATCH, beta=0.4)["indexes"], priorities)
     )
     return rows
@@ -156,7 +156,7 @@ def flashbax(name: str, shape: tuple[int, ...], dtype: Any, capacity: int) -> di
     rows[f"{name} sample 256, 3-step"] = measured(three, {field: value[:, None] for field, value in d.items()})[1]
     weighted = fbx.make_prioritised_flat_buffer(capacity, BATCH, BATCH, add_batch_size=ENVS)
     insert, draw = measured(weighted, d, update=True)
-    rows[f"{name} insert 64, prioritised"], rows[f"{name} sample + update 256, prioritised"] = insert, draw
+    rows[f"{name} insert 64, prioritized"], rows[f"{name} sample + update 256, prioritized"] = insert, draw
     return rows
 
 

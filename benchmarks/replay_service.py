@@ -51,7 +51,7 @@ def run(context: Context, say: Callable[[str], None] = print) -> list[Table]:
             "reverb": functools.partial(context.ours, "reverb", *reverb, *timed),
         }
         tables.append(_table(f"Replay service, {title}", contenders, figure, name, context, say))
-    own = {"service": functools.partial(context.ours, "replay_service", "prioritised", "--seconds", seconds)}
+    own = {"service": functools.partial(context.ours, "replay_service", "prioritized", "--seconds", seconds)}
     return [*tables, _table("Replay service, sample: 256 by priority, and update", own, "", "", context, say)]
 
 

@@ -330,7 +330,7 @@ def long_enough(program: Program) -> float:
 
 
 def draw(curves: dict[str, list[tuple[Program, Outcome]]], path: pathlib.Path = IMAGE) -> None:
-    """The modelled curves as lines, the simulated ones as points."""
+    """The modeled curves as lines, the simulated ones as points."""
     import matplotlib
 
     matplotlib.use("Agg")

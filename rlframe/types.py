@@ -174,13 +174,13 @@ class Sequence:
 class ReplaySpec:
     """The items that an agent learns from. Every buffer is built from this and the agent's `StepSpec`."""
 
-    kind: Literal["uniform", "prioritised", "queue"]
+    kind: Literal["uniform", "prioritized", "queue"]
     item: Union[Transition, Sequence]
     batch_size: Union[int, None]  # items; None: one of each environment (on-policy agents)
     capacity: int  # environment steps kept, over all environments
     min_size: int = 1  # items that must have been added before `sample` answers; in a queue, that must be there
     samples_per_insert: Union[float, None] = None  # items sampled per item added; None: as fast as they come
-    priority_exponent: float = 0.6  # `prioritised` only; Schaul et al. 2016, alpha
+    priority_exponent: float = 0.6  # `prioritized` only; Schaul et al. 2016, alpha
     # Of a queue of sequences that do not overlap: by how many versions what is learned from may be behind the newest
     # parameters (0: on-policy). Actors wait for these after each unroll. None: any, and nobody waits.
     max_staleness: Union[int, None] = None
@@ -189,7 +189,7 @@ class ReplaySpec:
     lapse_after: float = 10.0
 
     def __post_init__(self) -> None:
-        kinds = ("uniform", "prioritised", "queue")
+        kinds = ("uniform", "prioritized", "queue")
         if self.kind not in kinds:
             raise UsageError(f"ReplaySpec.kind must be one of {kinds}, got {self.kind!r}.")
         check_at_least(self, 1, "batch_size", "capacity", "min_size")

@@ -16,7 +16,7 @@ from rlframe.types import AgentOutput, Batch, ReplaySpec, Transition, Transition
 @dataclasses.dataclass(frozen=True)
 class CountingConfig:
     learning_rate: float = 0.5
-    prioritised: bool = False
+    prioritized: bool = False
 
 
 class CountingAgent(Agent):
@@ -41,13 +41,13 @@ class CountingAgent(Agent):
 
     @property
     def replay_spec(self):
-        return ReplaySpec("prioritised" if self.cfg.prioritised else "uniform", Transition(1, 1.0), 4, capacity=100)
+        return ReplaySpec("prioritized" if self.cfg.prioritized else "uniform", Transition(1, 1.0), 4, capacity=100)
 
     def learner_step(self, params, learner_state, batch):
         error = jnp.mean(batch.data.reward) - params["w"]
         params = {"w": params["w"] + self.cfg.learning_rate * error}
         logs = {"loss": error**2}
-        if self.cfg.prioritised:
+        if self.cfg.prioritized:
             logs["priorities"] = jnp.abs(batch.data.reward)
         return params, learner_state._replace(steps=learner_state.steps + 1), logs
 

@@ -131,7 +131,7 @@ def test_a_config_is_repeated_and_changed(trained):
         ("train --preset ppo/cartpol", "Did you mean 'ppo/cartpole'?"),
         ("train --env CartPol-v1", "Unknown environment 'CartPol-v1'. Did you mean 'CartPole-v1'?"),
         ("train --agent dqn --env Pendulum-v1 --preset none", "DQN needs Discrete actions"),
-        ("train --agent dqn --normalise-rewards", "DQN: normalise_rewards is for agents that learn from a Sequence"),
+        ("train --agent dqn --normalize-rewards", "DQN: normalize_rewards is for agents that learn from a Sequence"),
         (
             f"train --agent {REMEMBERING} --env Pendulum-v1",
             "Remembering needs Discrete actions, got the action spec Bou",
@@ -184,9 +184,9 @@ def test_an_agent_whose_config_has_an_option_of_the_command_is_refused(capsys, t
 
 
 def test_a_builder_that_raises_is_explained(capsys, tmp_path):
-    (tmp_path / "env.py").write_text("def make():\n    raise RuntimeError('no licence')\n")
+    (tmp_path / "env.py").write_text("def make():\n    raise RuntimeError('no license')\n")
     arguments = ["train", "--env", f"{tmp_path}/env.py:make", "--run-dir", f"{tmp_path}/run"]
-    assert "RuntimeError: no licence" in refused(capsys, *arguments, code=1)
+    assert "RuntimeError: no license" in refused(capsys, *arguments, code=1)
     assert not (tmp_path / "run").exists()
 
 
@@ -230,7 +230,7 @@ def test_a_bug_is_one_sentence_unless_the_traceback_is_asked_for(capsys, monkeyp
 
 @pytest.mark.parametrize(
     ("code", "exit_code", "printed"),
-    [(None, 0, ""), (3, 3, ""), ("no licence", 1, "rlframe: no licence\n"), (2.5, 1, "rlframe: 2.5\n")],
+    [(None, 0, ""), (3, 3, ""), ("no license", 1, "rlframe: no license\n"), (2.5, 1, "rlframe: 2.5\n")],
 )
 def test_sys_exit_ends_a_command_as_it_ends_python(capsys, monkeypatch, code, exit_code, printed):
     monkeypatch.setattr("rlframe.cli.listings.agents", lambda arguments: sys.exit(code))

@@ -234,14 +234,14 @@ def test_a_combination_that_train_refuses_is_a_trial_that_fails(sweep, tmp_path)
 
 def test_a_sweep_whose_first_trial_fails_ends_and_says_why(sweep, tmp_path):
     folder = tmp_path / "sweep"
-    vary = ["--vary", "normalise-observations=True,false", "--vary", "learning-rate=1,1e-3"]
+    vary = ["--vary", "normalize-observations=True,false", "--vary", "learning-rate=1,1e-3"]
     code, said, err = sweep(*vary, "--run-dir", str(folder))
     assert code == 1 and said is None
     assert "No trial has ended well, and trial 0 failed: seed 1 ended with exit code 1; see " in err
     assert err.endswith("rlframe: The loss was not finite.\n") and not (folder / "trial-1").exists()
     code, said, err = sweep("--resume", "--run-dir", str(folder))
     assert code == 0 and [row["trial"] for row in said["trials"]] == [1, 3, 0, 2]
-    made = [load_experiment(folder / f"trial-{i}").topology_config.normalise_observations for i in range(4)]
+    made = [load_experiment(folder / f"trial-{i}").topology_config.normalize_observations for i in range(4)]
     assert made == [True, True, False, False]
 
 

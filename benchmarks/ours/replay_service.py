@@ -117,9 +117,9 @@ def sample_transitions(seconds: float) -> dict[str, float]:
             return rate(lambda: next(dataset), BATCH, seconds)
 
 
-def sample_prioritised(seconds: float) -> dict[str, float]:
+def sample_prioritized(seconds: float) -> dict[str, float]:
     """Batches of 256 transitions by priority, and their new priorities."""
-    spec = ReplaySpec("prioritised", Transition(1), batch_size=BATCH, capacity=20_000, min_size=1_000)
+    spec = ReplaySpec("prioritized", Transition(1), batch_size=BATCH, capacity=20_000, min_size=1_000)
     rng = np.random.default_rng(0)
     with served(AgentSpecs(spec, STEP_SPEC)) as buffer:
         _fill(buffer, spec.capacity)
@@ -152,7 +152,7 @@ WAYS = {
     "steps": insert_steps,
     "insert unrolls": insert_unrolls,
     "transitions": sample_transitions,
-    "prioritised": sample_prioritised,
+    "prioritized": sample_prioritized,
     "unrolls": sample_unrolls,
 }
 

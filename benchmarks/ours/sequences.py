@@ -1,4 +1,4 @@
-"""Times R2D2's Learner on sequences from a prioritised replay beside its jitted update alone, in turns. Prints JSON.
+"""Times R2D2's Learner on sequences from a prioritized replay beside its jitted update alone, in turns. Prints JSON.
 
 The Learner samples a batch, learns from it, publishes, and gives its priorities back, one after the other. The update
 alone has the same batches as arrays of the device.

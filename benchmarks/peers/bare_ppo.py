@@ -73,7 +73,7 @@ def act_step(params, key, observation):
 
 
 def advantages_of(values, rewards, discounts, live):
-    """Generalised advantage estimation, all [T, B] but values [T + 1, B]; `live` is 0 where the action was ignored."""
+    """Generalized advantage estimation, all [T, B] but values [T + 1, B]; `live` is 0 where the action was ignored."""
 
     def back(advantage, step):
         value, next_value, reward, discount, alive, ends = step

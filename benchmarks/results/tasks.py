@@ -123,7 +123,7 @@ _CLASSIC = (
         goal=-100.0,
         steps=500_000,
         measure="final",
-        tuned="Nothing was tuned: the values are the zoo's, but for its normalised observations and rewards, which are "
+        tuned="Nothing was tuned: the values are the zoo's, but for its normalized observations and rewards, which are "
         "left out, and half its weight of the value.",
         published=(
             _zoo("PPO", 1_000_000, -73.506, 18.201),
@@ -263,7 +263,7 @@ _CONTINUOUS = (
         tuned="Nothing was tuned: the values are CleanRL's.",
         published=(_cleanrl("ppo_continuous_action.py", 1_442.64, 46.03, CLEANRL_CONTINUOUS, steps=1_000_000),),
         eval_every=50_000,
-        about="Observations and rewards are normalised, as CleanRL has it; there by statistics that change with every "
+        about="Observations and rewards are normalized, as CleanRL has it; there by statistics that change with every "
         "step, here with every update.",
     ),
     Task(

@@ -24,7 +24,7 @@ class Evaluator:
     """Plays `episodes` episodes and reports their returns.
 
     Every environment plays the same number of episodes (give or take one), so that short episodes
-    are not favoured. Nothing reaches a replay buffer.
+    are not favored. Nothing reaches a replay buffer.
 
     Args:
         env_builder: as for `Actor`; a synchronous pool, of `episodes` environments for the shortest wait.

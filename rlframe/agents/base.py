@@ -207,7 +207,7 @@ class Agent:
 
         Returns:
             (params, learner_state, logs). `logs["loss"]` and all others are one number each. The exception is
-            `logs["priorities"]` `[B]`, of a prioritised replay: the Learner takes it out, and gives it to the replay.
+            `logs["priorities"]` `[B]`, of a prioritized replay: the Learner takes it out, and gives it to the replay.
             It is data, not a log. It is here because `loss` computes it, and returns only logs beside its value.
         """
         logs, grads = self.compute_gradients(params, learner_state, batch)

@@ -49,7 +49,7 @@ class DQNConfig:
     # A random action is repeated for n steps with a chance proportional to n^-exponent (Dabney et al. 2020,
     # arXiv:2006.01782, who use 2): exploration that gets somewhere. None: for one step.
     exploration_duration_exponent: float | None = None
-    optimizer: Literal["rmsprop", "adam"] = "rmsprop"  # centred, decay 0.95, epsilon 0.01 (of a sum over the batch)
+    optimizer: Literal["rmsprop", "adam"] = "rmsprop"  # centered, decay 0.95, epsilon 0.01 (of a sum over the batch)
     learning_rate: float = 2.5e-4
     adam_epsilon: float = 1e-8  # of `adam` only; Kingma and Ba 2015
     max_grad_norm: float | None = None
@@ -65,7 +65,7 @@ class DQNConfig:
     munchausen_scale: float = 0.9  # alpha, of the bonus
     munchausen_temperature: float = 0.03  # tau, of the policy
     munchausen_clip: float = -1.0  # l_0, the lowest tau log pi in the bonus
-    prioritised: bool = False  # Schaul et al. 2016, proportional
+    prioritized: bool = False  # Schaul et al. 2016, proportional
     priority_exponent: float = 0.6  # alpha
     importance_exponent: float = 0.4  # beta at the beginning; 1 at total_learner_steps
 
@@ -158,7 +158,7 @@ class DQN(TargetNetworkAgent):
     def replay_spec(self) -> ReplaySpec:
         cfg = self.cfg
         return off_policy_replay_spec(
-            cfg, Transition(cfg.n_step, cfg.discount), "prioritised" if cfg.prioritised else "uniform"
+            cfg, Transition(cfg.n_step, cfg.discount), "prioritized" if cfg.prioritized else "uniform"
         )
 
     def make_optimizer(self) -> optax.GradientTransformation:
@@ -191,7 +191,7 @@ class DQN(TargetNetworkAgent):
             next_chosen = _chosen(next_outputs, next_action)
         loss, priority = head.loss(_chosen(outputs, data.action), reward, data.discount, next_chosen)
         logs = {"value": jnp.mean(head.values(outputs)), "td_error": jnp.mean(priority)}
-        if not cfg.prioritised:
+        if not cfg.prioritized:
             return jnp.mean(loss), logs
         weights = importance_weights(batch.probabilities, self._importance_exponent(learner_state.steps))
         # Schaul et al. 2016, section 3.3: a priority is never 0.

@@ -50,7 +50,7 @@ class GRPOConfig:
     max_tokens: int = 1024  # of a sequence, with its prompt
     batch_size: int = 1024  # sequences for each update
     loss: Literal["grpo", "policy_gradient", "dpo", "sft"] = "grpo"
-    normalise_std: bool = True  # divide advantages by their group's standard deviation; False: Dr. GRPO
+    normalize_std: bool = True  # divide advantages by their group's standard deviation; False: Dr. GRPO
     average: Average = "sequence"  # of tokens within sequences, then of these; "token": of all tokens, DAPO
     clip_epsilon: float = 0.2  # grpo: the ratio to the policy that sampled is clipped to 1 - it, 1 + it
     clip_epsilon_high: Union[float, None] = None  # ... to 1 + this, for DAPO's clip-higher (0.28); None: the same
@@ -145,7 +145,7 @@ class _Rows(NamedTuple):
 class GRPO(Agent):
     """Trains a language model from `TokenBatch`es, which a `TrajectoryBuffer` gives.
 
-    Advantages are those that a group was sent with, token by token, or else its normalised scores. The losses `grpo`
+    Advantages are those that a group was sent with, token by token, or else its normalized scores. The losses `grpo`
     and `policy_gradient` compute log-probabilities at the batch's `temperature`.
 
     A step of acting is one token: the observation is the last token (of the prompt, or the action before), the action
@@ -305,7 +305,7 @@ class GRPO(Agent):
 
     def _rows(self, data: TokenBatch) -> _Rows:
         cfg, mask = self.cfg, data.mask[:, 1:]
-        relative = losses.group_advantages(data.scores, data.group, normalise_std=cfg.normalise_std)
+        relative = losses.group_advantages(data.scores, data.group, normalize_std=cfg.normalize_std)
         advantages = jnp.where(data.has_advantages[:, None], data.advantages[:, 1:], relative[:, None] * mask)
         return _Rows(
             tokens=data.tokens,

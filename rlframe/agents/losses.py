@@ -29,8 +29,8 @@ def normalize(x: jax.Array, mask: jax.Array, epsilon: float = 1e-8) -> jax.Array
 
     The epsilon is that of OpenAI Baselines (`baselines/ppo2/model.py`).
     """
-    centred = x - masked_mean(x, mask)
-    return centred / (jnp.sqrt(masked_mean(jnp.square(centred), mask)) + epsilon)
+    centered = x - masked_mean(x, mask)
+    return centered / (jnp.sqrt(masked_mean(jnp.square(centered), mask)) + epsilon)
 
 
 def clipped_surrogate(
@@ -114,14 +114,14 @@ def temperature_loss(log_temperature: jax.Array, log_probs: jax.Array, target_en
 
 
 def group_advantages(
-    scores: jax.Array, group: jax.Array, *, normalise_std: bool = True, epsilon: float = 1e-6
+    scores: jax.Array, group: jax.Array, *, normalize_std: bool = True, epsilon: float = 1e-6
 ) -> jax.Array:
     """How much better than its group each sequence is (Shao et al. 2024, arXiv:2402.03300, section 4.1.2).
 
     Args:
         scores: [S] float32, any finite ones.
         group: [S] int32, in [0, S): the group of each.
-        normalise_std: divide by the group's standard deviation (of the population). Without, questions that are all
+        normalize_std: divide by the group's standard deviation (of the population). Without, questions that are all
             but solved, or hardly ever, weigh no more than others (Liu et al. 2025, arXiv:2503.20783, Dr. GRPO).
         epsilon: added to the standard deviation.
 
@@ -141,11 +141,11 @@ def group_advantages(
     spread = jax.ops.segment_max(half, group, len(half))[group] - lowest
     divisor = jnp.where(spread > 0, spread, 1.0)
     parts = (half - lowest) / divisor
-    centred = parts - mean(parts)
-    if normalise_std:
-        advantages = centred / (jnp.sqrt(mean(jnp.square(centred))) + 0.5 * epsilon / divisor)
+    centered = parts - mean(parts)
+    if normalize_std:
+        advantages = centered / (jnp.sqrt(mean(jnp.square(centered))) + 0.5 * epsilon / divisor)
     else:
-        advantages = 2.0 * jnp.clip(centred * spread, -LARGEST_ADVANTAGE, LARGEST_ADVANTAGE)
+        advantages = 2.0 * jnp.clip(centered * spread, -LARGEST_ADVANTAGE, LARGEST_ADVANTAGE)
     return jnp.where(count > 1, advantages, jnp.clip(scores, -LARGEST_ADVANTAGE, LARGEST_ADVANTAGE))
 
 

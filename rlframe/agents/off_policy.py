@@ -29,7 +29,7 @@ def check_replay_size(cfg: Any) -> None:
 
 
 def off_policy_replay_spec(
-    cfg: Any, item: Transition | Sequence, kind: Literal["uniform", "prioritised"]
+    cfg: Any, item: Transition | Sequence, kind: Literal["uniform", "prioritized"]
 ) -> ReplaySpec:
     """Return the replay of an agent's config: an update every `update_period` steps of the environments."""
     period = item.period if isinstance(item, Sequence) else 1
@@ -45,7 +45,7 @@ def off_policy_replay_spec(
 
 
 def importance_weights(probabilities: jax.Array, exponent: jax.Array | float) -> jax.Array:
-    """[B]: corrections for prioritised sampling, the largest being 1 (Schaul et al. 2016, section 3.4).
+    """[B]: corrections for prioritized sampling, the largest being 1 (Schaul et al. 2016, section 3.4).
 
     The size of the buffer cancels in the division by the largest.
     """

@@ -36,7 +36,7 @@ class PPOConfig:
     value_clip: float | None = None  # distance from the old value; ppo2 uses clip_epsilon, the paper none
     entropy_cost: float = 0.0
     value_cost: float = 0.5  # of half the squared error, as ppo2's vf_coef; Stable-Baselines3's 0.5 would be 1.0 here
-    normalise_advantages: bool = True  # in each minibatch; ppo2/model.py
+    normalize_advantages: bool = True  # in each minibatch; ppo2/model.py
     learning_rate: float = 3e-4
     adam_epsilon: float = 1e-5  # ppo2/model.py
     max_grad_norm: float | None = 0.5  # ppo2
@@ -121,7 +121,7 @@ class PPO(ActorCritic, MinibatchAgent):
         logits, value, rows = self._forward(params, rows)
         log_ratio = self.distribution.log_prob(logits, rows.sample) - rows.log_prob
         ratio = jnp.exp(log_ratio)
-        advantage = losses.normalize(rows.advantage, rows.mask) if cfg.normalise_advantages else rows.advantage
+        advantage = losses.normalize(rows.advantage, rows.mask) if cfg.normalize_advantages else rows.advantage
         mean = functools.partial(losses.masked_mean, mask=rows.mask)
         policy_loss = mean(losses.clipped_surrogate(ratio, advantage, clip_epsilon))
         value_loss = mean(losses.value_error(value, rows.value, rows.value + rows.advantage, cfg.value_clip))

@@ -69,7 +69,7 @@ class QRollout(NamedTuple):
 class PQN(QLearning, MinibatchAgent):
     """Q-learning by lambda-returns of fresh unrolls, for discrete actions.
 
-    A network's `apply` gives action values `[B, A]`. It should normalise its layers (`layer_norm`): that is what keeps
+    A network's `apply` gives action values `[B, A]`. It should normalize its layers (`layer_norm`): that is what keeps
     the values in place of a target network.
     """
 

@@ -129,7 +129,7 @@ class R2D2(TargetNetworkAgent):
     @property
     def replay_spec(self) -> ReplaySpec:
         cfg = self.cfg
-        return off_policy_replay_spec(cfg, Sequence(cfg.burn_in + cfg.sequence_length, cfg.period), "prioritised")
+        return off_policy_replay_spec(cfg, Sequence(cfg.burn_in + cfg.sequence_length, cfg.period), "prioritized")
 
     def make_optimizer(self) -> optax.GradientTransformation:
         cfg = self.cfg

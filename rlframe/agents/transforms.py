@@ -144,12 +144,12 @@ class Normalized(Agent):
         self._shapes = [tuple(leaf.shape) for leaf in self._selected(leaves)]
         if observations and not self._shapes:
             raise UsageError(
-                f"{agent.type_name}: normalise_observations is for vectors of floats, and the observations have "
+                f"{agent.type_name}: normalize_observations is for vectors of floats, and the observations have "
                 f"none: {agent.observation_spec!r}. Leave it False."
             )
         if rewards and not isinstance(agent.replay_spec.item, Sequence):
             raise UsageError(
-                f"{agent.type_name}: normalise_rewards is for agents that learn from a Sequence, and this one "
+                f"{agent.type_name}: normalize_rewards is for agents that learn from a Sequence, and this one "
                 f"learns from {agent.replay_spec.item!r}. Leave it False."
             )
 
@@ -181,7 +181,7 @@ class Normalized(Agent):
         if self.rewards:
             if "return" in output.extras:
                 raise UsageError(
-                    f'{type(self.agent).__name__}: extras["return"] is what normalise_rewards gives to the learner. '
+                    f'{type(self.agent).__name__}: extras["return"] is what normalize_rewards gives to the learner. '
                     "Give the extra of this agent another name."
                 )
             output = output._replace(extras={**output.extras, "return": state.return_so_far})

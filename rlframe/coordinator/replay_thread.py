@@ -152,7 +152,7 @@ class ReplayThread:
 
     def _settle(self, effect: ev.Settle) -> None:
         for update in effect.updates:
-            if update.priorities is not None and self._kind == "prioritised":
+            if update.priorities is not None and self._kind == "prioritized":
                 self._replay.update_priorities(update.keys, update.priorities)
         for batch in effect.batches:
             self._replay.release(batch.keys)

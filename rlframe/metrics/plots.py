@@ -16,9 +16,9 @@ from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import printable, replacing
 from rlframe.metrics.curves import ENOUGH, Over, RunCurve, SeedGroup, group_runs, load_run
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_DASHES = ("-", "--", ":", "-.")  # the next once all colours were used
+# Okabe and Ito's colors, which color-blind readers can tell apart.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_DASHES = ("-", "--", ":", "-.")  # the next once all colors were used
 _INK, _FAINT = "#333333", "#999999"
 _MAX_COLUMNS = 3
 _INSIDE, _SHORT = 5, 40  # lines of a legend, and characters of a label, that there is room for beside the curves
@@ -103,7 +103,7 @@ class OptionPanel:
 
 
 def plot_options(panels: Sequence[OptionPanel], returns: Sequence[float | None], out: pathlib.Path, title: str) -> None:
-    """Draw returns against what was varied, one panel for each option; the best point has a colour of its own.
+    """Draw returns against what was varied, one panel for each option; the best point has a color of its own.
 
     Args:
         panels: one for each option.
@@ -115,7 +115,7 @@ def plot_options(panels: Sequence[OptionPanel], returns: Sequence[float | None],
     figure.suptitle(_plain(title), x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
     ended = [(value, i) for i, value in enumerate(returns) if value is not None]
     highest, best = max(ended, key=lambda one: one[0])
-    colours = [_COLOURS[1] if i == best else _COLOURS[0] for _, i in ended]
+    colors = [_COLORS[1] if i == best else _COLORS[0] for _, i in ended]
     for axis, panel in zip(axes, panels, strict=True):
         at = [panel.words.index(str(value)) if panel.words else value for value in panel.values]
         if panel.words:
@@ -125,7 +125,7 @@ def plot_options(panels: Sequence[OptionPanel], returns: Sequence[float | None],
             axis.set_xscale("log")
         elif all(isinstance(value, int) for value in at):
             axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.scatter([at[i] for _, i in ended], [value for value, _ in ended], c=colours, s=36, edgecolors="white")
+        axis.scatter([at[i] for _, i in ended], [value for value, _ in ended], c=colors, s=36, edgecolors="white")
         failed = [x for x, value in zip(at, returns) if value is None]
         foot = axis.get_xaxis_transform()
         axis.scatter(failed, [0.03] * len(failed), marker="x", color=_INK, transform=foot)
@@ -160,7 +160,7 @@ def _draw_panel(axis: Any, env: str, groups: list[SeedGroup], target: float | No
     if by_steps:
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # 500, 50k, 1.5M
     draw = _draw_group if by_steps else _draw_evaluations
-    styles = [{"color": colour, "linestyle": dash} for dash in _DASHES for colour in _COLOURS]
+    styles = [{"color": color, "linestyle": dash} for dash in _DASHES for color in _COLORS]
     drawn = [draw(axis, group, styles[i % len(styles)], len(groups) == 1) for i, group in enumerate(groups)]
     if not any(drawn):
         axis.text(0.5, 0.5, "no episode has ended yet", transform=axis.transAxes, ha="center", color=_FAINT)
@@ -206,19 +206,19 @@ def _frame(axis: Any, x: str, y: str) -> None:
 def _draw_group(axis: Any, group: SeedGroup, style: dict[str, str], alone: bool) -> bool:
     """Draw one line with its band and its evaluations. Return whether there was anything to draw."""
     line_label, points_label = _labels(group, alone)
-    colour = style["color"]
+    color = style["color"]
     steps, mean, low_mean, high_mean = group.curve()
     if len(steps):
         if len(group.runs) == 1:
             run = group.runs[0]
-            axis.plot(run.steps, run.returns, color=colour, alpha=0.22, linewidth=0.8)
+            axis.plot(run.steps, run.returns, color=color, alpha=0.22, linewidth=0.8)
         else:
-            axis.fill_between(steps, low_mean, high_mean, color=colour, alpha=0.18, linewidth=0)
+            axis.fill_between(steps, low_mean, high_mean, color=color, alpha=0.18, linewidth=0)
         axis.plot(steps, mean, **style, linewidth=2.0, label=line_label)
     at, returns, low, high = group.evaluations()
     if len(at):
         axis.errorbar(
-            at, returns, [returns - low, high - returns], fmt="o", color=colour, markersize=6, markeredgecolor="white",
+            at, returns, [returns - low, high - returns], fmt="o", color=color, markersize=6, markeredgecolor="white",
             elinewidth=1.2, capsize=2, zorder=5, clip_on=False, label=points_label,
         )  # fmt: skip
     return bool(len(steps) or len(at))

@@ -2,15 +2,15 @@
 
 One transition, in the buffer of one process (`local.py: ReplayBuffer`):
 
-    replay = ReplayBuffer(agent, seed=1)                # agent.replay_spec: n_step 3, prioritised, batch_size 32
+    replay = ReplayBuffer(agent, seed=1)                # agent.replay_spec: n_step 3, prioritized, batch_size 32
     rank, _ = replay.claim_rank(num_envs=8)             # a writer with 8 environments
     replay.add(env_ids, step)                           # step: a `Step` of [8, ...]
       StepStore.add                                     # steps.py: in 8 slots of the ring of all writers (timeline.py)
         Transitions.put                                 # items.py: this step completes the items of 3 steps before
-        PrioritisedTable.append_block                   # tables.py: they can be drawn, with the highest priority
+        PrioritizedTable.append_block                   # tables.py: they can be drawn, with the highest priority
     batch = replay.sample()                             # a `Batch` of 32 items, or None
       RateLimiter.items_to_sample                       # rate_limiter.py: may a batch be sampled now?
-      PrioritisedTable.draw                             # tables.py, sum_tree.py: which items, with which probability
+      PrioritizedTable.draw                             # tables.py, sum_tree.py: which items, with which probability
       StepStore.read -> Transitions.assemble            # items.py: gathers observations, returns and discounts
     replay.update_priorities(batch.keys, priorities)
 

@@ -133,12 +133,12 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
 
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         """Set the priorities ([B], not negative) of the items `keys` ([B, 3]). Those that are gone are counted."""
-        if self.spec.kind != "prioritised":
+        if self.spec.kind != "prioritized":
             raise UsageError(f"This replay buffer is {self.spec.kind}: it has no priorities to update.")
         self._set_priorities(np.asarray(keys), check_priorities(priorities, len(keys)))
 
     def _set_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
-        """Set priorities ([B] float64, checked). A buffer that can be prioritised defines it."""
+        """Set priorities ([B] float64, checked). A buffer that can be prioritized defines it."""
         raise NotImplementedError
 
     @property
@@ -193,7 +193,7 @@ class KeyedReplayBuffer(BaseReplayBuffer):
     def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> Batch | None:
         """Read the items `keys` [B, 3] and `probabilities` [B] of a `Draw`. May be called again.
 
-        Items of a uniform or prioritised buffer may have been overwritten since: other items of the batch take their
+        Items of a uniform or prioritized buffer may have been overwritten since: other items of the batch take their
         rows, with their own keys and probabilities.
 
         Returns:

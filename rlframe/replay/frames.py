@@ -90,7 +90,7 @@ class FrameStore:
         return differ if differ.any() else None
 
     def _keep_aside(self, stack: np.ndarray, number: int) -> list[int]:
-        """Return references to the frames of `stack`, all but the newest kept aside; equal neighbours once."""
+        """Return references to the frames of `stack`, all but the newest kept aside; equal neighbors once."""
         references = [number]
         for j in range(self._k - 2, -1, -1):
             if np.array_equal(stack[j], stack[j + 1]):

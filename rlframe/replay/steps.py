@@ -16,7 +16,7 @@ import numpy as np
 from rlframe.errors import UsageError
 from rlframe.replay.items import Sequences, Transitions
 from rlframe.replay.layout import Allocate, OutputArrays, check_step, no_memory, own_memory, step_layouts
-from rlframe.replay.tables import ItemTable, PrioritisedTable, QueueTable, UniformTable
+from rlframe.replay.tables import ItemTable, PrioritizedTable, QueueTable, UniformTable
 from rlframe.replay.timeline import Index, Timeline, WriterFragments
 from rlframe.replay.tree_store import TreeStore, check_memory
 from rlframe.types import AgentSpecs, Batch, ReplaySpec, Sequence, Step, StepSpec, Transition, split_env_ids
@@ -221,8 +221,8 @@ class Writers(Generic[W]):
 
 def make_table(kind: str, timeline: Timeline, priority_exponent: float) -> ItemTable:
     """Return the table of the items of `timeline`, drawn as `kind` says."""
-    if kind == "prioritised":
-        return PrioritisedTable(timeline, priority_exponent)
+    if kind == "prioritized":
+        return PrioritizedTable(timeline, priority_exponent)
     return QueueTable(timeline) if kind == "queue" else UniformTable(timeline)
 
 

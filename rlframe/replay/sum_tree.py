@@ -1,4 +1,4 @@
-"""A sum tree whose every operation is vectorised over a batch.
+"""A sum tree whose every operation is vectorized over a batch.
 
 Sixteen children per node rather than two: a level is one gather and one small matrix product. A root table of up to
 8192 nodes is searched directly, so a hundred thousand leaves need one such level and a million two.

@@ -73,7 +73,7 @@ class ItemTable(abc.ABC):
         raise NotImplementedError
 
     def update(self, starts: np.ndarray, priorities: np.ndarray) -> None:
-        """Set the priorities of the items `starts`. Only a `PrioritisedTable` has priorities."""
+        """Set the priorities of the items `starts`. Only a `PrioritizedTable` has priorities."""
         raise NotImplementedError
 
     def evict(self, index: Index) -> None:
@@ -295,7 +295,7 @@ def _full(count: int, value: float) -> np.ndarray:
     return array
 
 
-class PrioritisedTable(ItemTable):
+class PrioritizedTable(ItemTable):
     """Items with chances proportional to priority^exponent (Schaul et al. 2016).
 
     New ones get the highest priority so far.

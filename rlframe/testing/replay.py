@@ -16,7 +16,7 @@ from rlframe.types import Sequence, Transition, global_env_ids
 Item = Transition | Sequence
 Factory = Callable[..., Any]
 
-KINDS = ("uniform", "queue", "prioritised")
+KINDS = ("uniform", "queue", "prioritized")
 ITEMS: tuple[Item, ...] = (
     Transition(1),
     Transition(3, 0.9),
@@ -53,7 +53,7 @@ def check_replay(factory: Factory, *, kinds: Several[str] = KINDS, items: Severa
             with _named(f"{kind} replay, {check.__name__}"):
                 check(factory, kind)
         for item in PRIORITY_ITEMS:
-            if kind == "prioritised" and any(isinstance(each, type(item)) for each in items):
+            if kind == "prioritized" and any(isinstance(each, type(item)) for each in items):
                 for priority_check in PRIORITY_CHECKS:
                     with _named(f"{kind} replay of {item}, {priority_check.__name__}"):
                         priority_check(factory, item)
@@ -263,7 +263,7 @@ def check_dataset(factory: Factory, kind: str) -> None:
 
 def check_priorities(factory: Factory, item: Item) -> None:
     """Items are drawn by priority^exponent, and `probabilities` say so."""
-    with made(factory, "prioritised", item, 50, 400, priority_exponent=0.5) as replay:
+    with made(factory, "prioritized", item, 50, 400, priority_exponent=0.5) as replay:
         for _ in play("subsets", replay, ReplayTwin(item), 100):
             pass
         priorities: dict[int, float] = {}
@@ -288,7 +288,7 @@ def check_priorities(factory: Factory, item: Item) -> None:
 def check_new_priority(factory: Factory, item: Item) -> None:
     """A new item has the highest priority so far."""
     steps, more = (item.n_step, 1) if isinstance(item, Transition) else (item.length, item.period)
-    with made(factory, "prioritised", item, 64, 400, priority_exponent=1.0) as replay:
+    with made(factory, "prioritized", item, 64, 400, priority_exponent=1.0) as replay:
         replay.claim_rank(1)
         stream = StepStream(1, end=0.0)
         for _ in range(steps):
@@ -307,7 +307,7 @@ def check_new_priority(factory: Factory, item: Item) -> None:
 def check_late_priorities(factory: Factory, item: Item) -> None:
     """Priorities of items that are gone are dropped and counted; what is no priority is refused."""
     stream = StepStream(2)
-    with made(factory, "prioritised", item, 8, 50) as replay:
+    with made(factory, "prioritized", item, 8, 50) as replay:
         replay.claim_rank(2)
         for _ in range(10):
             replay.add(*stream.step())
@@ -333,7 +333,7 @@ _FOR_DRAWN = (*_FOR_ALL, check_rate, check_batch_stays)
 CHECKS: dict[str, tuple[Callable[[Factory, str], None], ...]] = {
     "uniform": (*_FOR_DRAWN, check_chances),
     "queue": (*_FOR_ALL, check_none_is_an_item_per_environment, check_oldest_version),
-    "prioritised": _FOR_DRAWN,
+    "prioritized": _FOR_DRAWN,
 }
 PRIORITY_CHECKS: tuple[Callable[[Factory, Item], None], ...] = (
     check_priorities,

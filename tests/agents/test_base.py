@@ -67,7 +67,7 @@ def make(name: str) -> Agent:
         "ppo images": lambda: PPO(PPO_CONFIG, IMAGE, DISCRETE, SMALL_CNN),
         "ppo dict": lambda: PPO(PPO_CONFIG, DICT, DISCRETE, SMALL_CNN),
         "dqn": lambda: DQN(DQN_CONFIG, VECTOR, DISCRETE),
-        "dqn prioritised": lambda: DQN(dataclasses.replace(DQN_CONFIG, prioritised=True), VECTOR, DISCRETE),
+        "dqn prioritized": lambda: DQN(dataclasses.replace(DQN_CONFIG, prioritized=True), VECTOR, DISCRETE),
         "dqn images": lambda: DQN(DQN_CONFIG, IMAGE, DISCRETE, dataclasses.replace(SMALL_CNN, dueling=True)),
         "dqn dict": lambda: DQN(DQN_CONFIG, {"vector": VECTOR}, DISCRETE),
         "impala": lambda: IMPALA(IMPALA_CONFIG, VECTOR, DISCRETE),
@@ -101,7 +101,7 @@ def ready(name: str) -> tuple[Agent, Any, Any]:
 ONE_OF_EACH = ["ppo dict", "ppo continuous", "dqn images", "dqn noisy", "impala multi-discrete", "pqn"]
 ONE_OF_EACH += ["r2d2", "sac matrix", "td3"]
 MORE = ["ppo", "ppo multi-discrete", "ppo images", "ppo normalized"]
-MORE += ["dqn", "dqn prioritised", "dqn dict", "dqn atoms", "dqn quantiles"]
+MORE += ["dqn", "dqn prioritized", "dqn dict", "dqn atoms", "dqn quantiles"]
 MORE += ["impala", "impala continuous", "impala images", "impala dict"]
 MORE += ["r2d2 images", "sac", "sac images", "td3 matrix"]
 AGENTS = [*ONE_OF_EACH, *(pytest.param(name, marks=pytest.mark.system) for name in MORE)]

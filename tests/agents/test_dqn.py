@@ -32,8 +32,8 @@ def test_what_it_asks_of_the_replay():
     spec = make(n_step=3, discount=0.9, update_period=8, replay_capacity=500).replay_spec
     assert (spec.kind, spec.item, spec.batch_size) == ("uniform", Transition(3, 0.9), 16)
     assert (spec.capacity, spec.min_size, spec.samples_per_insert) == (500, 16, 2.0)
-    prioritised = make(prioritised=True, priority_exponent=0.7).replay_spec
-    assert (prioritised.kind, prioritised.priority_exponent) == ("prioritised", 0.7)
+    prioritized = make(prioritized=True, priority_exponent=0.7).replay_spec
+    assert (prioritized.kind, prioritized.priority_exponent) == ("prioritized", 0.7)
 
 
 def actions_at(epsilon, rows=30_000):
@@ -182,7 +182,7 @@ def test_munchausen_with_other_targets_is_refused(change):
 
 @pytest.mark.parametrize("dueling", [False, True])
 def test_quantiles_are_learned_as_their_definition_says(dueling):
-    agent = make(dueling, head=Quantiles(4, 0.5), double=True, prioritised=True)
+    agent = make(dueling, head=Quantiles(4, 0.5), double=True, prioritized=True)
     params, learner_state = started(agent)
     target = agent.initial_params(jax.random.PRNGKey(9))
     batch = batches.transitions(agent)
@@ -229,7 +229,7 @@ def test_quantiles_find_the_distribution_of_a_bandits_rewards():
 
 @pytest.mark.parametrize("dueling", [False, True])
 def test_categorical_returns_are_learned_as_the_algorithm_says(dueling):
-    agent = make(dueling, head=Categories(5, -1.0, 1.0), double=True, prioritised=True)
+    agent = make(dueling, head=Categories(5, -1.0, 1.0), double=True, prioritized=True)
     support = np.linspace(-1.0, 1.0, 5)
     params, learner_state = started(agent)
     target = agent.initial_params(jax.random.PRNGKey(9))
@@ -277,7 +277,7 @@ def test_the_target_network_is_copied_every_period():
 
 
 def test_priorities_are_the_sizes_of_the_errors_and_weights_correct_for_them():
-    agent = make(prioritised=True, head=Expectation(None), importance_exponent=0.5)
+    agent = make(prioritized=True, head=Expectation(None), importance_exponent=0.5)
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
     loss, logs = agent.loss(params, learner_state, batch)
@@ -288,12 +288,12 @@ def test_priorities_are_the_sizes_of_the_errors_and_weights_correct_for_them():
 
 
 def test_the_importance_exponent_reaches_one_at_the_end():
-    agent = make(prioritised=True, importance_exponent=0.4, total_learner_steps=100)
+    agent = make(prioritized=True, importance_exponent=0.4, total_learner_steps=100)
     for steps, expected in [(0, 0.4), (50, 0.7), (100, 1.0), (200, 1.0)]:
         np.testing.assert_allclose(agent._importance_exponent(jnp.int32(steps)), expected, rtol=1e-5)
 
 
-def test_without_prioritised_replay_probabilities_do_not_matter():
+def test_without_prioritized_replay_probabilities_do_not_matter():
     agent = make()
     params, learner_state = started(agent)
     batch = batches.transitions(agent)

@@ -88,7 +88,7 @@ def loss_by_hand(params, data, advantages, *, average, clip, cap, kl_cost, log_r
     ],
 )
 def test_the_loss_is_the_papers(average, given):
-    """One group with advantages of its own, token by token, where `given`; the other is normalised."""
+    """One group with advantages of its own, token by token, where `given`; the other is normalized."""
     agent = make(average=average, clip_epsilon_high=0.28, kl_cost=0.3)
     data = BATCH.data
     advantages = np.zeros(data.mask.shape)
@@ -163,7 +163,7 @@ def test_tokens_that_the_present_policy_sampled_at_a_temperature_have_a_ratio_of
 
 
 def test_an_override_takes_its_sequence_out_of_the_policy_s_gradient_alone():
-    """As the published trainer: all scores are normalised, then some advantages become 0."""
+    """As the published trainer: all scores are normalized, then some advantages become 0."""
     tokens = [[1, 2, 3], [1, 4, 5, 6], [1, 7], [1, 8, 9]]
     masks = [[-100, *row[1:]] for row in tokens]
     overrides = [{}, {"set_advantage_to_zero": True}, {"set_advantage_to_zero": False}, {}]
@@ -178,9 +178,9 @@ def test_an_override_takes_its_sequence_out_of_the_policy_s_gradient_alone():
 @pytest.mark.parametrize(
     "loss", ["grpo", *(pytest.param(one, marks=pytest.mark.system) for one in ("policy_gradient", "dpo"))]
 )
-@pytest.mark.parametrize("normalise_std", [True, pytest.param(False, marks=pytest.mark.system)])
-def test_the_largest_scores_and_advantages_give_finite_parameters(loss, normalise_std):
-    agent = GRPO(dataclasses.replace(CONFIG, loss=loss, normalise_std=normalise_std))
+@pytest.mark.parametrize("normalize_std", [True, pytest.param(False, marks=pytest.mark.system)])
+def test_the_largest_scores_and_advantages_give_finite_parameters(loss, normalize_std):
+    agent = GRPO(dataclasses.replace(CONFIG, loss=loss, normalize_std=normalize_std))
     params, state = started(agent)
     largest = np.float32(3e38)
     scores = np.float32([largest, -largest, largest, 0, largest])

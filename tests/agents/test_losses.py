@@ -42,7 +42,7 @@ def test_value_error_with_clipping_is_the_larger_of_the_two():
     np.testing.assert_allclose(losses.value_error(value, old, target, 0.5), [2.0, 0.5 * 4.5**2])
 
 
-def test_normalise_counts_unmasked_entries_only():
+def test_normalize_counts_unmasked_entries_only():
     result = losses.normalize(jnp.array([1.0, 3.0, 100.0]), jnp.array([1.0, 1.0, 0.0]))
     np.testing.assert_allclose(result[:2], [-1.0, 1.0], rtol=1e-6)
 

@@ -23,7 +23,7 @@ def test_advantages_are_within_the_group():
 
 
 def test_without_the_standard_deviation_advantages_are_differences():
-    found = losses.group_advantages(SCORES, GROUP, normalise_std=False)
+    found = losses.group_advantages(SCORES, GROUP, normalize_std=False)
     np.testing.assert_allclose(found, [0.5, -0.5, -0.5, 0.5, 2, -1, -1, 7], rtol=1e-6)
 
 
@@ -42,7 +42,7 @@ def test_advantages_of_scores_of_any_size_are_finite(scale):
     alone = min(scale, 1e6)
     expected = [*np.array([-scale, 0, scale]) / (spread + 1e-6), alone]
     np.testing.assert_allclose(losses.group_advantages(scores, group), expected, rtol=1e-5)
-    plain = losses.group_advantages(scores, group, normalise_std=False)
+    plain = losses.group_advantages(scores, group, normalize_std=False)
     np.testing.assert_allclose(plain, [*np.clip([-scale, 0, scale], -2e6, 2e6), alone], rtol=1e-5)
 
 

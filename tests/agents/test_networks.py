@@ -36,7 +36,7 @@ def test_an_mlp_is_its_layers_by_hand():
     np.testing.assert_allclose(network.apply(params, observation)[0], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_layers_may_be_normalised_before_their_activations():
+def test_layers_may_be_normalized_before_their_activations():
     network = MLPConfig((5,), layer_norm=True).build(VECTOR, [Head(2)])
     observation = random_tree(VECTOR, (4,))
     params = network.init(jax.random.PRNGKey(0), observation)

@@ -62,7 +62,7 @@ def test_actors_explore_by_noise_and_evaluations_do_not():
     assert evaluates == {np.asarray(values.argmax(axis=1), np.int32).tobytes()}
 
 
-RAINBOW = {"double": True, "dueling": True, "head": Categories(3), "prioritised": True}
+RAINBOW = {"double": True, "dueling": True, "head": Categories(3), "prioritized": True}
 
 
 def loss_of_samples(plain, batch, online, target, selecting):
@@ -73,7 +73,7 @@ def loss_of_samples(plain, batch, online, target, selecting):
     following = plain._outputs(target, data.next_observation)[rows, choices]
     loss = head.loss(chosen, data.reward, data.discount, following).loss
     weights = importance_weights(batch.probabilities, plain.cfg.importance_exponent)
-    return jnp.mean(loss * weights if plain.cfg.prioritised else loss)
+    return jnp.mean(loss * weights if plain.cfg.prioritized else loss)
 
 
 @pytest.mark.parametrize(

@@ -43,10 +43,10 @@ def test_what_it_asks_of_the_replay():
 
 
 def test_the_first_pass_starts_on_policy():
-    logs = learned(make(normalise_advantages=False))[2]
+    logs = learned(make(normalize_advantages=False))[2]
     assert logs["clip_fraction"] == 0.0
     # With every ratio 1 the policy loss is minus the mean advantage.
-    agent = make(normalise_advantages=False)
+    agent = make(normalize_advantages=False)
     params, learner_state = started(agent)
     rollout = agent.rollout(params, batches.sequences(agent, params, learner_state).data)
     expected = -np.sum(rollout.advantage * rollout.mask) / np.sum(rollout.mask)
@@ -88,7 +88,7 @@ def twin(cfg, agent, params, data) -> float:
             target = following + old_value[row, t]
             steps.append((following, target, ratio, new_value[row, t], old_value[row, t], entropy))
     advantage, target, ratio, value, old, entropy = np.array(steps).T
-    if cfg.normalise_advantages:
+    if cfg.normalize_advantages:
         advantage = (advantage - advantage.mean()) / advantage.std()
     clipped = np.clip(ratio, 1.0 - cfg.clip_epsilon, 1.0 + cfg.clip_epsilon)
     near = old + np.clip(value - old, -cfg.value_clip, cfg.value_clip)
@@ -99,7 +99,7 @@ def twin(cfg, agent, params, data) -> float:
 
 
 @pytest.mark.parametrize(
-    ("network", "normalises"),
+    ("network", "normalizes"),
     [
         (SMALL, False),
         (GRUConfig(hidden=(4,), size=3), True),
@@ -107,9 +107,9 @@ def twin(cfg, agent, params, data) -> float:
         pytest.param(GRUConfig(hidden=(4,), size=3), False, marks=pytest.mark.system),
     ],
 )
-def test_the_loss_is_that_of_a_twin_in_plain_python(network, normalises):
+def test_the_loss_is_that_of_a_twin_in_plain_python(network, normalizes):
     values = {"discount": 0.9, "gae_lambda": 0.8, "value_clip": 0.5, "value_cost": 0.7, "entropy_cost": 0.3}
-    cfg = dataclasses.replace(CONFIG, unroll_length=6, normalise_advantages=normalises, **values)
+    cfg = dataclasses.replace(CONFIG, unroll_length=6, normalize_advantages=normalizes, **values)
     agent = PPO(cfg, VECTOR, DISCRETE, network)
     params, learner_state = started(agent)
     data, random = (

@@ -133,7 +133,7 @@ def test_a_step_is_one_of_radam_from_a_clipped_gradient():
 
 
 @pytest.mark.parametrize("spec", [VECTOR, specs.BoundedArray((4, 36, 36), np.uint8, 0, 255)])
-def test_the_layers_of_its_own_network_are_normalised(spec):
+def test_the_layers_of_its_own_network_are_normalized(spec):
     params = jax.eval_shape(PQN(PQNConfig(), spec, DISCRETE).initial_params, jax.random.PRNGKey(0))
     assert sum("norm" in name for name in params) == (2 if spec is VECTOR else 4)
 

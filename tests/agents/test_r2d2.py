@@ -101,7 +101,7 @@ def twin_errors(agent, params, target_params, data):
 
 def test_what_it_asks_of_the_replay():
     spec = make(replay_capacity=500, update_period=8, priority_exponent=0.7).replay_spec
-    assert (spec.kind, spec.item, spec.batch_size) == ("prioritised", Sequence(BURN_IN + LENGTH, 4), ROWS)
+    assert (spec.kind, spec.item, spec.batch_size) == ("prioritized", Sequence(BURN_IN + LENGTH, 4), ROWS)
     assert (spec.capacity, spec.min_size, spec.priority_exponent) == (500, 4, 0.7)
     assert spec.samples_per_insert == 2.0  # 4 sequences of each 8 steps, in which 2 begin
 

@@ -74,7 +74,7 @@ def test_nothing_seen_changes_nothing():
     batches.assert_trees_equal(updated_moments(moments, [jnp.ones((4, 3))], jnp.zeros(4)), moments)
 
 
-def test_vectors_of_floats_are_normalised_and_clipped_and_nothing_else():
+def test_vectors_of_floats_are_normalized_and_clipped_and_nothing_else():
     kinds = {"image": IMAGE, "kind": specs.DiscreteArray(4), "speed": specs.Array((), np.float32), "vector": VECTOR}
     agent = ppo(kinds, SMALL_CNN, rewards=False, observation_clip=2.0)
     statistics = started(agent)[1].statistics
@@ -178,7 +178,7 @@ NORMALIZES = {
 @pytest.mark.parametrize(
     "name", ["sac", "impala", *(pytest.param(name, marks=pytest.mark.system) for name in ("dqn", "td3", "r2d2", "pqn"))]
 )
-def test_every_agent_learns_as_if_its_observations_came_normalised(name):
+def test_every_agent_learns_as_if_its_observations_came_normalized(name):
     plain = NORMALIZES[name]()
     agent = Normalized(plain)
     params, state = started(agent)
@@ -310,7 +310,7 @@ def test_what_buffers_and_programs_ask_of_an_agent_is_the_inner_agents():
 def test_an_extra_that_has_the_name_of_the_returns_is_refused():
     inner = Normalized(Watching(WatchingConfig(), VECTOR, DISCRETE), rewards=True)
     assert Normalized(inner).step_spec.extras.keys() == {"score", "return"}  # of observations alone
-    with pytest.raises(UsageError, match=r'Normalized: extras\["return"\] is what normalise_rewards gives'):
+    with pytest.raises(UsageError, match=r'Normalized: extras\["return"\] is what normalize_rewards gives'):
         Normalized(inner, rewards=True).step_spec  # noqa: B018
 
 
@@ -333,7 +333,7 @@ def test_options_that_make_no_sense_are_refused():
         ppo(observation_clip=float("nan"))
     with pytest.raises(UsageError, match=r"Normalized.discount must be in \[0, 1\], got 2"):
         ppo(discount=2.0)
-    with pytest.raises(UsageError, match=r"PPO: normalise_observations is for vectors of floats, .* have none"):
+    with pytest.raises(UsageError, match=r"PPO: normalize_observations is for vectors of floats, .* have none"):
         Normalized(PPO(CONFIG, IMAGE, DISCRETE, SMALL_CNN))
-    with pytest.raises(UsageError, match=r"SAC: normalise_rewards .* learns from Transition\(n_step=1"):
+    with pytest.raises(UsageError, match=r"SAC: normalize_rewards .* learns from Transition\(n_step=1"):
         Normalized(SAC(SACConfig(), VECTOR, BOX), rewards=True)

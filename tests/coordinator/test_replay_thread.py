@@ -49,7 +49,7 @@ class Scene:
         self._happened: queue.Queue[Any] = queue.Queue()
         self._seq = 0
 
-    def buffer(self, kind: str = "prioritised", item: Any = ONE, **options: Any) -> Any:
+    def buffer(self, kind: str = "prioritized", item: Any = ONE, **options: Any) -> Any:
         agent = fake_agent(kind, item, 4, 100, **options)
         buffer = SharedMemReplayBuffer(agent, num_writers=1, seed=0)
         self.buffers.append(buffer)
@@ -198,7 +198,7 @@ def test_the_replay_is_saved_at_the_end_and_found_again(scene: Scene) -> None:
     batches = scene.draw(thread, 10).batches
     thread.put(ev.Settle(batches, tuple(Update(b.keys, b.keys[:, 2] + 1.0) for b in batches), 1))
     thread.close()
-    assert thread.stats["items"] == first.size > 0 and thread.stats["kind"] == "prioritised"
+    assert thread.stats["items"] == first.size > 0 and thread.stats["kind"] == "prioritized"
     second = scene.buffer()
     scene.thread(second)
     assert second.size == first.size

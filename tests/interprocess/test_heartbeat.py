@@ -1,4 +1,4 @@
-"""The judgement over a process that beats, by a clock of the test's."""
+"""The judgment over a process that beats, by a clock of the test's."""
 
 from __future__ import annotations
 

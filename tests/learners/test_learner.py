@@ -93,7 +93,7 @@ def test_staleness_is_the_mean_age_of_the_items_in_versions():
 
 def test_priorities_go_back_to_the_buffer_with_the_batchs_keys():
     buffer = RecordingBuffer()
-    logs = make(buffer=buffer, prioritised=True).step(reward_batch([1, -2, 3, 0]))
+    logs = make(buffer=buffer, prioritized=True).step(reward_batch([1, -2, 3, 0]))
     ((keys, priorities),) = buffer.priorities
     np.testing.assert_array_equal(priorities, [1, 2, 3, 0])
     np.testing.assert_array_equal(keys[:, 2], [0, 1, 2, 3])
@@ -112,7 +112,7 @@ def test_a_loss_that_is_not_finite_stops_with_step_batch_and_last_good_checkpoin
 
 def test_a_loss_that_is_not_finite_is_noticed_before_its_priorities_reach_the_buffer():
     buffer = RecordingBuffer()
-    learner = make(buffer=buffer, prioritised=True)
+    learner = make(buffer=buffer, prioritized=True)
     with pytest.raises(NonFiniteLossError, match="learner step 1 is nan"):
         learner.step(reward_batch([1, np.nan, 1, 1]))
     assert buffer.priorities == []
@@ -343,8 +343,8 @@ def test_resuming_without_a_directory_is_refused():
         LearnerConfig(resume=True)
 
 
-def filled_buffer(prioritised: bool = False) -> ReplayBuffer:
-    agent = counting_agent(prioritised=prioritised)
+def filled_buffer(prioritized: bool = False) -> ReplayBuffer:
+    agent = counting_agent(prioritized=prioritized)
     buffer = ReplayBuffer(agent)
     inferencer = Inferencer(InferencerConfig(), agent, FixedParams({"w": np.float32(0.0)}))
     actor = Actor(lambda: SyncEnv(CountingEnv, 2, "loop"), inferencer, buffer)
@@ -356,7 +356,7 @@ def filled_buffer(prioritised: bool = False) -> ReplayBuffer:
 
 def run_to(steps: int, tmp_path, buffer, **config) -> Learner:
     cfg = LearnerConfig(max_learner_steps=steps, checkpoint_dir=str(tmp_path), resume=True, **config)
-    learner = Learner(cfg, counting_agent(prioritised=buffer.spec.kind == "prioritised"), buffer)
+    learner = Learner(cfg, counting_agent(prioritized=buffer.spec.kind == "prioritized"), buffer)
     learner.run()
     learner.close()
     return learner
@@ -374,7 +374,7 @@ def test_a_learner_goes_on_while_its_disk_is_full_and_fails_if_its_last_checkpoi
     small_disk, caplog
 ):
     config = LearnerConfig(checkpoint_dir=str(small_disk.path / "checkpoints"))
-    learner = Learner(config, counting_agent(prioritised=True), filled_buffer(prioritised=True))
+    learner = Learner(config, counting_agent(prioritized=True), filled_buffer(prioritized=True))
     learner.step(reward_batch([1.0]))
     learner.saver.save_if_due(now=True)
     small_disk.fill()
@@ -401,11 +401,11 @@ def test_versions_are_reserved_on_a_full_disk_too(small_disk):
 
 
 def test_the_replay_goes_with_the_checkpoints_of_run_and_comes_back(tmp_path):
-    buffer = filled_buffer(prioritised=True)
+    buffer = filled_buffer(prioritized=True)
     run_to(20, tmp_path, buffer, checkpoint_every=4)
     assert checkpoints(tmp_path) == replays(tmp_path) == [12, 16, 20]
-    empty = ReplayBuffer(counting_agent(prioritised=True))
-    learner = resumed(tmp_path, empty, prioritised=True)
+    empty = ReplayBuffer(counting_agent(prioritized=True))
+    learner = resumed(tmp_path, empty, prioritized=True)
     assert learner.learner_steps == 20
     ahead = buffer.stats()["sampled"] - empty.stats()["sampled"]  # what `run` drew after its last save, and left
     assert empty.stats() == {**buffer.stats(), "sampled": buffer.stats()["sampled"] - ahead}
@@ -558,7 +558,7 @@ def test_what_a_replay_buffer_lacks_is_named():
     with pytest.raises(UsageError, match=r"a Nothing, needs make_dataset\(\)\. run\(\) takes batches from it"):
         Learner(LearnerConfig(), counting_agent(), Nothing()).run()
     with pytest.raises(UsageError, match=r"needs update_priorities\(\)\. The agent logs priorities"):
-        Learner(LearnerConfig(), counting_agent(prioritised=True), Nothing()).step(reward_batch([1.0]))
+        Learner(LearnerConfig(), counting_agent(prioritized=True), Nothing()).step(reward_batch([1.0]))
 
 
 def test_the_replays_counters_are_the_newest_that_came(monkeypatch):

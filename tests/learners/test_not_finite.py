@@ -159,9 +159,9 @@ class Spoils(gymnasium.Wrapper):
 
 AGENTS = {
     "dqn": (DQN, DQNConfig(batch_size=4, min_replay_size=8, update_period=4), "CartPole-v1"),
-    "dqn_prioritised": (
+    "dqn_prioritized": (
         DQN,
-        DQNConfig(batch_size=4, min_replay_size=8, update_period=4, prioritised=True),
+        DQNConfig(batch_size=4, min_replay_size=8, update_period=4, prioritized=True),
         "CartPole-v1",
     ),
     "ppo": (PPO, PPOConfig(unroll_length=4, num_epochs=2, num_minibatches=2), "CartPole-v1"),
@@ -170,7 +170,7 @@ AGENTS = {
 
 
 @pytest.mark.parametrize(
-    "name", ["dqn_prioritised", "ppo", *(pytest.param(one, marks=pytest.mark.system) for one in ("dqn", "sac"))]
+    "name", ["dqn_prioritized", "ppo", *(pytest.param(one, marks=pytest.mark.system) for one in ("dqn", "sac"))]
 )
 def test_no_agent_acts_by_parameters_that_are_not_finite(name, tmp_path):
     agent_cls, cfg, env_name = AGENTS[name]

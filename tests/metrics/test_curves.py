@@ -51,7 +51,7 @@ def test_seeds_of_one_experiment_are_one_curve(tmp_path):
     assert (group.label, group.env, len(group.runs)) == ("PPO", "CartPole-v1", 2)
     steps, mean, low, high = group.curve()
     assert steps[-1] == 100  # where the shorter one ends
-    # Smoothed over a neighbour on each side: 50 and 100 at the ends of the first, 70 and 70 of the second.
+    # Smoothed over a neighbor on each side: 50 and 100 at the ends of the first, 70 and 70 of the second.
     np.testing.assert_allclose([mean[0], mean[-1]], [60.0, 85.0])
     np.testing.assert_allclose([low[0], high[0], low[-1], high[-1]], [50.0, 70.0, 70.0, 100.0])
 

@@ -22,8 +22,8 @@ def experiment(agent: str, env: str = "Pendulum-v1", **fields) -> Experiment:
 
 
 @pytest.mark.system
-def test_normalised_runs_repeat_exactly_and_their_statistics_are_saved(tmp_path):
-    fields = {"unroll_length": 32, "num_minibatches": 2, "normalise_observations": True, "normalise_rewards": True}
+def test_normalized_runs_repeat_exactly_and_their_statistics_are_saved(tmp_path):
+    fields = {"unroll_length": 32, "num_minibatches": 2, "normalize_observations": True, "normalize_rewards": True}
     fields |= {"num_envs": 2, "steps": 600, "eval_episodes": 1, "env_type": "loop", "preset": "none", "num_epochs": 2}
     described = make_experiment("ppo", "Pendulum-v1", **fields)
     whole = run_experiment(described, run_dir=tmp_path / "whole")

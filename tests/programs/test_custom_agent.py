@@ -12,7 +12,7 @@ import pytest
 from tests.programs.running import WITH_ELASTIC, options_of
 
 ROOT = pathlib.Path(__file__).parents[2]
-NORMALIZED = ["--normalise-observations", "--normalise-rewards"]
+NORMALIZED = ["--normalize-observations", "--normalize-rewards"]
 RANDOM = 22.0  # what a random policy returns on CartPole
 
 

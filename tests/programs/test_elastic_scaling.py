@@ -90,10 +90,10 @@ def test_of_collectors_that_wait_for_the_learner_one_goes(tmp_path: pathlib.Path
     "agent",
     [
         ("--agent", f"{ROOT}/examples/custom_agent.py:Reinforce"),
-        ("--agent", "dqn", "--prioritised"),
+        ("--agent", "dqn", "--prioritized"),
         ("--agent", "ppo"),
     ],
-    ids=["custom", "prioritised", "ppo"],
+    ids=["custom", "prioritized", "ppo"],
 )
 def test_an_agent_learns_on_while_collectors_come_and_go(tmp_path: pathlib.Path, agent: tuple[str, ...]) -> None:
     with ElasticProgram(tmp_path / "run", *agent, "--env", "CartPole-v1", *LONG) as program:

@@ -26,9 +26,9 @@ def test_every_preset_fits_the_configs_and_names_its_sources(preset):
 @pytest.mark.parametrize(
     ("name", "field", "value", "said"),
     [
-        ("ppo/mujoco", "normalise_rewards", True, "there the statistics change with every step, here with every"),
-        ("ppo/acrobot", "agent.unroll_length", 256, "without its normalised observations and rewards"),
-        ("ppo/mountain_car", "agent.unroll_length", 16, "without its normalised observations and rewards"),
+        ("ppo/mujoco", "normalize_rewards", True, "there the statistics change with every step, here with every"),
+        ("ppo/acrobot", "agent.unroll_length", 256, "without its normalized observations and rewards"),
+        ("ppo/mountain_car", "agent.unroll_length", 16, "without its normalized observations and rewards"),
         ("ppo/pendulum", "steps", 300_000, "which explores by gSDE"),
         *((f"ppo/{env}", "agent.value_cost", 0.5, "weighs twice as much") for env in ("cartpole", "acrobot")),
         *((f"ppo/{env}", "agent.value_cost", 0.5, "weighs twice as much") for env in ("mountain_car", "pendulum")),
@@ -110,7 +110,7 @@ def test_rainbow_is_dqn_with_all_of_its_parts_and_asked_for_by_name():
     assert find_preset("auto", "dqn", "Pong-v5").name == "dqn/atari"
     experiment = make_experiment("dqn", "Pong-v5", preset="dqn/rainbow_atari")
     cfg, network = experiment.agent_config, experiment.topology_config.network_config
-    assert (cfg.double, cfg.prioritised, cfg.n_step, cfg.head) == (True, True, 3, Categories(51, -10.0, 10.0))
+    assert (cfg.double, cfg.prioritized, cfg.n_step, cfg.head) == (True, True, 3, Categories(51, -10.0, 10.0))
     assert (network.dueling, network.noisy) == (True, 0.5)
     assert cfg.epsilon_begin == cfg.epsilon_end == 0.0
 

@@ -48,7 +48,7 @@ def test_a_program_has_the_files_and_the_result_of_a_single_process(tmp_path, to
 
 
 def test_a_program_learns_from_a_replay_at_the_ratio_that_the_agent_asks_for(tmp_path):
-    values = {"min_replay_size": 100, "update_period": 4, "batch_size": 8, "prioritised": True, "n_step": 3}
+    values = {"min_replay_size": 100, "update_period": 4, "batch_size": 8, "prioritized": True, "n_step": 3}
     result = run_experiment(experiment("dqn", "heavy_env", **values), run_dir=tmp_path / "run")
     due = (result.env_steps - 100) / 4
     assert 0.8 * due <= result.learner_steps <= 1.1 * due

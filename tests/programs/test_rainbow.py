@@ -6,7 +6,7 @@ import pytest
 
 from tests.programs.running import RunningProgram, options_of
 
-PARTS = ["--double", "--prioritised", "--n-step", "3", "--network.dueling", "--network.noisy", "0.5"]
+PARTS = ["--double", "--prioritized", "--n-step", "3", "--network.dueling", "--network.noisy", "0.5"]
 PARTS += [
     "--head",
     "categorical",

@@ -19,7 +19,7 @@ OF = {
     "ppo": {"unroll_length": 16, "num_minibatches": 2, "num_epochs": 2},
     "impala": {"unroll_length": 8, "batch_size": 4},
 }
-NORMALISED = {"normalise_observations": True, "normalise_rewards": True}
+NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
 
 
 def experiment(agent: str, **fields) -> Experiment:
@@ -31,10 +31,10 @@ def experiment(agent: str, **fields) -> Experiment:
     ("agent", "fields"),
     [
         pytest.param("ppo", {}, marks=pytest.mark.system),
-        pytest.param("ppo", NORMALISED, marks=pytest.mark.system),
+        pytest.param("ppo", NORMALIZED, marks=pytest.mark.system),
         pytest.param("impala", {}, marks=pytest.mark.system),
     ],
-    ids=["ppo", "normalised ppo", "impala"],
+    ids=["ppo", "normalized ppo", "impala"],
 )
 def test_a_run_may_be_stopped_and_resumed_and_its_policy_loaded(agent, fields, tmp_path):
     described = experiment(agent, **fields)
@@ -73,7 +73,7 @@ def finished(run_dir, which: str, *options: str) -> tuple[dict, list[dict]]:
 @pytest.mark.system
 @pytest.mark.parametrize("which", FOR_EACH_AGENT)
 def test_processes_of_every_topology_learn(which, tmp_path):
-    result, _ = finished(tmp_path / "run", which, *PPO, "--num-minibatches", "4", "--normalise-observations")
+    result, _ = finished(tmp_path / "run", which, *PPO, "--num-minibatches", "4", "--normalize-observations")
     assert result["learner_steps"] >= 0.9 * STEPS / (32 * 8)
 
 

@@ -42,7 +42,7 @@ def dqn(**fields) -> Experiment:
         "batch_size": 8,
         "target_update_period": 20,
         "n_step": 3,
-        "prioritised": True,
+        "prioritized": True,
     }
     return make_experiment("dqn", **{**values, **fields})
 
@@ -388,7 +388,7 @@ def make():
 
 def test_a_resumed_run_without_its_replay_fills_a_new_one_in_environments_of_new_seeds(tmp_path, caplog):
     (tmp_path / "env.py").write_text(RECORDING_ENV.format(path=str(tmp_path / "seeds")))
-    described = dqn(env=f"{tmp_path}/env.py:make", prioritised=False)
+    described = dqn(env=f"{tmp_path}/env.py:make", prioritized=False)
     stopped = run_experiment(described, run_dir=tmp_path / "run", stop_at=200)
     for path in (tmp_path / "run" / "checkpoints" / "replay").iterdir():
         path.unlink()

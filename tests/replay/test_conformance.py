@@ -122,7 +122,7 @@ def test_the_whole_suite_runs_on_one_replay() -> None:
     testing.check_replay(local, kinds=["uniform"], items=[Transition(3)])
 
 
-@pytest.mark.parametrize("kind", ["uniform", "prioritised"])
+@pytest.mark.parametrize("kind", ["uniform", "prioritized"])
 @EACH_SCENE
 def test_a_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scene: str, kind: str) -> None:
     capacity, num_envs = 96, 6
@@ -212,7 +212,7 @@ def keyed(make: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @NOT_REVERB
-@pytest.mark.parametrize("kind", ["uniform", "prioritised", "queue"])
+@pytest.mark.parametrize("kind", ["uniform", "prioritized", "queue"])
 @pytest.mark.parametrize("item", [Transition(1), Transition(3, 0.9), Sequence(4, 3)], ids=str)
 def test_what_is_drawn_and_fetched_is_what_is_sampled(make: Any, kind: str, item: Any) -> None:
     samples, draws = (keyed(make, kind, item, 8, 300, seed=4, min_size=10) for _ in range(2))
@@ -237,7 +237,7 @@ def test_what_is_drawn_and_fetched_is_what_is_sampled(make: Any, kind: str, item
 
 
 @NOT_REVERB
-@pytest.mark.parametrize("kind", ["uniform", "prioritised"])
+@pytest.mark.parametrize("kind", ["uniform", "prioritized"])
 def test_others_of_the_batch_stand_for_items_that_are_gone(make: Any, kind: str) -> None:
     buffer, twin, stream = keyed(make, kind, Transition(2), 64, 300), ReplayTwin(Transition(2)), StepStream(6, end=0.0)
     twin.claim_rank(6, 0)
@@ -254,7 +254,7 @@ def test_others_of_the_batch_stand_for_items_that_are_gone(make: Any, kind: str)
     assert set(map(tuple, batch.keys.tolist())) == set(map(tuple, drawn.keys[kept].tolist()))
     by_key = dict(zip(map(tuple, drawn.keys.tolist()), drawn.probabilities.tolist()))
     assert batch.probabilities.tolist() == [by_key[tuple(key)] for key in batch.keys.tolist()]
-    if kind == "prioritised":
+    if kind == "prioritized":
         # A shared buffer gives items up a little before they are overwritten: they can be read, but not drawn.
         given_up = batch.keys[:, 2].min() + (0 if isinstance(buffer, ReplayBuffer) else 40)
         buffer.update_priorities(
@@ -273,7 +273,7 @@ def test_others_of_the_batch_stand_for_items_that_are_gone(make: Any, kind: str)
 
 @NOT_REVERB
 def test_priorities_that_are_set_after_a_fetch_decide_the_next_draw(make: Any) -> None:
-    buffer = keyed(make, "prioritised", Transition(1), 32, 300, priority_exponent=1.0)
+    buffer = keyed(make, "prioritized", Transition(1), 32, 300, priority_exponent=1.0)
     add_for([buffer], StepStream(6, end=0.0), 10)
     batch = buffer.fetch(*buffer.draw())
     buffer.update_priorities(batch.keys, np.where(batch.keys[:, 2] == batch.keys[0, 2], 1e6, 1e-6))

@@ -207,7 +207,7 @@ def test_what_waits_in_a_ring_that_came_round_is_there_for_the_next_process_that
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("kind", ["uniform", "prioritised"])
+@pytest.mark.parametrize("kind", ["uniform", "prioritized"])
 def test_a_late_fetch_is_whole_while_a_writer_comes_round(scene: Scene, kind: str) -> None:
     buffer = scene.buffer(kind, Transition(3, 0.9), 64, 400)
     drawer = scene.process(processes.draw_when_told, buffer)

@@ -179,7 +179,7 @@ def test_a_server_that_never_answers_is_named(silent: str) -> None:
 
 
 def test_a_server_that_dies_is_named_by_every_call(own_process: Any) -> None:
-    agent, stream = fake_agent("prioritised", Transition(1), 8, 1000), StepStream(4, end=0.0)
+    agent, stream = fake_agent("prioritized", Transition(1), 8, 1000), StepStream(4, end=0.0)
     process = own_process()
     address = process.start(ReverbReplayBuffer.tables(agent))
     with buffer_of(agent, address) as buffer:
@@ -308,7 +308,7 @@ def test_an_actor_that_a_full_queue_holds_back_stops(serve: Serve) -> None:
 
 @pytest.mark.system
 def test_a_writer_that_waits_for_a_server_that_is_gone_can_be_told_to_stop(own_process: Any) -> None:
-    agent, stream, process = fake_agent("prioritised", Transition(1), 8, 1000), StepStream(4, end=0.0), own_process()
+    agent, stream, process = fake_agent("prioritized", Transition(1), 8, 1000), StepStream(4, end=0.0), own_process()
     with buffer_of(agent, process.start(ReverbReplayBuffer.tables(agent))) as buffer:
         buffer.claim_rank(4)
         buffer.add(*stream.step())
@@ -416,7 +416,7 @@ def test_a_reader_knows_how_many_environments_its_writers_have(serve: Serve) -> 
 
 
 def test_the_highest_priority_is_known_to_other_processes(serve: Serve) -> None:
-    agent = fake_agent("prioritised", Transition(1), 4, 1000, priority_exponent=1.0)
+    agent = fake_agent("prioritized", Transition(1), 4, 1000, priority_exponent=1.0)
     address = serve(ReverbReplayBuffer.tables(agent))
     with buffer_of(agent, address) as writer, buffer_of(agent, address) as learner:
         stream = StepStream(1, end=0.0)
@@ -465,7 +465,7 @@ def test_a_learner_that_waits_for_a_server_to_take_its_priorities_stops_and_save
 ) -> None:
     import reverb
 
-    agent, process = counting_agent(prioritised=True), own_process()
+    agent, process = counting_agent(prioritized=True), own_process()
     client = reverb.Client(process.start(ReverbReplayBuffer.tables(agent)))
     learner = Learner(LearnerConfig(checkpoint_dir=str(tmp_path)), agent, client)
     inferencer = Inferencer(InferencerConfig(), agent, FixedParams({"w": np.float32(0.0)}))
@@ -514,7 +514,7 @@ def test_tables_are_a_callable_that_pickles_and_an_iterable(serve: Serve) -> Non
     import launchpad as lp
     import reverb
 
-    agent = fake_agent("prioritised", Transition(1), 4, 100, priority_exponent=0.7)
+    agent = fake_agent("prioritized", Transition(1), 4, 100, priority_exponent=0.7)
     tables = pickle.loads(pickle.dumps(ReverbReplayBuffer.tables(agent, capacity=50)))
     node = lp.ReverbNode(tables)
     infos = {table.name: table.info for table in node._priority_tables_fn()}

@@ -21,7 +21,7 @@ def stop_servers():
         servers().stop(address)
 
 
-@pytest.mark.parametrize("kind", ["uniform", "prioritised"])
+@pytest.mark.parametrize("kind", ["uniform", "prioritized"])
 def test_what_a_rate_limiter_lets_through_makes_whole_batches(kind, stop_servers):
     """No sampler keeps draws to itself while a batch waits for them."""
     agent = fake_agent(kind, Transition(1), 8, 1000, min_size=8, samples_per_insert=1.0)

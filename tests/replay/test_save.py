@@ -29,13 +29,13 @@ def assert_same_batches(a: ReplayBuffer, b: ReplayBuffer, count: int = 5) -> Non
         one, two = a.sample(), b.sample()
         assert (one is None) == (two is None)
         jax.tree_util.tree_map(np.testing.assert_array_equal, one, two)
-        if one is not None and a.spec.kind == "prioritised":
+        if one is not None and a.spec.kind == "prioritized":
             for buffer in (a, b):
                 buffer.update_priorities(one.keys, np.arange(len(one.keys)) + 0.5)
 
 
 @pytest.mark.parametrize("subsets", [False, True])
-@pytest.mark.parametrize("kind", ["uniform", "prioritised", "queue"])
+@pytest.mark.parametrize("kind", ["uniform", "prioritized", "queue"])
 @pytest.mark.parametrize("item", [Transition(3), Sequence(4, 2)], ids=str)
 @pytest.mark.parametrize("steps", [7, 90])
 def test_a_restored_buffer_draws_the_very_same_batches(

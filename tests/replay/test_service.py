@@ -84,7 +84,7 @@ def test_over_a_transport_items_are_those_that_were_added():
 
 
 @pytest.mark.parametrize(
-    "kind", [*(pytest.param(one, marks=pytest.mark.system) for one in ("uniform", "prioritised")), "queue"]
+    "kind", [*(pytest.param(one, marks=pytest.mark.system) for one in ("uniform", "prioritized")), "queue"]
 )
 def test_of_two_shards_each_item_is_drawn_with_its_chance(kind):
     agent, twin, count = fake_agent(kind, Transition(1), 8, 10_000), ReplayTwin(Transition(1)), 4_000
@@ -108,7 +108,7 @@ def test_of_two_shards_each_item_is_drawn_with_its_chance(kind):
         of_rank += np.bincount(batch.keys[:, 0], minlength=2)
     there = np.array([service.stats()["items"] for service in buffer._services])
     np.testing.assert_allclose(of_rank / count, there / items, atol=0.08)  # four deviations of so many batches
-    if kind == "prioritised":
+    if kind == "prioritized":
         batch = buffer.sample()
         buffer.update_priorities(batch.keys, np.full(8, 5.0))
         assert buffer.stats()["dropped_priorities"] == 0

@@ -80,7 +80,7 @@ def sample_until(buffer: Any, done: Callable[[], bool]) -> list[int]:
 
 @pytest.mark.system
 @pytest.mark.parametrize(
-    ("kind", "item"), [("uniform", Transition(3, 0.9)), ("prioritised", Transition(1)), ("uniform", Sequence(5, 2))]
+    ("kind", "item"), [("uniform", Transition(3, 0.9)), ("prioritized", Transition(1)), ("uniform", Sequence(5, 2))]
 )
 def test_no_item_is_torn_while_writers_come_round_again_and_again(scene: Scene, kind: str, item: Any) -> None:
     buffer = scene.buffer(kind, item, 64, 1500, num_writers=2)
@@ -121,7 +121,7 @@ def test_a_queue_gives_every_item_of_every_writer_once(scene: Scene, item: Any, 
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("kind", ["uniform", "prioritised"])
+@pytest.mark.parametrize("kind", ["uniform", "prioritized"])
 def test_a_writer_that_stands_still_keeps_its_items(scene: Scene, kind: str) -> None:
     buffer = scene.buffer(kind, Transition(1), 64, 200, num_writers=2, max_envs=4)
     for _ in (0, 1):
@@ -330,8 +330,8 @@ def test_a_queue_goes_on_where_a_dead_sampler_stopped(scene: Scene) -> None:
     assert buffer.stats()["evicted"] == 0
 
 
-def test_others_read_a_prioritised_buffer_uniformly(scene: Scene) -> None:
-    buffer = scene.buffer("prioritised", Transition(1), 500, 2000, priority_exponent=1.0)
+def test_others_read_a_prioritized_buffer_uniformly(scene: Scene) -> None:
+    buffer = scene.buffer("prioritized", Transition(1), 500, 2000, priority_exponent=1.0)
     buffer.claim_rank(2)
     for arguments in steps_of(0, 2, 50):
         buffer.add(*arguments)

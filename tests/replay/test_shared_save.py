@@ -48,12 +48,12 @@ def assert_same_batches(a: Any, b: Any) -> None:
         one, two = a.sample(), b.sample()
         assert (one is None) == (two is None)
         jax.tree_util.tree_map(np.testing.assert_array_equal, one, two)
-        if one is not None and a.spec.kind == "prioritised":
+        if one is not None and a.spec.kind == "prioritized":
             for buffer in (a, b):
                 buffer.update_priorities(one.keys, np.arange(len(one.keys)) + 0.5)
 
 
-@pytest.mark.parametrize("kind", ["uniform", "prioritised", "queue"])
+@pytest.mark.parametrize("kind", ["uniform", "prioritized", "queue"])
 @pytest.mark.parametrize("item", [Transition(3), Sequence(4, 2)], ids=str)
 @pytest.mark.parametrize("steps", [7, 90])
 def test_a_restored_buffer_draws_the_very_same_batches(
@@ -86,14 +86,14 @@ def test_a_restored_buffer_draws_the_very_same_batches(
 @pytest.mark.system
 def test_a_buffer_is_saved_while_its_writers_go_on(tmp_path: Path, scene: Scene) -> None:
     item = Sequence(5)
-    buffer = scene.buffer("prioritised", item, 64, 30_000, num_writers=2)
+    buffer = scene.buffer("prioritized", item, 64, 30_000, num_writers=2)
     writers = [scene.process(processes.write_until_stopped, buffer, 6) for _ in range(2)]
     for writer in writers:
         writer.hear()
     sample_until(buffer, lambda: buffer.stats()["steps"] > 40_000)
     for _ in range(5):
         buffer.save(tmp_path / "replay")
-        restored = scene.buffer("prioritised", item, 64, 30_000, num_writers=2)
+        restored = scene.buffer("prioritized", item, 64, 30_000, num_writers=2)
         restored.restore(tmp_path / "replay")
         assert restored.size > 0
         for _ in range(20):
@@ -102,7 +102,7 @@ def test_a_buffer_is_saved_while_its_writers_go_on(tmp_path: Path, scene: Scene)
 
 
 def test_a_restarted_learner_finds_its_items_and_gets_their_priorities(tmp_path: Path, scene: Scene) -> None:
-    buffer = scene.buffer("prioritised", Transition(1), 64, 1000, priority_exponent=1.0)
+    buffer = scene.buffer("prioritized", Transition(1), 64, 1000, priority_exponent=1.0)
     buffer.claim_rank(2)
     for arguments in steps_of(0, 2, 20):
         buffer.add(*arguments)
@@ -125,13 +125,13 @@ def test_a_restarted_learner_finds_its_items_and_gets_their_priorities(tmp_path:
 
 
 def test_a_learner_that_dies_twice_may_read_the_file_of_the_run_before_again(tmp_path: Path, make: Any) -> None:
-    saved, stream = make("prioritised", Transition(1), 6, 240, priority_exponent=1.0), StepStream(4)
+    saved, stream = make("prioritized", Transition(1), 6, 240, priority_exponent=1.0), StepStream(4)
     saved.claim_rank(4)
     feed([saved], [stream], 10)
     keys = saved.sample().keys
     saved.update_priorities(keys, np.full(6, 50.0))
     saved.save(tmp_path / "replay")
-    buffer = make("prioritised", Transition(1), 6, 240, priority_exponent=1.0)  # of a run that goes on
+    buffer = make("prioritized", Transition(1), 6, 240, priority_exponent=1.0)  # of a run that goes on
     buffer.claim_rank(4)
     buffer.restore(tmp_path / "replay")
     feed([buffer], [stream], 2)

@@ -1,4 +1,4 @@
-"""The vectorised sum tree against cumulative sums."""
+"""The vectorized sum tree against cumulative sums."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The Ray actor of a node: it starts the node's process beside itself, watches it, and relays calls.
 
 The process is one as the engine `local` has them, and dies with the actor. So a node has a main thread of its own, an
-exit code and last words whatever it dies of, and is called over a socket by its neighbours, which takes a tenth of the
+exit code and last words whatever it dies of, and is called over a socket by its neighbors, which takes a tenth of the
 time of a call of an actor.
 """
 

@@ -75,7 +75,7 @@ class Film(Closing):
         """Appends one frame, uint8 [H, W, 3]."""
         if not (isinstance(frame, np.ndarray) and frame.ndim == 3 and frame.shape[-1] == 3):
             raise UsageError(f"{self._experiment.env} does not render to an RGB array, but to {type(frame).__name__}.")
-        # Video codecs halve the resolution of colour: both sides have to be even.
+        # Video codecs halve the resolution of color: both sides have to be even.
         height, width = frame.shape[0] // 2 * 2, frame.shape[1] // 2 * 2
         if self._writer is None:
             self._writer = self._open(width, height, fps)
@@ -172,6 +172,6 @@ def _twin(task: str) -> Any:
         raise UsageError(f"EnvPool's {task} does not render, and Gymnasium has no twin of it.")
     from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
-    # What EnvPool does by default: 84 x 84 grey, every 4th frame, 4 frames stacked, up to 30 no-ops.
+    # What EnvPool does by default: 84 x 84 gray, every 4th frame, 4 frames stacked, up to 30 no-ops.
     env = gymnasium.make(f"ALE/{task}", render_mode="rgb_array", frameskip=1, repeat_action_probability=0.0)
     return FrameStackObservation(AtariPreprocessing(env), 4)

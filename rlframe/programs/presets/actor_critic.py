@@ -17,7 +17,7 @@ ZOO = "rl-baselines3-zoo, hyperparams/ppo.yml"
 SB3 = "stable-baselines3, the default of PPO"
 CLEANRL_ATARI = "CleanRL, ppo_atari_envpool.py"
 CLEANRL_CONTINUOUS = "CleanRL, ppo_continuous_action.py"
-NOT_NORMALISED = "without its normalised observations and rewards"
+NOT_NORMALIZED = "without its normalized observations and rewards"
 
 # SB3's batch_size is a minibatch: num_minibatches = num_envs * unroll_length / batch_size.
 ZOO_VALUE = settings(
@@ -57,16 +57,16 @@ POSITION_ONLY_CARTPOLE = Preset(
     fields={
         **settings("what it takes: a memory", network="gru"),
         # Returns of a hundred make gradients of the values so large that little of the shared memory is left to the
-        # policy: without normalised rewards 6 of 8 seeds ended below 490.
+        # policy: without normalized rewards 6 of 8 seeds ended below 490.
         **settings(
             "rl-baselines3-zoo, hyperparams/ppo_lstm.yml, CartPoleNoVel-v1",
             agent__learning_rate=1e-3,
             agent__anneal_learning_rate=True,
             agent__anneal_clip=True,
-            normalise_observations=True,
-            normalise_rewards=True,
+            normalize_observations=True,
+            normalize_rewards=True,
         ),
-        # Once every game lasts, normalised advantages are noise of full size: with them 2 of 8 seeds fell again.
+        # Once every game lasts, normalized advantages are noise of full size: with them 2 of 8 seeds fell again.
         **settings(
             "found here: benchmarks/notes/position-only-cartpole.md",
             steps=300_000,
@@ -76,7 +76,7 @@ POSITION_ONLY_CARTPOLE = Preset(
             agent__num_minibatches=4,  # of 4 environments' unrolls
             agent__discount=0.99,
             agent__gae_lambda=0.95,
-            agent__normalise_advantages=False,
+            agent__normalize_advantages=False,
         ),
     },
 )
@@ -86,7 +86,7 @@ ACROBOT = Preset(
     envs=("Acrobot-v1",),
     fields={
         **settings(
-            f"{ZOO}, Acrobot-v1; {NOT_NORMALISED}",
+            f"{ZOO}, Acrobot-v1; {NOT_NORMALIZED}",
             num_envs=16,
             agent__unroll_length=256,
             agent__num_epochs=4,
@@ -105,7 +105,7 @@ MOUNTAIN_CAR = Preset(
     envs=("MountainCar-v0",),
     fields={
         **settings(
-            f"{ZOO}, MountainCar-v0; {NOT_NORMALISED}",
+            f"{ZOO}, MountainCar-v0; {NOT_NORMALIZED}",
             steps=1_000_000,
             num_envs=16,
             agent__unroll_length=16,
@@ -212,14 +212,14 @@ MUJOCO_TASKS = Preset(
             agent__entropy_cost=0.0,
             agent__value_cost=0.5,
             agent__max_grad_norm=0.5,
-            agent__normalise_advantages=True,
+            agent__normalize_advantages=True,
             observation_clip=10.0,
             reward_clip=10.0,
         ),
         **settings(
             f"{CLEANRL_CONTINUOUS}; there the statistics change with every step, here with every update",
-            normalise_observations=True,
-            normalise_rewards=True,
+            normalize_observations=True,
+            normalize_rewards=True,
         ),
         **settings(
             f"{CLEANRL_CONTINUOUS}: the network",
@@ -312,7 +312,7 @@ IMPALA_POSITION_ONLY_CARTPOLE = Preset(
             agent__optimizer="adam",
         ),
         # Returns of a hundred make gradients of the values so large that little of the shared memory is left to the
-        # policy: without normalised rewards, at a rate of 2e-3 and an epsilon of 0.1, 4 of 8 seeds ended below 400.
+        # policy: without normalized rewards, at a rate of 2e-3 and an epsilon of 0.1, 4 of 8 seeds ended below 400.
         **settings(
             "found here: benchmarks/notes/position-only-cartpole.md",
             steps=300_000,
@@ -321,8 +321,8 @@ IMPALA_POSITION_ONLY_CARTPOLE = Preset(
             agent__batch_size=2,
             agent__learning_rate=1e-3,
             agent__adam_epsilon=1e-5,
-            normalise_observations=True,
-            normalise_rewards=True,
+            normalize_observations=True,
+            normalize_rewards=True,
         ),
     },
 )

@@ -230,9 +230,9 @@ class AgentOptions(TopologyConfig):
 
     network: Union[str, None] = None  # mlp, nature_cnn, lstm, gru or file.py:make_net; None: what suits the observation
     network_config: Any = None  # the options of a named network
-    normalise_observations: bool = False  # by their running mean and deviation (rlframe.agents.Normalized)
-    observation_clip: float = number(10.0, above=0)  # deviations from the mean, where they are normalised
-    normalise_rewards: bool = False  # by the deviation of the discounted return so far; for agents of sequences
+    normalize_observations: bool = False  # by their running mean and deviation (rlframe.agents.Normalized)
+    observation_clip: float = number(10.0, above=0)  # deviations from the mean, where they are normalized
+    normalize_rewards: bool = False  # by the deviation of the discounted return so far; for agents of sequences
     reward_clip: float = number(10.0, above=0)  # where they are
     # environment steps at which schedules end; 0: `steps`. A resumed run keeps its first
     schedule_steps: int = number(0, at_least=0)

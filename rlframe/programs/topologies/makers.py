@@ -115,13 +115,13 @@ def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
         agent = agent_cls(cfg, observation_spec, codec.action_spec, **networks)
         if topology.async_envs:
             check_learns_from_async(experiment.agent, agent.replay_spec)
-        if not (topology.normalise_observations or topology.normalise_rewards):
+        if not (topology.normalize_observations or topology.normalize_rewards):
             return agent
         return Normalized(
             agent,
-            observations=topology.normalise_observations,
+            observations=topology.normalize_observations,
             observation_clip=topology.observation_clip,
-            rewards=topology.normalise_rewards,
+            rewards=topology.normalize_rewards,
             reward_clip=topology.reward_clip,
         )
 

@@ -3,7 +3,7 @@
 Reverb: A Framework For Experience Replay (Cassirer et al. 2021), https://arxiv.org/abs/2102.04736
 
 A writer completes its items in its own process, exactly as the buffer in memory does, and sends them when they are
-complete. A uniform or prioritised replay holds each item by itself, so that the server's own selectors draw it. A queue
+complete. A uniform or prioritized replay holds each item by itself, so that the server's own selectors draw it. A queue
 may hold blocks of items (`tables(block=)`): whole unrolls `[B, T, ...]` at once, and a hundred times as many steps per
 second.
 """
@@ -208,7 +208,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         with self._read_lock:
             rows, probabilities, server_keys = self._drawn.take(count)
             batch = self._rows.unpack(rows, probabilities)
-            if self.spec.kind == "prioritised":
+            if self.spec.kind == "prioritized":
                 self._server_keys.put(batch.keys, server_keys)
             return batch
 

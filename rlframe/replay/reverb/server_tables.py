@@ -55,7 +55,7 @@ class ReverbTables:
         spec, rows = self.agent.replay_spec, ItemRows(self.agent)
         sampler = {
             "uniform": selectors.Uniform,
-            "prioritised": lambda: selectors.Prioritized(spec.priority_exponent),
+            "prioritized": lambda: selectors.Prioritized(spec.priority_exponent),
             "queue": selectors.Fifo,
         }[spec.kind]()
         # The signature's name describes the fields of a row; each client compares it with its own.

@@ -90,10 +90,10 @@ class ReverbWriter:
             if batch is None:
                 return
             before, priority = 0, 1.0
-            if self._agent.replay_spec.kind == "prioritised":
+            if self._agent.replay_spec.kind == "prioritized":
                 info = self._connection.info("add", stop)
                 before, priority = inserted(info[REPLAY]), self._registry.highest(inserted(info[HIGHEST]))
-            # Numbers follow the order in which a prioritised table got its items, so that they tell which have left.
+            # Numbers follow the order in which a prioritized table got its items, so that they tell which have left.
             self._assembler.renumber(batch, at_least=before)
             if self._inserter is None:
                 self._inserter = ReverbInserter(self._connection, REPLAY, self._patience)

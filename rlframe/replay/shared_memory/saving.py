@@ -16,7 +16,7 @@ from rlframe.replay.shared_memory import block
 from rlframe.replay.shared_memory.block import Block
 from rlframe.replay.shared_memory.sampler import Sampler
 from rlframe.replay.shared_memory.segment_reader import NUMBER_MASK, RANK_BITS
-from rlframe.replay.tables import PrioritisedTable
+from rlframe.replay.tables import PrioritizedTable
 from rlframe.types import ReplaySpec
 
 
@@ -38,7 +38,7 @@ def save(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: Re
         described[rank] = [slots, words[block.CHUNK], words[block.CLAIMS], cursors]
         arrays.update(_rows(memory, rank, cursors.head, slots))
     arrays["numbers"] = table.starts()
-    if isinstance(table, PrioritisedTable):
+    if isinstance(table, PrioritizedTable):
         arrays["leaves"] = table.leaves(arrays["numbers"])
     arrays["headers"] = memory.header_words  # last, and read only when it is written: these floors hold for the rest
     header = {
@@ -91,7 +91,7 @@ def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec:
             words[block.EPOCH] += 1
         sampler.resume(starts, header["sampled"], header["rng"], header["evicted_unsampled"])
     table = sampler.reader.table
-    if isinstance(table, PrioritisedTable):
+    if isinstance(table, PrioritizedTable):
         held = table.holds(starts)
         table.set_leaves(starts[held], made["leaves"][held])
         table.set_state({**table.state(), **header["priorities"]})

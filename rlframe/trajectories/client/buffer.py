@@ -42,7 +42,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
 
     Batches are leased, and a thread renews the leases. A batch is acknowledged after the Learner has learned from it,
     or when the next is asked for; `close` gives back those that were not. So each is learned from at least once,
-    whatever is killed; one that comes again to the same buffer is recognised and not given twice. With each request
+    whatever is killed; one that comes again to the same buffer is recognized and not given twice. With each request
     the service is told the Learner's version.
 
     Args:
@@ -168,7 +168,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
         others are of this buffer: `added` and `sampled` are the sequences that it was given, `steps` their tokens,
         `batches` what they came in, `cut` sequences that were too long, `refused` groups with tokens that the model
         does not have, `unfit_advantages` sequences whose advantages were not as long as their tokens, `came_again`
-        batches that were recognised, `lost_leases` those that were done with too late.
+        batches that were recognized, `lost_leases` those that were done with too late.
         """
         status = self._client.status()
         with self._lock:

@@ -100,7 +100,7 @@ class RedisStore(UnlimitedStore, CommittingStore):  # Redis refuses commands whe
 
     Args:
         url: redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE], or rediss:// for TLS. One service has a database.
-        deadline: seconds for a call, or from an append to its acknowledgement, with all repetitions.
+        deadline: seconds for a call, or from an append to its acknowledgment, with all repetitions.
 
     Raises:
         UsageError: the URL is not one, or the server refuses the credentials.

@@ -86,7 +86,7 @@ def make(store):
     workers = []
 
     def make(buffer, agent=None, incarnation=0, *, task_id="learn", attempt=0, **config):
-        agent = agent or counting_agent(prioritised=buffer.spec.kind == "prioritised")
+        agent = agent or counting_agent(prioritized=buffer.spec.kind == "prioritized")
         worker = LearnerWorker(LearnerConfig(**config), agent, buffer, store, "learner/0", 0, incarnation)
         workers.append(worker)
         return Caller(worker, task_id, attempt=attempt)
@@ -110,8 +110,8 @@ def start(call: Caller, **options) -> Started:
     return started
 
 
-def filled(kind=Drawn, prioritised=False):
-    buffer = kind(counting_agent(prioritised=prioritised))
+def filled(kind=Drawn, prioritized=False):
+    buffer = kind(counting_agent(prioritized=prioritized))
     fill(buffer)
     return buffer
 
@@ -176,7 +176,7 @@ def test_what_was_learned_is_in_the_store_when_the_call_is_done(make, store):
 
 
 def test_each_batch_gives_one_set_of_priorities_the_last_one_too(make):
-    buffer = filled(prioritised=True)
+    buffer = filled(prioritized=True)
     written, write = [], buffer.update_priorities
     buffer.update_priorities = lambda keys, priorities: (written.append(keys), write(keys, priorities))
     call = make(buffer)
@@ -221,7 +221,7 @@ def test_the_demand_is_a_grant_of_batches_and_nothing_after_the_last_step(make):
 
 
 def test_batches_by_their_keys_are_learned_from_and_priorities_are_reported_and_not_written(make):
-    buffer = filled(ByKey, prioritised=True)
+    buffer = filled(ByKey, prioritized=True)
     call = make(buffer)
     start(call)
     batches = tuple(buffer.draw() for _ in range(3))
@@ -506,7 +506,7 @@ def collect(agent, buffer, store, steps: int) -> Actor:
 
 
 def test_dqn_learns_from_what_an_actor_collects_by_the_store(make, store, cartpole):
-    config = DQNConfig(batch_size=32, min_replay_size=64, update_period=1, replay_capacity=1_000, prioritised=True)
+    config = DQNConfig(batch_size=32, min_replay_size=64, update_period=1, replay_capacity=1_000, prioritized=True)
     agent = DQN(config, *cartpole)
     buffer = Drawn(agent)
     call = make(buffer, agent)

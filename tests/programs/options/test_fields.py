@@ -267,16 +267,16 @@ def test_an_option_that_does_not_fit_is_named_with_what_is_expected_and_what_cam
 def test_values_of_numpy_and_paths_are_taken(asked, tmp_path):
     rlframe.train(
         env=pathlib.Path("CartPole-v1"), run_dir=tmp_path / "run", num_envs=np.int64(4), learning_rate=np.float32(0.5),
-        steps=np.int32(500), normalise_rewards=np.bool_(True), network="mlp", network_hidden=np.array([8, 8]),
+        steps=np.int32(500), normalize_rewards=np.bool_(True), network="mlp", network_hidden=np.array([8, 8]),
         discount=np.array(0.5), env_type=np.str_("loop"),
     )  # fmt: skip
     ((experiment, told),) = asked
     config, topology = experiment.agent_config, experiment.topology_config
     assert (experiment.num_envs, experiment.steps, config.learning_rate, config.discount) == (4, 500, 0.5, 0.5)
-    assert (topology.normalise_rewards, topology.network_config.hidden, topology.env_type) == (True, (8, 8), "loop")
+    assert (topology.normalize_rewards, topology.network_config.hidden, topology.env_type) == (True, (8, 8), "loop")
     assert {type(each) for each in (experiment.num_envs, experiment.steps)} == {int}
     assert {type(each) for each in (config.learning_rate, config.discount)} == {float}
-    assert (topology.normalise_rewards is True, type(topology.env_type)) == (True, str)
+    assert (topology.normalize_rewards is True, type(topology.env_type)) == (True, str)
     assert pathlib.Path(told["run_dir"]) == tmp_path / "run"
 
 

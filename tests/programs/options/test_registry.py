@@ -54,7 +54,7 @@ def test_a_name_means_the_class():
     assert agent_class("ppo") is PPO
 
 
-def test_a_class_is_loaded_from_a_file_that_imports_its_neighbour(agent_file):
+def test_a_class_is_loaded_from_a_file_that_imports_its_neighbor(agent_file):
     cls = agent_class(f"{agent_file}:Mine")
     assert cls.config_cls().rate == 0.25
 

@@ -157,7 +157,7 @@ def test_evaluations_during_a_run_that_has_none_are_refused():
         ({"eval_env_kwargs": {"fails": "build"}}, "Building environment 0 failed: OSError: the port 5000 is in use"),
         ({"eval_env_kwargs": {"fails": "reset"}}, "the port 5000 is in use"),
         ({"eval_env_kwargs": {"endless": True}, "eval_max_episode_length": 30}, "has run for 31 steps without ending"),
-        ({"eval_env_kwargs": {"colour": "red"}}, "colour"),
+        ({"eval_env_kwargs": {"color": "red"}}, "color"),
     ],
 )
 def test_a_failed_evaluation_after_training_is_a_result_that_names_what_was_saved(

@@ -104,7 +104,7 @@ RUNS = {
     "normalized": (
         f"{ROOT}/examples/custom_agent.py:Reinforce",
         CARTPOLE,
-        {"normalise_observations": True, "normalise_rewards": True},
+        {"normalize_observations": True, "normalize_rewards": True},
     ),
     "a file's, recurrent": ("recurrent.py:Remembers", CARTPOLE, {}),
     "images": ("dqn", "images.py:make_env", {"min_replay_size": 100, "network_config": SMALL_CNN}),
@@ -164,10 +164,10 @@ def test_a_policy_acts_as_evaluate_has_it_act(run):
 
 
 @pytest.mark.system
-def test_a_policy_of_sac_normalises_as_its_run_did(tmp_path):
+def test_a_policy_of_sac_normalizes_as_its_run_did(tmp_path):
     options = {"min_replay_size": 100, "batch_size": 16, "network": "mlp", "network_config": MLPConfig((16,))}
     result = rlframe.train("sac", "gymnasium:Pendulum-v1", run_dir=tmp_path / "run", steps=200, num_envs=2, seed=SEED,
-                           preset="none", quiet=True, eval_episodes=EPISODES, normalise_observations=True,
+                           preset="none", quiet=True, eval_episodes=EPISODES, normalize_observations=True,
                            **options)  # fmt: skip
     policy = rlframe.load(tmp_path / "run")
     assert played("gymnasium:Pendulum-v1", acting(policy)).mean() == result.return_mean

@@ -118,7 +118,7 @@ def noisy(observation_spec, action_spec):
 @pytest.mark.parametrize("normalized", [False, True])
 def test_an_agent_that_never_explores_is_refused(tmp_path, network, normalized):
     (tmp_path / "net.py").write_text(QUIET_NETWORK)
-    options = {"epsilon_begin": 0.0, "epsilon_end": 0.0, "normalise_observations": normalized}
+    options = {"epsilon_begin": 0.0, "epsilon_end": 0.0, "normalize_observations": normalized}
     described = make_experiment("dqn", network=network.replace("FILE", f"{tmp_path}/net.py"), **options)
     with pytest.raises(UsageError, match="dqn would never explore: epsilon_begin and epsilon_end are 0"):
         check_updates(described, make_agent(described))

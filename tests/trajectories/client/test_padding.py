@@ -55,7 +55,7 @@ def test_an_override_sets_the_advantage_of_its_sequence_to_zero():
         np.testing.assert_allclose(batch.advantages[:2], [[0, 0.1, 0.1, 0], [0, 0, 0, 0]])
         np.testing.assert_allclose(batch.advantages[2:], [[0, 0, 0, 0], [0, -2, 0, 0]])
         np.testing.assert_array_equal(batch.has_advantages, [False, True, True, True])
-        np.testing.assert_allclose(batch.scores, [0.1, -1] * 2)  # by which the others are normalised
+        np.testing.assert_allclose(batch.scores, [0.1, -1] * 2)  # by which the others are normalized
     batch, _ = pad([a_group(overrides=[{"set_advantage_to_zero": False}, {}, {}])], BUCKETS)
     assert not batch.has_advantages.any()
 

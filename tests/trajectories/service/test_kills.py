@@ -244,7 +244,7 @@ class Load:
         while True:
             with contextlib.suppress(OSError, http.client.HTTPException):
                 status, answer = connection.once("POST", f"/runs/{LEASED}/batch/{batch_id}/ack")
-                # 404: an acknowledgement whose answer was lost; or the lease had ended, and it will not come back.
+                # 404: an acknowledgment whose answer was lost; or the lease had ended, and it will not come back.
                 assert status == 200 or (repeated and status == 404), (status, answer)
                 self.acked.append(batch_id)
                 return

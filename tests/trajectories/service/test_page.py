@@ -24,7 +24,7 @@ from tests.trajectories.serving import ServiceProcess, running_service
 
 pytestmark = [NEEDS_CHROMIUM, pytest.mark.system]
 MARKUP = "<img/src=x/onerror=window.injected=true>"
-WEIGHTS = (("maths", 1.0), ("code", 3.0))
+WEIGHTS = (("math", 1.0), ("code", 3.0))
 WORDS = ["[UNK]", "the", "sum", "is", "42", MARKUP]
 
 Open = Callable[..., Page]
@@ -102,23 +102,23 @@ def test_the_last_step_is_said_where_there_is_one(
 
 def test_environments_and_numbers_appear(service: ServiceProcess, client: httpx.Client, open_page: Open) -> None:
     api = Api(client, "numbers").started(max_staleness=9)
-    maths, code = (api.join(desired_name=name, group_size=4, weight=weight)["env_id"] for name, weight in WEIGHTS)
+    math, code = (api.join(desired_name=name, group_size=4, weight=weight)["env_id"] for name, weight in WEIGHTS)
     lonely = api.join(desired_name="lonely", group_size=3)["env_id"]
     api.post("/disconnect-env", {"env_id": api.join(desired_name="gone")["env_id"]})
     api.post("/policy-version", {"policy_version": 7})
-    for env in (maths, code, code):
+    for env in (math, code, code):
         api.send(1, sequences=4, env_id=env, policy_version=5)
     api.send(1, sequences=2, env_id=lonely)
     api.send(1, sequences=3)
-    assert api.get("/batch").json()["batch"][0]["env_id"] == maths
+    assert api.get("/batch").json()["batch"][0]["env_id"] == math
     page = open_page(service.url, "numbers")
 
     expect(page.locator("#envs tr")).to_have_count(4)
     tiles = dict(zip(page.locator("dt").all_text_contents(), page.locator("dd.value").all_text_contents()))
     assert tiles["Step"] == "4" and tiles["Batches served"] == "1"
     assert tiles["Queue"] == "3 groups" and tiles["Environments live"] == "3" and tiles["Staleness"] == "2"
-    maths_row = row_of(page, "maths_0")
-    shown = [maths_row[name] for name in ("State", "Served", "Weight", "Queue", "Oldest")]
+    math_row = row_of(page, "math_0")
+    shown = [math_row[name] for name in ("State", "Served", "Weight", "Queue", "Oldest")]
     assert shown == ["live", "100 %", "0.2", "0 groups", "\N{EN DASH}"]
     code_row = row_of(page, "code_0")
     assert (code_row["Weight"], code_row["Queue"], code_row["Served"]) == ("0.6", "2 groups", "0 %")
@@ -131,7 +131,7 @@ def test_environments_and_numbers_appear(service: ServiceProcess, client: httpx.
 
     # Rates are those between polls.
     expect(page.locator("#envs tr").first.locator("td").nth(1)).to_have_text("0")
-    api.send(*range(5), sequences=4, env_id=maths)
+    api.send(*range(5), sequences=4, env_id=math)
     expect(page.locator("#envs tr").first.locator("td").nth(2)).to_have_text(re.compile(r"^[1-9]|^0\.\d"))
     expect(page.locator("#envs tr").nth(1).locator("td").nth(2)).to_have_text("0")
 
@@ -230,16 +230,16 @@ def test_polling_stops_while_the_tab_is_hidden(service: ServiceProcess, open_pag
 def test_it_says_when_the_service_cannot_be_reached(tmp_path: pathlib.Path, open_page: Open) -> None:
     with running_service(tmp_path) as service:
         with httpx.Client(base_url=service.url, timeout=60.0) as client:
-            Api(client).started().join(desired_name="maths")
+            Api(client).started().join(desired_name="math")
         page = open_page(service.url)
-        expect(page.locator("#envs th")).to_have_text("maths_0")
+        expect(page.locator("#envs th")).to_have_text("math_0")
         service.kill()
         expect(page.get_by_role("alert")).to_contain_text("The service cannot be reached since")
         expect(page.locator("#state")).to_have_text("not reached")
         service.start()
         expect(page.locator("#state")).to_have_text("connected")
         expect(page.locator("#unreachable")).to_be_hidden()
-        expect(page.locator("#envs th")).to_have_text("maths_0")
+        expect(page.locator("#envs th")).to_have_text("math_0")
 
 
 def test_it_asks_for_the_token(tmp_path: pathlib.Path, open_page: Open) -> None:

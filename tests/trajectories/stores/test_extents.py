@@ -17,7 +17,7 @@ def test_the_smallest_part_that_suffices_is_used_again():
     assert extents.take(1) == extents.end - BLOCK  # nothing is free: the file grows
 
 
-def test_neighbours_become_one_and_the_end_moves_back():
+def test_neighbors_become_one_and_the_end_moves_back():
     extents = Extents(0)
     first, second, third, last = (extents.take(BLOCK) for _ in range(4))
     for offset in (first, third, second):
