@@ -205,9 +205,9 @@ def _bare_parts(loop: TrainingLoop, described: Any) -> dict[str, Callable[[], An
 
 def _bare_env(described: Any, action: np.ndarray) -> Callable[[], Any]:
     """EnvPool's C++ object, without EnvPool's own Python layer either."""
-    from rlframe.envs.envpool import EnvPoolPool
+    from rlframe.envs.envpool import EnvPoolAdapter
 
-    pool = EnvPoolPool(
+    pool = EnvPoolAdapter(
         described.env, described.num_envs, None, 1, _topology_config(described).num_workers, described.env_kwargs
     )
     pool.reset()

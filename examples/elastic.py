@@ -45,7 +45,7 @@ def main(directory):
     env = env_builder(seed=1)
     agent = IMPALA(preset.agent_config, env.observation_spec, env.action_spec)
     env.close()
-    replay_buffer = SharedMemReplayBuffer(agent, num_writers=NUM_COLLECTORS, come_and_go=True)
+    replay_buffer = SharedMemReplayBuffer(agent, num_writers=NUM_COLLECTORS, elastic_writers=True)
     param_store = ParamStore()
     learner_cfg = LearnerConfig(checkpoint_dir=f"{directory}/checkpoints", resume=True)
     workers = {

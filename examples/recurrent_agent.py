@@ -85,8 +85,8 @@ class Remembering(Agent):
             outputs, state = self.network.apply(params, observation, state)
             return state, outputs
 
-        time_first = (jnp.swapaxes(data.observation, 0, 1), data.step_type.T)
-        _, (logits, baseline) = jax.lax.scan(step, data.agent_state, time_first)
+        swap_batch_and_time = (jnp.swapaxes(data.observation, 0, 1), data.step_type.T)
+        _, (logits, baseline) = jax.lax.scan(step, data.agent_state, swap_batch_and_time)
         return jnp.swapaxes(logits, 0, 1), baseline.T
 
     def _returns(self, data, baseline):

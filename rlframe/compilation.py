@@ -96,7 +96,7 @@ class jit:
             # JAX runs this only to trace new shapes. A larger batch may make products too large for the older runtime.
             if small is not None and _shapes(args) != small:
                 jaxpr = jax.make_jaxpr(self._function)(*args).jaxpr
-                if not is_small(jaxpr, self._differentiates):
+                if not suits_older_runtime(jaxpr, self._differentiates):
                     raise _NotSmallError
             return self._function(*args)
 
@@ -119,7 +119,7 @@ class jit:
         if self._differentiates and (convolves or _largest_product(jaxpr) >= _LARGE_PRODUCT):
             return None
         threads = {} if convolves or self._differentiates else _ONE_THREAD
-        runtime = _OLDER_RUNTIME if is_small(jaxpr, self._differentiates) else {}
+        runtime = _OLDER_RUNTIME if suits_older_runtime(jaxpr, self._differentiates) else {}
         return {**runtime, **_ONE_BY_ONE, **threads}
 
 
@@ -127,7 +127,7 @@ class _NotSmallError(Exception):
     """The function with these shapes is not one for the older runtime."""
 
 
-def is_small(jaxpr: Any, differentiates: bool) -> bool:
+def suits_older_runtime(jaxpr: Any, differentiates: bool) -> bool:
     """Return whether a function is known to be safe and faster with XLA's older CPU runtime.
 
     Such a function multiplies matrices of float32, without batch dimensions, in less than 8 million operations each. It

@@ -41,7 +41,7 @@ class CheckpointError(RlframeError):
     """A checkpoint could not be read or written. What was saved before is untouched."""
 
 
-class TooOldError(UsageError):
+class StaleGroupError(UsageError):
     """A group of trajectories is of an older policy than the trainer takes. Another, of the present one, may do."""
 
 
@@ -49,7 +49,7 @@ class StoreError(RlframeError):
     """A store of trajectories is damaged, in use, another program's, or lost what it had acknowledged. Names it."""
 
 
-class CutShortError(RlframeError):
+class ForcedExitError(RlframeError):
     """A second Ctrl-C ended a run before it had saved. Names what was saved last."""
 
 
@@ -111,7 +111,7 @@ def check_above(config: object, bound: float, *names: str) -> None:
             raise UsageError(f"{type(config).__name__}.{name} must be above {bound}, got {value}.")
 
 
-def check_share(config: object, *names: str) -> None:
+def check_fraction(config: object, *names: str) -> None:
     """Raise `UsageError` for the first of these fields that is not between 0 and 1. None is left alone."""
     for name, value in _numbers(config, names):
         if not 0.0 <= value <= 1.0:  # NaN is not

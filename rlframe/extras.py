@@ -1,6 +1,6 @@
 """Imports that may fail or shall wait: the packages of each extra of `pip install 'rlframe[EXTRA]'`, and lazy names.
 
-Imports of an extra's packages stand inside `with needed(...)`. What must be known before something is made (a run's
+Imports of an extra's packages stand inside `with explain_import_error(...)`. What must be known before something is made (a run's
 directory, processes) is checked by `require`, which imports nothing. A package whose names are imported on first use,
 so that importing it stays quick, gets its `__getattr__` from `lazy_names`.
 """
@@ -73,7 +73,7 @@ def is_instance(target: Any, module: str, name: str) -> bool:
 
 
 def require(by: str, *extras: str, otherwise: str = "") -> None:
-    """Raise `missing(...)` where a package of the extras is not installed.
+    """Raise `missing_extra_error(...)` where a package of the extras is not installed.
 
     Args:
         by: what asks for them, as a user knows it: "--topology heavy_env".
@@ -82,11 +82,11 @@ def require(by: str, *extras: str, otherwise: str = "") -> None:
     """
     absent = [extra for extra in extras if not is_installed(extra)]
     if absent:
-        raise missing(by, *absent, otherwise=otherwise if absent == [extras[-1]] else "")
+        raise missing_extra_error(by, *absent, otherwise=otherwise if absent == [extras[-1]] else "")
 
 
 @contextlib.contextmanager
-def needed(by: str, *extras: str, otherwise: str = "") -> Iterator[None]:
+def explain_import_error(by: str, *extras: str, otherwise: str = "") -> Iterator[None]:
     """A context for imports of the extras' packages, or of files of ours that import them.
 
     Args:
@@ -124,13 +124,13 @@ def lazy_names(
     def get(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        with contextlib.nullcontext() if extra is None else needed(f"{package}.{name}", extra):
+        with contextlib.nullcontext() if extra is None else explain_import_error(f"{package}.{name}", extra):
             return getattr(importlib.import_module(modules[name]), name)
 
     return get, lambda: list(modules)
 
 
-def missing(by: str, *extras: str, otherwise: str = "") -> UsageError:
+def missing_extra_error(by: str, *extras: str, otherwise: str = "") -> UsageError:
     """Return the error that says what asked for these extras, and how to get them."""
     gone = [extra for extra in extras if not has_wheel(extra)]
     several = len(gone or extras) > 1

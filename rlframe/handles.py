@@ -19,10 +19,10 @@ from rlframe import extras, retry
 from rlframe.errors import PeerError, RemoteError, StoppedError, UnavailableError, UsageError
 from rlframe.interprocess.phases import waiting_for
 from rlframe.launchpad_nodes.node import refuse_nodes as refuse_nodes
-from rlframe.program_end import is_told_to_end as is_told_to_end
-from rlframe.program_end import program_stop as program_stop
-from rlframe.program_end import stop_program as stop_program
-from rlframe.program_end import stopped_by_program as stopped_by_program
+from rlframe.shutdown import is_program_stopping as is_program_stopping
+from rlframe.shutdown import program_stop_event as program_stop_event
+from rlframe.shutdown import stop_program as stop_program
+from rlframe.shutdown import stop_with_program as stop_with_program
 from rlframe.transport import DEFAULT, Client, Future, Transport, courier
 
 DEADLINE = 120.0  # seconds for a call with all its repetitions: a peer that is restarted is back by then
@@ -110,7 +110,7 @@ class Remote:
     ) -> None:
         self._addresses, self._name, self._deadline = list(addresses), name, deadline
         self._transport, self._stop = transport, stop
-        self._stops = [event for event in (stop, program_stop()) if event is not None]
+        self._stops = [event for event in (stop, program_stop_event()) if event is not None]
         self._clients: dict[str, Client] = {}
         self._current = 0
         self._left_at = 0.0
@@ -158,7 +158,7 @@ class Remote:
             return self._answer(address, method, take)
         except UnavailableError as error:
             reason = str(error)
-        pauses, warned = retry.pauses(_PAUSE, _LONGEST_PAUSE), False
+        pauses, warned = retry.backoff(_PAUSE, _LONGEST_PAUSE), False
         warn_after = _WARN_AFTER if method in self._answered else _STARTS_WITHIN
         with waiting_for(f"the {self._name}"):
             for attempt in itertools.count(1):
@@ -222,7 +222,7 @@ class Remote:
         return f"The {self._name} at {address}"
 
 
-class Call:
+class AsyncCall:
     """A call that was sent, so that other work can be done until its answer is wanted."""
 
     def __init__(self, remote: Remote, method: str, args: tuple[Any, ...]) -> None:
@@ -241,7 +241,7 @@ class Call:
         return self._remote._complete(self._address, take, self._method, self._args, {}, self._began)
 
 
-class Poll:
+class Poller:
     """Calls the same method of a peer again and again, and never waits for it.
 
     Args:

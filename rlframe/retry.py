@@ -10,7 +10,7 @@ from collections.abc import Iterator
 _random = random.SystemRandom()  # differs between processes, even if all seed `random` alike
 
 
-def pauses(
+def backoff(
     first: float, longest: float, deadline: float = math.inf, *, since: float | None = None, jitter: float = 0.0
 ) -> Iterator[float]:
     """Yield the seconds to pause after each failed attempt. End when the deadline has passed: give up then.

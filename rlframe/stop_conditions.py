@@ -30,7 +30,7 @@ class StopConditions:
     eval_return: float | None = None  # mean return of an evaluation during the run
 
     @property
-    def are_set(self) -> bool:
+    def has_limits(self) -> bool:
         """Return True if there is a limit."""
         return any(getattr(self, field.name) is not None for field in dataclasses.fields(StopConditions))
 

@@ -28,7 +28,7 @@ def prepare() -> None:
             stream.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
 
 
-def has_lost_reader(stream: Any) -> bool:
+def silence_broken_pipe(stream: Any) -> bool:
     """Return whether a stream is a pipe that nobody reads any more. Then discard what is still to be written."""
     if stream is None:  # Python was started with `>&-`
         return False
@@ -54,7 +54,7 @@ def flush() -> None:
                 with contextlib.suppress(ValueError):  # closed
                     stream.flush()
             except BrokenPipeError:
-                has_lost_reader(stream)
+                silence_broken_pipe(stream)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import dm_env
 import numpy as np
 from dm_env import specs
 
-from rlframe.errors import UsageError, check_above, check_at_least, check_share
+from rlframe.errors import UsageError, check_above, check_at_least, check_fraction
 
 Tree = Any  # a pytree of arrays
 Params = Any  # a pytree of parameters
@@ -153,7 +153,7 @@ class Transition:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "n_step")
-        check_share(self, "discount")
+        check_fraction(self, "discount")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ def needs(*names: str) -> None:
     """Skips a test, or a whole module of them, without these extras: `needs("launchpad", "reverb")`."""
     absent = [name for name in names if not extras.is_installed(name)]
     if absent:
-        pytest.skip(str(extras.missing("This test", *absent)), allow_module_level=True)
+        pytest.skip(str(extras.missing_extra_error("This test", *absent)), allow_module_level=True)
 
 
 def import_or_skip(package: str, how: str) -> ModuleType:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlframe.errors import NoMethodError, RemoteError, RlframeError, UnavailableError
-from rlframe.transport import CALL_TIMEOUT, Derived
+from rlframe.transport import CALL_TIMEOUT, MappedFuture
 
 THREADS = 4  # of a node: calls that it answers at a time
 
@@ -49,8 +49,8 @@ class Client:
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         return _result(self._send(method, args, kwargs))
 
-    def submit(self, method: str, /, *args: Any) -> Derived[Answer]:
-        return Derived(self._send(method, args, {}), _result)
+    def submit(self, method: str, /, *args: Any) -> MappedFuture[Answer]:
+        return MappedFuture(self._send(method, args, {}), _result)
 
     def _send(self, method: str, args: Any, kwargs: Any) -> Answer:
         message, answer = pickle.dumps((args, kwargs)), Answer()

@@ -15,7 +15,7 @@ from rlframe.handles import Remote
 NUM_ENVS = 4
 
 
-class TellingPPO(PPO):
+class RecordingPPO(PPO):
     """Stores with each step how many updates its parameters had seen."""
 
     @property
@@ -40,7 +40,7 @@ class Learned(NamedTuple):
     ranks: list[int]
 
 
-class TellingLearner(Learner):
+class RecordingLearner(Learner):
     """Keeps what each update learned from."""
 
     def __init__(self, *args: Any) -> None:
@@ -60,10 +60,10 @@ def env_builder(seed: int = 0) -> SyncEnv:
     return SyncEnv("gymnasium:CartPole-v1", NUM_ENVS, "loop", seed=seed)
 
 
-def make_agent(**config: Any) -> TellingPPO:
+def make_agent(**config: Any) -> RecordingPPO:
     cfg = PPOConfig(unroll_length=16, num_epochs=2, num_minibatches=6)  # 64 rows, or 128, do not divide into 6
     env = env_builder()
-    agent = TellingPPO(dataclasses.replace(cfg, **config), env.observation_spec, env.action_spec)
+    agent = RecordingPPO(dataclasses.replace(cfg, **config), env.observation_spec, env.action_spec)
     env.close()
     return agent
 

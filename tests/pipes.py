@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 
 
-def piped_to_nobody(command: Sequence[str], errors_too: bool = False) -> tuple[int, str]:
+def run_with_closed_pipe(command: Sequence[str], errors_too: bool = False) -> tuple[int, str]:
     """Run a command into a pipe that is closed at the other end. Return its exit code and what it wrote to stderr."""
     read, write = os.pipe()
     os.close(read)

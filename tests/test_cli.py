@@ -12,7 +12,7 @@ import pytest
 
 from rlframe.cli import main
 from rlframe.cli.listings import print_preset
-from rlframe.cli.parsing import option_texts
+from rlframe.cli.parsing import raw_option_values
 from rlframe.cli.train_options import read_arguments
 from rlframe.errors import UsageError
 from tests.extras import needs
@@ -165,7 +165,7 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(capsys, tmp_path, monkeypat
 def test_options_are_found_in_the_arguments_before_these_are_parsed():
     words = "--agent dqn --head.num-atoms=21 --quiet --network.hidden 32 16 --seed -1 --env_kwargs={} --agent=ppo"
     texts = {"agent": "ppo", "head.num_atoms": "21", "quiet": "", "network.hidden": "32", "seed": "-1"}
-    assert option_texts(words.split()) == {**texts, "env_kwargs": "{}"}
+    assert raw_option_values(words.split()) == {**texts, "env_kwargs": "{}"}
 
 
 def test_a_run_directory_that_exists_is_refused(capsys, tmp_path):

@@ -20,7 +20,7 @@ import pytest
 from rlframe.cli import listings
 from rlframe.cli.main import COMMANDS, main
 from rlframe.learners import Checkpointer
-from tests.pipes import piped_to_nobody
+from tests.pipes import run_with_closed_pipe
 from tests.waiting import wait_until
 
 COMMAND = [sys.executable, "-m", "rlframe", "train", "--env-type", "loop", "--steps", "100000000", "--num-envs", "2"]
@@ -182,17 +182,17 @@ def test_a_run_that_goes_on_is_resumed_by_nobody_else_unless_it_is_taken_over(tm
     "command", ["train --help", *(pytest.param(one, marks=pytest.mark.system) for one in ("--help", "envs"))]
 )
 def test_output_whose_reader_is_gone_ends_without_a_word(command):
-    assert piped_to_nobody([sys.executable, "-m", "rlframe", *command.split()]) == (0, "")
+    assert run_with_closed_pipe([sys.executable, "-m", "rlframe", *command.split()]) == (0, "")
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("command", [*(f"{name} --help" for name in COMMANDS), "agents", "serve policy --help"])
 def test_output_of_any_command_whose_reader_is_gone_ends_without_a_word(command):
-    assert piped_to_nobody([sys.executable, "-m", "rlframe", *command.split()]) == (0, "")
+    assert run_with_closed_pipe([sys.executable, "-m", "rlframe", *command.split()]) == (0, "")
 
 
 def test_an_error_that_nobody_reads_has_its_exit_code_all_the_same():
-    assert piped_to_nobody([sys.executable, "-m", "rlframe", "trian"], errors_too=True) == (2, "")
+    assert run_with_closed_pipe([sys.executable, "-m", "rlframe", "trian"], errors_too=True) == (2, "")
 
 
 def test_a_broken_pipe_that_is_not_standard_output_is_a_failure(monkeypatch, capsys):

@@ -16,7 +16,7 @@ import pytest
 import rlframe
 from rlframe.cli import seeds as cli_seeds
 from rlframe.cli.main import main
-from rlframe.cli.several_runs import parse_seeds
+from rlframe.cli.multi_run import parse_seeds
 from rlframe.errors import UsageError
 from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.run_dir.lock import RunLock

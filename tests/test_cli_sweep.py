@@ -12,7 +12,7 @@ import pytest
 
 from rlframe.cli import sweep as cli_sweep
 from rlframe.cli.main import main
-from rlframe.cli.sweep_options import Varied, parse_varied
+from rlframe.cli.sweep_options import VariedOption, parse_varied_option
 from rlframe.errors import UsageError
 from rlframe.programs.options.config_file import load_experiment
 from rlframe.programs.run_dir.lock import RunLock
@@ -71,7 +71,7 @@ def sweep(tmp_path, monkeypatch, capfd):
     python.write_text(RUN.format(python=sys.executable))
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setattr("rlframe.cli.several_runs._POLL", 0.01)
+    monkeypatch.setattr("rlframe.cli.multi_run._POLL", 0.01)
 
     def run(*arguments: str):
         code = main(["sweep", "--preset", "none", "--json", *arguments])
@@ -84,16 +84,16 @@ def sweep(tmp_path, monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("text", "varied"),
     [
-        ("learning-rate=1e-4..1e-2:log", Varied("learning-rate", ("1e-4", "1e-2"), is_range=True, log=True)),
-        ("num_epochs=1..8", Varied("num-epochs", ("1", "8"), is_range=True)),
-        ("x=-1..-.5", Varied("x", ("-1", "-.5"), is_range=True)),
-        ("gae-lambda=0.9, 0.95", Varied("gae-lambda", ("0.9", "0.95"))),
-        ("network.hidden=64 64,32", Varied("network.hidden", ("64 64", "32"))),
-        ("network=../nets.py:make,mlp", Varied("network", ("../nets.py:make", "mlp"))),
+        ("learning-rate=1e-4..1e-2:log", VariedOption("learning-rate", ("1e-4", "1e-2"), is_range=True, log=True)),
+        ("num_epochs=1..8", VariedOption("num-epochs", ("1", "8"), is_range=True)),
+        ("x=-1..-.5", VariedOption("x", ("-1", "-.5"), is_range=True)),
+        ("gae-lambda=0.9, 0.95", VariedOption("gae-lambda", ("0.9", "0.95"))),
+        ("network.hidden=64 64,32", VariedOption("network.hidden", ("64 64", "32"))),
+        ("network=../nets.py:make,mlp", VariedOption("network", ("../nets.py:make", "mlp"))),
     ],
 )
 def test_what_is_varied_is_a_range_or_a_list(text, varied):
-    assert parse_varied(text) == varied
+    assert parse_varied_option(text) == varied
 
 
 ALMOST = ["x=1..2:lo", "x=..:log", "x=1e-4..", "x=1..2,3", "x=1,2:log"]
@@ -102,7 +102,7 @@ ALMOST = ["x=1..2:lo", "x=..:log", "x=1e-4..", "x=1..2,3", "x=1,2:log"]
 @pytest.mark.parametrize("text", ["x", "x=", "=1,2", "x=1,,2", "x=2..1", "x=1..1", "x=0..1:log", *ALMOST])
 def test_what_is_neither_is_refused(text):
     with pytest.raises(UsageError, match="--vary"):
-        parse_varied(text)
+        parse_varied_option(text)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(arguments, why, tm
 @pytest.mark.parametrize(("returns", "spread"), [([20.0], []), ([20.0, 23.0], ["1.5"])])
 def test_a_trial_of_one_seed_has_no_spread(returns, spread, capfd):
     row = {"trial": 2, "returns": returns, "value": 20.0, "options": {"num-epochs": 4}}
-    cli_sweep._print_table([Varied("num-epochs", ("4",))], [row])
+    cli_sweep._print_table([VariedOption("num-epochs", ("4",))], [row])
     assert capfd.readouterr().err.splitlines()[1].split() == ["2", "20.0", *spread, "4"]
 
 

@@ -152,13 +152,13 @@ def test_threads_that_call_at_the_same_time_compile_once_for_each_runtime(monkey
 @pytest.mark.skipif(not OLD, reason="this XLA has no older runtime")
 @pytest.mark.parametrize("agent", ["ppo", "dqn"])
 def test_what_the_presets_for_cartpole_compute_is_small(monkeypatch, tmp_path, agent):
-    found, real = [], compilation.is_small
+    found, real = [], compilation.suits_older_runtime
 
     def spy(jaxpr, differentiates):
         found.append((differentiates, real(jaxpr, differentiates)))
         return found[-1][1]
 
-    monkeypatch.setattr(compilation, "is_small", spy)
+    monkeypatch.setattr(compilation, "suits_older_runtime", spy)
     rlframe.train(agent, "CartPole-v1", steps=1200, run_dir=tmp_path / "run", quiet=True)
     assert set(found) == {(False, True), (True, True)}
 

@@ -8,8 +8,8 @@ import pickle
 
 import pytest
 
-from rlframe.envs.layout import MisfitError
-from rlframe.errors import FieldError, RlframeError, UsageError, check_above, check_at_least, check_share
+from rlframe.envs.layout import SpecMismatchError
+from rlframe.errors import FieldError, RlframeError, UsageError, check_above, check_at_least, check_fraction
 from rlframe.language.server.errors import RefusedError
 from rlframe.trajectories.service.validation import InvalidGroupError
 
@@ -37,13 +37,13 @@ def test_a_number_beyond_its_bound_is_named(value):
 
 @pytest.mark.parametrize("value", [0, 0.5, 1, None])
 def test_a_share_is_left_alone(value):
-    check_share(Config(value), "steps")
+    check_fraction(Config(value), "steps")
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.01, math.nan])
 def test_a_number_that_is_no_share_is_named(value):
     with pytest.raises(UsageError, match=rf"^Config.steps must be in \[0, 1\], got {value}\.$"):
-        check_share(Config(value), "steps")
+        check_fraction(Config(value), "steps")
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_number_that_is_no_share_is_named(value):
         UsageError("no such agent"),
         FieldError("count", "count must be a number"),
         InvalidGroupError(("tokens", 0), "There is no token.", "too_short"),
-        MisfitError("observation", "2.0", "in [0, 1]", (0, 3)),
+        SpecMismatchError("observation", "2.0", "in [0, 1]", (0, 3)),
         RefusedError("Too many requests.", 429, code="busy", headers={"Retry-After": "2"}),
     ],
     ids=lambda error: type(error).__name__,

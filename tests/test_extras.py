@@ -35,27 +35,27 @@ def package(tmp_path, monkeypatch):
 
 def test_what_is_missing_is_said_with_who_asked_and_how_to_get_it(monkeypatch):
     monkeypatch.setattr(extras, "_MINOR", 10)
-    assert str(extras.missing("--topology heavy_env", "launchpad")) == (
+    assert str(extras.missing_extra_error("--topology heavy_env", "launchpad")) == (
         "--topology heavy_env needs the extra 'launchpad': pip install 'rlframe[launchpad]'"
     )
-    assert str(extras.missing("--agent grpo", "launchpad", "trajectories", "envs")) == (
+    assert str(extras.missing_extra_error("--agent grpo", "launchpad", "trajectories", "envs")) == (
         "--agent grpo needs the extras 'launchpad', 'trajectories' and 'envs': "
         "pip install 'rlframe[launchpad,trajectories,envs]'"
     )
-    assert extras.missing("x", "wandb").exit_code == 2
+    assert extras.missing_extra_error("x", "wandb").exit_code == 2
 
 
 def test_an_extra_without_a_wheel_for_this_python_names_what_does_its_work(monkeypatch):
     monkeypatch.setattr(extras, "_MINOR", 13)
-    assert str(extras.missing("--engine launchpad", "launchpad", "trajectories")) == (
+    assert str(extras.missing_extra_error("--engine launchpad", "launchpad", "trajectories")) == (
         "--engine launchpad needs the extra 'launchpad', which has no wheel for Python 3.13: use "
         "Python 3.10, or in its place --engine local, on one machine"
     )
-    assert str(extras.missing("--env dm_control:x", "dm_control")) == (
+    assert str(extras.missing_extra_error("--env dm_control:x", "dm_control")) == (
         "--env dm_control:x needs the extra 'dm_control', which has no wheel for Python 3.13: use "
         "Python 3.12, or in its place an EnvPool task such as CartpoleSwingup-v1"
     )
-    assert str(extras.missing("--wandb", "wandb")).endswith("pip install 'rlframe[wandb]'")
+    assert str(extras.missing_extra_error("--wandb", "wandb")).endswith("pip install 'rlframe[wandb]'")
 
 
 def test_what_does_without_is_said_where_only_the_last_is_missing(monkeypatch):
@@ -70,7 +70,7 @@ def test_what_does_without_is_said_where_only_the_last_is_missing(monkeypatch):
 def test_a_module_that_is_not_there_is_missing(package):
     with (
         pytest.raises(UsageError, match="^Something needs the extra 'fake': pip install"),
-        extras.needed("Something", "fake"),
+        extras.explain_import_error("Something", "fake"),
     ):
         import rlframe_absent  # noqa: F401
 
@@ -90,7 +90,7 @@ def test_a_folder_that_has_the_name_of_a_package_is_no_package(package):
 )
 def test_a_package_that_is_there_and_does_not_import_is_broken_and_not_missing(package, text, reason):
     package(text)
-    with pytest.raises(UsageError) as raised, extras.needed("Something", "fake"):
+    with pytest.raises(UsageError) as raised, extras.explain_import_error("Something", "fake"):
         import rlframe_broken  # noqa: F401
     begins = "Something needs the package rlframe_broken, which is installed but cannot be imported: "
     assert str(raised.value).startswith(begins + reason)
@@ -100,15 +100,18 @@ def test_a_part_that_a_package_lacks_makes_it_broken(package):
     package("")
     with (
         pytest.raises(UsageError, match="rlframe_broken, which is installed but cannot be imported"),
-        extras.needed("Something", "fake"),
+        extras.explain_import_error("Something", "fake"),
     ):
         import rlframe_broken.part  # noqa: F401
 
 
 def test_a_mistake_of_our_own_is_raised_as_it_is(package):
-    with pytest.raises(ModuleNotFoundError, match="no_module_of_ours"), extras.needed("Something", "fake"):
+    with (
+        pytest.raises(ModuleNotFoundError, match="no_module_of_ours"),
+        extras.explain_import_error("Something", "fake"),
+    ):
         import no_module_of_ours  # noqa: F401
-    with pytest.raises(ZeroDivisionError), extras.needed("Something", "fake"):
+    with pytest.raises(ZeroDivisionError), extras.explain_import_error("Something", "fake"):
         _ = 1 / 0
 
 

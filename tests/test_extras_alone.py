@@ -146,7 +146,7 @@ def expected(call: Call, installed: set[str]) -> str | None:
     if not absent:
         return None
     otherwise = call.otherwise if absent == [call.needs[-1]] else ""
-    return str(extras.missing(call.by, *absent, otherwise=otherwise))
+    return str(extras.missing_extra_error(call.by, *absent, otherwise=otherwise))
 
 
 def installed_with(*names: str) -> set[str]:

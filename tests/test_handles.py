@@ -15,7 +15,7 @@ import pytest
 
 from rlframe import handles
 from rlframe.errors import PeerError, RemoteError, StoppedError, UnavailableError, UsageError
-from rlframe.handles import Call, Poll, Remote, resolve
+from rlframe.handles import AsyncCall, Poller, Remote, resolve
 from rlframe.transport import DEFAULT
 from rlframe.transport.sockets import SocketDirectory, SocketTransport
 from tests.extras import needs
@@ -133,7 +133,7 @@ def test_a_client_is_called_and_arrays_come_back(by):
         remote = resolve(by.client(address), "learner")
         assert isinstance(remote, Remote)
         np.testing.assert_array_equal(remote.double(np.arange(3.0)), [0.0, 2.0, 4.0])
-        call = Call(remote, "double", (np.ones(2),))
+        call = AsyncCall(remote, "double", (np.ones(2),))
         np.testing.assert_array_equal(call.result(), [2.0, 2.0])
         assert call.done()
 
@@ -186,7 +186,7 @@ def test_a_peer_that_is_dead_is_an_error_that_names_it_within_the_deadline(by, a
     remote = resolve(by.client(address), "inferencer", deadline=0.5)
     began = time.monotonic()
     with pytest.raises(PeerError, match=rf"The inferencer at {address} did not answer name\(\) within 0.5 s"):
-        Call(remote, "name", ()).result() if asynchronous else remote.name()
+        AsyncCall(remote, "name", ()).result() if asynchronous else remote.name()
     assert time.monotonic() - began < 60.0
 
 
@@ -206,7 +206,7 @@ def test_a_peer_that_comes_back_at_its_address_is_found_again(by, asynchronous):
     thread = threading.Thread(target=come_back)
     thread.start()
     try:
-        assert (Call(remote, "name", ()).result() if asynchronous else remote.name()) == "second"
+        assert (AsyncCall(remote, "name", ()).result() if asynchronous else remote.name()) == "second"
     finally:
         done.set()
         thread.join()
@@ -261,7 +261,7 @@ def test_handles_of_two_transports_are_no_list_of_peers():
 
 def test_a_poll_waits_for_nobody_and_has_each_answer_once(by):
     address = by.address()
-    poll = Poll(resolve(by.client(address), "learner"), "name")
+    poll = Poller(resolve(by.client(address), "learner"), "name")
     assert poll() is None  # nobody is there
     with by.serving(Node("here"), address):
         deadline = time.monotonic() + 60.0

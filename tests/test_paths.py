@@ -13,7 +13,7 @@ import pytest
 from rlframe.interprocess.files import NativePath, printable
 from rlframe.programs.options.object_names import load_object
 from tests.extras import needs
-from tests.programs.running import WITH_ELASTIC, options_of
+from tests.programs.running_program import WITH_ELASTIC, options_of
 
 ENV = """
 import os

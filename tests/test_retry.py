@@ -12,24 +12,24 @@ from rlframe import retry
 
 
 def test_pauses_double_up_to_the_longest():
-    assert list(itertools.islice(retry.pauses(0.1, 0.5), 5)) == [0.1, 0.2, 0.4, 0.5, 0.5]
+    assert list(itertools.islice(retry.backoff(0.1, 0.5), 5)) == [0.1, 0.2, 0.4, 0.5, 0.5]
 
 
 def test_the_last_pause_ends_at_the_deadline(monkeypatch):
     now = 100.0
     monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: now))
     waited = []
-    for pause in retry.pauses(1.0, 4.0, 10.0):
+    for pause in retry.backoff(1.0, 4.0, 10.0):
         waited.append(pause)
         now += pause
     assert waited == [1.0, 2.0, 4.0, 3.0]
 
 
 def test_a_deadline_that_has_passed_leaves_no_pause():
-    assert list(retry.pauses(0.1, 1.0, 5.0, since=time.monotonic() - 6.0)) == []
+    assert list(retry.backoff(0.1, 1.0, 5.0, since=time.monotonic() - 6.0)) == []
 
 
 def test_jitter_shortens_a_pause_by_at_most_its_share():
-    first = [next(retry.pauses(2.0, 9.0, jitter=0.25)) for _ in range(200)]
+    first = [next(retry.backoff(2.0, 9.0, jitter=0.25)) for _ in range(200)]
     assert 1.5 <= min(first) < max(first) <= 2.0
     assert sum(first) / 200 == pytest.approx(1.75, abs=0.1)

@@ -15,7 +15,7 @@ from rlframe.transport import DEFAULT, Transport
 from rlframe.transport.sockets import SocketTransport
 from tests.extras import needs
 from tests.in_process import InProcess
-from tests.two_stations import two_stations
+from tests.two_ray_nodes import two_ray_nodes
 
 
 @pytest.fixture(params=[InProcess(), SocketTransport(), None, DEFAULT], ids=["threads", "sockets", "ray", "courier"])
@@ -23,8 +23,8 @@ def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
     if request.param == DEFAULT:
         needs("launchpad")
     if request.param is None:
-        with tempfile.TemporaryDirectory(dir="/tmp") as directory, two_stations(pathlib.Path(directory)) as stations:
-            yield stations
+        with tempfile.TemporaryDirectory(dir="/tmp") as directory, two_ray_nodes(pathlib.Path(directory)) as ray_nodes:
+            yield ray_nodes
             assert list(pathlib.Path(directory, "there").iterdir()) == []
         assert not pathlib.Path(directory).exists()
     else:

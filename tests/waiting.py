@@ -30,7 +30,7 @@ def wait_until(
     return found
 
 
-def still_runs(process: psutil.Process) -> bool:
+def is_process_alive(process: psutil.Process) -> bool:
     """Whether a process has not ended; one that nobody has waited for yet has."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

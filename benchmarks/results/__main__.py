@@ -10,7 +10,7 @@ from benchmarks.results import language, page, records, runs
 from benchmarks.results.language import LanguageTask
 from benchmarks.results.runs import Run
 from benchmarks.results.tasks import TASKS, Task
-from rlframe.cli.several_runs import parse_seeds
+from rlframe.cli.multi_run import parse_seeds
 from rlframe.errors import UsageError
 
 

@@ -147,11 +147,11 @@ def imitate(task: LanguageTask, seed: int, seconds: float) -> list[list[float]]:
     from rlframe.agents.grpo import GRPO
     from rlframe.language.warm_up import demonstration_batch
     from rlframe.programs.options.make_experiment import make_experiment
-    from rlframe.programs.topologies.language_nodes import env_class
+    from rlframe.programs.topologies.language_nodes import load_env_class
 
     began = time.monotonic()
     described = make_experiment("grpo", task.env)
-    env_cls: Any = env_class(task.env)
+    env_cls: Any = load_env_class(task.env)
     env = env_cls(*env_cls.config_init())
     asyncio.run(env.setup())
     cfg = described.agent_config

@@ -14,11 +14,11 @@ import numpy as np
 from rlframe import handles
 from rlframe.actors.gates import StepBudget, UnrollGate
 from rlframe.actors.replay import ActorReplay
-from rlframe.actors.stepper import AsyncStepper, Request, SyncStepper, merge_logs
+from rlframe.actors.stepper import AsyncStepper, InferenceRequest, SyncStepper, merge_logs
 from rlframe.envs import as_pool
 from rlframe.errors import NoMethodError, StoppedError, UsageError
 from rlframe.inferencers.base import Inference, StatelessInference, as_inference
-from rlframe.metrics.rows import add_up
+from rlframe.metrics.rows import add_sums
 from rlframe.replay import ReplayWriter
 from rlframe.types import AgentState, Logs, global_env_ids
 
@@ -127,7 +127,7 @@ class Actor:
         """
         names = ("env_steps", "episodes", "return_sum", "length_sum")
         counts = {name: sum(getattr(stepper.episodes, name) for stepper in self._steppers) for name in names}
-        logged = add_up(stepper.env.sums() for stepper in self._steppers if hasattr(stepper.env, "sums"))
+        logged = add_sums(stepper.env.sums() for stepper in self._steppers if hasattr(stepper.env, "sums"))
         return {"rank": self.rank, "incarnation": self.incarnation, **counts, "logged": logged}
 
     def allow(self, incarnation: int, env_steps: float) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class Actor:
 
         In a node of a program, it returns when the program ends, and closes the environments.
         """
-        with handles.stopped_by_program(self.stop):
+        with handles.stop_with_program(self.stop):
             try:
                 self._prepare_run()
                 if isinstance(self._inferencer, handles.Remote):
@@ -178,7 +178,7 @@ class Actor:
             except StoppedError:
                 pass
             finally:
-                if handles.program_stop() is not None:
+                if handles.program_stop_event() is not None:
                     self.close()
                 self._run_has_ended.set()
 
@@ -321,7 +321,7 @@ class Actor:
                 free = next((each for each in steppers if each.can_wait), None)
             if free is not None:
                 request = free.next_request()
-                pending.append(_PendingCall(free, request, handles.Call(self._inferencer, "inference", request)))
+                pending.append(_PendingCall(free, request, handles.AsyncCall(self._inferencer, "inference", request)))
             else:
                 stepper, request, call = pending.popleft()
                 self._write(stepper.act(request, *call.result()))
@@ -353,8 +353,8 @@ class _PendingCall(NamedTuple):
     """A call of an inferencer whose answer has not been acted by."""
 
     stepper: SyncStepper | AsyncStepper
-    request: Request
-    call: handles.Call
+    request: InferenceRequest
+    call: handles.AsyncCall
 
 
 def env_seed(*parts: int) -> int:

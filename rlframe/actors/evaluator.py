@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from rlframe.actors.actor import env_seed
-from rlframe.actors.stepper import zero_at_first
+from rlframe.actors.stepper import reset_at_first
 from rlframe.envs import as_pool
-from rlframe.envs.pool import stepping
+from rlframe.envs.pool import stepping_phase
 from rlframe.errors import EnvError, StoppedError, UsageError
 from rlframe.inferencers.base import Inference, as_inference
 from rlframe.interprocess.phases import STARTING
@@ -65,7 +65,7 @@ class Evaluator:
 
     def reset(self) -> None:
         """Begin the first episodes. `evaluate` does so itself; call this to see whether every environment starts."""
-        with stepping(self._env):
+        with stepping_phase(self._env):
             self._first = self._env.reset()
 
     def evaluate(self) -> Logs:
@@ -87,7 +87,7 @@ class Evaluator:
         returns, lengths, played = np.zeros(num_envs), np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64)
         done: list[tuple[float, int]] = []
         initial_state = state = self._inferencer.initial_state(num_envs)
-        at_work = stepping(self._env)
+        at_work = stepping_phase(self._env)
         if self._first is None:
             self.reset()
         assert self._first is not None
@@ -99,7 +99,7 @@ class Evaluator:
             with at_work:
                 timestep = self._env.step(output.action)
             self.steps += num_envs
-            state = zero_at_first(timestep, state, initial_state)
+            state = reset_at_first(timestep, state, initial_state)
             returns += timestep.reward
             lengths += 1
             for i in np.flatnonzero(timestep.step_type == LAST):

@@ -61,7 +61,7 @@ class ActorReplay:
                 return buffer.claim_rank(rank=rank)
             except NoMethodError:
                 pass
-        if rank is None and (self._is_remote or handles.program_stop() is not None):
+        if rank is None and (self._is_remote or handles.program_stop_event() is not None):
             raise UsageError(
                 "The replay buffer has add() but no claim_rank(), so it hands out no ranks. An Actor without a rank "
                 "would be rank 0, like the Actors of other processes: all would have the same seeds and collect the "

@@ -17,13 +17,13 @@ import jax
 import numpy as np
 
 from rlframe.actors.gates import UnrollGate
-from rlframe.envs.pool import stepping, true_rewards
+from rlframe.envs.pool import stepping_phase, true_rewards
 from rlframe.types import FIRST, LAST, AgentOutput, AgentState, Logs, Step, TimeStep, Tree
 
 _FIRST_BYTE, _LAST_BYTE = bytes([FIRST]), bytes([LAST])
 
 
-class Request(NamedTuple):
+class InferenceRequest(NamedTuple):
     """The arguments of `inference`."""
 
     env_ids: np.ndarray  # [B] int64, global
@@ -51,7 +51,7 @@ class PoolStepper:
         self.is_adding = False
         self.gate: UnrollGate | None = None
         self._env_ids, self._replay_buffer = env_ids, replay_buffer
-        self._stepping = stepping(env)
+        self._stepping = stepping_phase(env)
         self._timestep: TimeStep | None = None  # the newest; of an asynchronous pool there is none
         self._state: AgentState = None
 
@@ -92,17 +92,17 @@ class SyncStepper(PoolStepper):
             with self._stepping:
                 self._timestep, self._state = self.env.reset(), initial_state
 
-    def next_request(self) -> Request:
+    def next_request(self) -> InferenceRequest:
         """Return the newest timestep. `act` must follow."""
         self._is_acted_on = True
         return self.newest_timestep()
 
-    def newest_timestep(self) -> Request:
+    def newest_timestep(self) -> InferenceRequest:
         """Return what `next_request` would. `act` need not follow."""
         assert self._timestep is not None
-        return Request(self._env_ids, self._timestep, self._state)
+        return InferenceRequest(self._env_ids, self._timestep, self._state)
 
-    def act(self, request: Request, output: AgentOutput, next_state: AgentState) -> Logs | None:
+    def act(self, request: InferenceRequest, output: AgentOutput, next_state: AgentState) -> Logs | None:
         """Step the environments and add the step to the buffer. Return the logs of `Actor.step`."""
         if self.gate is not None:
             self.gate.count_step(output.params_version)
@@ -111,7 +111,7 @@ class SyncStepper(PoolStepper):
         self._add(self._env_ids, Step(request.timestep, output, request.state, output.params_version, next_timestep))
         self._timestep = next_timestep
         if self._is_recurrent:
-            self._state = zero_at_first(next_timestep, next_state, self._initial_state)
+            self._state = reset_at_first(next_timestep, next_state, self._initial_state)
         self._is_acted_on = False
         return self.episodes.update(next_timestep, rewards=true_rewards(self.env, next_timestep))
 
@@ -146,7 +146,7 @@ class AsyncStepper(PoolStepper):
         super().begin(initial_state)
         self._state = jax.tree.map(np.array, initial_state)
 
-    def next_request(self) -> Request:
+    def next_request(self) -> InferenceRequest:
         """Wait for environments, and add the steps that they complete to the buffer. Return their timesteps."""
         with self._stepping:
             indices, timestep = self.env.recv()
@@ -156,10 +156,10 @@ class AsyncStepper(PoolStepper):
         state = self._state
         if self._is_recurrent:
             initial, state = (jax.tree.map(lambda leaf: leaf[indices], tree) for tree in (self._initial_state, state))
-            state = zero_at_first(timestep, state, initial)
-        return Request(self._env_ids[indices], timestep, state)
+            state = reset_at_first(timestep, state, initial)
+        return InferenceRequest(self._env_ids[indices], timestep, state)
 
-    def act(self, request: Request, output: AgentOutput, next_state: AgentState) -> Logs | None:
+    def act(self, request: InferenceRequest, output: AgentOutput, next_state: AgentState) -> Logs | None:
         """Send the actions. Return the logs of `Actor.step`."""
         indices = request.env_ids - self._env_ids[0]
         with self._stepping:
@@ -269,7 +269,7 @@ def merge_logs(some: Logs | None, more: Logs | None) -> Logs | None:
     return {**means, "episodes": episodes}
 
 
-def zero_at_first(timestep: TimeStep, state: AgentState, initial: AgentState) -> AgentState:
+def reset_at_first(timestep: TimeStep, state: AgentState, initial: AgentState) -> AgentState:
     """Return `state` with the rows at FIRST taken from `initial`; trees of [B, ...]."""
     first = timestep.step_type == FIRST
     if not first.any():

@@ -8,7 +8,7 @@ import jax
 
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.distributions import Distribution, default_distribution
-from rlframe.agents.net_factory import build_network, default_config
+from rlframe.agents.net_factory import build_network, default_network_config
 from rlframe.agents.networks import Head
 from rlframe.agents.recurrent import SteppedNetwork
 from rlframe.types import AgentOutput, AgentState, SequenceBatch, TimeStep, Tree
@@ -33,7 +33,7 @@ class ActorCritic(Agent):
         self.distribution: Distribution = (policy_factory or default_distribution)(action_spec)
         # Gains of orthogonal weights: baselines/common/policies.py. Deviations begin at exp(0).
         heads = (Head(self.distribution.num_params, scale=0.01, num_free=self.distribution.num_free), Head(1))
-        factory = net_factory or default_config(self.network_configs, observation_spec)
+        factory = net_factory or default_network_config(self.network_configs, observation_spec)
         self.network = build_network(factory, observation_spec, action_spec, heads, may_recur=True)
         self._stepped = SteppedNetwork(self.network)
 

@@ -19,7 +19,7 @@ from rlframe.agents.off_policy import check_replay_size, importance_weights, off
 from rlframe.agents.optimizers import clipped, interpolated, learning_rate_schedule
 from rlframe.agents.q_learning import ActorParams, TargetNetworkAgent, epsilon_greedy
 from rlframe.agents.trees import check_shapes
-from rlframe.errors import UsageError, check_above, check_at_least, check_share
+from rlframe.errors import UsageError, check_above, check_at_least, check_fraction
 from rlframe.types import (
     AgentOutput,
     AgentState,
@@ -71,7 +71,7 @@ class DQNConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "min_replay_size", "update_period", "target_update_period", "n_step")
-        check_share(self, "discount", "epsilon_begin", "epsilon_end")
+        check_fraction(self, "discount", "epsilon_begin", "epsilon_end")
         check_at_least(self, 1, "total_learner_steps")
         check_at_least(self, 0, "epsilon_decay_steps", "munchausen_scale", "priority_exponent", "importance_exponent")
         check_above(self, 0, "learning_rate", "adam_epsilon", "max_grad_norm", "munchausen_temperature")

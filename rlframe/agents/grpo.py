@@ -331,7 +331,7 @@ class GRPO(Agent):
             policy_loss = mean(losses.clipped_surrogate(ratio, rows.advantages, *clip, cfg.ratio_cap))
             is_clipped = losses.is_clipped(ratio, rows.advantages, *clip)
         else:
-            each = losses.corrected_policy_gradient(log_probs, ratio, rows.advantages, cfg.ratio_cap)
+            each = losses.importance_weighted_policy_gradient(log_probs, ratio, rows.advantages, cfg.ratio_cap)
             policy_loss = mean(each)
             is_clipped = ratio > (cfg.ratio_cap or np.inf)
         logs = {

@@ -16,8 +16,8 @@ from rlframe.agents.base import LearnerState
 from rlframe.agents.networks import NatureCNNConfig
 from rlframe.agents.optimizers import clipped, learning_rate
 from rlframe.agents.returns import vtrace
-from rlframe.agents.trees import time_first
-from rlframe.errors import UsageError, check_above, check_at_least, check_share
+from rlframe.agents.trees import swap_batch_and_time
+from rlframe.errors import UsageError, check_above, check_at_least, check_fraction
 from rlframe.types import LAST, Batch, Logs, Params, ReplaySpec, Sequence
 
 
@@ -48,7 +48,7 @@ class IMPALAConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "unroll_length", "batch_size")
-        check_share(self, "discount", "vtrace_lambda", "rmsprop_decay")
+        check_fraction(self, "discount", "vtrace_lambda", "rmsprop_decay")
         check_at_least(self, 1, "total_learner_steps")
         check_above(self, 0, "rho_bar", "c_bar", "learning_rate", "rmsprop_epsilon", "adam_epsilon", "max_grad_norm")
         if self.c_bar > self.rho_bar:  # section 4.1
@@ -85,15 +85,15 @@ class IMPALA(ActorCritic):
     def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
         cfg, data = self.cfg, batch.data
         (logits, values), _ = self._stepped.unroll(params, data.observation, data.step_type, data.agent_state)
-        logits, values = time_first(logits), time_first(values.reshape(data.step_type.shape))
-        sample = time_first(self.samples(data))
-        mask = time_first(data.step_type[:, :-1] != LAST).astype(jnp.float32)
+        logits, values = swap_batch_and_time(logits), swap_batch_and_time(values.reshape(data.step_type.shape))
+        sample = swap_batch_and_time(self.samples(data))
+        mask = swap_batch_and_time(data.step_type[:, :-1] != LAST).astype(jnp.float32)
         log_probs = jax.vmap(self.distribution.log_prob)(logits[:-1], sample)
-        rhos = jnp.exp(log_probs - time_first(data.extras["log_prob"]))
+        rhos = jnp.exp(log_probs - swap_batch_and_time(data.extras["log_prob"]))
         returns = vtrace(
             values,
-            time_first(data.reward),
-            cfg.discount * time_first(data.discount),
+            swap_batch_and_time(data.reward),
+            cfg.discount * swap_batch_and_time(data.discount),
             rhos,
             mask,
             rho_bar=cfg.rho_bar,

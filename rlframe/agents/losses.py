@@ -175,7 +175,7 @@ def is_clipped(ratio: jax.Array, advantages: jax.Array, clip_low: float, clip_hi
     return (up | down).astype(jnp.float32)
 
 
-def corrected_policy_gradient(
+def importance_weighted_policy_gradient(
     log_probs: jax.Array, ratio: jax.Array, advantages: jax.Array, ratio_cap: float | None = None
 ) -> jax.Array:
     """Minus advantage times log-probability, elementwise, weighted for what another policy sampled.

@@ -13,14 +13,14 @@ from rlframe.errors import UsageError
 from rlframe.types import Tree
 
 
-def own_config(network_cls: type[Any], configs: Sequence[Any]) -> Any:
+def network_config_for(network_cls: type[Any], configs: Sequence[Any]) -> Any:
     """The one of `configs` that is of this class, or the class's defaults where there is none."""
     return next((config for config in configs if type(config) is network_cls), None) or network_cls()
 
 
-def default_config(configs: Sequence[Any], observation_spec: Tree) -> Any:
-    """`own_config` of what suits the observation: convolutions for images, else dense layers."""
-    return own_config(NatureCNNConfig if has_images(observation_spec) else MLPConfig, configs)
+def default_network_config(configs: Sequence[Any], observation_spec: Tree) -> Any:
+    """`network_config_for` of what suits the observation: convolutions for images, else dense layers."""
+    return network_config_for(NatureCNNConfig if has_images(observation_spec) else MLPConfig, configs)
 
 
 def build_network(

@@ -76,7 +76,7 @@ class MLPConfig:
     def build(self, observation_spec: Tree, heads: Sequence[Head]) -> Network:
         """A network whose `apply` gives a tuple with one `[B, head.size]` for each head."""
 
-        return _with_heads(lambda observation, name: vectors(observation_spec, observation), self, heads)
+        return _with_heads(lambda observation, name: flatten_observation(observation_spec, observation), self, heads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +113,9 @@ class NatureCNNConfig:
             UsageError: no leaf of the observation is an image, or one is too small.
         """
         self._check_images(observation_spec)
-        return _with_heads(functools.partial(self.convolved, observation_spec), self, heads)
+        return _with_heads(functools.partial(self.image_features, observation_spec), self, heads)
 
-    def convolved(self, observation_spec: Tree, observation: Tree, name: str) -> jax.Array:
+    def image_features(self, observation_spec: Tree, observation: Tree, name: str) -> jax.Array:
         """What the dense layers take of an observation, `[B, n]`, by parameters whose names begin with `name`."""
         parts: list[jax.Array] = []
         for leaf_spec, leaf in _leaf_pairs(observation_spec, observation):
@@ -144,7 +144,7 @@ class NatureCNNConfig:
         scale = 1.0 / 255.0 if image.dtype == jnp.uint8 else 1.0
         for i, (channels, kernel, stride) in enumerate(zip(self.channels, self.kernels, self.strides, strict=True)):
             shape = (kernel, kernel, hidden.shape[-1], channels)
-            weights = hk.get_parameter(f"{name}_w{i}", shape, init=initial_weights(self))
+            weights = hk.get_parameter(f"{name}_w{i}", shape, init=weight_initializer(self))
             bias = hk.get_parameter(f"{name}_b{i}", (channels,), init=jnp.zeros)
             hidden = _convolve(hidden, weights * scale if i == 0 else weights, stride) + bias
             hidden = _activated(hidden, self, f"{name}_norm{i}")
@@ -184,7 +184,7 @@ def _with_heads(inputs: Callable[[Tree, str], jax.Array], cfg: Any, heads: Seque
     """Dense layers on `inputs(observation, name)` `[B, n]`, each head's own or shared, and the heads on these."""
     num_own = len(cfg.hidden) if cfg.separate else int(cfg.dueling)
     num_shared = max(len(cfg.hidden) - num_own, 0)
-    parts = dueling_parts(heads) if cfg.dueling else heads
+    parts = dueling_heads(heads) if cfg.dueling else heads
 
     def forward(observation: Tree) -> tuple[jax.Array, ...]:
         features = None
@@ -204,7 +204,7 @@ def _with_heads(inputs: Callable[[Tree, str], jax.Array], cfg: Any, heads: Seque
     return network if cfg.noisy is None else noisy(network, cfg.noisy)
 
 
-def dueling_parts(heads: Sequence[Head]) -> tuple[Head, Head]:
+def dueling_heads(heads: Sequence[Head]) -> tuple[Head, Head]:
     """The advantages and the value in place of a head of action values.
 
     Raises:
@@ -224,7 +224,7 @@ def dueling_values(advantages: jax.Array, value: jax.Array, num_actions: int) ->
 
 def apply_head(features: jax.Array, cfg: Any, head: Head, index: int) -> jax.Array:
     """The output `[B, head.size]` of the head at `index`, from features `[B, n]`; inside of a Haiku transform."""
-    linear = hk.Linear(head.size - head.num_free, w_init=initial_weights(cfg, head.scale), name=f"head{index}")
+    linear = hk.Linear(head.size - head.num_free, w_init=weight_initializer(cfg, head.scale), name=f"head{index}")
     output = linear(features)
     if not head.num_free:
         return output
@@ -235,7 +235,7 @@ def apply_head(features: jax.Array, cfg: Any, head: Head, index: int) -> jax.Arr
 def dense_layers(features: jax.Array, cfg: Any, name: str, sizes: Sequence[int]) -> jax.Array:
     """Features `[B, n]` through dense layers of these sizes; inside of a Haiku transform."""
     for i, size in enumerate(sizes):
-        layer = hk.Linear(size, w_init=initial_weights(cfg), name=f"{name}_dense{i}")
+        layer = hk.Linear(size, w_init=weight_initializer(cfg), name=f"{name}_dense{i}")
         features = _activated(layer(features), cfg, f"{name}_dense_norm{i}")
     return features
 
@@ -246,7 +246,7 @@ def _activated(features: jax.Array, cfg: Any, name: str) -> jax.Array:
     return ACTIVATIONS[cfg.activation](features)
 
 
-def initial_weights(cfg: Any, scale: float = math.sqrt(2.0)) -> Callable[[Any, Any], jax.Array]:
+def weight_initializer(cfg: Any, scale: float = math.sqrt(2.0)) -> Callable[[Any, Any], jax.Array]:
     """Initial weights; sqrt(2) for hidden layers is OpenAI Baselines' (`baselines/common/models.py`)."""
     weights = functools.partial(_orthogonal, scale=scale) if cfg.orthogonal else _truncated_normal
 
@@ -288,7 +288,7 @@ def _leaf_pairs(observation_spec: Tree, observation: Tree) -> list[tuple[specs.A
     return list(zip(jax.tree.leaves(observation_spec), jax.tree.leaves(observation), strict=True))
 
 
-def vectors(observation_spec: Tree, observation: Tree) -> jax.Array:
+def flatten_observation(observation_spec: Tree, observation: Tree) -> jax.Array:
     """All leaves of an observation, flattened and joined: `[B, n]` float32."""
     parts = [_vector(leaf_spec, leaf) for leaf_spec, leaf in _leaf_pairs(observation_spec, observation)]
     return jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
@@ -338,7 +338,7 @@ def noisy(network: Any, scale: float) -> Any:
     return network._replace(
         init=lambda rng, observation: with_deviations(network.init(rng, observation), scale),
         apply=lambda params, observation: network.apply(params.mean, observation),
-        sample=sampled,
+        sample=add_noise,
     )
 
 
@@ -365,7 +365,7 @@ def with_deviations(params: Params, scale: float) -> NoisyParams:
     return NoisyParams(params, deviation)
 
 
-def sampled(rng: jax.Array, params: NoisyParams) -> NoisyParams:
+def add_noise(rng: jax.Array, params: NoisyParams) -> NoisyParams:
     """Parameters whose means have factorized Gaussian noise (equations 10, 11); gradients flow to both."""
     result = dict(params.mean)
     for i, (name, deviation) in enumerate(sorted(params.deviation.items())):

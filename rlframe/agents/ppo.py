@@ -17,8 +17,8 @@ from rlframe.agents.base import LearnerState
 from rlframe.agents.minibatches import MinibatchAgent
 from rlframe.agents.optimizers import annealed, clipped
 from rlframe.agents.returns import generalized_advantages
-from rlframe.agents.trees import as_rows
-from rlframe.errors import UsageError, check_above, check_at_least, check_share
+from rlframe.agents.trees import flatten_batch_and_time
+from rlframe.errors import UsageError, check_above, check_at_least, check_fraction
 from rlframe.types import LAST, Logs, Params, SequenceBatch, Tree
 
 
@@ -53,7 +53,7 @@ class PPOConfig:
         check_at_least(self, 1, "unroll_length", "num_epochs", "num_minibatches")
         check_at_least(self, 1, "total_learner_steps", "envs_per_batch")
         check_at_least(self, 0, "max_staleness")
-        check_share(self, "discount", "gae_lambda")
+        check_fraction(self, "discount", "gae_lambda")
         check_above(self, 0, "clip_epsilon", "value_clip", "learning_rate", "adam_epsilon", "max_grad_norm")
         check_above(self, 0, "target_kl")
 
@@ -110,7 +110,7 @@ class PPO(ActorCritic, MinibatchAgent):
         rollout = Rollout(observation, self.samples(data), data.extras["log_prob"], value, advantage, mask)
         if self._stepped.is_recurrent:
             return rollout._replace(step_type=data.step_type[:, :-1], state=data.agent_state)
-        return as_rows(rollout)
+        return flatten_batch_and_time(rollout)
 
     def minibatch_loss(self, params: Params, learner_state: LearnerState, rows: Rollout) -> tuple[jax.Array, Logs]:
         """The clipped objective, the error of the values and the entropy, of a minibatch of the rollout."""
@@ -155,8 +155,8 @@ class PPO(ActorCritic, MinibatchAgent):
         """(policy parameters [N, P], values [N], the rollout with rows of one step) of a minibatch."""
         if self._stepped.is_recurrent:
             outputs, _ = self._stepped.unroll(params, rollout.observation, rollout.step_type, rollout.state)
-            logits, value = as_rows(outputs)
-            rollout = as_rows(rollout._replace(step_type=(), state=()))
+            logits, value = flatten_batch_and_time(outputs)
+            rollout = flatten_batch_and_time(rollout._replace(step_type=(), state=()))
         else:
             logits, value = self.network.apply(params, rollout.observation)
         return logits, value.reshape(logits.shape[0]), rollout

@@ -17,8 +17,8 @@ from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.optimizers import clipped, interpolated
 from rlframe.agents.q_learning import ActorParams, QLearning, epsilon_greedy
 from rlframe.agents.returns import q_lambda_returns
-from rlframe.agents.trees import as_rows
-from rlframe.errors import check_above, check_at_least, check_share
+from rlframe.agents.trees import flatten_batch_and_time
+from rlframe.errors import check_above, check_at_least, check_fraction
 from rlframe.types import (
     LAST,
     AgentOutput,
@@ -52,7 +52,7 @@ class PQNConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "unroll_length", "num_epochs", "num_minibatches")
-        check_share(self, "discount", "q_lambda", "epsilon_begin", "epsilon_end", "epsilon_decay_share")
+        check_fraction(self, "discount", "q_lambda", "epsilon_begin", "epsilon_end", "epsilon_decay_share")
         check_at_least(self, 1, "total_learner_steps", "envs_per_batch")
         check_above(self, 0, "learning_rate", "adam_epsilon", "max_grad_norm")
 
@@ -113,7 +113,7 @@ class PQN(QLearning, MinibatchAgent):
         ).T
         mask = (data.step_type[:, :-1] != LAST).astype(jnp.float32)
         observation = jax.tree.map(lambda leaf: leaf[:, :-1], data.observation)
-        return as_rows(QRollout(observation, data.action, targets, mask))
+        return flatten_batch_and_time(QRollout(observation, data.action, targets, mask))
 
     def minibatch_loss(self, params: Params, learner_state: LearnerState, rows: QRollout) -> tuple[jax.Array, Logs]:
         """Half the squared error of a minibatch of the rollout."""

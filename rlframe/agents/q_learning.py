@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory, TargetState
-from rlframe.agents.net_factory import build_network, default_config, only_output
+from rlframe.agents.net_factory import build_network, default_network_config, only_output
 from rlframe.agents.networks import action_values
 from rlframe.agents.recurrent import SteppedNetwork
 from rlframe.errors import UsageError
@@ -69,7 +69,7 @@ class QLearning(Agent):
     @property
     def default_network(self) -> Any:
         """The config of the network without a `net_factory`."""
-        return default_config(self.network_configs, self.observation_spec)
+        return default_network_config(self.network_configs, self.observation_spec)
 
     @property
     def outputs_per_action(self) -> int:

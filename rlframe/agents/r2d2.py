@@ -19,8 +19,8 @@ from rlframe.agents.optimizers import clipped, learning_rate_schedule
 from rlframe.agents.q_learning import TargetNetworkAgent, epsilon_greedy
 from rlframe.agents.recurrent import GRUConfig, LSTMConfig
 from rlframe.agents.returns import n_step_returns, rescale, unscale
-from rlframe.agents.trees import time_first
-from rlframe.errors import check_above, check_at_least, check_share
+from rlframe.agents.trees import swap_batch_and_time
+from rlframe.errors import check_above, check_at_least, check_fraction
 from rlframe.types import (
     LAST,
     AgentOutput,
@@ -53,7 +53,7 @@ class R2D2Config:
     # Of the values: epsilon of h(x) = sign(x) (sqrt(|x| + 1) - 1) + epsilon x; None: they stay as they are.
     rescaling: float | None = 1e-3
     # An environment acts at random with the chance epsilon^(1 + exponent place), with places spread evenly over [0, 1]
-    # (`ladder`), as those of Horgan et al. 2018 (arXiv:1803.00933).
+    # (`ladder_positions`), as those of Horgan et al. 2018 (arXiv:1803.00933).
     epsilon: float = 0.4
     epsilon_exponent: float = 7.0
     learning_rate: float = 1e-4  # of Adam
@@ -69,7 +69,7 @@ class R2D2Config:
         check_at_least(self, 1, "batch_size", "sequence_length", "period", "min_replay_size", "update_period")
         check_at_least(self, 1, "target_update_period", "n_step", "total_learner_steps")
         check_at_least(self, 0, "burn_in", "rescaling", "epsilon_exponent", "priority_exponent", "importance_exponent")
-        check_share(self, "discount", "epsilon", "max_share")
+        check_fraction(self, "discount", "epsilon", "max_share")
         check_above(self, 0, "learning_rate", "adam_epsilon", "max_grad_norm")
         check_replay_size(self)
 
@@ -108,7 +108,7 @@ class R2D2(TargetNetworkAgent):
     # Acting
 
     def initial_state(self, batch_size: int) -> Explorer:
-        epsilon = self.cfg.epsilon ** (1.0 + self.cfg.epsilon_exponent * ladder(batch_size))
+        epsilon = self.cfg.epsilon ** (1.0 + self.cfg.epsilon_exponent * ladder_positions(batch_size))
         return Explorer(self._stepped.initial_state(batch_size), epsilon.astype(np.float32))
 
     def actor_step(
@@ -161,22 +161,22 @@ class R2D2(TargetNetworkAgent):
             state = jax.lax.stop_gradient(state)
         late = jax.tree.map(lambda leaf: leaf[:, burn_in:], data.observation)
         outputs, _ = self._stepped.unroll(params, late, data.step_type[:, burn_in:], state)
-        return time_first(only_output(outputs))
+        return swap_batch_and_time(only_output(outputs))
 
     def _targets(self, values: jax.Array, target_values: jax.Array, data: SequenceBatch) -> jax.Array:
         """[T, B]: what values [T + 1, B, A] should become, by the target network's of the online one's choices."""
         cfg = self.cfg
         next_values = self._unscale(_select(target_values[1:], jnp.argmax(values[1:], axis=-1)))
         reward, discount = data.reward[:, cfg.burn_in :].T, cfg.discount * data.discount[:, cfg.burn_in :].T
-        goes_on = data.step_type[:, cfg.burn_in + 1 :].T != LAST
-        returns = n_step_returns(reward, discount, next_values, goes_on, cfg.n_step)
+        continues = data.step_type[:, cfg.burn_in + 1 :].T != LAST
+        returns = n_step_returns(reward, discount, next_values, continues, cfg.n_step)
         return returns if cfg.rescaling is None else rescale(returns, cfg.rescaling)
 
     def _unscale(self, values: jax.Array) -> jax.Array:
         return values if self.cfg.rescaling is None else unscale(values, self.cfg.rescaling)
 
 
-def ladder(count: int) -> np.ndarray:
+def ladder_positions(count: int) -> np.ndarray:
     """Places [count] in [0, 1]: 1/2, 0, 1, 1/4, 3/4, 1/8, 5/8, 3/8, ..., nearly evenly spread for each count.
 
     The first ones do not depend on the count, so an environment has its place by its number, however many there are.

@@ -24,13 +24,13 @@ from rlframe.agents.networks import (
     apply_head,
     check_layers,
     dense_layers,
-    dueling_parts,
+    dueling_heads,
     dueling_values,
+    flatten_observation,
     has_images,
-    initial_weights,
-    vectors,
+    weight_initializer,
 )
-from rlframe.agents.trees import as_rows, time_first
+from rlframe.agents.trees import flatten_batch_and_time, swap_batch_and_time
 from rlframe.errors import check_at_least
 from rlframe.types import FIRST, AgentState, Params, Tree
 
@@ -82,7 +82,7 @@ class SteppedNetwork:
             state: `[B, ...]`, before step 0.
         """
         if not self.is_recurrent:
-            lead, outputs = step_type.shape, self._network.apply(params, as_rows(observation))
+            lead, outputs = step_type.shape, self._network.apply(params, flatten_batch_and_time(observation))
             return jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), outputs), state
         is_first = jnp.asarray(step_type) == FIRST
         unroll = getattr(self._network, "unroll", None)
@@ -115,15 +115,15 @@ def scan_with_resets(
     """
 
     def reset_and_step(state: AgentState, now: tuple[Any, jax.Array]) -> tuple[AgentState, Any]:
-        outputs, state = step(now[0], where_first(now[1], initial, state))
+        outputs, state = step(now[0], reset_where_first(now[1], initial, state))
         return state, outputs
 
     state = jax.tree.map(jnp.asarray, state)
-    state, outputs = jax.lax.scan(reset_and_step, state, time_first((inputs, is_first)))
-    return time_first(outputs), state
+    state, outputs = jax.lax.scan(reset_and_step, state, swap_batch_and_time((inputs, is_first)))
+    return swap_batch_and_time(outputs), state
 
 
-def where_first(first: jax.Array, initial: AgentState, state: AgentState) -> AgentState:
+def reset_where_first(first: jax.Array, initial: AgentState, state: AgentState) -> AgentState:
     """`state` `[B, ...]` with the rows at FIRST (`[B]` bool) taken from `initial`."""
 
     def choose(fresh: Any, old: jax.Array) -> jax.Array:
@@ -157,17 +157,23 @@ class _RecurrentConfig:
         """A network whose outputs are a tuple with one `[..., head.size]` for each head."""
         images = NatureCNNConfig(hidden=(), orthogonal=self.orthogonal) if has_images(observation_spec) else None
         own = (self.size,) if self.dueling else ()  # layers of each head
-        parts = dueling_parts(heads) if self.dueling else heads
+        parts = dueling_heads(heads) if self.dueling else heads
 
         def forward(observation: Tree, is_first: jax.Array | None, state: AgentState) -> tuple[Any, AgentState]:
             # Without is_first one step [B, ...], else [B, T, ...]: all but the core is applied to all rows at once.
             lead = jax.tree.leaves(observation)[0].shape[: 1 if is_first is None else 2]
             rows = jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[len(lead) :])), observation)
-            features = images.convolved(observation_spec, rows, "torso") if images else vectors(observation_spec, rows)
+            features = (
+                images.image_features(observation_spec, rows, "torso")
+                if images
+                else flatten_observation(observation_spec, rows)
+            )
             features = dense_layers(features, self, "torso", self.hidden)
-            inputs = hk.Linear(self._gates * self.size, w_init=initial_weights(self, 1.0), name="core_inputs")(features)
+            inputs = hk.Linear(self._gates * self.size, w_init=weight_initializer(self, 1.0), name="core_inputs")(
+                features
+            )
             shape = (self.size, self._gates * self.size)
-            weights = hk.get_parameter("core_weights", shape, init=initial_weights(self, 1.0))
+            weights = hk.get_parameter("core_weights", shape, init=weight_initializer(self, 1.0))
             if is_first is None:
                 core, state = self._step(weights, inputs, state)
             else:

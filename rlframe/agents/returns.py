@@ -116,7 +116,7 @@ def vtrace(
 
 
 def n_step_returns(
-    rewards: jax.Array, discounts: jax.Array, next_values: jax.Array, goes_on: jax.Array, n_step: int
+    rewards: jax.Array, discounts: jax.Array, next_values: jax.Array, continues: jax.Array, n_step: int
 ) -> jax.Array:
     """Rewards of up to n steps and the value of what follows, within sequences, time first.
 
@@ -134,18 +134,18 @@ def n_step_returns(
         rewards=(rewards, "T B"),
         discounts=(discounts, "T B"),
         next_values=(next_values, "T B"),
-        goes_on=(goes_on, "T B"),
+        continues=(continues, "T B"),
     )
-    goes_on = jnp.concatenate([goes_on[:-1], jnp.zeros_like(goes_on[-1:])])
+    continues = jnp.concatenate([continues[:-1], jnp.zeros_like(continues[-1:])])
     returns = rewards + discounts * next_values
     for _ in range(n_step - 1):
-        following = jnp.where(goes_on, jnp.roll(returns, -1, axis=0), next_values)
+        following = jnp.where(continues, jnp.roll(returns, -1, axis=0), next_values)
         returns = rewards + discounts * following
     return returns
 
 
 def q_lambda_returns(
-    rewards: jax.Array, discounts: jax.Array, next_values: jax.Array, goes_on: jax.Array, lambda_: float
+    rewards: jax.Array, discounts: jax.Array, next_values: jax.Array, continues: jax.Array, lambda_: float
 ) -> jax.Array:
     """Targets of Q(lambda) on-policy (Gallici et al. 2024, section 4), time first.
 
@@ -163,7 +163,7 @@ def q_lambda_returns(
         rewards=(rewards, "T B"),
         discounts=(discounts, "T B"),
         next_values=(next_values, "T B"),
-        goes_on=(goes_on, "T B"),
+        continues=(continues, "T B"),
     )
 
     def step(following: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
@@ -172,7 +172,7 @@ def q_lambda_returns(
         following = reward + discount * mixed
         return following, following
 
-    inputs = (rewards, discounts, next_values, goes_on)
+    inputs = (rewards, discounts, next_values, continues)
     return jax.lax.scan(step, next_values[-1], inputs, reverse=True)[1]
 
 

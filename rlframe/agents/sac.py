@@ -18,7 +18,7 @@ from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.off_policy import check_replay_size
 from rlframe.agents.returns import soft_targets
 from rlframe.agents.twin_critics import TwinCriticAgent
-from rlframe.errors import UsageError, check_above, check_at_least, check_share
+from rlframe.errors import UsageError, check_above, check_at_least, check_fraction
 from rlframe.types import Batch, Logs, Params, Tree
 
 
@@ -42,7 +42,7 @@ class SACConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "min_replay_size", "update_period")
-        check_share(self, "discount", "target_update_rate")
+        check_fraction(self, "discount", "target_update_rate")
         check_above(self, 0, "learning_rate", "critic_learning_rate", "initial_temperature")
         check_replay_size(self)
         if not -math.inf < self.min_log_std < self.max_log_std < math.inf:
@@ -77,7 +77,7 @@ class SAC(TwinCriticAgent):
 
     config_cls = SACConfig
     network_configs = (MLPConfig((256, 256), "relu", orthogonal=False), NatureCNNConfig(orthogonal=False))
-    outputs_per_number = 2
+    outputs_per_dimension = 2
 
     @functools.cached_property
     def distribution(self) -> SquashedGaussian:
@@ -90,7 +90,7 @@ class SAC(TwinCriticAgent):
 
     # Acting
 
-    def exploring(self, rng: jax.Array, params: SACActorParams, observation: Tree) -> jax.Array:
+    def exploring_action(self, rng: jax.Array, params: SACActorParams, observation: Tree) -> jax.Array:
         return self._act(rng, params.policy, observation)[0]
 
     def greedy(self, policy_params: Params, observation: Tree) -> jax.Array:

@@ -15,7 +15,7 @@ from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.off_policy import check_replay_size
 from rlframe.agents.returns import soft_targets
 from rlframe.agents.twin_critics import TwinCriticAgent
-from rlframe.errors import check_above, check_at_least, check_share
+from rlframe.errors import check_above, check_at_least, check_fraction
 from rlframe.types import Batch, Logs, Params, Tree
 
 
@@ -39,7 +39,7 @@ class TD3Config:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "min_replay_size", "update_period", "policy_period")
-        check_share(self, "discount", "target_update_rate")
+        check_fraction(self, "discount", "target_update_rate")
         check_at_least(self, 0, "exploration_noise", "smoothing_noise", "smoothing_clip")
         check_above(self, 0, "learning_rate")
         check_replay_size(self)
@@ -74,7 +74,7 @@ class TD3(TwinCriticAgent):
 
     # Acting
 
-    def exploring(self, rng: jax.Array, params: TD3ActorParams, observation: Tree) -> jax.Array:
+    def exploring_action(self, rng: jax.Array, params: TD3ActorParams, observation: Tree) -> jax.Array:
         action = self.greedy(params.policy, observation)
         return action + params.noise * jax.random.normal(rng, action.shape)
 

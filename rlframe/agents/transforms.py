@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlframe.agents.base import Agent
-from rlframe.errors import UsageError, check_above, check_share
+from rlframe.errors import UsageError, check_above, check_fraction
 from rlframe.types import (
     FIRST,
     AgentOutput,
@@ -138,7 +138,7 @@ class Normalized(Agent):
         self.rewards, self.reward_clip = rewards, reward_clip
         self.discount = getattr(agent.cfg, "discount", 0.99) if discount is None else discount
         check_above(self, 0, "observation_clip", "reward_clip")
-        check_share(self, "discount")
+        check_fraction(self, "discount")
         leaves = jax.tree.leaves(agent.observation_spec)
         self._is_normalized = [np.issubdtype(leaf.dtype, np.floating) and len(leaf.shape) < 3 for leaf in leaves]
         self._shapes = [tuple(leaf.shape) for leaf in self._selected(leaves)]

@@ -29,12 +29,12 @@ def zeros_like_spec(spec: Tree, batch_size: int) -> Tree:
     return jax.tree.map(lambda leaf: np.zeros((batch_size, *leaf.shape), leaf.dtype), spec)
 
 
-def as_rows(tree: Tree) -> Tree:
+def flatten_batch_and_time(tree: Tree) -> Tree:
     """Leaves `[B * T, ...]` of leaves `[B, T, ...]`."""
     return jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[2:])), tree)
 
 
-def time_first(tree: Tree) -> Tree:
+def swap_batch_and_time(tree: Tree) -> Tree:
     """Leaves `[T, B, ...]` of leaves `[B, T, ...]`, and the other way round."""
     return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), tree)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.distributions import ActionRange, check_bounds
-from rlframe.agents.net_factory import build_network, default_config, only_output
+from rlframe.agents.net_factory import build_network, default_network_config, only_output
 from rlframe.agents.networks import Head
 from rlframe.agents.off_policy import off_policy_replay_spec
 from rlframe.agents.trees import zeros_like_spec
@@ -85,13 +85,13 @@ class TwinCriticAgent(Agent):
     """Base of agents with a policy and twin critics of its actions, for bounded continuous actions.
 
     A `net_factory` that is a function gives a pair (policy, critics): the policy's `apply(params, observation)` gives
-    `[B, outputs_per_number n]`, the critics' `apply(params, {"observation": ..., "action": [B, n]})` two values
+    `[B, outputs_per_dimension n]`, the critics' `apply(params, {"observation": ..., "action": [B, n]})` two values
     `[B, 1]`. Actions are scaled to [-1, 1] there. The published parameters have two fields `policy` and
     `uniform`, which is 1 until the first update: until then actions are uniform.
     """
 
     takes_policy = False
-    outputs_per_number = 1  # of the policy's network, for each number of an action
+    outputs_per_dimension = 1  # of the policy's network, for each number of an action
 
     def __init__(
         self,
@@ -104,14 +104,14 @@ class TwinCriticAgent(Agent):
         super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
         check_bounds(self.type_name, action_spec)
         self._range = ActionRange(action_spec)
-        factory, size = net_factory or default_config(self.network_configs, observation_spec), self._range.size
-        self._nets = PolicyAndCritics(factory, observation_spec, size, self.outputs_per_number * size)
+        factory, size = net_factory or default_network_config(self.network_configs, observation_spec), self._range.size
+        self._nets = PolicyAndCritics(factory, observation_spec, size, self.outputs_per_dimension * size)
 
     def actor_step(
         self, rng: jax.Array, params: Any, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        action = self.exploring(rng, params, timestep.observation)
-        uniform_rng = jax.random.fold_in(rng, 1)  # independent of what `exploring` draws with `rng` itself
+        action = self.exploring_action(rng, params, timestep.observation)
+        uniform_rng = jax.random.fold_in(rng, 1)  # independent of what `exploring_action` draws with `rng` itself
         uniform = jax.random.uniform(uniform_rng, action.shape, minval=-1.0)
         return AgentOutput(self._range.to_action(jnp.where(params.uniform > 0.0, uniform, action)), {}), state
 
@@ -120,7 +120,7 @@ class TwinCriticAgent(Agent):
     ) -> tuple[AgentOutput, AgentState]:
         return AgentOutput(self._range.to_action(self.greedy(params.policy, timestep.observation)), {}), state
 
-    def exploring(self, rng: jax.Array, params: Any, observation: Tree) -> jax.Array:
+    def exploring_action(self, rng: jax.Array, params: Any, observation: Tree) -> jax.Array:
         """Return actions [B, n] scaled to [-1, 1], by the published parameters."""
         raise NotImplementedError
 

@@ -10,7 +10,7 @@
 
 With `--seeds`, `seeds.py: run_seeds` makes a run for each seed. `sweep.py` does so for each trial: `sweep_options.py`
 reads which options the trials vary, and `trials.py` makes the trials. Both start the runs as processes, with
-`several_runs.py`.
+`multi_run.py`.
 
 Commands about a run that is under way (pause, scale, stop) are in `live_runs.py`, which finds the run for `status.py`
 too. Commands about what was learned, and how fast (evaluate, plot, bench), are in `results.py`.

@@ -66,7 +66,7 @@ def _run(arguments: list[str]) -> int:
             return stop.code or 0
         return _failed(str(stop.code), 1)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and streams.has_lost_reader(sys.stdout):
+        if isinstance(error, BrokenPipeError) and streams.silence_broken_pipe(sys.stdout):
             return 0
         if "--traceback" in arguments:
             traceback.print_exc()

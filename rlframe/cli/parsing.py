@@ -24,7 +24,7 @@ T = TypeVar("T")
 class CommandOptions:
     """The option of every command. `main.py` finds it in the arguments: an error may come before they are parsed."""
 
-    traceback: bool = option(False, several_runs="each")  # show where an error came from
+    traceback: bool = option(False, multi_run="each")  # show where an error came from
 
 
 def parse(
@@ -34,7 +34,7 @@ def parse(
     description: str,
     *,
     default: Any = None,
-    elsewhere: Callable[[str], str] = lambda name: "",
+    describe_owner: Callable[[str], str] = lambda name: "",
 ) -> T:
     """Build `options` from the command line.
 
@@ -68,11 +68,11 @@ def parse(
             raise
         raise UsageError(f"{_sentence(errors.getvalue())} See `{prog} --help`.") from None
     if unknown:
-        raise UsageError(_unknown(unknown, list(flags(options)), prog, elsewhere))
+        raise UsageError(_unknown(unknown, list(flags(options)), prog, describe_owner))
     return parsed
 
 
-def option_texts(arguments: Sequence[str]) -> dict[str, str]:
+def raw_option_values(arguments: Sequence[str]) -> dict[str, str]:
     """Return the text after each option that is given, by the option's name in Python; "" for a switch.
 
     `--agent dqn --head.num-atoms=21 --quiet` are `{"agent": "dqn", "head.num_atoms": "21", "quiet": ""}`. This needs no
@@ -87,7 +87,7 @@ def option_texts(arguments: Sequence[str]) -> dict[str, str]:
     return texts
 
 
-def options_of_fields(name: str, fields: Mapping[str, tuple[Any, Any]]) -> Any:
+def make_options(name: str, fields: Mapping[str, tuple[Any, Any]]) -> Any:
     """Make a dataclass at run time, for options that depend on others, and return its instance: a `default` of `parse`.
 
     Args:
@@ -119,13 +119,13 @@ def flags(options: type, prefix: str = "") -> Iterable[str]:
                 yield f"--{prefix}no-{own}".replace("_", "-")
 
 
-def _unknown(unknown: list[str], known: list[str], prog: str, elsewhere: Callable[[str], str]) -> str:
+def _unknown(unknown: list[str], known: list[str], prog: str, describe_owner: Callable[[str], str]) -> str:
     options = [argument.partition("=")[0] for argument in unknown if argument.startswith("--")]
     if not options:
         hint = " A switch takes no value: --no-NAME turns it off." if unknown[0].lower() in ("true", "false") else ""
         return f"Unexpected argument {unknown[0]!r}.{hint} See `{prog} --help`."
     name = options[0]
-    if owner := elsewhere(name):
+    if owner := describe_owner(name):
         return f"There is no option {name}.{owner}"
     chooser, dot, _ = name.partition(".")
     if dot and chooser in known and not any(option.startswith(f"{chooser}.") for option in known):

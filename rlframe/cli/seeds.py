@@ -3,7 +3,7 @@
 `rlframe train --seeds 1-3 --run-dir runs/x` is `run_seeds`:
 
     seeds = parse_seeds("1-3")                                          # [1, 2, 3]
-    with lock_several_runs(directory, experiment, options):             # no other process writes to runs/x
+    with lock_multi_run(directory, experiment, options):             # no other process writes to runs/x
         runs = [SeedRun(directory.path, seed, options) for seed in seeds]
         _run_unfinished(runs, options)                                  # by `run_all`, options.at_once at a time
         _report(directory.path, runs, options)                          # the table, the plot
@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.cli.several_runs import (
+from rlframe.cli.multi_run import (
     SeedRun,
-    check_options_of_several_runs,
-    lock_several_runs,
+    check_multi_run_options,
+    lock_multi_run,
     parse_seeds,
     run_all,
 )
 from rlframe.cli.train_options import TrainOptions
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
-from rlframe.metrics.curves import ENOUGH, interquartile_mean, interval, plus_minus
+from rlframe.metrics.curves import MIN_RUNS_FOR_IQM, interquartile_mean, interval, plus_minus
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.config_file import load_experiment
 from rlframe.programs.run_dir.directory import SEEDS, Result, RunDir, default_path
@@ -47,10 +47,10 @@ def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
     """
     assert options.seeds is not None
     seeds = parse_seeds(options.seeds)
-    check_options_of_several_runs(experiment, options, "--seeds")
+    check_multi_run_options(experiment, options, "--seeds")
     directory = RunDir(options.run_dir if options.run_dir is not None else default_path(experiment))
     if options.resume:
-        directory.check_holds(SEEDS)
+        directory.check_kind(SEEDS)
         if experiment != load_experiment(directory.config):
             raise UsageError(
                 f"Continued runs keep their options: leave out of rlframe train --seeds {options.seeds} "
@@ -58,7 +58,7 @@ def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
             )
     else:
         _check_begins(experiment, options)
-    with lock_several_runs(directory, experiment, options):
+    with lock_multi_run(directory, experiment, options):
         _write_seeds(directory, options.seeds, seeds)
         runs = [SeedRun(directory.path, seed, options) for seed in seeds]
         _check_free(runs, options)
@@ -78,13 +78,13 @@ def _check_begins(experiment: Experiment, options: TrainOptions) -> None:
     """Raise what a run would raise before its first step."""
     import jax
 
-    from rlframe.programs.api import check_trackers, control_address_of
+    from rlframe.programs.api import check_trackers, make_control_address
     from rlframe.programs.runner import check_extras
     from rlframe.programs.topologies.makers import make_agent
     from rlframe.programs.training.updates import check_updates
 
     check_trackers(options)
-    check_extras(experiment, with_control=control_address_of(experiment, options) is not None)
+    check_extras(experiment, with_control=make_control_address(experiment, options) is not None)
     jax.config.update("jax_platforms", "cpu")  # the accelerator's memory is for the runs
     check_updates(experiment, make_agent(experiment))
 
@@ -148,8 +148,8 @@ def _summary(directory: pathlib.Path, done: list[tuple[int, Result]]) -> dict[st
         "returns": returns.tolist(),
         "return_mean": float(returns.mean()),
         "return_std": float(returns.std()),
-        "return_iqm": float(interquartile_mean(returns)) if len(done) >= ENOUGH else None,
-        "return_iqm_interval": [float(end) for end in interval(returns)] if len(done) >= ENOUGH else None,
+        "return_iqm": float(interquartile_mean(returns)) if len(done) >= MIN_RUNS_FOR_IQM else None,
+        "return_iqm_interval": [float(end) for end in interval(returns)] if len(done) >= MIN_RUNS_FOR_IQM else None,
         "env_steps": sum(result.env_steps for _, result in done),
         "wall_seconds": sum(result.wall_seconds for _, result in done),
         "run_dir": str(directory),
@@ -169,7 +169,7 @@ def _print_table(done: list[tuple[int, Result]], summary: dict[str, Any], pictur
     text = f"mean {summary['return_mean']:.1f}{plus_minus(summary['return_std'], len(done))} over seeds"
     if len(done) == 1:
         text = f"return {summary['return_mean']:.1f}"
-    elif len(done) >= ENOUGH:
+    elif len(done) >= MIN_RUNS_FOR_IQM:
         low, high = summary["return_iqm_interval"]
         text = f"interquartile mean {summary['return_iqm']:.1f} (95%: {low:.1f} to {high:.1f}), {text}"
     else:

@@ -90,7 +90,7 @@ def _serve_trajectories(arguments: list[str]) -> None:
     options = parse(TrajectoryOptions, arguments, prog, _TRAJECTORIES)
     if options.tokenizer not in (None, "byte"):
         extras.require("--tokenizer", "trajectories", "tokenizers")
-    with extras.needed(prog, "trajectories"):
+    with extras.explain_import_error(prog, "trajectories"):
         from rlframe.trajectories.service.app import TrajectoryServer
 
     _run(TrajectoryServer(options))

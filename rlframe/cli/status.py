@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rlframe.cli.live_runs import (
-    RunOptions,
-    check_names_one_run,
-    connect,
-    has_reachable_coordinator,
-    status_by_files,
-)
 from rlframe.cli.parsing import parse
+from rlframe.cli.run_control import (
+    RunOptions,
+    check_one_run_is_named,
+    connect,
+    file_status_reader,
+    has_reachable_coordinator,
+)
 from rlframe.errors import PeerError, UnavailableError, UsageError
 from rlframe.metrics.terminal import console, table
 
@@ -54,7 +54,7 @@ def run(arguments: list[str]) -> int:
     options = parse(StatusOptions, arguments, PROG, DESCRIPTION)
     if not 0.1 <= options.interval <= 3600.0:
         raise UsageError(f"--interval must be between 0.1 and 3600 seconds, got {options.interval:g}.")
-    check_names_one_run(options)
+    check_one_run_is_named(options)
     with contextlib.ExitStack() as opened:
         if options.run_dir is None:
             look = opened.enter_context(connect(options, PROG)).status
@@ -75,7 +75,7 @@ def _look_at(options: StatusOptions, run_dir: str, opened: contextlib.ExitStack)
 
     directory = pathlib.Path(run_dir)
     if holder_of(directory) is None or not has_reachable_coordinator(run_dir):
-        return status_by_files(run_dir)
+        return file_status_reader(run_dir)
     client = opened.enter_context(connect(options, PROG))
 
     def look() -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _look_at(options: StatusOptions, run_dir: str, opened: contextlib.ExitStack)
         except (UnavailableError, PeerError):
             if holder_of(directory) is not None:
                 raise
-            return status_by_files(run_dir)()  # the run has ended
+            return file_status_reader(run_dir)()  # the run has ended
 
     return look
 

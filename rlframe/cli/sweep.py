@@ -1,6 +1,6 @@
 """`rlframe sweep`: which values of the options of `rlframe train` learn best, by Optuna.
 
-`sweep_options.py` reads the options, `trials.py` makes the trials by `several_runs.py: run_all`, and `_report` here
+`sweep_options.py` reads the options, `trials.py` makes the trials by `multi_run.py: run_all`, and `_report` here
 draws the plot and prints the best trial.
 """
 
@@ -16,16 +16,16 @@ import numpy as np
 
 from rlframe import extras
 from rlframe.cli.listings import print_preset
-from rlframe.cli.several_runs import check_options_of_several_runs, lock_several_runs, parse_seeds, run_all
+from rlframe.cli.multi_run import check_multi_run_options, lock_multi_run, parse_seeds, run_all
 from rlframe.cli.sweep_options import (
     DESCRIPTION,
     KEPT,
     PROG,
     SweepOptions,
-    Varied,
+    VariedOption,
     completed,
     experiment_with,
-    read_varied,
+    read_varied_options,
 )
 from rlframe.cli.train_options import read_arguments
 from rlframe.cli.trials import Study, Trials, short
@@ -43,15 +43,15 @@ def run(arguments: list[str]) -> int:
     experiment, options, preset = read_arguments(arguments, SweepOptions, PROG, DESCRIPTION)
     assert isinstance(options, SweepOptions)
     extras.require(PROG, "sweep")
-    check_options_of_several_runs(experiment, options, PROG)
+    check_multi_run_options(experiment, options, PROG)
     path = default_path(experiment)
     directory = RunDir(options.run_dir if options.run_dir is not None else path.with_name(f"sweep-{path.name}"))
     options = completed(experiment, options, directory)
-    varied = read_varied(arguments, experiment, options)
+    varied = read_varied_options(arguments, experiment, options)
     setproctitle.setproctitle("rlframe: sweep")
     if preset is not None and not options.quiet:
         print_preset(preset, experiment, sys.stderr)
-    with lock_several_runs(directory, experiment, options):
+    with lock_multi_run(directory, experiment, options):
         kept = {name: getattr(options, name) for name in KEPT}
         write_atomically(directory.path / SWEEP, json.dumps(kept), "\n")
         study = Study(directory.path, varied, options, experiment.seed)
@@ -101,7 +101,7 @@ def _row(trial: Any, directory: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def _print_table(varied: list[Varied], rows: list[dict[str, Any]]) -> None:
+def _print_table(varied: list[VariedOption], rows: list[dict[str, Any]]) -> None:
     from rlframe.metrics.terminal import console, table
 
     names, lines = [each.name for each in varied], []

@@ -4,7 +4,7 @@
 
 1. `train_options.py: read_arguments` makes the experiment that the trials share, and the `SweepOptions`.
 2. `completed` fills in defaults; with `--resume`, the options with which the sweep began.
-3. `read_varied` makes a `Varied` of each `--vary`: `Varied("num-envs", ("8", "16"))`. It makes the experiments with the
+3. `read_varied_options` makes a `VariedOption` of each `--vary`: `VariedOption("num-envs", ("8", "16"))`. It makes the experiments with the
    first values, the second ones and so on, and so raises errors before any run.
 4. Each trial chooses values, as `{"learning-rate": "0.0003", "num-envs": "8"}`. `experiment_with` makes its experiment.
 """
@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Union
 
 import tyro
 
-from rlframe.cli.several_runs import parse_seeds
+from rlframe.cli.multi_run import parse_seeds
 from rlframe.cli.train_options import TrainOptions, read_arguments
 from rlframe.errors import UsageError
 from rlframe.metrics.plots import OptionPanel
@@ -63,7 +63,7 @@ class SweepOptions(TrainOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class Varied:
+class VariedOption:
     """An option and its values, as texts that the command line takes."""
 
     name: str  # as `learning-rate`, without dashes before it
@@ -72,7 +72,7 @@ class Varied:
     log: bool = False  # drawn by its logarithm
     whole: bool = False  # of whole numbers, see `typed`
 
-    def typed(self, experiment: Experiment) -> Varied:
+    def typed(self, experiment: Experiment) -> VariedOption:
         """Return the same, with a range of whole numbers if the option is an int in `experiment`.
 
         Raises:
@@ -102,7 +102,7 @@ class Varied:
         return OptionPanel(self.name, values, bounds=(float(self.values[0]), float(self.values[1])), log=self.log)
 
 
-def parse_varied(text: str) -> Varied:
+def parse_varied_option(text: str) -> VariedOption:
     """`learning-rate=1e-4..1e-2:log`, `num-epochs=1..8` or `gae-lambda=0.9,0.95`. Raises UsageError for others."""
     name, equals, values = text.partition("=")
     name = name.strip().lstrip("-").replace("_", "-")
@@ -110,12 +110,12 @@ def parse_varied(text: str) -> Varied:
     if not name or not equals or not all(listed) or (found is None and any(map(_ALMOST.fullmatch, listed))):
         raise UsageError(f"--vary is NAME=LOW..HIGH, NAME=LOW..HIGH:log or NAME=A,B,C, got {text!r}.")
     if found is None:
-        return Varied(name, tuple(listed))
+        return VariedOption(name, tuple(listed))
     low, high, log = found.groups()
     if not float(low) < float(high) or (log and float(low) <= 0):
         least = ", above 0 for a logarithm," if log else ""
         raise UsageError(f"--vary {text}: a range goes from a number{least} to a higher one.")
-    return Varied(name, (low, high), is_range=True, log=log is not None)
+    return VariedOption(name, (low, high), is_range=True, log=log is not None)
 
 
 def completed(experiment: Experiment, options: SweepOptions, directory: RunDir) -> SweepOptions:
@@ -126,7 +126,7 @@ def completed(experiment: Experiment, options: SweepOptions, directory: RunDir) 
     """
     if not options.resume:
         return dataclasses.replace(options, seeds=options.seeds or str(experiment.seed))
-    directory.check_holds(SWEEP)
+    directory.check_kind(SWEEP)
     kept = json.loads((directory.path / SWEEP).read_text())
     kept["vary"] = tuple(kept["vary"])
     given = {name: getattr(options, name) for name in KEPT if getattr(options, name) != getattr(SweepOptions, name)}
@@ -139,10 +139,10 @@ def completed(experiment: Experiment, options: SweepOptions, directory: RunDir) 
     return dataclasses.replace(options, **{**kept, **given})
 
 
-def read_varied(arguments: list[str], experiment: Experiment, options: SweepOptions) -> list[Varied]:
+def read_varied_options(arguments: list[str], experiment: Experiment, options: SweepOptions) -> list[VariedOption]:
     """Return the options to vary. Raise UsageError unless `rlframe train` takes all of their values."""
     parse_seeds(options.seeds or "")
-    varied = [parse_varied(text).typed(experiment) for text in options.vary]
+    varied = [parse_varied_option(text).typed(experiment) for text in options.vary]
     if not varied:
         raise UsageError(f"Name what to vary: --vary learning-rate=1e-4..1e-2:log. See `{PROG} --help`.")
     names = [each.name for each in varied]

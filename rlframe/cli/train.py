@@ -6,7 +6,7 @@ import json
 import sys
 
 from rlframe.cli.listings import print_preset
-from rlframe.cli.parsing import option_texts
+from rlframe.cli.parsing import raw_option_values
 from rlframe.cli.seeds import run_seeds
 from rlframe.cli.train_options import TrainOptions, read_arguments
 from rlframe.errors import UsageError
@@ -26,7 +26,7 @@ def run(arguments: list[str]) -> int:
         print_preset(preset, experiment, sys.stderr)
     if options.seeds is None:
         return _train_and_print(experiment, options, preset)
-    if "seed" in option_texts(arguments):
+    if "seed" in raw_option_values(arguments):
         raise UsageError(f"--seeds {options.seeds} makes a run for each of them: leave --seed out.")
     return run_seeds(experiment, options)
 

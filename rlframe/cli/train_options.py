@@ -23,18 +23,18 @@ from typing import Annotated, Any, Union
 import tyro
 from tyro.extras import literal_type_from_choices as literal
 
-from rlframe.cli.parsing import CommandOptions, option_texts, options_of_fields, parse
+from rlframe.cli.parsing import CommandOptions, make_options, parse, raw_option_values
 from rlframe.errors import UsageError
-from rlframe.programs.api import SessionOptions, starting_point, with_absolute_paths
+from rlframe.programs.api import SessionOptions, base_experiment, with_absolute_paths
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import registry
 from rlframe.programs.options.fields import choices_of, field_names, hints_of, option
 from rlframe.programs.options.make_experiment import (
+    all_option_values,
     change_options,
     config_classes,
+    describe_option_owner,
     to_flat,
-    values_by_name,
-    where_is,
 )
 from rlframe.programs.presets import Preset
 
@@ -51,10 +51,10 @@ class TrainOptions(CommandOptions, SessionOptions):
     """Options of a session. Those below exist only on the command line."""
 
     # 1-5 or 1,2,7: a run for each, in RUN_DIR/seed-1 and so on; one table and one plot
-    seeds: Union[str, None] = option(None, several_runs="command")
-    at_once: int = option(1, several_runs="command")  # with --seeds: how many runs at a time
+    seeds: Union[str, None] = option(None, multi_run="command")
+    at_once: int = option(1, multi_run="command")  # with --seeds: how many runs at a time
     # print the result as one JSON object, the last line of stdout
-    json: bool = option(False, several_runs="command")
+    json: bool = option(False, multi_run="command")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +72,12 @@ class EarlyOptions:
     env: Union[str, None]
     network: Union[str, None]
     session: SessionOptions  # of which preset, config, run_dir and resume are read
-    texts: dict[str, str]  # of all options that are given, by name, see `option_texts`
+    texts: dict[str, str]  # of all options that are given, by name, see `raw_option_values`
 
     @classmethod
     def read(cls, arguments: Sequence[str]) -> EarlyOptions:
         """Find them in the arguments."""
-        texts = option_texts(arguments)
+        texts = raw_option_values(arguments)
         run_dir = texts.get("run_dir") or None
         session = SessionOptions(
             preset=texts.get("preset") or "auto",
@@ -108,8 +108,10 @@ def read_arguments(
     early = EarlyOptions.read(arguments)
     defaults, preset = _defaults(early)
     tyro_defaults = _tyro_defaults(defaults, early, options_cls)
-    elsewhere = functools.partial(_where_is, defaults.agent)
-    parsed: Any = parse(type(tyro_defaults), arguments, prog, description, default=tyro_defaults, elsewhere=elsewhere)
+    describe_owner = functools.partial(_where_is, defaults.agent)
+    parsed: Any = parse(
+        type(tyro_defaults), arguments, prog, description, default=tyro_defaults, describe_owner=describe_owner
+    )
     experiment = change_options(defaults, _given_options(tyro_defaults, parsed, early))
     if parsed.session.resume and parsed.session.run_dir is None:
         raise UsageError("--resume needs --run-dir: the directory of the run to go on with.")
@@ -121,7 +123,7 @@ def _defaults(early: EarlyOptions) -> tuple[Experiment, Preset | None]:
 
     They have the network that is given and the choices of the agent's config, as a head: these have options too.
     """
-    defaults, preset = starting_point(early.agent, early.env, early.session, early.network)
+    defaults, preset = base_experiment(early.agent, early.env, early.session, early.network)
     choosers = [name for name, hint in hints_of(type(defaults.agent_config)).items() if choices_of(hint)]
     choices: dict[str, Any] = {name: early.texts[name] for name in choosers if early.texts.get(name)}
     if early.network is not None and "network" in to_flat(defaults):
@@ -143,12 +145,12 @@ def _given_options(tyro_defaults: Any, parsed: Any, early: EarlyOptions) -> dict
 
 def _options_of_experiment(options: Any) -> dict[str, Any]:
     """Return the values of all options but those of the session, by name."""
-    return values_by_name(vars(options.experiment), options.agent_config, getattr(options, "network_config", None))
+    return all_option_values(vars(options.experiment), options.agent_config, getattr(options, "network_config", None))
 
 
 def _where_is(agent: str, option: str) -> str:
-    """Call `where_is` for an option as the command line has it: `--x-y`."""
-    return where_is(agent, option.removeprefix("--").replace("-", "_").removeprefix("no_"), "--{} {}")
+    """Call `describe_option_owner` for an option as the command line has it: `--x-y`."""
+    return describe_option_owner(agent, option.removeprefix("--").replace("-", "_").removeprefix("no_"), "--{} {}")
 
 
 def _tyro_defaults(defaults: Experiment, early: EarlyOptions, options_cls: type[TrainOptions]) -> Any:
@@ -172,7 +174,7 @@ def _tyro_defaults(defaults: Experiment, early: EarlyOptions, options_cls: type[
         for name, hint in hints_of(type(config)).items()
         if (known := choices_of(hint))
     }
-    choices = options_of_fields("Choices", choosers)
+    choices = make_options("Choices", choosers)
     no_prefix = tyro.conf.arg(name="")
     parts: dict[str, tuple[Any, Any]] = {
         "experiment": (Annotated[type(experiment), no_prefix, tyro.conf.OmitArgPrefixes], experiment),
@@ -183,7 +185,7 @@ def _tyro_defaults(defaults: Experiment, early: EarlyOptions, options_cls: type[
     }
     if network is not None:
         parts["network_config"] = (Annotated[type(network), tyro.conf.arg(name="network")], network)
-    return options_of_fields("Train", parts)
+    return make_options("Train", parts)
 
 
 def _flat_options_class(defaults: Experiment, early: EarlyOptions) -> Any:

@@ -1,6 +1,6 @@
 """The trials of `rlframe sweep`: a `Study` chooses the values of each, and `Trials` makes a run for each of its seeds.
 
-With `--vary learning-rate=1e-4..1e-2:log --trials 2 --seeds 1-2`, `several_runs.py: run_all` calls:
+With `--vary learning-rate=1e-4..1e-2:log --trials 2 --seeds 1-2`, `multi_run.py: run_all` calls:
 
     next_run()              # `Study.begin` chooses the learning rate of trial 0; the run of seed 1
     next_run()              # the run of seed 2
@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from rlframe import extras
-from rlframe.cli.several_runs import SeedRun, parse_seeds
-from rlframe.cli.sweep_options import SweepOptions, Varied
+from rlframe.cli.multi_run import SeedRun, parse_seeds
+from rlframe.cli.sweep_options import SweepOptions, VariedOption
 from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.metrics.curves import interquartile_mean
@@ -44,10 +44,10 @@ class Study:
         seed: of the sampler.
     """
 
-    def __init__(self, directory: pathlib.Path, varied: list[Varied], options: SweepOptions, seed: int) -> None:
+    def __init__(self, directory: pathlib.Path, varied: list[VariedOption], options: SweepOptions, seed: int) -> None:
         self.varied = varied
         self._options, self._seed = options, seed
-        with extras.needed("rlframe sweep", "sweep"):
+        with extras.explain_import_error("rlframe sweep", "sweep"):
             import optuna
             from optuna.storages.journal import JournalFileBackend
         self._optuna = optuna

@@ -58,7 +58,7 @@ class TrainOne(StopConditions):
     def __post_init__(self) -> None:
         check_above(self, 0, "env_steps", "learner_steps", "seconds")
         check_at_least(self, 0, "eval_every")
-        if not self.are_set:
+        if not self.has_limits:
             raise UsageError("TrainOne needs a limit: env_steps, learner_steps, seconds or eval_return.")
 
     def task(self, role: Role, index: int, view: View) -> StartTask | None:

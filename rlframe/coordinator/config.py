@@ -53,7 +53,7 @@ class CoordinatorConfig:
     mean_staleness: float | None = None  # versions, on average, above which there are fewer collectors; None: no bound
     stop_within: float = 6.0  # seconds for tasks to close when the program ends
     evaluates: bool = True  # the last version, once the job is over
-    describes: dict[str, Any] = dataclasses.field(default_factory=dict)  # agent, env, run_dir, until: for its status
+    run_info: dict[str, Any] = dataclasses.field(default_factory=dict)  # agent, env, run_dir, until: for its status
     limits: Limits = dataclasses.field(default_factory=Limits)
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ from rlframe.coordinator.states import JobState, is_over
 from rlframe.coordinator.worker_calls import WorkerCalls
 from rlframe.errors import JobFailedError, UsageError
 from rlframe.interprocess.files import write_atomically
-from rlframe.interprocess.heartbeat import Clock
+from rlframe.interprocess.heartbeat import SuspendAwareClock
 from rlframe.interprocess.phases import Phase
 from rlframe.interprocess.waiting import Inbox
 from rlframe.stop_conditions import StopReason
@@ -62,7 +62,7 @@ class Coordinator:
         `submit`                     starts the loop in a thread: its first event, `Submitted`, begins the job
         `run`                        submits, waits for the end, and raises if the job failed
         `wait`                       waits for the end of a submitted job
-        `cancel`, `end`              a person or a callback asks for the end, by the event `EndAsked`
+        `cancel`, `end`              a person or a callback asks for the end, by the event `EndRequested`
         `close`                      the program asks for it in bounded time, and waits
         `TrainingJob.begin_ending`   the core begins it: it was asked for, or the commander stops (`fail`: an error)
         `EndingStep`                 the core closes the tasks, step by step; its last effect is `Over`
@@ -97,7 +97,7 @@ class Coordinator:
         newest_before = -1  # version of another job, whose journal is in the same folder
         if newest is not None and saved is None:
             newest_before = max(newest["accounts"]["params_version"], newest["min_version"])
-        self._clock = Clock()
+        self._clock = SuspendAwareClock()
         self._job = TrainingJob(
             commander,
             cfg.limits,
@@ -123,7 +123,7 @@ class Coordinator:
             ev.Connect: lambda effect: self._calls.connect(effect.key, effect.address),
             ev.Disconnect: lambda effect: self._calls.disconnect(effect.key),
             **dict.fromkeys((ev.ScaleRole, ev.Replace, ev.Release, ev.EndWorkers), self._operator.put),
-            **dict.fromkeys((ev.DrawBatches, ev.Settle, ev.SaveReplay, ev.Pin, ev.Unpin), self._replay.put),
+            **dict.fromkeys((ev.DrawBatches, ev.FinishBatches, ev.SaveReplay, ev.Pin, ev.Unpin), self._replay.put),
             ev.Note: lambda note: None,  # it is in the journal by now
             ev.Row: self._write_row,
             ev.Over: self._write_result,
@@ -162,8 +162,8 @@ class Coordinator:
         Raises:
             JobFailedError: the job failed.
         """
-        told = ev.EndAsked(StopReason("interrupt", "the program was told to stop"), within=self._cfg.stop_within)
-        with handles.stopped_by_program(lambda: self._request(told)):
+        told = ev.EndRequested(StopReason("interrupt", "the program was told to stop"), within=self._cfg.stop_within)
+        with handles.stop_with_program(lambda: self._request(told)):
             if not is_over(self._job.state):
                 # The imported objects do not become garbage. To look through them takes up to a tenth of a second.
                 gc.collect()
@@ -192,7 +192,7 @@ class Coordinator:
     def close(self) -> None:
         """End the job, if it still runs, and the workers, in bounded time. May be called again."""
         if self._thread is not None and not self._over.is_set():
-            self._request(ev.EndAsked(StopReason("interrupt", "it was closed"), within=self._cfg.stop_within))
+            self._request(ev.EndRequested(StopReason("interrupt", "it was closed"), within=self._cfg.stop_within))
             self._over.wait(self._cfg.stop_within + _CLOSE_WITHIN)
         self._tear_down()
 
@@ -207,7 +207,7 @@ class Coordinator:
 
     def cancel(self, reason: str = "") -> None:
         """End the job for good: tasks are closed, the learner saves, nothing is evaluated any more."""
-        self._request(ev.EndAsked(StopReason("interrupt", reason or "it was cancelled")))
+        self._request(ev.EndRequested(StopReason("interrupt", reason or "it was cancelled")))
 
     def end(self, by: str, evaluate: bool = True) -> None:
         """End the job as at its last step, for a callback. Repeated calls change nothing.
@@ -217,15 +217,15 @@ class Coordinator:
             evaluate: whether the last version is evaluated.
         """
         text = "a callback stopped it" if evaluate else "a callback raised"
-        self._request(ev.EndAsked(StopReason(by, text), evaluate))
+        self._request(ev.EndRequested(StopReason(by, text), evaluate))
 
     def pause(self) -> None:
         """Pause collectors and the learner after their present call."""
-        self._request_change(ev.PauseAsked(True))
+        self._request_change(ev.PauseRequested(True))
 
     def unpause(self) -> None:
         """Continue after `pause`."""
-        self._request_change(ev.PauseAsked(False))
+        self._request_change(ev.PauseRequested(False))
 
     def scale(self, role: Role, n: int) -> None:
         """Set the number of workers of a role. The number of collectors is no longer chosen automatically then.
@@ -234,7 +234,7 @@ class Coordinator:
             UsageError: there is no such role, it cannot be scaled, n is out of bounds, or the job is over.
         """
         self._cfg.check_count(role, n)
-        self._request_change(ev.ScaleAsked(role, n))
+        self._request_change(ev.ScaleRequested(role, n))
 
     def evaluate_now(self) -> None:
         """Evaluate the newest version."""
@@ -243,15 +243,15 @@ class Coordinator:
         with self._lock:
             if self._job.tasks.open("evaluate"):
                 raise UsageError("An evaluation is under way already.")
-        self._request_change(ev.EvaluationAsked())
+        self._request_change(ev.EvaluationRequested())
 
     def checkpoint(self) -> None:
         """Save the learner with its next update, and the replay where this coordinator keeps it."""
-        self._request_change(ev.CheckpointAsked())
+        self._request_change(ev.CheckpointRequested())
 
     def restore(self) -> None:
         """Send the learner back to its latest checkpoint. Versions keep rising."""
-        self._request_change(ev.RestoreAsked())
+        self._request_change(ev.RestoreRequested())
 
     def _request_change(self, event: Any) -> None:
         """Check that the job runs, then `_request`: a job that has not begun, ends or is over would drop the event."""
@@ -279,7 +279,7 @@ class Coordinator:
             return statuses.status(
                 self._job,
                 self._journaled_accounts,
-                describes=self._cfg.describes,
+                run_info=self._cfg.run_info,
                 limits={"collector": [self._cfg.min_collectors, self._cfg.max_collectors]},
                 operator={"kind": self._operator_kind, "problems": self._operator.problems()},
                 replay=self._replay.stats,
@@ -341,7 +341,7 @@ class Coordinator:
                     effects += advance(self._job, event, self._clock())
             wanted = self._scaling.wanted(self._job, self._clock())
             if wanted is not None:
-                effects += advance(self._job, ev.ScaleAsked("collector", wanted, "load"), self._clock())
+                effects += advance(self._job, ev.ScaleRequested("collector", wanted, "load"), self._clock())
             self._write_journal(effects)
         for event in happened:
             if isinstance(event, _Journaled):

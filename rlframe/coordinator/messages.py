@@ -164,7 +164,7 @@ class CallRefused(WorkerReply):
     """The call is of another attempt, incarnation or number than this worker is at: it changed nothing."""
 
     why: str = ""
-    is_another: bool = False  # this is not the worker, or not the incarnation, that the call is for
+    is_misdirected: bool = False  # this is not the worker, or not the incarnation, that the call is for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Failed(WorkerReply):
     error: str  # the exception's type
     message: str
     traceback: str = ""
-    for_good: bool = False  # another try would end in the same way
+    is_permanent: bool = False  # another try would end in the same way
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.messages import ROLES, WorkerInfo
 from rlframe.coordinator.operators import Operator, OperatorError
 from rlframe.errors import PeerError, UsageError
-from rlframe.retry import pauses
+from rlframe.retry import backoff
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class OperatorThread:
         return {**outage, **self._problems}
 
     def _run(self) -> None:
-        waits = pauses(*_BACKOFF)
+        waits = backoff(*_BACKOFF)
         while not self._ends.is_set():
             self._wake.clear()
             try:
@@ -85,7 +85,7 @@ class OperatorThread:
                 # Not shorter after a wake-up: an operator that does not answer is not asked sooner.
                 self._ends.wait(next(waits))
             else:
-                self._outage, self._has_answered, waits = "", True, pauses(*_BACKOFF)
+                self._outage, self._has_answered, waits = "", True, backoff(*_BACKOFF)
                 self._put_event(ev.OperatorAnswered(tuple(live)))
                 self._wake.wait(self._operator.every)
         why = self._stop_all() if self._stops_workers else ""
@@ -115,7 +115,7 @@ class OperatorThread:
     def _stop_all(self) -> str:
         """End all workers; return why that could not be done, empty if it was."""
         why = ""
-        for pause in pauses(0.02, self._operator.every, self._operator.grace + _PATIENCE):
+        for pause in backoff(0.02, self._operator.every, self._operator.grace + _PATIENCE):
             try:
                 for role in ROLES:
                     self._operator.scale(role, 0)

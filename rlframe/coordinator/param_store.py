@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from rlframe.errors import FencedError, StoppedError, UsageError
-from rlframe.handles import Remote, stopped_by_program
+from rlframe.handles import Remote, stop_with_program
 from rlframe.params.packing import PackedParams
 from rlframe.params.publication import Publication, PublicationReader
 from rlframe.params.source import LONGEST_WAIT
@@ -236,7 +236,7 @@ class ParamStore:
 
     def run(self) -> None:
         """Serve until `finish`, or for `at_end` seconds after the program was told to end."""
-        with stopped_by_program(self._is_stopping.set):
+        with stop_with_program(self._is_stopping.set):
             self._is_stopping.wait()
             self._finished.wait(self._at_end)
 

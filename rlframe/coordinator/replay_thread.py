@@ -58,7 +58,7 @@ class ReplayThread:
         self._save_at = time.monotonic() + _SAVE_EVERY
         self._carry_out: dict[type, Callable[[Any], None]] = {
             ev.DrawBatches: self._draw,
-            ev.Settle: self._settle,
+            ev.FinishBatches: self._settle,
             ev.SaveReplay: lambda effect: self._save(),
             ev.Pin: self._pin,
             ev.Unpin: lambda effect: self._store.unpin(effect.policy_id, effect.params_version),
@@ -150,7 +150,7 @@ class ReplayThread:
             _log.debug("The coordinator's data.", exc_info=True)
         self._put_event(ev.BatchesDrawn(effect.header, tuple(batches), why))
 
-    def _settle(self, effect: ev.Settle) -> None:
+    def _settle(self, effect: ev.FinishBatches) -> None:
         for update in effect.updates:
             if update.priorities is not None and self._kind == "prioritized":
                 self._replay.update_priorities(update.keys, update.priorities)

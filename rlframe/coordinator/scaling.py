@@ -23,9 +23,9 @@ class Load:
 
     collectors: int
     seconds: float
-    learner_waited: float
+    learner_waiting_seconds: float
     env_steps: int
-    paced: float
+    waiting_share: float
     staleness: float | None = None
 
 
@@ -72,19 +72,20 @@ class Scaling:
         if job.requests.count_is_manual or job.state is not JobState.RUNNING or self._window is None:
             self._window = here
             return None
-        began, waited, steps_before, collected, paced = self._window
+        began, waited, steps_before, collected, waiting_share = self._window
         if now - began < self._SECONDS:
             return None
         self._window = here
         count = job.requests.wanted["collector"]
-        if len([worker for worker in job.roster.of("collector") if worker.rollouts.params_version is not None]) < count:
+        if len([worker for worker in job.roster.of("collector") if worker.progress.params_version is not None]) < count:
             return None
         load = Load(
             collectors=count,
             seconds=now - began,
-            learner_waited=job.learner.seconds_without_data(now) - waited,
+            learner_waiting_seconds=job.learner.seconds_without_data(now) - waited,
             env_steps=steps - steps_before,
-            paced=(job.collectors.seconds_waited - paced) / max(job.collectors.seconds - collected, 1e-9),
+            waiting_share=(job.collectors.seconds_waited - waiting_share)
+            / max(job.collectors.seconds - collected, 1e-9),
             staleness=job.accounts.logs.get("staleness"),
         )
         wanted = self.judge(load)
@@ -92,7 +93,7 @@ class Scaling:
 
     def judge(self, load: Load) -> int:
         """Return the number of collectors after this window."""
-        count, waited = load.collectors, load.learner_waited / max(load.seconds, 1e-9)
+        count, waited = load.collectors, load.learner_waiting_seconds / max(load.seconds, 1e-9)
         if self._rests > 0:
             self._rests -= 1
             return self._within(count)
@@ -101,9 +102,9 @@ class Scaling:
             self._rests, self._patience = self._patience, 2 * self._patience
             return self._within(count - 1)  # it brought nothing
         is_old = self._mean_staleness is not None and (load.staleness or 0.0) > self._mean_staleness
-        if is_old or (load.paced > self.IDLE and waited < self.STARVED):
+        if is_old or (load.waiting_share > self.IDLE and waited < self.STARVED):
             return self._change(count - 1)
-        if waited > self.STARVED and load.paced < self.IDLE and count < self.most:
+        if waited > self.STARVED and load.waiting_share < self.IDLE and count < self.most:
             self._before = load
             return self._change(count + 1)
         return self._within(count)
@@ -123,5 +124,5 @@ def _is_better(load: Load, before: Load) -> bool:
     and learns twice as much.
     """
     seconds, seconds_before = max(load.seconds, 1e-9), max(before.seconds, 1e-9)
-    waits_less = load.learner_waited / seconds <= 0.9 * before.learner_waited / seconds_before
+    waits_less = load.learner_waiting_seconds / seconds <= 0.9 * before.learner_waiting_seconds / seconds_before
     return waits_less or load.env_steps / seconds >= 1.1 * before.env_steps / seconds_before

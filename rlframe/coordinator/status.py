@@ -6,7 +6,7 @@ from typing import Any
 
 from rlframe.coordinator.core.accounts import Rates
 from rlframe.coordinator.core.job import TrainingJob
-from rlframe.coordinator.core.records import KnownWorker
+from rlframe.coordinator.core.records import WorkerRecord
 from rlframe.coordinator.messages import ROLES
 from rlframe.coordinator.states import JobState, WorkerState, is_over
 
@@ -18,7 +18,7 @@ def status(
     job: TrainingJob,
     counters: dict[str, Any],
     *,
-    describes: dict[str, Any],
+    run_info: dict[str, Any],
     limits: dict[str, list[int]],
     operator: dict[str, Any],
     replay: dict[str, Any],
@@ -38,7 +38,7 @@ def status(
         now: the time.
     """
     return {
-        "job": {**_NOTHING, **describes, **_job(job, counters, rates, now)},
+        "job": {**_NOTHING, **run_info, **_job(job, counters, rates, now)},
         "wanted": dict(job.requests.wanted),
         "limits": limits,
         "scaling": "manual" if job.requests.count_is_manual else "auto",
@@ -95,7 +95,7 @@ def _job(job: TrainingJob, counters: dict[str, Any], rates: Rates, now: float) -
     }
 
 
-def _worker(job: TrainingJob, worker: KnownWorker, learner_version: int, now: float) -> dict[str, Any]:
+def _worker(job: TrainingJob, worker: WorkerRecord, learner_version: int, now: float) -> dict[str, Any]:
     task = job.tasks.get(worker.task_id)
     return {
         "worker_id": worker.worker_id,
@@ -107,12 +107,12 @@ def _worker(job: TrainingJob, worker: KnownWorker, learner_version: int, now: fl
         "attempt": task.attempt if task is not None else None,
         "host": worker.host,
         "pid": worker.pid,
-        "silent_for": round(max(now - worker.heard_at, 0.0), 1),
-        "env_steps": int(worker.rollouts.counts.get("env_steps", 0)),
-        "env_steps_per_second": worker.rollouts.rates.per_second(now)[0] if worker.role == "collector" else None,
-        "episodes": int(worker.rollouts.counts.get("episodes", 0)),
-        "return_mean": _mean(worker.rollouts.counts),
-        "params_version": learner_version if worker.role == "learner" else worker.rollouts.params_version,
+        "silent_for": round(max(now - worker.last_reply_at, 0.0), 1),
+        "env_steps": int(worker.progress.counts.get("env_steps", 0)),
+        "env_steps_per_second": worker.progress.rates.per_second(now)[0] if worker.role == "collector" else None,
+        "episodes": int(worker.progress.counts.get("episodes", 0)),
+        "return_mean": _mean(worker.progress.counts),
+        "params_version": learner_version if worker.role == "learner" else worker.progress.params_version,
     }
 
 
@@ -127,5 +127,5 @@ def _waits_for(job: TrainingJob) -> str | None:
         return "evaluation" if job.tasks.open("evaluate") else None
     if job.learner.waits_for == "data":
         collectors = [worker for worker in job.roster.of("collector") if worker.task_id]
-        return "pacing" if collectors and all(worker.rollouts.is_waiting for worker in collectors) else "data"
+        return "pacing" if collectors and all(worker.progress.is_waiting for worker in collectors) else "data"
     return job.learner.waits_for

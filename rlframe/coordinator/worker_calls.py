@@ -71,12 +71,12 @@ class WorkerCalls:
         who = (*effect.key, effect.method, effect.header)
         args = effect.args if effect.header is None else (effect.header, *effect.args)
         try:
-            self._put_event(ev.Replied(*who, reply_of(client, effect.method, *args)))
+            self._put_event(ev.Replied(*who, call_worker(client, effect.method, *args)))
         except UnavailableError:
             self._put_event(ev.Unanswered(*who))
 
 
-def reply_of(client: Client, method: str, *args: Any) -> WorkerReply:
+def call_worker(client: Client, method: str, *args: Any) -> WorkerReply:
     """Call a worker, and return its reply. Workers answer errors with `Failed`; an exception is a bug of the worker.
 
     Raises:

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Protocol, TextIO, Union, runtime_checkable
 
-from rlframe.engines.group_rules import Accelerated
-from rlframe.engines.logs import Nowhere
+from rlframe.engines.group_rules import AcceleratorGroup
+from rlframe.engines.logs import NullStream
 from rlframe.interprocess.heartbeat import TIMEOUT
 
 GRACE = 8.0  # seconds between SIGTERM and SIGKILL, unless another number is asked for
@@ -25,7 +25,9 @@ class NodeOptions:
     """How an engine runs nodes. They are also options of each topology of several nodes (`ProgramConfig`)."""
 
     ray_address: Union[str, None] = None  # the Ray cluster: auto or HOST:PORT; None: a Ray of this machine's own
-    accelerators: tuple[Accelerated, ...] = ("learner",)  # the nodes that may use accelerators; the others get none
+    accelerators: tuple[AcceleratorGroup, ...] = (
+        "learner",
+    )  # the nodes that may use accelerators; the others get none
     max_restarts: int = 3  # how often each node may die and be started again
     hang_timeout: float = TIMEOUT  # seconds without a heartbeat after which a node is killed; 0: never
     grace_seconds: float = GRACE  # seconds in which nodes save and end, before they are killed
@@ -41,7 +43,7 @@ class EngineOptions(NodeOptions):
     @property
     def output(self) -> Any:
         """The stream that shows the nodes' lines."""
-        return Nowhere() if self.quiet else sys.stderr
+        return NullStream() if self.quiet else sys.stderr
 
 
 # WAITING: it has no process; the next one is started soon.
@@ -178,7 +180,7 @@ def pick_free_port() -> int:
         return server.getsockname()[1]
 
 
-def warn_of_open_ports(listening: str, output: TextIO) -> None:
+def warn_about_open_ports(listening: str, output: TextIO) -> None:
     """Print that these nodes, named with their ports, listen on all interfaces (SECURITY.md)."""
     print(
         f"[launcher] {listening}, and what these start, listen on all interfaces of this machine, without "

@@ -17,7 +17,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
-Accelerated = Literal["learner", "inferencer", "policy"]  # groups whose nodes may use accelerators
+AcceleratorGroup = Literal["learner", "inferencer", "policy"]  # groups whose nodes may use accelerators
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from rlframe.engines.base import (
     ResourceEngine,
     Watch,
     pick_free_port,
-    warn_of_open_ports,
+    warn_about_open_ports,
 )
 from rlframe.engines.group_rules import GroupRules, rules_by_group
 from rlframe.engines.logs import NodeLogs
@@ -43,7 +43,7 @@ class LaunchpadEngine(ResourceEngine):
     operator = "local"
 
     def __init__(self, options: EngineOptions) -> None:
-        with extras.needed("--engine launchpad", "launchpad"):
+        with extras.explain_import_error("--engine launchpad", "launchpad"):
             import launchpad as lp
 
         super().__init__(options)
@@ -59,7 +59,7 @@ class LaunchpadEngine(ResourceEngine):
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
         """See `RunsReverb`."""
-        with extras.needed("--replay reverb", "reverb"):
+        with extras.explain_import_error("--replay reverb", "reverb"):
             from rlframe.engines.reverb_node import CheckpointedReverbNode
 
         with self.program.group(group):
@@ -147,7 +147,7 @@ def launch(
     pickled = {group: [pickle_node(group, node.function) for node in nodes] for group, nodes in program.groups.items()}
     processes = program_processes(run_launchpad_node, pickled, rules)
     if listening := _open_ports(program):
-        warn_of_open_ports(listening, output or sys.stderr)
+        warn_about_open_ports(listening, output or sys.stderr)
     return ProgramSupervisor(
         processes, NodeLogs(logs, output), hang_timeout=hang_timeout, watch=watch, grace=grace
     ).run()
@@ -186,7 +186,7 @@ def _prepare(program: Any, ports: Mapping[str, int]) -> None:
         node.bind_addresses()
     for group, first in ports.items():
         for port, address in enumerate((each for node in program.groups[group] for each in node.addresses), first):
-            address.bind(KnownAddress(f"localhost:{port}"))
+            address.bind(FixedAddress(f"localhost:{port}"))
     serialization.enable_lru_cache_pickling_once()
 
 
@@ -204,7 +204,7 @@ def _open_ports(program: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class KnownAddress:
+class FixedAddress:
     """An address to bind a `launchpad.Address` to: its `AbstractAddressBuilder`."""
 
     address: str  # "host:port"

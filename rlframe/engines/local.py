@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlframe import extras
-from rlframe.engines.base import EngineOptions, Watch, pick_free_port, warn_of_open_ports
+from rlframe.engines.base import EngineOptions, Watch, pick_free_port, warn_about_open_ports
 from rlframe.engines.group_rules import rules_by_group
 from rlframe.engines.served_engine import ServedEngine
 from rlframe.engines.supervision.node_main import run_served_node
@@ -27,16 +27,16 @@ class LocalEngine(ServedEngine):
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
         self._sockets = self.own(SocketDirectory())
-        self._reverb: dict[str, ReverbAt] = {}  # by group
+        self._reverb: dict[str, ReverbAddress] = {}  # by group
 
-    def add_reverb(self, group: str, tables: Any, path: str) -> ReverbAt:
+    def add_reverb(self, group: str, tables: Any, path: str) -> ReverbAddress:
         """See `RunsReverb`: the one node that listens at a port, which is said before it starts."""
         extras.require("--replay reverb", "reverb")
         from rlframe.engines.reverb_server import ReverbServer
 
         port = pick_free_port()
         self.add(group, ReverbServer, tables, path, port, at_end=self._options.grace_seconds / 2.0)
-        self._reverb[group] = server = ReverbAt(f"localhost:{port}")
+        self._reverb[group] = server = ReverbAddress(f"localhost:{port}")
         return server
 
     def address_of(self, group: str) -> str:
@@ -51,14 +51,14 @@ class LocalEngine(ServedEngine):
             processes = program_processes(run_served_node, pickled, rules)
             if self._reverb:
                 listening = ", ".join(f"{group} (Reverb, {at.address})" for group, at in self._reverb.items())
-                warn_of_open_ports(listening, self._options.output)
+                warn_about_open_ports(listening, self._options.output)
             return self._supervisor(processes, watch).run()
 
     def _address(self, group: str, index: int) -> str:
         return f"{self._sockets.path}/{group}-{index}"
 
 
-class ReverbAt:
+class ReverbAddress:
     """The handle to a Reverb server: unpickled, it is a `reverb.Client`. This process need not import Reverb."""
 
     def __init__(self, address: str) -> None:

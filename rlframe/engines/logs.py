@@ -25,7 +25,7 @@ _ENCODING = {"encoding": "utf-8", "errors": "backslashreplace"}
 _NATIVE_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
 
-class Nowhere(io.TextIOBase):
+class NullStream(io.TextIOBase):
     """A stream that drops its text."""
 
     def write(self, text: str) -> int:
@@ -122,7 +122,7 @@ class NodeLogs:
 
 
 @contextlib.contextmanager
-def kept(logs: pathlib.Path, node: str) -> Iterator[None]:
+def logging_to_file(logs: pathlib.Path, node: str) -> Iterator[None]:
     """Append the warnings of this package to a log file, too, during a `with`."""
     logger = logging.getLogger("rlframe")
     has_own = logger.hasHandlers()

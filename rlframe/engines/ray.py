@@ -28,7 +28,7 @@ class RayEngine(ServedEngine):
     transport = RayTransport()
 
     def __init__(self, options: EngineOptions) -> None:
-        with extras.needed("--engine ray", "ray"):
+        with extras.explain_import_error("--engine ray", "ray"):
             from rlframe.engines.ray_nodes.cluster import RayCluster
         super().__init__(options)
         self._owned: list[Any] = []
@@ -46,8 +46,8 @@ class RayEngine(ServedEngine):
         def node(group: str, make: bytes, index: int, incarnation: int) -> StartableNode:
             name, address = f"{group}/{index}", f"{group}/{index}/{incarnation}"
             pickled = pickle_worker(self.transport, address, make, name, index, incarnation)
-            rules, is_bound = rules_of[group], are_bound[group]
-            return self._cluster.place(name, address, pickled, rules, *shares[group], is_bound, lambda: None)
+            rules, shares_memory = rules_of[group], are_bound[group]
+            return self._cluster.place(name, address, pickled, rules, *shares[group], shares_memory, lambda: None)
 
         return {group: functools.partial(node, group, pickle_node(group, make)) for group, make in makers.items()}
 
@@ -75,17 +75,17 @@ class RayEngine(ServedEngine):
         shares = self._shares(groups, any(bound for _, bound in pickled.values()))
         for group, nodes in self._nodes.items():
             for node in nodes:
-                content, is_bound = pickled[node.address]
+                content, shares_memory = pickled[node.address]
                 name = node.address if len(nodes) > 1 else group
                 yield self._cluster.place(
-                    name, node.address, content, rules_of[group], *shares[group], is_bound, end_program
+                    name, node.address, content, rules_of[group], *shares[group], shares_memory, end_program
                 )
 
-    def _shares(self, groups: Mapping[str, int], is_bound: bool) -> dict[str, tuple[float, float]]:
+    def _shares(self, groups: Mapping[str, int], shares_memory: bool) -> dict[str, tuple[float, float]]:
         """Return the (CPUs, accelerators) that each node has to itself, by group."""
         busy = [group for group in groups if traits_of(group).is_busy]
         served = [group for group in groups if group in self._options.accelerators]
-        cpus = self._cluster.cpus(sum(groups[group] for group in busy), is_bound)
+        cpus = self._cluster.cpus(sum(groups[group] for group in busy), shares_memory)
         gpus = self._cluster.gpus(sum(groups[group] for group in served))
         return {group: (cpus * (group in busy), gpus * (group in served)) for group in groups}
 

@@ -14,10 +14,10 @@ from typing import Any
 from rlframe import extras
 from rlframe.interprocess.files import NativePath
 from rlframe.interprocess.phases import SAVING
-from rlframe.program_end import stopped_by_program
-from rlframe.replay.replay_files import save_now_and_then
+from rlframe.replay.replay_files import save_periodically
+from rlframe.shutdown import stop_with_program
 
-with extras.needed("--replay reverb", "reverb"):
+with extras.explain_import_error("--replay reverb", "reverb"):
     import reverb
 
 _log = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ class ReverbServer:
     def run(self) -> None:
         """Save now and then, until the program ends or `stop` is called, and once more then."""
         write = functools.partial(_save, self._server.localhost_client(), self._directory)
-        with stopped_by_program(self.stop):
-            save_now_and_then(write, self._stop, self._seconds, self._at_end)
+        with stop_with_program(self.stop):
+            save_periodically(write, self._stop, self._seconds, self._at_end)
 
     def stop(self) -> None:
         """End `run`."""

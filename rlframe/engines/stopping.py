@@ -17,7 +17,7 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     return stops if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (*stops, signal.SIGHUP)
 
 
-def leave_terminal() -> None:
+def detach_from_closed_terminal() -> None:
     """Redirect stdout and stderr to the null device if the terminal is gone: writing to it would raise."""
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -32,7 +32,7 @@ def leave_terminal() -> None:
 
 
 @contextlib.contextmanager
-def handling(numbers: Iterable[int], handle: Callable[[int], None]) -> Iterator[None]:
+def signal_handlers(numbers: Iterable[int], handle: Callable[[int], None]) -> Iterator[None]:
     """Handle signals by `handle(number)` during a `with`. Python allows that in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -41,7 +41,7 @@ def handling(numbers: Iterable[int], handle: Callable[[int], None]) -> Iterator[
     def called(number: int, frame: FrameType | None) -> None:
         del frame
         if number == signal.SIGHUP:
-            leave_terminal()
+            detach_from_closed_terminal()
         handle(number)
 
     before = {number: signal.signal(number, called) for number in numbers}
@@ -72,7 +72,7 @@ class StopSignal:
         self._handling = contextlib.ExitStack()
 
     def __enter__(self) -> StopSignal:
-        self._handling.enter_context(handling(stop_signals(), self._handle))
+        self._handling.enter_context(signal_handlers(stop_signals(), self._handle))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -46,7 +46,7 @@ class ThreadsEngine(ResourceEngine):
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
         """See `RunsReverb`. Nothing is kept in `path`: the server ends with this process."""
-        with extras.needed("--replay reverb", "reverb"):
+        with extras.explain_import_error("--replay reverb", "reverb"):
             import reverb
 
         server = reverb.Server(tables(), port=None)

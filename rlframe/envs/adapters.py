@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlframe.envs import answers, spaces
+from rlframe.envs import api_checks, spaces
 from rlframe.envs.codec import Codec
 from rlframe.errors import UsageError
 
@@ -59,33 +59,33 @@ class GymnasiumEnv:
 
     def __init__(self, env: Any):
         self.env = env
-        answers.check_is_gymnasium(env.observation_space, "observation")
-        answers.check_is_gymnasium(env.action_space, "action")
+        api_checks.check_is_gymnasium(env.observation_space, "observation")
+        api_checks.check_is_gymnasium(env.action_space, "action")
         self.codec = spaces.codec_of_spaces(env.observation_space, env.action_space)
-        answers.check_not_empty(self.codec.observation_spec, "observation")
-        answers.check_not_empty(self.codec.action_spec, "action")
+        api_checks.check_not_empty(self.codec.observation_spec, "observation")
+        api_checks.check_not_empty(self.codec.action_spec, "action")
         self._step: Callable[[Any], Any] = env.step
 
     def reset(self, seed: int | None) -> Any:
         try:
             result = self.env.reset() if seed is None else self.env.reset(seed=seed)
         except TypeError as error:
-            answers.check_takes_seed(self.env, error)
+            api_checks.check_takes_seed(self.env, error)
             raise
-        answers.check_gymnasium_reset(result)
+        api_checks.check_gymnasium_reset(result)
         return result[0]
 
     def step(self, action: Any) -> tuple[Any, float, float, bool]:
         result = self._step(action)
         if type(result) is not tuple or len(result) != 5:
-            answers.check_gymnasium_step(result)
+            api_checks.check_gymnasium_step(result)
         observation, reward, terminated, truncated, info = result
         if terminated is not False and terminated is not _NO:
-            terminated = answers.flag("terminated", terminated)
+            terminated = api_checks.flag("terminated", terminated)
         if truncated is not False and truncated is not _NO:
-            truncated = answers.flag("truncated", truncated)
+            truncated = api_checks.flag("truncated", truncated)
         if type(info) is not dict:
-            answers.check_info(info)
+            api_checks.check_info(info)
         if info and ("log" in info or "episode" in info):
             self._log_info(info)
         if terminated:
@@ -115,23 +115,23 @@ class DmEnv:
         self.env = env
         self._log_values: Callable[[], Any] | None = getattr(env, "log_values", None)
         self.codec = spaces.codec_of_specs(env.observation_spec(), env.action_spec())
-        answers.check_not_empty(self.codec.observation_spec, "observation")
-        answers.check_not_empty(self.codec.action_spec, "action")
+        api_checks.check_not_empty(self.codec.observation_spec, "observation")
+        api_checks.check_not_empty(self.codec.action_spec, "action")
 
     def reset(self, seed: int | None) -> Any:
         del seed  # dm_env has no such argument: builders take it.
         result = self.env.reset()
-        answers.check_dm_env_answer("reset", result)
+        api_checks.check_dm_env_answer("reset", result)
         return result.observation
 
     def step(self, action: Any) -> tuple[Any, float, float, bool]:
         result = self.env.step(action)
-        answers.check_dm_env_answer("step", result)
+        api_checks.check_dm_env_answer("step", result)
         step_type, reward, discount, observation = result
         if self._log_values is not None and (logged := self._log_values()) is not None:
             self.log(logged)
         if type(discount) is not float or not 0.0 <= discount <= 1.0:
-            discount = 1.0 if discount is None else answers.discount(discount)
+            discount = 1.0 if discount is None else api_checks.discount(discount)
         return observation, 0.0 if reward is None else reward, discount, int(step_type) == 2
 
     def close(self) -> None:

@@ -13,10 +13,10 @@ import numpy as np
 
 from rlframe import handles
 from rlframe.envs.adapters import env_seed, is_environment, wrap
-from rlframe.envs.envpool import EnvPoolPool, RepeatingEnvPool
+from rlframe.envs.envpool import ActionRepeatEnvPool, EnvPoolAdapter
 from rlframe.envs.group import ANSWER_TIMEOUT, EnvGroup, LoopPool, build_group, build_groups
 from rlframe.envs.names import Builder, takes_seed
-from rlframe.envs.pool import AsyncEnvPool, EnvPool, OwnPool, PoolHandle
+from rlframe.envs.pool import AsyncEnvPool, EnvPool, PoolWrapper, UserPool
 from rlframe.envs.process import AsyncProcesses, ProcessPool
 from rlframe.envs.remote import RemoteAsyncEnv, RemoteEnv, ServedSpecs
 from rlframe.envs.thread import AsyncThreads, ThreadPool
@@ -34,7 +34,7 @@ _PHRASES = {
 }
 
 
-class SyncEnv(PoolHandle):
+class SyncEnv(PoolWrapper):
     """`size` environments in lock step. Obeys the data contract of `rlframe.types` (auto-reset, discounts, dtypes).
 
     Args:
@@ -132,7 +132,7 @@ class SyncEnv(PoolHandle):
         self._pool.set_state(states)
 
 
-class AsyncEnv(PoolHandle):
+class AsyncEnv(PoolWrapper):
     """`size` environments, `wait_num` of which answer at a time: the slow ones hold nobody up.
 
     Args:
@@ -244,8 +244,8 @@ def as_pool(env: Any, *, seed: int = 0, deadline: float = handles.DEADLINE, stop
     if all(isinstance(one, handles.Remote) for one in listed):
         served = [(server, ServedSpecs(*server.specs())) for server in listed]
         if len(served) == 1 and served[0][1].wait_num is None:
-            return OwnPool(RemoteEnv(*served[0]))
-        return OwnPool(RemoteAsyncEnv(served))
+            return UserPool(RemoteEnv(*served[0]))
+        return UserPool(RemoteAsyncEnv(served))
     env = env if isinstance(env, (list, tuple)) else listed[0]
     if hasattr(env, "is_sync"):
         return env
@@ -257,7 +257,7 @@ def as_pool(env: Any, *, seed: int = 0, deadline: float = handles.DEADLINE, stop
     if is_environment(env):
         return SyncEnv.from_env(env, seed=seed)
     if not isinstance(env, type) and isinstance(env, (EnvPool, AsyncEnvPool)):
-        return OwnPool(env)
+        return UserPool(env)
     if callable(env):
         built = env(seed=seed) if takes_seed(env) else env()
         return as_pool(built, seed=seed, deadline=deadline, stop=stop)
@@ -305,7 +305,7 @@ def check_options(
         raise UsageError(f"clip_rewards must be above 0 (or None: rewards as they are), got {clip_rewards!r}.")
 
 
-def split_among(size: int, num_workers: int) -> list[tuple[int, int]]:
+def split_evenly(size: int, num_workers: int) -> list[tuple[int, int]]:
     """(start, stop) of each worker's share, as even as can be, in order."""
     bounds = [round(worker * size / num_workers) for worker in range(num_workers + 1)]
     return list(itertools.pairwise(bounds))
@@ -329,12 +329,12 @@ def make_pool(
                 "type='envpool' takes the name of an EnvPool task, not a builder: use 'loop', 'thread' or 'process'."
             )
         options = name_or_pybuilder, size, wait_num, seed, num_workers, env_kwargs
-        return RepeatingEnvPool(action_repeat, *options) if action_repeat > 1 else EnvPoolPool(*options)
+        return ActionRepeatEnvPool(action_repeat, *options) if action_repeat > 1 else EnvPoolAdapter(*options)
     builder = Builder(name_or_pybuilder, seed, env_kwargs, action_repeat)
     if type == "loop":
         return LoopPool(build_group(builder, 0, size))
     workers = min(size, num_workers or len(os.sched_getaffinity(0)))  # one for each core
-    slices = split_among(size, workers)
+    slices = split_evenly(size, workers)
     if type == "process":
         if wait_num is not None:
             return AsyncProcesses(builder, slices, wait_num, answer_timeout)

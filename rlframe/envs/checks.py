@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from dm_env import specs
 
-from rlframe.envs.answers import layers
+from rlframe.envs.api_checks import wrapper_chain
 from rlframe.envs.layout import Layout
 from rlframe.errors import EnvError, UsageError
 from rlframe.types import TimeStep
@@ -149,7 +149,7 @@ def check_distinct(envs: Iterable[Any], first_id: int) -> None:
     """Raise UsageError if two of the environments `first_id ..` of a pool are one object, or wrap the same one."""
     places: dict[int, int] = {}
     for i, env in enumerate(envs, first_id):
-        for layer in layers(env):
+        for layer in wrapper_chain(env):
             first = places.setdefault(id(layer), i)
             if first != i:
                 raise UsageError(
@@ -158,7 +158,7 @@ def check_distinct(envs: Iterable[Any], first_id: int) -> None:
                 )
 
 
-class Claim:
+class EnvOwnership:
     """Marks the environments of one pool as in use. The pool that resets an environment last has it.
 
     So pools may use one object in turn, but two that step it at the same time raise.
@@ -169,7 +169,7 @@ class Claim:
 
     def take(self, env: Any) -> None:
         """Take an environment that was reset. Its wrappers may have made a new inner one in that reset."""
-        for layer in layers(env):
+        for layer in wrapper_chain(env):
             key = id(layer)
             reference, claim = _claims.get(key, (_nothing, _nothing))
             other = claim() if reference() is layer else None

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from dm_env import specs
 
-from rlframe.envs.layout import Layout, MisfitError
+from rlframe.envs.layout import Layout, SpecMismatchError
 from rlframe.types import MultiDiscreteArray, Tree
 
 # All terms of a sum of squares below this fit float32. The sum takes a fifth of the time of comparing each term.
-FITS_FLOAT32 = float(np.finfo(np.float32).max) ** 2
+FLOAT32_MAX_SQUARED = float(np.finfo(np.float32).max) ** 2
 
 # Kinds of dtypes that are taken as another kind, if each value fits: never a float as an integer.
-_TAKEN_AS = {"b": "b", "i": "iub", "u": "iub", "f": "fiub"}
+_ACCEPTED_KINDS = {"b": "b", "i": "iub", "u": "iub", "f": "fiub"}
 
 _DTYPES = [np.dtype(char) for char in "?bhilqBHILQefd"]
 NUMBER_TYPES = frozenset(dtype.type for dtype in _DTYPES)  # of numpy's own numbers
@@ -46,13 +46,13 @@ class ObservationLeaf:
         self.is_plain = not isinstance(spec, (specs.DiscreteArray, MultiDiscreteArray))
         self._shape, self._dtype = spec.shape, spec.dtype
         self.wide = np.dtype(np.float64 if self._dtype.kind == "f" else np.int64)
-        self.taken = frozenset(filter(self._takes, _DTYPES))
+        self.taken = frozenset(filter(self._accepts, _DTYPES))
         self.first = np.asarray(start, np.int64)
         self.num_values = np.asarray(getattr(spec, "num_values", 0), np.uint64)  # of categories
         self._first, self._num_values = (int(one) if one.ndim == 0 else 0 for one in (self.first, self.num_values))
 
     def encode(self, value: Any, is_batch: bool = False) -> Any:
-        """One value, or a batch `[B, ...]` of them, in the spec's dtype. Raises MisfitError."""
+        """One value, or a batch `[B, ...]` of them, in the spec's dtype. Raises SpecMismatchError."""
         is_exact = self.is_plain and type(value) is np.ndarray and value.dtype == self._dtype and not is_batch
         if is_exact and value.shape == self._shape:
             return value
@@ -61,11 +61,11 @@ class ObservationLeaf:
         try:
             array = np.asarray(value)
         except ValueError:  # of a list whose rows differ in length
-            raise self._misfit(repr(value)) from None
+            raise self._spec_mismatch(repr(value)) from None
         shape, dtype = array.shape, array.dtype
         fits = len(shape) == len(self._shape) + 1 and shape[1:] == self._shape if is_batch else shape == self._shape
-        if not fits or dtype.kind not in _TAKEN_AS[self._dtype.kind]:
-            raise self._misfit(repr(value) if dtype.kind == "O" else f"{dtype} of shape {shape}")
+        if not fits or dtype.kind not in _ACCEPTED_KINDS[self._dtype.kind]:
+            raise self._spec_mismatch(repr(value) if dtype.kind == "O" else f"{dtype} of shape {shape}")
         if not self.is_plain:
             return self._categories(array)
         if dtype in self.taken:
@@ -73,7 +73,7 @@ class ObservationLeaf:
         return self._floats(array) if self._dtype.kind == "f" else self._integers(array)
 
     def check_finite(self, array: np.ndarray) -> None:
-        """Raises MisfitError where an encoded array holds NaN or infinity."""
+        """Raises SpecMismatchError where an encoded array holds NaN or infinity."""
         if self._dtype.kind == "f" and not np.isfinite(array).all():
             raise self._outside(array, ~np.isfinite(array), "finite numbers")
 
@@ -95,15 +95,15 @@ class ObservationLeaf:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.spec, self.start)
 
-    def _takes(self, dtype: np.dtype) -> bool:
-        if dtype.kind not in _TAKEN_AS[self._dtype.kind]:
+    def _accepts(self, dtype: np.dtype) -> bool:
+        if dtype.kind not in _ACCEPTED_KINDS[self._dtype.kind]:
             return False
         is_integer_as_float = self._dtype.kind == "f" and dtype.kind != "f"
         return is_integer_as_float or np.can_cast(dtype, self._dtype if self.is_plain else self.wide, "safe")
 
     def _floats(self, array: np.ndarray) -> np.ndarray:
         flat = array.ravel()
-        if array.dtype.kind == "f" and not flat.dot(flat) < FITS_FLOAT32:
+        if array.dtype.kind == "f" and not flat.dot(flat) < FLOAT32_MAX_SQUARED:
             wrong = np.isfinite(array) & (np.abs(array) > np.finfo(self._dtype).max)
             if wrong.any():
                 raise self._outside(array, wrong, f"numbers that fit {self._dtype}")
@@ -117,12 +117,12 @@ class ObservationLeaf:
             raise self._outside(array, wrong, f"whole numbers that fit {self._dtype}, {limits.min} to {limits.max}")
         return narrow
 
-    def _misfit(self, came: str) -> MisfitError:
-        return MisfitError(self.spec.name, came, f"{self._dtype} of shape {self._shape}")
+    def _spec_mismatch(self, came: str) -> SpecMismatchError:
+        return SpecMismatchError(self.spec.name, came, f"{self._dtype} of shape {self._shape}")
 
-    def _outside(self, array: np.ndarray, wrong: Any, expected: str) -> MisfitError:
+    def _outside(self, array: np.ndarray, wrong: Any, expected: str) -> SpecMismatchError:
         place = tuple(int(index[0]) for index in np.nonzero(wrong)) if array.shape else ()
-        return MisfitError(self.spec.name, str(array[place]), expected, place)
+        return SpecMismatchError(self.spec.name, str(array[place]), expected, place)
 
 
 class ActionLeaf:
@@ -189,7 +189,7 @@ class Codec:
     def encode(self, observation: Any, is_batch: bool = False) -> list[Any]:
         """The encoded leaves of an observation, or of a batch `[B, ...]`, in the order of `layout`.
 
-        Any Mapping stands for a dict, and a list for a tuple or an array. Raises MisfitError.
+        Any Mapping stands for a dict, and a list for a tuple or an array. Raises SpecMismatchError.
         """
         if self._only is not None:
             return [self._only.encode(observation, is_batch)]
@@ -261,8 +261,8 @@ class ObservationRows:
                     target[i] = array
                 else:
                     self._is_narrow &= leaf.write(i, value, array, target)
-        except MisfitError as error:
-            raise error.of_environment(self._env_ids[i]) from error
+        except SpecMismatchError as error:
+            raise error.for_environment(self._env_ids[i]) from error
 
     def finish(self, targets: list[np.ndarray], arrays: list[np.ndarray]) -> None:
         """Check and cast what is in wide arrays, once all rows are written. Raises as `write`."""
@@ -272,8 +272,8 @@ class ObservationRows:
             if target is not array:
                 try:
                     leaf.narrow(target, array)
-                except MisfitError as error:
-                    raise error.of_row(self._env_ids) from error
+                except SpecMismatchError as error:
+                    raise error.for_batch(self._env_ids) from error
 
     def write_one(self, i: int, observation: Any, arrays: list[np.ndarray], row: int) -> None:
         """Write an observation of the environment of row `i` into one row of `arrays`. Any thread may call it."""
@@ -281,8 +281,8 @@ class ObservationRows:
             values = (observation,) if self.is_leaf else self._layout.flatten(observation)
             for leaf, value, array in zip(self.leaves, values, arrays, strict=True):
                 self._is_narrow &= leaf.write(row, value, value, array)
-        except MisfitError as error:
-            raise error.of_environment(self._env_ids[i]) from error
+        except SpecMismatchError as error:
+            raise error.for_environment(self._env_ids[i]) from error
 
 
 class LeafRows:
@@ -319,7 +319,7 @@ class LeafRows:
         return self._is_narrow
 
     def narrow(self, wide: np.ndarray, array: np.ndarray) -> None:
-        """Check the values of a batch and cast them into `array`. Raises MisfitError."""
+        """Check the values of a batch and cast them into `array`. Raises SpecMismatchError."""
         if self._num_values is not None:
             values = wide if self._offset is None else wide - self._offset
             # As an unsigned number, one below 0 is above all others.
@@ -328,7 +328,7 @@ class LeafRows:
                 return
         elif wide.dtype.kind == "f":
             flat = wide.ravel()
-            if flat.dot(flat) < FITS_FLOAT32:
+            if flat.dot(flat) < FLOAT32_MAX_SQUARED:
                 array[...] = wide
                 return
         else:

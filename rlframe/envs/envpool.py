@@ -16,7 +16,7 @@ import numpy as np
 
 from rlframe.envs import spaces
 from rlframe.envs.adapters import env_seed
-from rlframe.envs.layout import MisfitError
+from rlframe.envs.layout import SpecMismatchError
 from rlframe.envs.names import envpool_task
 from rlframe.errors import UsageError
 from rlframe.metrics.rows import Sums
@@ -31,7 +31,7 @@ _LIGHT = ("envpool.classic_control", "envpool.toy_text")
 _SETTLES = 0.02  # seconds in which the thread that makes an EnvPool's buffers has made all that there is room for
 
 
-class EnvPoolPool:
+class EnvPoolAdapter:
     """An EnvPool, whose raw lists of arrays it gives as batched timesteps.
 
     Args:
@@ -103,8 +103,8 @@ class EnvPoolPool:
         discount = (alive | state[self._trunc]).astype(np.float32)
         try:
             leaves = [leaf.encode(state[i], is_batch=True) for i, leaf in self._leaves]
-        except MisfitError as error:
-            raise error.of_row(state[self._env_id]) from error
+        except SpecMismatchError as error:
+            raise error.for_batch(state[self._env_id]) from error
         observation = leaves[0] if self._is_leaf else self.layout.unflatten(leaves)
         return TimeStep(step_type, state[self._reward], discount, observation), alive.view(np.uint8)
 
@@ -153,12 +153,12 @@ def default_threads(task: str, size: int) -> int:
     return max(1, min(size, len(os.sched_getaffinity(0))))
 
 
-class RepeatingEnvPool(EnvPoolPool):
+class ActionRepeatEnvPool(EnvPoolAdapter):
     """Steps each environment `times` times with its action, but not beyond the end of an episode; rewards add up.
 
     Args:
         times: how often an action is taken.
-        others: as for `EnvPoolPool`. EnvPool itself answers for one environment at a time.
+        others: as for `EnvPoolAdapter`. EnvPool itself answers for one environment at a time.
     """
 
     def __init__(self, times: int, name: str, size: int, wait_num: int | None, *others: Any) -> None:
@@ -178,7 +178,7 @@ class RepeatingEnvPool(EnvPoolPool):
         super().send(env_ids, actions)
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:
-        """As `EnvPoolPool.recv`."""
+        """As `EnvPoolAdapter.recv`."""
         answered: list[tuple[np.ndarray, TimeStep]] = []
         while len(answered) < self._wait_num:
             env_ids, timestep = super().recv()

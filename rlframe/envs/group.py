@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlframe.envs import answers, snapshot
+from rlframe.envs import api_checks, snapshot
 from rlframe.envs.adapters import SingleEnv, wrap
-from rlframe.envs.answers import WrongAnswerError
-from rlframe.envs.checks import Claim, check_distinct
+from rlframe.envs.api_checks import EnvApiError
+from rlframe.envs.checks import EnvOwnership, check_distinct
 from rlframe.envs.codec import ObservationRows
-from rlframe.envs.layout import Frame, FrameRing
+from rlframe.envs.layout import BatchBuffer, BufferRing
 from rlframe.envs.logs import EnvLog
 from rlframe.errors import EnvError, RlframeError, UsageError
-from rlframe.interprocess.heartbeat import Clock
-from rlframe.metrics.rows import Sums, add_up
+from rlframe.interprocess.heartbeat import SuspendAwareClock
+from rlframe.metrics.rows import Sums, add_sums
 from rlframe.types import FIRST, LAST, MID, TimeStep
 
 if TYPE_CHECKING:
     from rlframe.envs.names import Builder
 
 ANSWER_TIMEOUT = 600.0  # seconds that an environment may take for one step before it counts as hung, by default
-LOOK = 0.5  # seconds between looks at whether those that a pool waits for are alive
+POLL_INTERVAL = 0.5  # seconds between looks at whether those that a pool waits for are alive
 
 # An environment that calls sys.exit() failed; Ctrl-C is no error of an environment.
 _ERRORS = (Exception, SystemExit)
@@ -65,7 +65,7 @@ class EnvGroup:
         self._seeds: list[int | None] = list(seeds)
         self._last = [True] * len(envs)  # so a step before any reset is a reset, as dm_env has it
         self._action_repeat = action_repeat
-        self._claim = Claim()
+        self._ownership = EnvOwnership()
         self._observations = ObservationRows(self.codec, first_id, len(envs))
         self._steppers = [_repeating(env.step, action_repeat) for env in envs]
         self._check_specs(envs)
@@ -76,23 +76,23 @@ class EnvGroup:
         for i, env in enumerate(self.envs):
             env.log = functools.partial(log.add, self.first_id + i)
 
-    def run(self, actions: np.ndarray | None, rows: Frame) -> None:
+    def run(self, actions: np.ndarray | None, rows: BatchBuffer) -> None:
         """Step every environment, or reset them if there are no actions."""
         if actions is None:
             self.reset(rows)
         else:
             self.step(actions, rows)
 
-    def reset(self, rows: Frame) -> None:
+    def reset(self, rows: BatchBuffer) -> None:
         """Starts a new episode in every environment."""
-        self._claim.taken = None
+        self._ownership.taken = None
         for i in range(len(self.envs)):
             self.at[0] = i
             self.reset_one(i, rows, i)
 
-    def step(self, actions: np.ndarray, rows: Frame) -> None:
+    def step(self, actions: np.ndarray, rows: BatchBuffer) -> None:
         """Steps every environment with its row of `actions` [n, ...]; resets those that were LAST instead."""
-        self._claim.check()
+        self._ownership.check()
         i, call = 0, "step"
         last, at, observations = self._last, self.at, self._observations
         rewards: list[Any] = []
@@ -132,21 +132,21 @@ class EnvGroup:
         for i, step_type, discount in unusual:
             rows.step_type[i], rows.discount[i] = step_type, discount
 
-    def step_one(self, i: int, action: np.ndarray, rows: Frame, row: int) -> None:
+    def step_one(self, i: int, action: np.ndarray, rows: BatchBuffer, row: int) -> None:
         """Steps environment i (counted in this group) alone and writes row `row`."""
         if self._last[i]:
             self.reset_one(i, rows, row)
             return
-        self._claim.check()
+        self._ownership.check()
         try:
             observation, reward, discount, self._last[i] = self._steppers[i](self.codec.decode(action[None])[0])
             rows.step_type[row] = 2 if self._last[i] else 1
             self._observations.write_one(i, observation, rows.leaves, row)
-            rows.reward[row], rows.discount[row] = answers.number("reward", reward), discount
+            rows.reward[row], rows.discount[row] = api_checks.number("reward", reward), discount
         except _ERRORS as error:
             raise self._explain(error, i, "step") from error
 
-    def reset_one(self, i: int, rows: Frame, row: int) -> None:
+    def reset_one(self, i: int, rows: BatchBuffer, row: int) -> None:
         """Resets environment i (counted in this group) and writes row `row`."""
         try:
             self._observations.write_one(i, self._reset_env(i), rows.leaves, row)
@@ -167,42 +167,42 @@ class EnvGroup:
         envs = [wrap(pickle.loads(pickled)) for pickled, _, _ in states]
         self._check_specs(envs)
         self.close()
-        self.envs, self._claim = envs, Claim()
+        self.envs, self._ownership = envs, EnvOwnership()
         self._last = [last for _, last, _ in states]
         self._seeds = [seed for _, _, seed in states]
         self._steppers = [_repeating(env.step, self._action_repeat) for env in envs]
         self.log_to(self.log)
 
     def close(self) -> None:
-        self._claim = Claim()
+        self._ownership = EnvOwnership()
         for env in self.envs:
             env.close()
 
     def _reset_env(self, i: int) -> Any:
         seed, self._seeds[i] = self._seeds[i], None
         observation = self.envs[i].reset(seed)
-        self._claim.take(self.envs[i].env)
+        self._ownership.take(self.envs[i].env)
         return observation
 
     def _numbers(self, rewards: list[Any]) -> Any:
         """The rewards of all environments, as numbers that fit in float32."""
-        numbers = answers.as_numbers(rewards)
+        numbers = api_checks.as_numbers(rewards)
         if numbers is not None:
             return numbers
         for i, reward in enumerate(rewards):
             try:
-                rewards[i] = answers.number("reward", reward)
-            except WrongAnswerError as error:
+                rewards[i] = api_checks.number("reward", reward)
+            except EnvApiError as error:
                 raise self._explain(error, i, "step") from error
         return rewards
 
     def _check_specs(self, envs: list[SingleEnv]) -> None:
         for i, env in enumerate(envs):
             if env.codec != self.codec:
-                raise different_specs(self.first_id, self.codec, self.first_id + i, env.codec)
+                raise different_specs_error(self.first_id, self.codec, self.first_id + i, env.codec)
 
     def _explain(self, error: BaseException, i: int, call: str) -> RlframeError:
-        if isinstance(error, WrongAnswerError):
+        if isinstance(error, EnvApiError):
             return UsageError(f"Environment {self.first_id + i} {error}")
         if isinstance(error, RlframeError):
             return error
@@ -233,7 +233,7 @@ class StepWatch:
 
     def __init__(self, answer_timeout: float):
         self._answer_timeout = answer_timeout
-        self._clock = Clock()
+        self._clock = SuspendAwareClock()
         self._seen: dict[int, tuple[Any, float]] = {}  # by worker: (what it is at, since when by the clock)
 
     def begin(self) -> None:
@@ -253,10 +253,10 @@ class StepWatch:
         }
         late = sorted(task[0] for task, since in self._seen.values() if now - since > self._answer_timeout)
         if late:
-            raise silence([(env_id, env_id + 1) for env_id in late], self._answer_timeout)
+            raise timeout_error([(env_id, env_id + 1) for env_id in late], self._answer_timeout)
 
 
-def silence(slices: list[tuple[int, int]], seconds: float) -> EnvError:
+def timeout_error(slices: list[tuple[int, int]], seconds: float) -> EnvError:
     """The error for environments that do not answer."""
     who = "it hangs" if len(slices) == 1 and slices[0][1] - slices[0][0] == 1 else "they hang"
     return EnvError(
@@ -270,7 +270,7 @@ def interrupted() -> EnvError:
     return EnvError("This environment pool was interrupted or failed in a step: close it and make a new one.")
 
 
-def different_specs(i: int, wanted: Any, j: int, came: Any) -> UsageError:
+def different_specs_error(i: int, wanted: Any, j: int, came: Any) -> UsageError:
     """The error for a builder whose environments are not alike."""
     return UsageError(
         f"The builder gave environments with different specs: environment {i} has {wanted}, environment {j} has "
@@ -286,7 +286,7 @@ def _repeating(step: Callable[[Any], Any], times: int) -> Callable[[Any], Any]:
         rewards, left = 0.0, 1.0
         for _ in range(times):
             observation, reward, discount, last = step(action)
-            rewards += answers.number("reward", reward)
+            rewards += api_checks.number("reward", reward)
             left *= discount
             if last:
                 break
@@ -335,7 +335,7 @@ class GroupPool(abc.ABC):
         self._slices = [(group.first_id, group.first_id + len(group.envs)) for group in groups]
         self.num_envs = self._slices[-1][1]
         self.codec = groups[0].codec
-        self._ring = FrameRing(groups[0].layout, self.num_envs, self._slices)
+        self._ring = BufferRing(groups[0].layout, self.num_envs, self._slices)
 
     def reset(self) -> TimeStep:
         return self._run(None)
@@ -344,14 +344,14 @@ class GroupPool(abc.ABC):
         return self._run(actions)
 
     def get_state(self) -> list[EnvState] | None:
-        return joined_states([group.get_state() for group in self._groups])
+        return concatenate_states([group.get_state() for group in self._groups])
 
     def set_state(self, states: list[EnvState]) -> None:
         for group, (start, stop) in zip(self._groups, self._slices, strict=True):
             group.set_state(states[start:stop])
 
     def sums(self) -> Sums:
-        return add_up(group.log.sums() for group in self._groups)
+        return add_sums(group.log.sums() for group in self._groups)
 
     def progress(self) -> Any:
         return [group.at[0] for group in self._groups]
@@ -376,7 +376,7 @@ class LoopPool(GroupPool):
         self._groups[0].close()
 
 
-def joined_states(parts: list[list[EnvState] | None]) -> list[EnvState] | None:
+def concatenate_states(parts: list[list[EnvState] | None]) -> list[EnvState] | None:
     """The states of all environments of a pool; None if those of one part cannot be saved."""
     states: list[EnvState] = []
     for part in parts:

@@ -32,7 +32,7 @@ class Layout:
     def flatten(self, tree: Any) -> list[Any]:
         """The leaves of a tree of this structure: any Mapping stands for a dict, a list for a tuple.
 
-        Raises MisfitError, which names the part that has another structure.
+        Raises SpecMismatchError, which names the part that has another structure.
         """
         if self.is_leaf:
             return [tree]
@@ -66,14 +66,16 @@ def _leaves(spec: Any) -> Any:
 def _flatten(spec: Any, tree: Any, path: str, out: list[Any]) -> None:
     if isinstance(spec, dict):
         if not isinstance(tree, Mapping) or len(tree) != len(spec) or not all(key in tree for key in spec):
-            came = f"a dict with the keys {_keys(tree)}" if isinstance(tree, Mapping) else type(tree).__name__
-            raise MisfitError(path, came, f"a dict with the keys {_keys(spec)}")
+            received = f"a dict with the keys {_keys(tree)}" if isinstance(tree, Mapping) else type(tree).__name__
+            raise SpecMismatchError(path, received, f"a dict with the keys {_keys(spec)}")
         for key, sub in spec.items():
             _flatten(sub, tree[key], f"{path}.{key}", out)
     elif isinstance(spec, tuple):
         if not isinstance(tree, (tuple, list)) or len(tree) != len(spec):
-            came = f"{type(tree).__name__} of {len(tree)}" if isinstance(tree, (tuple, list)) else type(tree).__name__
-            raise MisfitError(path, came, f"a tuple of {len(spec)}")
+            received = (
+                f"{type(tree).__name__} of {len(tree)}" if isinstance(tree, (tuple, list)) else type(tree).__name__
+            )
+            raise SpecMismatchError(path, received, f"a tuple of {len(spec)}")
         for i, sub in enumerate(spec):
             _flatten(sub, tree[i], f"{path}.{i}", out)
     else:
@@ -92,7 +94,7 @@ def _unflatten(spec: Any, leaves: Any) -> Any:
     return next(leaves)
 
 
-class MisfitError(UsageError):
+class SpecMismatchError(UsageError):
     """An observation, or a part of one, that is not in its space.
 
     Args:
@@ -102,29 +104,29 @@ class MisfitError(UsageError):
       place: the indices of a value that is not allowed; None where dtype, shape or structure are wrong.
     """
 
-    def __init__(self, name: str, came: str, expected: str, place: tuple[int, ...] | None = None):
-        self.name, self.came, self.expected, self.place = name, came, expected, place
-        super().__init__(f"{name!r} must be {expected}, got {came}{_at(place)}.")
+    def __init__(self, name: str, received: str, expected: str, place: tuple[int, ...] | None = None):
+        self.name, self.received, self.expected, self.place = name, received, expected, place
+        super().__init__(f"{name!r} must be {expected}, got {received}{_at(place)}.")
 
-    def of_environment(self, env_id: int) -> RlframeError:
+    def for_environment(self, env_id: int) -> RlframeError:
         """The same, naming the environment that gave the observation."""
         gave = f"Environment {env_id} gave {self.name!r}"
         if self.place is None:
             return UsageError(
-                f"{gave} as {self.came}, but its space says {self.expected}. Correct the environment's observation "
+                f"{gave} as {self.received}, but its space says {self.expected}. Correct the environment's observation "
                 "space."
             )
         return EnvError(
-            f"{gave} with {self.came}{_at(self.place)}: expected {self.expected}. Correct the environment, or its "
+            f"{gave} with {self.received}{_at(self.place)}: expected {self.expected}. Correct the environment, or its "
             "observation space."
         )
 
-    def of_row(self, env_ids: Any) -> RlframeError:
+    def for_batch(self, env_ids: Any) -> RlframeError:
         """The same, where the observations of the environments `env_ids` were encoded as one batch."""
         if not self.place:
-            return self.of_environment(env_ids[0])
-        inside = MisfitError(self.name, self.came, self.expected, self.place[1:])
-        return inside.of_environment(env_ids[self.place[0]])
+            return self.for_environment(env_ids[0])
+        inside = SpecMismatchError(self.name, self.received, self.expected, self.place[1:])
+        return inside.for_environment(env_ids[self.place[0]])
 
 
 def _at(place: tuple[int, ...] | None) -> str:
@@ -134,7 +136,7 @@ def _at(place: tuple[int, ...] | None) -> str:
 _KEPT = 8  # frames that a pool keeps for re-use; a caller who holds more gets fresh ones
 
 
-class Frame:
+class BatchBuffer:
     """One batch: `step_type` [B] uint8, `reward` [B] float32, `discount` [B] float32, `leaves` [B, ...] each."""
 
     def __init__(self, layout: Layout, arrays: list[np.ndarray]):
@@ -142,24 +144,24 @@ class Frame:
         self.arrays = arrays
         self.step_type, self.reward, self.discount = arrays[:3]
         self.leaves = arrays[3:]
-        self._slices: dict[tuple[int, int], Frame] = {}
+        self._slices: dict[tuple[int, int], BatchBuffer] = {}
         self.idle_counts: list[int] | None = None
 
-    def copy(self) -> Frame:
+    def copy(self) -> BatchBuffer:
         """The same values in memory of their own."""
-        return Frame(self._layout, [array.copy() for array in self.arrays])
+        return BatchBuffer(self._layout, [array.copy() for array in self.arrays])
 
-    def select(self, env_ids: np.ndarray) -> Frame:
+    def select(self, env_ids: np.ndarray) -> BatchBuffer:
         """The rows of some environments, in memory of their own."""
-        return Frame(self._layout, [np.take(array, env_ids, axis=0) for array in self.arrays])
+        return BatchBuffer(self._layout, [np.take(array, env_ids, axis=0) for array in self.arrays])
 
     def timestep(self) -> TimeStep:
         return TimeStep(self.step_type, self.reward, self.discount, self._layout.unflatten(self.leaves))
 
-    def rows(self, start: int, stop: int) -> Frame:
+    def rows(self, start: int, stop: int) -> BatchBuffer:
         """The part that the environments start .. stop write, as views."""
         if (start, stop) not in self._slices:
-            self._slices[start, stop] = Frame(self._layout, [array[start:stop] for array in self.arrays])
+            self._slices[start, stop] = BatchBuffer(self._layout, [array[start:stop] for array in self.arrays])
             self.idle_counts = None
         return self._slices[start, stop]
 
@@ -171,7 +173,7 @@ class Frame:
         return [getrefcount(array) for array in self.arrays] == self.idle_counts
 
 
-def frame_shapes(layout: Layout, num_envs: int) -> list[tuple[tuple[int, ...], np.dtype]]:
+def buffer_shapes(layout: Layout, num_envs: int) -> list[tuple[tuple[int, ...], np.dtype]]:
     """(shape, dtype) of each array of a frame, in order."""
     scalars = [np.dtype(np.uint8), np.dtype(np.float32), np.dtype(np.float32)]
     return [((num_envs,), dtype) for dtype in scalars] + [
@@ -179,27 +181,27 @@ def frame_shapes(layout: Layout, num_envs: int) -> list[tuple[tuple[int, ...], n
     ]
 
 
-def new_frame(layout: Layout, num_envs: int) -> Frame:
+def new_buffer(layout: Layout, num_envs: int) -> BatchBuffer:
     """A frame in memory of its own."""
-    return Frame(layout, [np.zeros(shape, dtype) for shape, dtype in frame_shapes(layout, num_envs)])
+    return BatchBuffer(layout, [np.zeros(shape, dtype) for shape, dtype in buffer_shapes(layout, num_envs)])
 
 
-class FrameRing:
+class BufferRing:
     """Gives out a frame that nobody else holds. `groups` are the (start, stop) slices that will be written."""
 
     def __init__(self, layout: Layout, num_envs: int, groups: list[tuple[int, int]]):
         self._layout = layout
         self._num_envs = num_envs
         self._groups = groups
-        self._frames: list[Frame] = []
+        self._frames: list[BatchBuffer] = []
         self._next = 0
 
-    def take(self) -> Frame:
+    def take(self) -> BatchBuffer:
         for _ in range(len(self._frames)):
             self._next = (self._next + 1) % len(self._frames)
             if self._frames[self._next].is_idle():
                 return self._frames[self._next]
-        frame = new_frame(self._layout, self._num_envs)
+        frame = new_buffer(self._layout, self._num_envs)
         for start, stop in self._groups:
             frame.rows(start, stop)
         if len(self._frames) < _KEPT:

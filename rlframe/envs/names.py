@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from rlframe import extras
-from rlframe.envs import registered
+from rlframe.envs import gymnasium_registry
 from rlframe.envs.adapters import SingleEnv, env_seed, is_environment, wrap
-from rlframe.envs.registered import gymnasium_ids, users_spec
+from rlframe.envs.gymnasium_registry import gymnasium_ids, user_spec
 from rlframe.errors import EnvError, RlframeError, UsageError, suggest
-from rlframe.user_code.files import import_module, look_in, module_directories
+from rlframe.user_code.files import import_module, module_directories, restore_module_directories
 
 PREFIXES = ("gymnasium", "envpool", "dm_control")
 CHANGED = ", as your code has registered it"  # in `describe_backend`, of a class of Gymnasium's
@@ -44,7 +44,7 @@ def dm_control_tasks() -> tuple[str, ...]:
     """The tasks of the dm_control suite as `domain-task`; none where it is not installed."""
     if not extras.has("dm_control"):
         return ()
-    with warnings.catch_warnings(), extras.needed("An environment of dm_control", "dm_control"):
+    with warnings.catch_warnings(), extras.explain_import_error("An environment of dm_control", "dm_control"):
         warnings.simplefilter("ignore")  # that there is no display
         from dm_control import suite
     return tuple(f"{domain}-{task}" for domain, task in suite.ALL_TASKS)
@@ -61,13 +61,13 @@ def backend(name: str) -> str:
     prefix, task = split(name)
     if prefix is not None:
         return prefix
-    if users_spec(task) is not None:
+    if user_spec(task) is not None:
         return "gymnasium"
     if task in envpool_tasks():
         return "envpool"
     if task in gymnasium_ids() or ":" in task:
         return "gymnasium"
-    raise unknown(task, [*envpool_tasks(), *gymnasium_ids()])
+    raise unknown_env_error(task, [*envpool_tasks(), *gymnasium_ids()])
 
 
 # Up to so many environments, a plain loop over Gymnasium's own is ahead of EnvPool: waking a thread takes 60 us, and
@@ -106,7 +106,7 @@ def list_envs() -> list[tuple[str, str]]:
     return sorted(rows)
 
 
-def unknown(name: str, known: Any) -> UsageError:
+def unknown_env_error(name: str, known: Any) -> UsageError:
     """The error for a name that nothing has, with the nearest one that something has."""
     if name.startswith("ALE/"):
         atari = name.removeprefix("ALE/")
@@ -121,9 +121,9 @@ def unknown(name: str, known: Any) -> UsageError:
 def envpool_task(name: str) -> str:
     """The EnvPool task that a name means under `type='envpool'`. Raises UsageError where EnvPool has none."""
     prefix, task = split(name)
-    if prefix is None and (spec := users_spec(task)) is not None:
+    if prefix is None and (spec := user_spec(task)) is not None:
         raise UsageError(
-            f"{name!r} is {registered.describe(spec)}, which your code has registered with Gymnasium: use type 'loop', "
+            f"{name!r} is {gymnasium_registry.describe(spec)}, which your code has registered with Gymnasium: use type 'loop', "
             f"'thread' or 'process' with it, or name EnvPool's task 'envpool:{task}'."
         )
     if task in envpool_tasks() and prefix in (None, "envpool"):
@@ -131,7 +131,7 @@ def envpool_task(name: str) -> str:
     if not envpool_tasks():
         raise UsageError(f"{name!r} asks for EnvPool, which is not installed here: `pip install envpool`.")
     if prefix == "envpool" or task not in gymnasium_ids():
-        raise unknown(task, envpool_tasks())
+        raise unknown_env_error(task, envpool_tasks())
     raise UsageError(f"EnvPool has no task {name!r}: use type 'loop', 'thread' or 'process' with it.")
 
 
@@ -166,8 +166,8 @@ class Builder:
         return {"places": module_directories([self.target]), "registered": spec, **vars(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        look_in(state.pop("places"))
-        registered.restore(state.pop("registered"))
+        restore_module_directories(state.pop("places"))
+        gymnasium_registry.restore(state.pop("registered"))
         vars(self).update(state)
 
     @property
@@ -192,19 +192,19 @@ class Builder:
 
 
 def registration(name: Any) -> Any:
-    """The `gymnasium.EnvSpec` that a name means; None for any other name, or a builder. See `registered.restore`."""
+    """The `gymnasium.EnvSpec` that a name means; None for any other name, or a builder. See `gymnasium_registry.restore`."""
     if not isinstance(name, str):
         return None
     prefix, task = split(name)
-    return registered.spec_of(task) if prefix in (None, "gymnasium") else None
+    return gymnasium_registry.spec_of(task) if prefix in (None, "gymnasium") else None
 
 
 def describe_backend(name: str) -> str:
     """Return a text that says which library makes an environment: "EnvPool", or "Gymnasium (my_envs:Maze)"."""
     library = backend(name)
     if library == "gymnasium" and (spec := registration(name)) is not None:
-        made_by = registered.describe(spec)
-        is_changed = made_by.startswith("gymnasium.") and users_spec(split(name)[1]) is not None
+        made_by = gymnasium_registry.describe(spec)
+        is_changed = made_by.startswith("gymnasium.") and user_spec(split(name)[1]) is not None
         return f"Gymnasium ({made_by}{CHANGED if is_changed else ''})"
     return {"envpool": "EnvPool", "gymnasium": "Gymnasium", "dm_control": "dm_control"}[library]
 
@@ -225,15 +225,15 @@ def check_name(name: str) -> None:
         raise UsageError(f"{name!r} is an EnvPool task: use type 'envpool' for it.")
     if prefix == "dm_control":
         if not dm_control_tasks():
-            raise extras.missing(f"The environment {name}", "dm_control")
+            raise extras.missing_extra_error(f"The environment {name}", "dm_control")
         if task not in dm_control_tasks():
-            raise unknown(task, dm_control_tasks())
+            raise unknown_env_error(task, dm_control_tasks())
     elif not gymnasium_ids():
-        raise extras.missing(f"The environment {name}", "gymnasium")
+        raise extras.missing_extra_error(f"The environment {name}", "gymnasium")
     elif ":" in task:
         import_module(task.rpartition(":")[0], task)
     elif task not in gymnasium_ids():
-        raise unknown(task, [*gymnasium_ids(), *envpool_tasks()])
+        raise unknown_env_error(task, [*gymnasium_ids(), *envpool_tasks()])
 
 
 def _make_named(name: str, seed: int, kwargs: Mapping[str, Any]) -> Any:
@@ -244,4 +244,4 @@ def _make_named(name: str, seed: int, kwargs: Mapping[str, Any]) -> Any:
         domain, _, task_name = task.partition("-")
         task_kwargs = {"random": seed, **kwargs.get("task_kwargs", {})}
         return suite.load(domain, task_name, **{**kwargs, "task_kwargs": task_kwargs})
-    return registered.make(task, kwargs)
+    return gymnasium_registry.make(task, kwargs)

@@ -15,7 +15,7 @@ from rlframe.envs.wrappers import FrameStack
 from rlframe.errors import UsageError
 from rlframe.interprocess.phases import Phase
 from rlframe.metrics.rows import Sums
-from rlframe.program_end import Closing
+from rlframe.shutdown import Closeable
 from rlframe.types import TimeStep
 
 _LATER = 5.0  # seconds by which a pool that hangs may raise later than it should
@@ -71,7 +71,7 @@ _OPTIONAL: dict[str, Callable[[], Any]] = {
 }
 
 
-class OwnPool:
+class UserPool:
     """A user's `EnvPool` or `AsyncEnvPool` with the methods that it may leave out."""
 
     def __init__(self, pool: Any) -> None:
@@ -82,7 +82,7 @@ class OwnPool:
         return getattr(self._pool, name, _OPTIONAL[name]) if name in _OPTIONAL else getattr(self._pool, name)
 
 
-class PoolHandle(Closing):
+class PoolWrapper(Closeable):
     """Holds a pool, shows its specs, and closes it."""
 
     def _attach(
@@ -143,7 +143,7 @@ def true_rewards(env: Any, timestep: TimeStep) -> np.ndarray:
     return timestep.reward if rewards is None else rewards
 
 
-def stepping(env: Any) -> Phase:
+def stepping_phase(env: Any) -> Phase:
     """The phase of who waits for a pool, in which each environment has its answer time.
 
     Pools that see for themselves that an environment of theirs hangs are the first to, and name it.

@@ -12,27 +12,27 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.envs.group import LOOK, EnvState, interrupted, joined_states
-from rlframe.envs.layout import Frame
+from rlframe.envs.group import POLL_INTERVAL, EnvState, concatenate_states, interrupted
+from rlframe.envs.layout import BatchBuffer
 from rlframe.envs.worker import (
-    AT,
+    BUFFER,
     CALL,
     COMMAND,
-    DONE,
+    CURRENT_ENV,
     FAILED,
-    FRAME,
-    GO,
-    NUM_FRAMES,
-    REQUESTED,
+    NUM_BUFFERS,
+    NUM_COMMANDS,
+    NUM_DONE,
+    NUM_REQUESTED,
     RESET,
     STEP,
-    WANTED,
+    WAKE_AT,
 )
 from rlframe.envs.worker_processes import WorkerProcesses
 from rlframe.types import TimeStep
 
-_ASYNC_LOOK = 0.05  # seconds; see AsyncProcesses._wait
-_NOBODY_WAITS = 2**62  # more results than there will ever be
+_ASYNC_POLL_INTERVAL = 0.05  # seconds; see AsyncProcesses._wait
+_NEVER_WAKE = 2**62  # more results than there will ever be
 
 
 class ProcessPool(WorkerProcesses):
@@ -54,13 +54,13 @@ class ProcessPool(WorkerProcesses):
         return self._run(STEP)
 
     def get_state(self) -> list[EnvState] | None:
-        return joined_states(self._call("get_state", [()] * len(self._slices)))
+        return concatenate_states(self._call("get_state", [()] * len(self._slices)))
 
     def set_state(self, states: list[EnvState]) -> None:
         self._call("set_state", [(states[start:stop],) for start, stop in self._slices])
 
     def progress(self) -> Any:
-        return [header[AT] for header in self._memory.headers]
+        return [header[CURRENT_ENV] for header in self._memory.headers]
 
     def _run(self, command: int) -> TimeStep:
         frame = self._take()
@@ -68,9 +68,9 @@ class ProcessPool(WorkerProcesses):
         self._wait()
         return (frame if self._next else frame.copy()).timestep()
 
-    def _take(self) -> Frame:
+    def _take(self) -> BatchBuffer:
         """A frame that the caller does not hold; frame 0, of which it only ever gets copies, if it holds them all."""
-        for i in range(1, NUM_FRAMES):
+        for i in range(1, NUM_BUFFERS):
             self._next = i
             if self._memory.frames[i].is_idle():
                 return self._memory.frames[i]
@@ -93,8 +93,8 @@ class ProcessPool(WorkerProcesses):
         self._watch.begin()
         for header, go in zip(self._memory.headers, self._memory.go, strict=True):
             header[COMMAND] = command
-            header[FRAME] = self._next
-            header[GO] = self._given
+            header[BUFFER] = self._next
+            header[NUM_COMMANDS] = self._given
             go.wake()
 
     def _wait(self) -> None:
@@ -102,16 +102,20 @@ class ProcessPool(WorkerProcesses):
         headers, done, given = self._memory.headers, self._memory.done, self._given
         while True:
             value = done.value
-            waiting = [header for header in headers if header[DONE] != given]
+            waiting = [header for header in headers if header[NUM_DONE] != given]
             if not waiting:
                 break
-            if any(header[FAILED] for header in waiting) or not done.wait(value, LOOK):
+            if any(header[FAILED] for header in waiting) or not done.wait(value, POLL_INTERVAL):
                 self._look()
         self._is_waiting = False
 
     def _stepped(self) -> dict[int, tuple[int, Any]]:
         workers = enumerate(zip(self._memory.headers, self._slices, strict=True))
-        return {i: (start + header[AT], None) for i, (header, (start, _)) in workers if header[DONE] != self._given}
+        return {
+            i: (start + header[CURRENT_ENV], None)
+            for i, (header, (start, _)) in workers
+            if header[NUM_DONE] != self._given
+        }
 
 
 class AsyncProcesses(WorkerProcesses):
@@ -124,7 +128,7 @@ class AsyncProcesses(WorkerProcesses):
         self._requested = [0] * len(slices)
         self._taken = [0] * len(slices)
         self._ready: list[int] = []  # finished, in order, but not yet received
-        self._memory.headers[0][WANTED] = _NOBODY_WAITS
+        self._memory.headers[0][WAKE_AT] = _NEVER_WAKE
         self._next_look = 0.0
 
     def start(self) -> None:
@@ -141,7 +145,7 @@ class AsyncProcesses(WorkerProcesses):
                 places = np.arange(self._requested[worker], self._requested[worker] + len(ids)) % self.num_envs
                 self._memory.requests[worker, places] = ids
                 self._requested[worker] += len(ids)
-                self._memory.headers[worker][REQUESTED] = self._requested[worker]
+                self._memory.headers[worker][NUM_REQUESTED] = self._requested[worker]
                 go.wake()
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:
@@ -151,23 +155,23 @@ class AsyncProcesses(WorkerProcesses):
         now = time.monotonic()
         # The others may be quick enough that we never wait for a worker that failed or died.
         if now > self._next_look or any(header[FAILED] for header in self._memory.headers):
-            self._next_look = now + LOOK
+            self._next_look = now + POLL_INTERVAL
             self._look()
         missing = self._wait_num - len(self._ready)
         if missing > 0:
-            self._memory.headers[0][WANTED] = sum(self._taken) + missing
+            self._memory.headers[0][WAKE_AT] = sum(self._taken) + missing
             self._wait()
-            self._memory.headers[0][WANTED] = _NOBODY_WAITS
+            self._memory.headers[0][WAKE_AT] = _NEVER_WAKE
         env_ids = np.array(self._ready[: self._wait_num], np.int32)
         del self._ready[: self._wait_num]
         return env_ids, self._memory.frames[0].select(env_ids).timestep()
 
     def progress(self) -> Any:
-        return [header[DONE] for header in self._memory.headers]
+        return [header[NUM_DONE] for header in self._memory.headers]
 
     def _collect(self) -> None:
         for worker, header in enumerate(self._memory.headers):
-            done = header[DONE]
+            done = header[NUM_DONE]
             while self._taken[worker] < done:
                 self._ready.append(int(self._memory.results[worker, self._taken[worker] % self.num_envs]))
                 self._taken[worker] += 1
@@ -181,14 +185,14 @@ class AsyncProcesses(WorkerProcesses):
             if len(self._ready) >= self._wait_num:
                 return
             # A wake-up may be missed where WANTED and DONE change together, so the sleep is short.
-            woken = done.wait(value, _ASYNC_LOOK)
+            woken = done.wait(value, _ASYNC_POLL_INTERVAL)
             if not woken or any(header[FAILED] for header in self._memory.headers):
                 self._look()
 
     def _stepped(self) -> dict[int, tuple[int, Any]]:
         stepped = {}
         for worker, (header, requested) in enumerate(zip(self._memory.headers, self._requested, strict=True)):
-            done = header[DONE]
+            done = header[NUM_DONE]
             if done < requested:
                 stepped[worker] = int(self._memory.requests[worker, done % self.num_envs]), done
         return stepped

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlframe import handles, retry
 from rlframe.errors import UsageError
-from rlframe.metrics.rows import Sums, add_up
+from rlframe.metrics.rows import Sums, add_sums
 from rlframe.types import TimeStep, Tree
 
 
@@ -71,7 +71,7 @@ class RemoteEnv:
         return timestep
 
 
-_LOOK, _LONGEST_LOOK = 0.0001, 0.002  # seconds between two looks at which of several servers has answered
+_POLL_INTERVAL, _MAX_POLL_INTERVAL = 0.0001, 0.002  # seconds between two looks at which of several servers has answered
 
 
 class RemoteAsyncEnv:
@@ -157,11 +157,11 @@ class RemoteAsyncEnv:
 
     def sums(self) -> Sums:
         """See `SyncEnv.sums`; up to the last end of an episode."""
-        return add_up(server.sums for server in self._servers)
+        return add_sums(server.sums for server in self._servers)
 
     def _first_of(self, asked: list[_Server]) -> _Server:
         """Wait for an answer. A server beyond its deadline counts as one, so that it is named."""
-        looks = retry.pauses(_LOOK, _LONGEST_LOOK)
+        looks = retry.backoff(_POLL_INTERVAL, _MAX_POLL_INTERVAL)
         while True:
             for server in asked:
                 if server.has_answered():
@@ -176,7 +176,7 @@ class _Server:
         self._remote, self._client, self._number = remote, uuid.uuid4().hex, 0
         self.first, self.end = first, end  # its environments, among all
         self.running = end - first  # environments that have something to do, beside those that `call` asks for
-        self.call: handles.Call | None = None
+        self.call: handles.AsyncCall | None = None
         self.sums: Sums = {}
         self._answer: ServedStep | None = None
         self._asked_at = 0.0
@@ -190,7 +190,7 @@ class _Server:
         if self.call is None:
             self._number += 1
             self._asked_at = time.monotonic()
-            self.call = handles.Call(self._remote, "recv", (self._client, self._number))
+            self.call = handles.AsyncCall(self._remote, "recv", (self._client, self._number))
 
     def has_answered(self) -> bool:
         """Return True if the answer is here or overdue: `take` does not wait then."""

@@ -11,7 +11,7 @@ import numpy as np
 from rlframe import handles
 from rlframe.envs.adapters import env_seed
 from rlframe.envs.batch import as_pool
-from rlframe.envs.pool import stepping
+from rlframe.envs.pool import stepping_phase
 from rlframe.envs.remote import ServedSpecs, ServedStep
 from rlframe.errors import EnvError, UnavailableError, UsageError
 from rlframe.types import LAST, TimeStep
@@ -32,7 +32,7 @@ class EnvServer:
     def __init__(self, env_builder: Any, seed: int = 0) -> None:
         self._env_builder, self._seed = env_builder, seed
         self._env = as_pool(env_builder, seed=seed)
-        self._stepping = stepping(self._env)
+        self._stepping = stepping_phase(self._env)
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._client, self._number = "", 0  # of the call that was answered last
         self._answer: ServedStep | UsageError | None = None
@@ -76,7 +76,7 @@ class EnvServer:
         Raises:
             EnvError: an environment raised. It was told to the Actor as well.
         """
-        with handles.stopped_by_program(self.stop):
+        with handles.stop_with_program(self.stop):
             self._stop.wait()
         with self._lock:
             self._env.close()
@@ -137,4 +137,4 @@ class EnvServer:
         self._takeovers += 1
         self._env.close()
         self._env = as_pool(self._env_builder, seed=env_seed(self._seed, self._takeovers))
-        self._stepping = stepping(self._env)
+        self._stepping = stepping_phase(self._env)

@@ -7,7 +7,7 @@ from typing import Any
 
 import cloudpickle
 
-from rlframe.envs.answers import layers
+from rlframe.envs.api_checks import wrapper_chain
 
 # A class that defines one of these decides itself what a pickle holds. Gymnasium's EzPickle keeps the constructor's
 # arguments only, so an environment that uses it would come back at its start without a word.
@@ -16,7 +16,7 @@ _HOOKS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getn
 
 def dump(env: Any) -> bytes | None:
     """An environment with its state, or None where it (or a wrapper of it) cannot be saved exactly."""
-    for layer in layers(env):
+    for layer in wrapper_chain(env):
         if any(getattr(type(layer), hook, None) is not getattr(object, hook, None) for hook in _HOOKS):
             return None
     try:

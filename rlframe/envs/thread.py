@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.envs.group import LOOK, EnvGroup, GroupPool, StepWatch, interrupted
-from rlframe.envs.layout import Frame, new_frame
+from rlframe.envs.group import POLL_INTERVAL, EnvGroup, GroupPool, StepWatch, interrupted
+from rlframe.envs.layout import BatchBuffer, new_buffer
 from rlframe.interprocess.waiting import Inbox
 from rlframe.metrics.rows import Sums
 from rlframe.types import TimeStep
@@ -86,7 +86,7 @@ class ThreadPool(GroupPool):
         self._watch.begin()
         while len(answers) < len(self._jobs):
             try:
-                worker, answers[worker] = self._done.get(LOOK)
+                worker, answers[worker] = self._done.get(POLL_INTERVAL)
             except Empty:
                 busy = [worker for worker in range(len(self._jobs)) if worker not in answers]
                 self._watch.look({i: (self._groups[i].first_id + self._groups[i].at[0], None) for i in busy})
@@ -107,7 +107,7 @@ class AsyncThreads:
         self._wait_num, self._watch = wait_num, StepWatch(answer_timeout)
         self._log = group.log
         # One row for each environment: it is not written again before the caller has received it.
-        self._latest = new_frame(group.layout, self.num_envs)
+        self._latest = new_buffer(group.layout, self.num_envs)
         rows = self._latest.rows(0, self.num_envs)
         self._jobs: SimpleQueue[Any] = SimpleQueue()
         self._done: Inbox[Any] = Inbox()
@@ -144,7 +144,7 @@ class AsyncThreads:
             if time.monotonic() > self._next_look:
                 self._look()
             with contextlib.suppress(Empty):
-                answer = self._done.get(LOOK)
+                answer = self._done.get(POLL_INTERVAL)
                 if isinstance(answer, BaseException):
                     self._is_waiting, self._has_failed = False, True
                     raise answer
@@ -167,7 +167,7 @@ class AsyncThreads:
 
     def _look(self) -> None:
         """Raises EnvError where an environment hangs."""
-        self._next_look = time.monotonic() + LOOK
+        self._next_look = time.monotonic() + POLL_INTERVAL
         self._watch.look({worker: task for worker, task in enumerate(list(self._doing)) if task is not None})
 
 
@@ -189,7 +189,7 @@ def _serve(group: EnvGroup, worker: int, jobs: SimpleQueue[Any], done: Inbox[Any
 def _serve_any(
     group: EnvGroup,
     worker: int,
-    rows: Frame,
+    rows: BatchBuffer,
     jobs: SimpleQueue[Any],
     done: Inbox[Any],
     doing: list[tuple[int, int] | None],

@@ -22,7 +22,7 @@ import setproctitle
 from rlframe import streams
 from rlframe.envs.codec import Codec
 from rlframe.envs.group import EnvGroup, build_group, env_error
-from rlframe.envs.layout import Frame, frame_shapes
+from rlframe.envs.layout import BatchBuffer, buffer_shapes
 from rlframe.envs.logs import EnvLog, log_shapes
 from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.memory import SharedArrays
@@ -30,23 +30,23 @@ from rlframe.interprocess.processes import die_soon_after_parent
 from rlframe.interprocess.waiting import Futex
 
 # Words of a worker's header, each an int64.
-GO = 0  # written by the pool: commands given so far
+NUM_COMMANDS = 0  # written by the pool: commands given so far
 COMMAND = 1  # written by the pool: which
-FRAME = 2  # written by the pool: the frame to write
-DONE = 3  # written by the worker: commands done so far (sync), results given so far (async)
+BUFFER = 2  # written by the pool: the frame to write
+NUM_DONE = 3  # written by the worker: commands done so far (sync), results given so far (async)
 FAILED = 4  # written by the worker: 1 once an exception waits on its connection
-REQUESTED = 5  # written by the pool: environments sent so far (async)
-WANTED = 6  # written by the pool in the header of worker 0: results, of all workers together, that wake it (async)
-AT = 7  # written by the worker: the place, in its share, of the environment that it steps (sync)
+NUM_REQUESTED = 5  # written by the pool: environments sent so far (async)
+WAKE_AT = 6  # written by the pool in the header of worker 0: results, of all workers together, that wake it (async)
+CURRENT_ENV = 7  # written by the worker: the place, in its share, of the environment that it steps (sync)
 GO_FUTEX = 12  # wakes the worker; by the pool
 DONE_FUTEX = 13  # in the header of worker 0: wakes the pool; by any worker
 HEADER = 16  # words: two cache lines, so that no two workers share one
 
 STEP, RESET, CALL, CLOSE = range(4)
 
-NUM_FRAMES = 4  # three that the caller may hold, and one that is always free
+NUM_BUFFERS = 4  # three that the caller may hold, and one that is always free
 
-_LOOK = 0.5  # seconds between two looks of an idle worker at whether its parent has died
+_POLL_INTERVAL = 0.5  # seconds between two looks of an idle worker at whether its parent has died
 
 
 class PoolMemory:
@@ -59,7 +59,7 @@ class PoolMemory:
       requests, results: [num_workers, num_envs] int32 rings of environment ids (async).
       actions: [num_envs, ...] in the action spec's dtype.
       logs: what the environments of each worker log; its worker writes.
-      frames: NUM_FRAMES of [num_envs, ...].
+      frames: NUM_BUFFERS of [num_envs, ...].
     """
 
     def __init__(self, descriptor: int, num_workers: int, num_envs: int, codec: Codec):
@@ -72,16 +72,16 @@ class PoolMemory:
         for i, (shape, dtype) in enumerate(log_shapes()):
             fields[f"log {i}"] = ((num_workers, *shape), dtype)
         layout = codec.layout
-        of_frames = [[f"frame {n} {i}" for i in range(len(frame_shapes(layout, 1)))] for n in range(NUM_FRAMES)]
+        of_frames = [[f"frame {n} {i}" for i in range(len(buffer_shapes(layout, 1)))] for n in range(NUM_BUFFERS)]
         for names in of_frames:
-            fields.update(zip(names, frame_shapes(layout, num_envs)))
+            fields.update(zip(names, buffer_shapes(layout, num_envs)))
         memory = SharedArrays(descriptor, fields)
         arrays, self.headers = memory.arrays, memory.rows("headers")
         self.go = [Futex(header[GO_FUTEX : GO_FUTEX + 1]) for header in self.headers]
         self.done = Futex(self.headers[0][DONE_FUTEX : DONE_FUTEX + 1])
         self.requests, self.results, self.actions = arrays["requests"], arrays["results"], arrays["actions"]
         self.logs = [EnvLog(names, values) for names, values in zip(arrays["log 0"], arrays["log 1"], strict=True)]
-        self.frames = [Frame(layout, [arrays[name] for name in names]) for names in of_frames]
+        self.frames = [BatchBuffer(layout, [arrays[name] for name in names]) for names in of_frames]
 
 
 class WorkerJob(NamedTuple):
@@ -136,7 +136,7 @@ class EnvWorker:
         self._requests, self._results = block.requests[job.worker], block.results[job.worker]
         self._actions = block.actions
         group.log_to(block.logs[job.worker])
-        group.at = self._header[AT : AT + 1]
+        group.at = self._header[CURRENT_ENV : CURRENT_ENV + 1]
         self._rows = [frame.rows(job.start, job.stop) for frame in block.frames]
 
     def serve(self) -> None:
@@ -156,9 +156,9 @@ class EnvWorker:
     def _next_command(self, served: int) -> int:
         while True:
             value = self._go.value
-            if self._header[GO] != served:
+            if self._header[NUM_COMMANDS] != served:
                 return self._header[COMMAND]
-            if not self._go.wait(value, _LOOK) and self._is_orphan():
+            if not self._go.wait(value, _POLL_INTERVAL) and self._is_orphan():
                 return CLOSE
 
     def _is_orphan(self) -> bool:
@@ -171,15 +171,15 @@ class EnvWorker:
         while (command := self._next_command(served)) != CLOSE:
             served += 1
             if command == STEP:
-                group.step(actions, rows[header[FRAME]])
+                group.step(actions, rows[header[BUFFER]])
             elif command == RESET:
-                group.reset(rows[header[FRAME]])
+                group.reset(rows[header[BUFFER]])
             else:
                 method, arguments = self._connection.recv()
                 self._connection.send(("ok", getattr(group, method)(*arguments)))
-            header[DONE] = served
+            header[NUM_DONE] = served
             # The last one wakes the pool: with 16 workers it would wake for each of them.
-            if min([one[DONE] for one in self._headers]) == served:
+            if min([one[NUM_DONE] for one in self._headers]) == served:
                 self._done.wake()
 
     def _serve_async(self) -> None:
@@ -191,17 +191,17 @@ class EnvWorker:
             value = self._go.value
             if header[COMMAND] == CLOSE:
                 return
-            if header[REQUESTED] == served:
-                if not self._go.wait(value, _LOOK) and self._is_orphan():
+            if header[NUM_REQUESTED] == served:
+                if not self._go.wait(value, _POLL_INTERVAL) and self._is_orphan():
                     return
                 continue
             env_id = int(self._requests[served % capacity])
             self._group.step_one(env_id - first, self._actions[env_id], rows, env_id - first)
             self._results[served % capacity] = env_id
             served += 1
-            header[DONE] = served
+            header[NUM_DONE] = served
             # Waking the pool for each of many light environments would cost more than stepping them.
-            if sum([one[DONE] for one in all_headers]) >= wanted[WANTED]:
+            if sum([one[NUM_DONE] for one in all_headers]) >= wanted[WAKE_AT]:
                 self._done.wake()
 
 

@@ -15,13 +15,21 @@ from typing import Any
 
 from rlframe.envs import snapshot
 from rlframe.envs.codec import Codec
-from rlframe.envs.group import ANSWER_TIMEOUT, LOOK, StepWatch, different_specs, env_error, silence, span
-from rlframe.envs.worker import CLOSE, COMMAND, FAILED, GO, Descriptors, PoolMemory, WorkerJob
+from rlframe.envs.group import (
+    ANSWER_TIMEOUT,
+    POLL_INTERVAL,
+    StepWatch,
+    different_specs_error,
+    env_error,
+    span,
+    timeout_error,
+)
+from rlframe.envs.worker import CLOSE, COMMAND, FAILED, NUM_COMMANDS, Descriptors, PoolMemory, WorkerJob
 from rlframe.errors import EnvError, UsageError
-from rlframe.interprocess.heartbeat import Clock
+from rlframe.interprocess.heartbeat import SuspendAwareClock
 from rlframe.interprocess.memory import SUPPORTED, anonymous_file
 from rlframe.interprocess.processes import start_process
-from rlframe.metrics.rows import Sums, add_up
+from rlframe.metrics.rows import Sums, add_sums
 from rlframe.user_code.directories import import_path
 
 _CLOSE_TIMEOUT = 5.0  # seconds for the environments' own close(); then the worker is killed
@@ -69,7 +77,7 @@ class WorkerProcesses(abc.ABC):
         self.codec: Codec = answers[0]
         for (start, _), codec in zip(self._slices, answers, strict=True):
             if codec != self.codec:
-                raise different_specs(0, self.codec, start, codec)
+                raise different_specs_error(0, self.codec, start, codec)
         memory = self._memory = PoolMemory(descriptor, len(self._slices), self.num_envs, self.codec)
         self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _shut_down, self.processes, self._connections, descriptor, memory)
@@ -82,15 +90,15 @@ class WorkerProcesses(abc.ABC):
 
     def _answer(self, worker: int, timeout: float) -> Any:
         """The worker's next message. Raises what it raised, or EnvError where it died or says nothing."""
-        clock = Clock()
+        clock = SuspendAwareClock()
         deadline = clock() + timeout
         connection = self._connections[worker]
         try:
-            while not connection.poll(LOOK):
+            while not connection.poll(POLL_INTERVAL):
                 if self.processes[worker].poll() is not None and not connection.poll(0):
                     raise self._death(worker)
                 if clock.tick() > deadline:
-                    raise silence([self._slices[worker]], timeout)
+                    raise timeout_error([self._slices[worker]], timeout)
             message = connection.recv()
         except (EOFError, OSError):
             raise self._death(worker) from None
@@ -129,7 +137,7 @@ class WorkerProcesses(abc.ABC):
 
     def sums(self) -> Sums:
         """What the environments logged; see `SyncEnv.sums`."""
-        return add_up(log.sums() for log in self._memory.logs)
+        return add_sums(log.sums() for log in self._memory.logs)
 
     @property
     def is_closed(self) -> bool:
@@ -175,7 +183,7 @@ def _shut_down(
     if memory is not None:
         for header, go in zip(memory.headers, memory.go, strict=True):
             header[COMMAND] = CLOSE
-            header[GO] += 1
+            header[NUM_COMMANDS] += 1
             go.wake()
     deadline = time.monotonic() + _CLOSE_TIMEOUT
     for connection, process in zip(connections, processes, strict=True):

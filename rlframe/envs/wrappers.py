@@ -1,6 +1,6 @@
 """What a pool makes of its timesteps, whichever backend they come from: stacked frames and clipped rewards, in batches.
 
-A repeated action is the business of who steps an environment: `EnvGroup`, and `RepeatingEnvPool` for EnvPool.
+A repeated action is the business of who steps an environment: `EnvGroup`, and `ActionRepeatEnvPool` for EnvPool.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FrameStack:
             rows[:, -1] = leaf
             rows[first] = leaf[first, None]
             frames[slice(None) if env_ids is None else env_ids] = rows
-            stacked.append(joined(rows))
+            stacked.append(merge_stack(rows))
         return timestep._replace(observation=self._layout.unflatten(stacked))
 
     def get_state(self) -> list[np.ndarray]:
@@ -57,7 +57,7 @@ class FrameStack:
             frames[:] = saved
 
 
-def joined(rows: Any) -> Any:
+def merge_stack(rows: Any) -> Any:
     """`[B, *stacked shape]` of frames `[B, count, *shape]`, of NumPy or JAX."""
     if rows.ndim != 5:
         return rows
@@ -71,7 +71,7 @@ def stacked_spec(observation_spec: Any, count: int) -> Any:
 
     def of_leaf(leaf: specs.Array) -> specs.Array:
         def stacked(bound: Any) -> np.ndarray:
-            return joined(np.broadcast_to(bound, (1, count, *leaf.shape)))[0]
+            return merge_stack(np.broadcast_to(bound, (1, count, *leaf.shape)))[0]
 
         shape = stacked(0).shape
         if isinstance(leaf, (specs.DiscreteArray, MultiDiscreteArray)):  # stacked categories stay categories

@@ -4,7 +4,7 @@
 A request passes, in this order:
 
 1. `serving.BoundedProtocol`: connections are limited in number, and slow or silent clients are disconnected;
-2. `app.Measure`: its duration, for `/metrics` (`RequestMetrics`);
+2. `app.MeasureRequests`: its duration, for `/metrics` (`RequestMetrics`);
 3. `access.SameOrigin`: pages of other sites get 403, and so do other machines if the service has no token;
 4. `app.Page`: a browser that asks for `/` gets the live page;
 5. `access.RequireToken`: 401 without the bearer token;

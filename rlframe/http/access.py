@@ -85,10 +85,10 @@ class SameOrigin:
     def _problem(self, scope: Scope) -> str:
         headers = Headers(scope=scope)
         host = headers.get("host", "").lower()
-        problem = "" if self._token else self._reached_wrongly(scope, _name(host))
-        return problem or self._sent_by_a_page(scope, headers, host)
+        problem = "" if self._token else self._host_problem(scope, _name(host))
+        return problem or self._origin_problem(scope, headers, host)
 
-    def _reached_wrongly(self, scope: Scope, name: str) -> str:
+    def _host_problem(self, scope: Scope, name: str) -> str:
         if not self._no_token and not _is_local(scope.get("server")):
             return (
                 "This service asks for no token, so it answers its own machine only, at 127.0.0.1. For other machines "
@@ -102,7 +102,7 @@ class SameOrigin:
             "address or localhost, or have it started with that name: --allowed-host NAME."
         )
 
-    def _sent_by_a_page(self, scope: Scope, headers: Headers, host: str) -> str:
+    def _origin_problem(self, scope: Scope, headers: Headers, host: str) -> str:
         """Return the problem if a page of another site sent this, as the browser's headers show; else an empty text."""
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
         if site == "same-origin":  # sent by the browser: a proxy may have changed Host

@@ -65,7 +65,7 @@ def make_app(
     Args:
         metrics_prefix: of the names at /metrics.
         read_families: returns the service's numbers for /metrics, which also has the durations of requests.
-        stripped: as for `Measure`.
+        stripped: as for `MeasureRequests`.
         responses: documented refusals of /metrics.
         token: that requests carry, but for the page and the paths `without_token`; None: none is needed.
         max_body: bytes of a request, also decompressed; endpoints at the paths `raw` read it themselves.
@@ -83,7 +83,7 @@ def make_app(
         docs_url=None,  # FastAPI's own loads scripts from another site
         redoc_url=None,
     )
-    app.get("/docs", include_in_schema=False)(describe_endpoints)
+    app.get("/docs", include_in_schema=False)(show_endpoints)
     metrics = RequestMetrics(metrics_prefix)
 
     @app.get("/metrics", tags=["service"], response_class=Response, responses={200: _TEXT, **(responses or {})})
@@ -95,7 +95,7 @@ def make_app(
     for kind, respond in errors.items():
         app.add_exception_handler(kind, _handler(respond))
     if refusal is not None:
-        app.add_exception_handler(HTTPException, _no_such_path(refusal))
+        app.add_exception_handler(HTTPException, _http_exception_handler(refusal))
     refuse = refusal or detail
     # The last one added is the first that a request meets.
     # Level 1: on these numbers a twentieth larger than level 9, in a tenth of the time; large answers beside the loop.
@@ -106,7 +106,7 @@ def make_app(
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     if page is not None:
-        app.add_middleware(Page, file=page)
+        app.add_middleware(LivePage, file=page)
     app.add_middleware(
         SameOrigin,
         token=token is not None,
@@ -116,7 +116,7 @@ def make_app(
         changing=changing,
         refusal=refuse,
     )
-    app.add_middleware(Measure, metrics=metrics, stripped=stripped)
+    app.add_middleware(MeasureRequests, metrics=metrics, stripped=stripped)
     return app
 
 
@@ -127,7 +127,7 @@ def _handler(respond: Callable[[Any], Response]) -> Any:
     return handler
 
 
-def _no_such_path(refusal: Refusal) -> Any:
+def _http_exception_handler(refusal: Refusal) -> Any:
     async def handler(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path[:100]}: {error.detail}. The endpoints are described at /docs."
         return refusal(message, error.status_code, dict(error.headers or {}))
@@ -135,7 +135,7 @@ def _no_such_path(refusal: Refusal) -> Any:
     return handler
 
 
-class Page:
+class LivePage:
     """ASGI: answers requests for / that accept text/html with the page, and passes on all others.
 
     The page holds no data, so it needs no token: it asks its reader for one.
@@ -156,7 +156,7 @@ class Page:
             await self._app(scope, receive, send)
 
 
-async def describe_endpoints() -> Response:
+async def show_endpoints() -> Response:
     """Show the endpoints, as /openapi.json has them."""
     return _response(_DOCS)
 
@@ -165,7 +165,7 @@ def _response(file: pathlib.Path) -> Response:
     html = file.read_text(encoding="utf-8")
     headers = {
         "Cache-Control": "no-cache",
-        "Content-Security-Policy": _policy(html),
+        "Content-Security-Policy": _content_security_policy(html),
         "Referrer-Policy": "no-referrer",
         "Vary": "Accept",
         "X-Content-Type-Options": "nosniff",
@@ -173,7 +173,7 @@ def _response(file: pathlib.Path) -> Response:
     return Response(html, headers=headers, media_type="text/html")
 
 
-def _policy(html: str) -> str:
+def _content_security_policy(html: str) -> str:
     """Return the policy: only the page's own script and style, and requests to its own service."""
     sources = {"default": "'none'", "connect": "'self'", "img": "data:"}
     for name in ("script", "style"):
@@ -228,7 +228,7 @@ def metric_families(prefix: str, counters: Table, gauges: Table, read: Callable[
                 yield family(prefix + name, help_text, value)
 
 
-class Measure:
+class MeasureRequests:
     """ASGI: measures the duration of requests, by method, endpoint and status.
 
     Args:

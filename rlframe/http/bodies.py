@@ -100,7 +100,7 @@ class ReadBody:
                 body = _as_json(body)
                 headers["content-type"] = "application/json"
             headers["content-length"] = str(len(body))
-            await self._app(scope, _handing(body, receive), send)
+            await self._app(scope, _replay_body(body, receive), send)
         except _Refused as refused:
             await self._refusal(str(refused), refused.status, refused.headers)(scope, receive, send)
         finally:
@@ -171,7 +171,7 @@ class _Refused(Exception):
         self.status, self.headers = status, headers
 
 
-def _handing(body: bytes, receive: Receive) -> Receive:
+def _replay_body(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that gives the body, and then the messages of the server."""
     first: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
 

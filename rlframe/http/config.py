@@ -26,7 +26,7 @@ class ServiceConfig:
     max_connections: int = 1024  # at the same time; more are refused
 
     def __post_init__(self) -> None:
-        check_guarded(self.host, self.token_file, self.can, self.no_token)
+        check_access_is_restricted(self.host, self.token_file, self.can, self.no_token)
         check_at_least(self, 1, "max_body_mb", "max_connections")
 
 
@@ -52,7 +52,7 @@ def is_loopback(host: str) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-def check_guarded(host: str, token_file: str | None, can: str, no_token: bool | None = None) -> None:
+def check_access_is_restricted(host: str, token_file: str | None, can: str, no_token: bool | None = None) -> None:
     """Raise `UsageError` if other machines would need no token, and --no-token was not given.
 
     Args:
@@ -72,7 +72,7 @@ def check_guarded(host: str, token_file: str | None, can: str, no_token: bool | 
         )
 
 
-def warn_of_no_token(no_token: bool, can: str) -> None:
+def warn_no_token(no_token: bool, can: str) -> None:
     """Print the warning at the start of a service for which --no-token was given."""
     if no_token:
         print(

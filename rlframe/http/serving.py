@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rlframe.errors import PeerError, UsageError
 from rlframe.interprocess.phases import Phase, advance
-from rlframe.program_end import Closing
+from rlframe.shutdown import Closeable
 
 _SERVING = Phase("serving", 300.0)
 DRAIN = 10  # seconds for the requests that have begun when the service ends
@@ -52,8 +52,8 @@ class HttpServer(uvicorn.Server):
         self,
         app: ASGIApp,
         max_connections: int,
-        greeting: Callable[[], None],
-        let_go: Callable[[], None] = lambda: None,
+        on_ready: Callable[[], None],
+        on_shutdown: Callable[[], None] = lambda: None,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -67,7 +67,7 @@ class HttpServer(uvicorn.Server):
             ws="none",
         )
         super().__init__(config)
-        self._greeting, self._let_go = greeting, let_go
+        self._on_ready, self._on_shutdown = on_ready, on_shutdown
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         with _SERVING:
@@ -80,14 +80,14 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if not self.should_exit:  # from here on it answers, and ends as it should
-            self._greeting()
+            self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._let_go()
+        self._on_shutdown()
         await super().shutdown(sockets)
 
 
-class ServerThread(Closing):
+class ServerThread(Closeable):
     """Serves an application in a thread, from construction until `close`. A context manager.
 
     Args:
@@ -113,7 +113,7 @@ class ServerThread(Closing):
         port: int,
         max_connections: int,
         *,
-        let_go: Callable[[], None] = lambda: None,
+        on_shutdown: Callable[[], None] = lambda: None,
         ended: Callable[[], None] = lambda: None,
         end: float = _END,
     ) -> None:
@@ -121,7 +121,7 @@ class ServerThread(Closing):
         self.failure: BaseException | None = None
         self._listener = listen(host, port)
         self.url = f"http://{address_of(self._listener)}"
-        self._server = HttpServer(app, max_connections, self._ready.set, let_go)
+        self._server = HttpServer(app, max_connections, self._ready.set, on_shutdown)
         self._thread = threading.Thread(target=self._run, name=f"rlframe HTTP {self.url}", daemon=True)
         self._thread.start()
         if not self._ready.wait(_READY):
@@ -188,10 +188,10 @@ class BoundedProtocol(HttpToolsProtocol):
             transport.write(_FULL)
             transport.close()
         else:
-            self._await_head()
+            self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_is_there()
+        self._stop_head_timer()
         if self._unread is not None:
             self._unread.cancel()
         super().connection_lost(exc)
@@ -203,20 +203,20 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES:
-                self._head_is_there()
+                self._stop_head_timer()
                 self.send_400_response("The headers are too long.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._await_head()
+        self._start_head_timer()
 
     def on_headers_complete(self) -> None:
-        self._head_is_there()
+        self._stop_head_timer()
         super().on_headers_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._await_reader()
+        self._start_read_timer()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -225,26 +225,26 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._read += 1  # the next large one waits until this one is read: another was written, so something was
-        self._await_reader()
+        self._start_read_timer()
 
-    def _await_reader(self) -> None:
+    def _start_read_timer(self) -> None:
         if self._unread is None and (left := self.transport.get_write_buffer_size()):
-            self._unread = self.loop.call_later(self.read_deadline, self._look_at_reader, self._read, left)
+            self._unread = self.loop.call_later(self.read_deadline, self._check_client_reads, self._read, left)
 
-    def _look_at_reader(self, read: int, left: int) -> None:
+    def _check_client_reads(self, read: int, left: int) -> None:
         """Disconnect a client that has read nothing. `close` would wait for it."""
         self._unread = None
         if read == self._read and self.transport.get_write_buffer_size() >= left:
             self.transport.abort()
         else:
-            self._await_reader()
+            self._start_read_timer()
 
-    def _await_head(self) -> None:
+    def _start_head_timer(self) -> None:
         if self._timer is None:
             self._head_bytes = 0
             self._timer = self.loop.call_later(self.head_deadline, self.transport.close)
 
-    def _head_is_there(self) -> None:
+    def _stop_head_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

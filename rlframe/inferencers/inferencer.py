@@ -16,8 +16,8 @@ from rlframe import compilation, handles
 from rlframe.agents.base import Agent
 from rlframe.errors import UnavailableError, UsageError, check_above, check_at_least
 from rlframe.inferencers.batching import TIMEOUT, Batcher
-from rlframe.inferencers.shared_calls import CallReader
-from rlframe.interprocess.memory import Name
+from rlframe.inferencers.shared_calls import CallMemoryRegistry
+from rlframe.interprocess.memory import MemoryName
 from rlframe.interprocess.phases import COMPUTING
 from rlframe.params.packing import PackedParams, Packing
 from rlframe.params.reader import Refresher
@@ -97,7 +97,7 @@ class Inferencer:
         self._counting = threading.Lock()  # no two calls draw the same random numbers
         self._batcher: Batcher | None = None  # while it is a service, and after
         self._failure: BaseException | None = None
-        self._shared_calls = CallReader()
+        self._shared_calls = CallMemoryRegistry()
         self._has_params, self._stop = threading.Event(), threading.Event()
         self._new_version = threading.Condition()
 
@@ -195,7 +195,7 @@ class Inferencer:
         except UnavailableError as error:
             return str(error)
 
-    def share_calls(self, name: Name, capacity: int, request: Tree, answer: Tree) -> bool:
+    def share_calls(self, name: MemoryName, capacity: int, request: Tree, answer: Tree) -> bool:
         """Map the memory of a client (`CallMemory`), for `shared_inference`. Return False if that is not possible."""
         return self._shared_calls.share(name, capacity, request, answer)
 
@@ -245,7 +245,7 @@ class Inferencer:
             raise UsageError("This Inferencer is a service already, or was one: make another.")
         self._batcher = Batcher(self.agent, self._act_for_round, self._cfg.max_batch, self._cfg.max_wait)
         try:
-            with handles.stopped_by_program(self.stop):
+            with handles.stop_with_program(self.stop):
                 is_on_policy = self.agent.replay_spec.max_staleness is not None
                 self._refresher.follow(self._cfg.refresh_interval, waits=is_on_policy)
         finally:

@@ -7,7 +7,7 @@ itself still goes by the transport, with its deadlines and repetitions, but hold
       slot = CallMemory.write                      the request, in slot 5 of the memory 1234: 8 rows
       Client.submit("shared_inference", 1234, 5, 8)
     service  Inferencer.shared_inference(1234, 5, 8)
-      call = CallReader.slot(1234, 5, 8)           the same slot, mapped into the service's process
+      call = CallMemoryRegistry.slot(1234, 5, 8)           the same slot, mapped into the service's process
       call.write(inference(*call.request()))       the answer; it returns the version that acted
     client   slot.read(version)                    copies the answer, and frees the slot
 """
@@ -25,8 +25,8 @@ import numpy as np
 
 from rlframe.errors import NoMethodError, UnavailableError
 from rlframe.handles import Remote
-from rlframe.interprocess.memory import SUPPORTED, Name, SharedArrays
-from rlframe.transport import Client, Derived, Future
+from rlframe.interprocess.memory import SUPPORTED, MemoryName, SharedArrays
+from rlframe.transport import Client, Future, MappedFuture
 from rlframe.types import AgentOutput, AgentState, Tree
 
 Answer = tuple[AgentOutput, AgentState]
@@ -81,7 +81,7 @@ class _InferencerClient:
             failed.set_exception(error)
             return failed
         submitted = self._client.submit(*self._message(slot, args))
-        return Derived(submitted, lambda future: self._answer_of(slot, future.result))
+        return MappedFuture(submitted, lambda future: self._answer_of(slot, future.result))
 
     def _message(self, slot: _Slot | None, args: Any) -> tuple[Any, ...]:
         """Return the method to call for `inference`, and its arguments."""
@@ -136,17 +136,17 @@ class _InferencerClient:
         return answer
 
 
-class CallReader:
+class CallMemoryRegistry:
     """The service's side: the memory of all its clients."""
 
     def __init__(self) -> None:
         self._memories: dict[int, CallMemory] = {}
         self._lock = threading.Lock()
 
-    def share(self, name: Name, capacity: int, request: Tree, answer: Tree) -> bool:
+    def share(self, name: MemoryName, capacity: int, request: Tree, answer: Tree) -> bool:
         """Map a client's memory. Return False if that is not possible. Unmap the memory of clients that have ended."""
         with self._lock:
-            for token in [token for token, known in self._memories.items() if known.has_gone]:
+            for token in [token for token, known in self._memories.items() if known.is_gone]:
                 del self._memories[token]
             try:
                 self._memories[name.token] = CallMemory(name, capacity, request, answer)
@@ -174,7 +174,7 @@ class CallMemory:
         OSError: it is not on this machine, or not to be had.
     """
 
-    def __init__(self, name: Name | None, capacity: int, request: Tree, answer: Tree) -> None:
+    def __init__(self, name: MemoryName | None, capacity: int, request: Tree, answer: Tree) -> None:
         self.capacity, self.request, self.answer = capacity, request, answer
         self.request_treedef, self.answer_treedef = jax.tree.structure(request), jax.tree.structure(answer)
         leaves = jax.tree.leaves((request, answer))
@@ -188,7 +188,7 @@ class CallMemory:
         self.free = collections.deque(range(_SLOTS))  # slots; the client's alone
 
     @property
-    def has_gone(self) -> bool:
+    def is_gone(self) -> bool:
         """Return True if the client has closed it, or died."""
         return self._shared.closed or not self._shared.creator_is_alive
 

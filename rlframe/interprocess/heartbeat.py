@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 
-from rlframe.interprocess.phases import STARTING, ThreadProgress, complaint
+from rlframe.interprocess.phases import STARTING, ThreadProgress, describe_stall
 
 VARIABLE = "RLFRAME_HEARTBEAT"  # "DESCRIPTOR:SECONDS", of the page and between two beats
 TIMEOUT = 30.0  # seconds without a heartbeat after which a process counts as hung
@@ -26,7 +26,7 @@ _watched = threading.Event()  # set if another process watches this one
 _PAGE = struct.Struct("=qdd64s")
 
 
-class Clock:
+class SuspendAwareClock:
     """Seconds since the epoch, less the time in which this process could not look at others.
 
     If this process or its machine was stopped, so was the clock. Otherwise every process that it watches would seem to
@@ -52,7 +52,7 @@ class Clock:
         return self._offset + now
 
 
-def interval_of(timeout: float) -> float:
+def heartbeat_interval(timeout: float) -> float:
     """Return the seconds from beat to beat, and from look to look."""
     return min(timeout * _SHARE, _MOST)
 
@@ -81,7 +81,7 @@ class HeartbeatMonitor:
     @property
     def variables(self) -> dict[str, str]:
         """Environment variables by which the process finds its page."""
-        return {VARIABLE: f"{self.descriptor}:{interval_of(self.timeout)}"}
+        return {VARIABLE: f"{self.descriptor}:{heartbeat_interval(self.timeout)}"}
 
     @property
     def page(self) -> bytes:
@@ -96,7 +96,7 @@ class HeartbeatMonitor:
         """Return why the process counts as hung; empty if it does not.
 
         Args:
-            now: the time, by a clock that stands still while the watcher does (see `Clock`): a watcher that was
+            now: the time, by a clock that stands still while the watcher does (see `SuspendAwareClock`): a watcher that was
                 stopped has heard no beat.
         """
         beat, seconds, allowed, raw = _PAGE.unpack(self.page)
@@ -107,7 +107,7 @@ class HeartbeatMonitor:
         self.stuck = seconds + self.silent
         if self.silent > self.timeout * (_STARTING if name == STARTING.name else 1.0):
             return f"no heartbeat for {self.silent:.0f} s"
-        return complaint(name, seconds, allowed) if seconds > allowed else ""
+        return describe_stall(name, seconds, allowed) if seconds > allowed else ""
 
 
 def patience(seconds: float, watched: float = math.inf) -> float:
@@ -136,7 +136,7 @@ class HeartbeatSender:
 
     def __init__(self, descriptor: int, interval: float) -> None:
         self._descriptor, self._interval = descriptor, interval
-        self._clock = Clock(2.0 * interval)  # a process that was stopped was at its work no longer for that
+        self._clock = SuspendAwareClock(2.0 * interval)  # a process that was stopped was at its work no longer for that
         self._progress = ThreadProgress()
         self._beats = 0
         self._is_told = False
@@ -158,5 +158,5 @@ class HeartbeatSender:
         os.pwrite(self._descriptor, _PAGE.pack(self._beats, seconds, allowed, name.encode()), 0)
         if seconds > allowed and not self._is_told:
             self._is_told = True
-            print(f"This process hangs: {complaint(name, seconds, allowed)}.", file=sys.stderr)
+            print(f"This process hangs: {describe_stall(name, seconds, allowed)}.", file=sys.stderr)
             print(f"Traceback (most recent call last):\n{stay.where()}", end="", file=sys.stderr, flush=True)

@@ -21,14 +21,14 @@ from typing import NamedTuple
 import numpy as np
 
 from rlframe.interprocess.processes import ProcessId, this_process
-from rlframe.interprocess.waiting import FENCED, KNOWN, fence
+from rlframe.interprocess.waiting import HAS_FUTEX, NEEDS_FENCE, fence
 
 _AGAIN = 0.002  # seconds between two tries
 
 # A variable of who may share memory with those alone that have the same: Ray nodes, which may be on one machine today.
 MACHINE = "RLFRAME_MACHINE"
 
-SUPPORTED = hasattr(os, "memfd_create") and KNOWN
+SUPPORTED = hasattr(os, "memfd_create") and HAS_FUTEX
 
 _TOKEN, _CLOSED = 0, 1  # words at the start of the memory: which it is; 1 once its creator has closed it
 _LINE = 64  # bytes of a cache line
@@ -36,10 +36,10 @@ _LINE = 64  # bytes of a cache line
 Fields = Mapping[str, tuple[tuple[int, ...], np.dtype]]  # an array's name -> its shape and dtype
 
 
-class Name(NamedTuple):
+class MemoryName(NamedTuple):
     """Where the memory is found, by any process of the same user on the same machine."""
 
-    maker: ProcessId
+    creator: ProcessId
     descriptor: int
     token: int
     machine: str  # see `MACHINE`
@@ -60,7 +60,7 @@ class SharedArrays:
         name: for `attach`; None of memory that is inherited.
     """
 
-    name: Name | None = None
+    name: MemoryName | None = None
     _finalizer: weakref.finalize | None = None
 
     def __init__(self, descriptor: int, fields: Fields) -> None:
@@ -82,26 +82,26 @@ class SharedArrays:
         descriptor = anonymous_file(label)
         created = cls(descriptor, fields)
         created._words[_TOKEN] = secrets.randbits(62)
-        created.name = Name(this_process(), descriptor, created._words[_TOKEN], os.environ.get(MACHINE, ""))
+        created.name = MemoryName(this_process(), descriptor, created._words[_TOKEN], os.environ.get(MACHINE, ""))
         created._finalizer = weakref.finalize(created, _close, created.name, created._words)
         return created
 
     @classmethod
-    def attach(cls, name: Name, label: str, fields: Fields) -> SharedArrays:
+    def attach(cls, name: MemoryName, label: str, fields: Fields) -> SharedArrays:
         """Find memory that this process or another has created.
 
         Raises:
             PermissionError: its creator runs as another user, or on another Ray node.
             FileNotFoundError: it is closed, or holds other fields, or its creator has ended or is on another machine.
         """
-        path = f"/proc/{name.maker.pid}/fd/{name.descriptor}"
+        path = f"/proc/{name.creator.pid}/fd/{name.descriptor}"
         if name.machine != os.environ.get(MACHINE, ""):
             raise PermissionError("it is memory of another Ray node, be that on this machine")
         if not os.readlink(path).startswith(f"/memfd:{label}"):
             raise FileNotFoundError(path)  # closed, and its number taken by another file
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            if not name.maker.is_alive or os.fstat(descriptor).st_size != _lay_out(fields)[1]:
+            if not name.creator.is_alive or os.fstat(descriptor).st_size != _lay_out(fields)[1]:
                 raise FileNotFoundError(path)
             attached = cls(descriptor, fields)
             if attached._words[_TOKEN] != name.token:
@@ -126,7 +126,7 @@ class SharedArrays:
     @property
     def creator_is_alive(self) -> bool:
         """Whether the process that created it runs on."""
-        return self.name is None or self.name.maker.is_alive
+        return self.name is None or self.name.creator.is_alive
 
     def close(self) -> None:
         """Release the memory. If this process created it, it is closed for all processes. May be called again."""
@@ -161,8 +161,8 @@ def anonymous_file(label: str) -> int:
     return os.memfd_create(label, os.MFD_CLOEXEC)
 
 
-def _close(name: Name, words: memoryview) -> None:
-    if this_process() == name.maker:  # and not a fork of it
+def _close(name: MemoryName, words: memoryview) -> None:
+    if this_process() == name.creator:  # and not a fork of it
         words[_CLOSED] = 1
         os.close(name.descriptor)
 
@@ -212,10 +212,10 @@ class Seqlock:
         words = self._words
         count = words[0] + 1
         self._pack(words, self._offsets[count & 1], *numbers)
-        if FENCED:
+        if NEEDS_FENCE:
             fence()
         words[0] = count
-        if FENCED:
+        if NEEDS_FENCE:
             fence()
 
     def read(self) -> tuple[int, ...]:
@@ -223,10 +223,10 @@ class Seqlock:
         words = self._words
         while True:  # again only where it was written twice meanwhile
             count = words[0]
-            if FENCED:
+            if NEEDS_FENCE:
                 fence()
             numbers = self._unpack(words, self._offsets[count & 1])
-            if FENCED:
+            if NEEDS_FENCE:
                 fence()
             if words[0] == count:
                 return numbers

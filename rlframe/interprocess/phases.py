@@ -75,7 +75,7 @@ class _Thread:
 _threads: collections.defaultdict[int, _Thread] = collections.defaultdict(_Thread)
 
 
-class Stay(NamedTuple):
+class PhaseStatus(NamedTuple):
     """A thread in a phase."""
 
     phase: Phase
@@ -99,7 +99,7 @@ class ThreadProgress:
     def __init__(self) -> None:
         self._seen: dict[int, tuple[Any, Any, float]] = {}  # (within, how far it is, since when), by thread
 
-    def look(self, now: float, ident: int | None = None) -> Stay | None:
+    def look(self, now: float, ident: int | None = None) -> PhaseStatus | None:
         """Return the stay that is nearest to its deadline, or furthest beyond it; None if no thread is in a phase.
 
         Args:
@@ -116,10 +116,10 @@ class ThreadProgress:
                 since = now
             self._seen[thread_id] = within, at, since
             if within is not None and ident in (None, thread_id):
-                stays.append(Stay(within[0], now - since, thread_id))
+                stays.append(PhaseStatus(within[0], now - since, thread_id))
         return max(stays, key=lambda stay: stay.overdue, default=None)
 
 
-def complaint(name: str, seconds: float, allowed: float) -> str:
+def describe_stall(name: str, seconds: float, allowed: float) -> str:
     """Return how a stay that is overdue is told."""
     return f"in phase {name} for {seconds:.0f} s, allowed {allowed:g} s"

@@ -23,7 +23,7 @@ _MACHINE = os.uname().machine
 _WAIT, _WAKE = 0, 1
 _EVERYBODY = 2**31 - 1
 _ZERO = ctypes.c_int(0)
-KNOWN = _MACHINE in _NUMBERS
+HAS_FUTEX = _MACHINE in _NUMBERS
 
 
 class _Timespec(ctypes.Structure):
@@ -41,7 +41,7 @@ class Futex:
     """
 
     def __init__(self, word: memoryview) -> None:
-        self._word = ctypes.c_uint32.from_buffer(word)  # byte order: the systems that are KNOWN are little-endian
+        self._word = ctypes.c_uint32.from_buffer(word)  # byte order: the systems that are HAS_FUTEX are little-endian
         self._address = ctypes.c_void_p(ctypes.addressof(self._word))
         self._number = ctypes.c_long(_NUMBERS[_MACHINE])
         self._wake = (self._number, self._address, ctypes.c_int(_WAKE), ctypes.c_int(_EVERYBODY), None, None, _ZERO)
@@ -75,13 +75,13 @@ class Futex:
 
 # x86-64 shows every process the stores of another one in their order, and keeps loads in theirs. Others need a barrier
 # between data and the cursor that says that it is there.
-FENCED = _MACHINE != "x86_64"
+NEEDS_FENCE = _MACHINE != "x86_64"
 _unused = ctypes.c_uint32()
 
 
 def fence() -> None:
     """Execute a full memory barrier, if this machine needs one. (A system call that wakes nobody contains one.)"""
-    if FENCED:
+    if NEEDS_FENCE:
         number = ctypes.c_long(_NUMBERS[_MACHINE])
         _libc.syscall(number, ctypes.byref(_unused), ctypes.c_int(_WAKE), ctypes.c_int(1), None, None, ctypes.c_int(0))
 

@@ -27,7 +27,7 @@ DATA_FILE = "job.pkl"  # the pickled nodes; Launchpad makes a temporary director
 WRAPPER = "run_locally/decorate_output"  # the shell script before a node's output, with terminal="current_terminal"
 GRACE = 8.0  # seconds from SIGTERM to SIGKILL; Launchpad gives 10
 
-_LOOK = 0.2  # seconds between two looks at the processes
+_POLL_INTERVAL = 0.2  # seconds between two looks at the processes
 _SCAN = 2.0  # seconds between two looks for other nodes
 _CONFIRM = 1.5  # seconds in which SIGTERM arrives if the program was stopping: Launchpad repeats it every second
 _KILL_WITHIN = 3.0  # seconds in which a launcher that gets SIGQUIT kills its nodes and itself
@@ -75,7 +75,7 @@ class Guard:
             if self._stopped_at is not None and time.monotonic() > self._stopped_at + GRACE:
                 self._say(f"did not end within {GRACE:g} s after SIGTERM: killed")
                 kill_tree(self._node)
-            time.sleep(_LOOK)
+            time.sleep(_POLL_INTERVAL)
         if not self._launcher.is_alive:
             self._end_orphans()
         elif (
@@ -139,7 +139,7 @@ def _wait_while(condition: Callable[[], bool], seconds: float) -> None:
     """Sleep until the condition no longer holds, for `seconds` at most."""
     end = time.monotonic() + seconds
     while condition() and time.monotonic() < end:
-        time.sleep(_LOOK)
+        time.sleep(_POLL_INTERVAL)
 
 
 def nodes_of(launcher: int) -> list[Node]:

@@ -39,7 +39,7 @@ _GUARD = "import sys; sys.path += {!r}; from rlframe.launchpad_nodes.guard impor
 _LONGEST_REASON = 1000  # characters
 _WAITS = "rlframe: waits for lp.launch to start nodes"  # a thread
 _LAUNCHES_WITHIN = 60.0  # seconds from the pickling of a node to the start of nodes
-_LOOK = 0.1  # seconds
+_POLL_INTERVAL = 0.1  # seconds
 
 _has_guard = False
 
@@ -155,7 +155,7 @@ def _end_starting_nodes_at_stop() -> None:
         if signal.SIGUSR1 in (manager._SIGNAL_HANDLERS or ()):
             manager.register_stop_handler(_end_starting_nodes)
             return
-        time.sleep(_LOOK)
+        time.sleep(_POLL_INTERVAL)
 
 
 def _end_starting_nodes() -> None:

@@ -3,7 +3,7 @@
 `Learner.run()` is one loop. learner.py has, in this order: the constructor, an update, the loop, calls of other nodes,
 checkpoints. One pass of it:
 
-1. `LearnerReplay.make_dataset` (replay.py) gives a `Batch` of any kind of buffer, and `refuses` one that is too old.
+1. `LearnerReplay.make_dataset` (replay.py) gives a `Batch` of any kind of buffer, and `is_too_old` one that is too old.
 2. `LearnerUpdate` (update.py), one jitted call, returns new parameters, the agent's logs, and what actors get of them.
 3. `VersionCounter` (versions.py) gives the next version, under which a `Publication` (`rlframe.params`) has them.
 4. `LearnerReplay.update_priorities` passes the priorities on; the logger gets a row, if one is due.

@@ -38,7 +38,7 @@ from rlframe.types import Tree
 _log = logging.getLogger(__name__)
 
 
-class Restored(NamedTuple):
+class RestoredCheckpoint(NamedTuple):
     """The checkpoint that a learner was restored from."""
 
     extras: Any  # saved with the checkpoint: the counters of the actor, say

@@ -15,7 +15,7 @@ from rlframe.agents.base import Agent
 from rlframe.errors import StoppedError, UsageError
 from rlframe.interprocess.malloc import keep_freed_memory, use_one_arena
 from rlframe.interprocess.phases import COMPUTING
-from rlframe.learners.checkpoints import Checkpointer, Restored, Saver, last_good
+from rlframe.learners.checkpoints import Checkpointer, RestoredCheckpoint, Saver, last_good
 from rlframe.learners.config import DataConfig, LearnerConfig
 from rlframe.learners.replay import LearnerReplay
 from rlframe.learners.update import (
@@ -40,7 +40,7 @@ class Learner:
 
     `get_params` returns a copy, so each update can donate the Learner's own arrays.
 
-    An update is checked one update late, when the next one begins (or by `settle` and `save`): to read its loss at once
+    An update is checked one update late, when the next one begins (or by `wait_for_update` and `save`): to read its loss at once
     would make acting wait for learning. So errors come one update late, and so do the logs of `stats`. Actors are safe
     meanwhile: where new parameters are not finite, the update itself gives actors those before it. An update that logs
     priorities, or learns from trajectories, is checked at once.
@@ -70,7 +70,7 @@ class Learner:
         replay_buffer: ReplayReader | Any,
         logger: Any = None,
         *,
-        may_write: Callable[[], None] | None = None,
+        check_may_write: Callable[[], None] | None = None,
         above_version: int = -1,
     ) -> None:
         use_one_arena()  # an engine's process has done so at its start; others do it here, before JAX's first call
@@ -79,11 +79,11 @@ class Learner:
         self._stop, self._finish, self._finished = threading.Event(), threading.Event(), threading.Event()
         self._update_lock = threading.RLock()
         self.learner_steps = 0
-        self._acting_arrays: list[jax.Array]  # packed: what actors have
+        self._actor_arrays: list[jax.Array]  # packed: what actors have
         self._logs: Logs = {}  # of the newest update that was checked
         self._unchecked: UncheckedUpdate | None = None  # the newest update, until it is checked
         self._replay = LearnerReplay(replay_buffer, agent, self._stop)
-        self._open_checkpoints(may_write)
+        self._open_checkpoints(check_may_write)
         self._publish_initial_params()
         if cfg.resume:
             self._restore_if_saved()
@@ -94,14 +94,14 @@ class Learner:
 
     # --- the parts of the constructor, in their order
 
-    def _open_checkpoints(self, may_write: Callable[[], None] | None) -> None:
+    def _open_checkpoints(self, check_may_write: Callable[[], None] | None) -> None:
         cfg = self._cfg
         self._checkpointer = Checkpointer(cfg.checkpoint_dir, cfg.checkpoints_kept) if cfg.checkpoint_dir else None
         self._last_good = functools.partial(last_good, self._checkpointer)
-        self._may_write = may_write or (lambda: None)
-        self._versions = VersionCounter(cfg.checkpoint_dir, may_write)
+        self._check_may_write = check_may_write or (lambda: None)
+        self._versions = VersionCounter(cfg.checkpoint_dir, check_may_write)
         self.saved_step = self.replay_saved_step = -1
-        self.restored: Restored | None = None
+        self.restored: RestoredCheckpoint | None = None
         self.saver: Saver | None = None
         if self._checkpointer is not None:
             self.saver = Saver(cfg, self, self._update_lock, self._replay.saved, self._checkpointer.replays)
@@ -116,7 +116,7 @@ class Learner:
         self._packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
         self._update = LearnerUpdate(agent, self._packing)
         self._pack_params()
-        self._publication = Publication(self._versions.value, PackedParams(self._packing, self._acting_arrays))
+        self._publication = Publication(self._versions.value, PackedParams(self._packing, self._actor_arrays))
 
     def _restore_if_saved(self) -> None:
         """Continue from the latest checkpoint, or without one, above all versions that may have been published."""
@@ -147,7 +147,7 @@ class Learner:
             UsageError: the agent logs something that is no number, or the argument is no batch.
         """
         check_is_batch(batch, *others)
-        if batch is None or self._replay.refuses(batch.params_version, self.params_version):
+        if batch is None or self._replay.is_too_old(batch.params_version, self.params_version):
             return None
         with self._update_lock, COMPUTING:
             return self._step(batch)
@@ -156,8 +156,8 @@ class Learner:
         self._check_update()
         keys, staleness = batch.keys, self.params_version - mean_version(batch.params_version)
         batch = batch._replace(keys=(), params_version=())
-        self._params, self._learner_state, logs, self._acting_arrays, is_finite = self._update(
-            self._params, self._learner_state, batch, self._acting_arrays
+        self._params, self._learner_state, logs, self._actor_arrays, is_finite = self._update(
+            self._params, self._learner_state, batch, self._actor_arrays
         )
         self.learner_steps += 1
         priorities, logs["staleness"] = logs.pop("priorities", None), float(staleness)
@@ -167,8 +167,8 @@ class Learner:
             self._check_update()
         version = self._versions.next()
         if self._replay.max_staleness is not None:
-            jax.block_until_ready(self._acting_arrays)  # actors wait for it, and a call of theirs must not
-        self._replay.forget_too_old(version, after_update=True)
+            jax.block_until_ready(self._actor_arrays)  # actors wait for it, and a call of theirs must not
+        self._replay.drop_too_old(version, after_update=True)
         self._publish()
         self._replay.note_update(keys, version)
         if priorities is not None:
@@ -176,7 +176,7 @@ class Learner:
             self._replay.update_priorities(keys, np.asarray(priorities))
         return logs
 
-    def settle(self) -> dict[str, float]:
+    def wait_for_update(self) -> dict[str, float]:
         """Wait for the newest update, and return its logs as numbers: none before the first.
 
         Raises:
@@ -190,7 +190,7 @@ class Learner:
 
     def run(self) -> None:
         """Learn, log and save until `max_learner_steps`, `finish()`, `stop()` or the end of the program."""
-        with handles.stopped_by_program(self.stop):
+        with handles.stop_with_program(self.stop):
             self._learn()
             self._finished.set()
             if self._finish.is_set() or (self._is_done and not self._cfg.ends_program):
@@ -199,7 +199,7 @@ class Learner:
             handles.stop_program()
 
     def _learn(self) -> None:
-        self._replay.forget_too_old(self.params_version)
+        self._replay.drop_too_old(self.params_version)
         dataset = self._make_dataset(self._cfg.data)
         # It may have been told to end before there was a dataset to close, or be resumed from its last checkpoint.
         has_ended = self._is_told_to_end or self._is_done
@@ -211,7 +211,7 @@ class Learner:
                 if self._is_done:
                     break
         except StoppedError:  # while it waited for the replay's server
-            if not (self._stop.is_set() or handles.is_told_to_end()):
+            if not (self._stop.is_set() or handles.is_program_stopping()):
                 raise
         finally:
             self._replay.close_dataset()
@@ -304,7 +304,7 @@ class Learner:
             tree = jax.tree.map(np.asarray, (self._params, self._learner_state))
             check_params(tree[0], self.learner_steps, self._last_good)
             counters = {"learner_steps": self.learner_steps, "version": self.params_version}
-            self._may_write()
+            self._check_may_write()
             saved = {"counters": counters, "codec": self._cfg.codec, "extras": extras}
             self._checkpointer.save(self.learner_steps, tree, saved, self._replay.saved if with_replay else None)
             self._note_saved(with_replay)
@@ -338,7 +338,7 @@ class Learner:
         self._pack_params()
         self._publish()
         self._note_saved(has_replay)
-        self.restored = Restored(saved["extras"], has_replay)
+        self.restored = RestoredCheckpoint(saved["extras"], has_replay)
         return saved["extras"]
 
     def _note_saved(self, with_replay: bool) -> None:
@@ -348,10 +348,10 @@ class Learner:
     def _pack_params(self) -> None:
         """Set what actors get from the present parameters. After an update, its result has it."""
         check_params(self._params, self.learner_steps, self._last_good)
-        self._acting_arrays = self._update.pack(self._params, self._learner_state)
+        self._actor_arrays = self._update.pack(self._params, self._learner_state)
 
     def _publish(self) -> None:
-        self._publication.publish(self._versions.value, PackedParams(self._packing, self._acting_arrays))
+        self._publication.publish(self._versions.value, PackedParams(self._packing, self._actor_arrays))
 
     def close(self) -> None:
         """End the threads of checkpoints and of publishing."""

@@ -73,7 +73,7 @@ class LearnerReplay:
         if self._dataset is not None:
             self._dataset.close()
 
-    def refuses(self, versions: np.ndarray, newest: int) -> bool:
+    def is_too_old(self, versions: np.ndarray, newest: int) -> bool:
         """Return True if a batch is too old for `newest`: it was drawn before the buffer dropped such items.
 
         Args:
@@ -103,7 +103,7 @@ class LearnerReplay:
         """Take `version`, of a checkpoint, to be as new as the next one: both have the same parameters."""
         self._resumed_from = version
 
-    def forget_too_old(self, newest: int, *, after_update: bool = False) -> None:
+    def drop_too_old(self, newest: int, *, after_update: bool = False) -> None:
         """Drop items from the buffer that are too old for the version `newest`, which an update may have made."""
         if self._full is not None and self.max_staleness is not None:
             self._full.forget_before(newest - self.max_staleness)

@@ -17,13 +17,13 @@ from rlframe.params.packing import Packing
 from rlframe.types import Batch, Logs, Tree
 
 
-class Updated(NamedTuple):
+class UpdateResult(NamedTuple):
     """The results of an update."""
 
     params: Tree
     learner_state: Tree
     logs: Logs
-    acting_arrays: list[jax.Array]  # packed, for actors: the new parameters, or what actors had if these are not finite
+    actor_arrays: list[jax.Array]  # packed, for actors: the new parameters, or what actors had if these are not finite
     is_finite: jax.Array  # [] bool: whether the parameters, and what actors would get of them, are finite
 
 
@@ -39,8 +39,8 @@ class UncheckedUpdate(NamedTuple):
 class LearnerUpdate:
     """The jitted update of an agent.
 
-    Call it with (params, learner_state, batch, acting_arrays) to get an `Updated`. It donates `params` and
-    `learner_state`. `acting_arrays` is what actors have. They never get parameters that are not finite. The jitted
+    Call it with (params, learner_state, batch, actor_arrays) to get an `UpdateResult`. It donates `params` and
+    `learner_state`. `actor_arrays` is what actors have. They never get parameters that are not finite. The jitted
     call decides this, because waiting for its result would make acting wait for learning.
 
     Args:
@@ -52,20 +52,20 @@ class LearnerUpdate:
         self._agent, self._packing = agent, packing
         self.pack = jax.jit(self._pack)
         self._keep_finite = jax.jit(self._finite_or_old)
-        self._call: Callable[..., Updated] = self._update
+        self._call: Callable[..., UpdateResult] = self._update
         if agent.jit_learner_step:
             self._call = compilation.jit(self._update, donate_argnums=(0, 1), differentiates=True)
 
-    def __call__(self, params: Tree, learner_state: Tree, batch: Batch, acting_arrays: list[jax.Array]) -> Updated:
-        return self._call(params, learner_state, batch, acting_arrays)
+    def __call__(self, params: Tree, learner_state: Tree, batch: Batch, actor_arrays: list[jax.Array]) -> UpdateResult:
+        return self._call(params, learner_state, batch, actor_arrays)
 
-    def _update(self, params: Tree, learner_state: Tree, batch: Batch, acting_arrays: list[jax.Array]) -> Updated:
+    def _update(self, params: Tree, learner_state: Tree, batch: Batch, actor_arrays: list[jax.Array]) -> UpdateResult:
         params, learner_state, logs = self._agent.learner_step(params, learner_state, batch)
-        acting_arrays, is_finite = self._keep_finite(params, learner_state, acting_arrays)
-        return Updated(params, learner_state, dict(logs), acting_arrays, is_finite)
+        actor_arrays, is_finite = self._keep_finite(params, learner_state, actor_arrays)
+        return UpdateResult(params, learner_state, dict(logs), actor_arrays, is_finite)
 
     def _finite_or_old(
-        self, params: Tree, learner_state: Tree, acting_arrays: list[jax.Array]
+        self, params: Tree, learner_state: Tree, actor_arrays: list[jax.Array]
     ) -> tuple[list[jax.Array], jax.Array]:
         for_actors = self._agent.actor_params(params, learner_state)
         packed = self._packing.pack_jax(for_actors)
@@ -73,7 +73,7 @@ class LearnerUpdate:
         others = [leaf for leaf in jax.tree.leaves(params) if id(leaf) not in in_packed]
         # The check of one long array compiles sooner than a check of each leaf.
         is_finite = are_finite((self._packing.floats(packed), others))
-        return [jnp.where(is_finite, new, old) for new, old in zip(packed, acting_arrays)], is_finite
+        return [jnp.where(is_finite, new, old) for new, old in zip(packed, actor_arrays)], is_finite
 
     def _pack(self, params: Tree, learner_state: Tree) -> list[jax.Array]:
         # Copies: what actors read must outlive the update that the learner's own arrays are donated to.

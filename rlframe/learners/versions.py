@@ -31,8 +31,8 @@ class VersionCounter:
         may_write: called before the file is written. If it raises, nothing is written.
     """
 
-    def __init__(self, directory: str | os.PathLike | None, may_write: Callable[[], None] | None = None) -> None:
-        self._may_write = may_write or (lambda: None)
+    def __init__(self, directory: str | os.PathLike | None, check_may_write: Callable[[], None] | None = None) -> None:
+        self._check_may_write = check_may_write or (lambda: None)
         self._path = pathlib.Path(directory) / "versions.json" if directory is not None else None
         # The first value needs no reservation: nothing is written before there is something to resume.
         self._reserved = self.value = 1
@@ -79,7 +79,7 @@ class VersionCounter:
 
     def _reserve(self, upto: int) -> None:
         assert self._path is not None
-        self._may_write()
+        self._check_may_write()
         began = time.perf_counter()
         try:
             text = json.dumps({"reserved": upto}).ljust(_FILE_BYTES)

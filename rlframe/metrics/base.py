@@ -77,7 +77,7 @@ class LenientLogger(MultiLogger):
     def __init__(self, loggers: Iterable[Logger], errors: type[Exception] = RlframeError) -> None:
         super().__init__(loggers)
         self._errors = errors
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._lost = 0  # rows, since they were all kept
 
     def write(self, step: int, values: Values) -> None:
@@ -86,21 +86,21 @@ class LenientLogger(MultiLogger):
         except self._errors as error:
             self._lost += 1
             why = str(error) if isinstance(error, RlframeError) else f"{type(error).__name__}: {error}"
-            if why not in self._told:
-                self._told.add(why)
+            if why not in self._reported:
+                self._reported.add(why)
                 _log.warning("A row of the logs is lost: %s", why)
         else:
-            self._say_lost("The logs are written again")
+            self._report_lost_rows("The logs are written again")
 
     def close(self) -> None:
-        self._say_lost("The logs end")
+        self._report_lost_rows("The logs end")
         super().close()
 
-    def _say_lost(self, what: str) -> None:
+    def _report_lost_rows(self, what: str) -> None:
         if self._lost:
             _log.warning("%s: %d row%s lost.", what, self._lost, " was" if self._lost == 1 else "s were")
         self._lost = 0
-        self._told.clear()
+        self._reported.clear()
 
 
 def on_host(values: Values) -> dict[str, Any]:

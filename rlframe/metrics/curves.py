@@ -24,7 +24,9 @@ from rlframe.metrics.files import read_jsonl
 Over = Literal["steps", "seconds"]  # what a curve is drawn over: environment steps, or the wall time of the session
 
 CONFIDENCE = 0.95
-ENOUGH = 4  # values; of fewer the middle half is all of them, and the interval goes from the lowest to the highest
+MIN_RUNS_FOR_IQM = (
+    4  # values; of fewer the middle half is all of them, and the interval goes from the lowest to the highest
+)
 _RESAMPLES = 2_000
 _GRID_POINTS = 400
 
@@ -182,7 +184,7 @@ def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
     highest. Equal values give equal intervals.
     """
     values = np.asarray(values, np.float64)
-    if len(values) < ENOUGH:
+    if len(values) < MIN_RUNS_FOR_IQM:
         return values.min(axis=0), values.max(axis=0)
     drawn = np.random.default_rng(0).integers(len(values), size=(_RESAMPLES, len(values)))
     # In parts: all resamples of many long curves at once are gigabytes.

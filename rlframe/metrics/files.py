@@ -32,7 +32,7 @@ class JSONLLogger:
     """
 
     def __init__(self, path: Path, *, resume_at: int | None = None) -> None:
-        self._file = _Lines(path, _json_step, resume_at)
+        self._file = _LineFile(path, _json_step, resume_at)
 
     def write(self, step: int, values: Values) -> None:
         row = {"step": int(step), **{name: _jsonable(value) for name, value in on_host(values).items()}}
@@ -50,7 +50,7 @@ class CSVLogger:
 
     def __init__(self, path: Path, *, resume_at: int | None = None) -> None:
         self._path = pathlib.Path(path)
-        self._file = _Lines(path, _csv_step, resume_at)
+        self._file = _LineFile(path, _csv_step, resume_at)
         self._columns: list[str] = _read_csv(self._path)[0] if self._path.stat().st_size else []
 
     def write(self, step: int, values: Values) -> None:
@@ -92,7 +92,7 @@ def rows_after(path: Path, position: int) -> Iterator[tuple[dict[str, Any], int]
                 yield json.loads(line), position
 
 
-class _Lines:
+class _LineFile:
     """A text file to which whole lines are appended: never a part of a line."""
 
     def __init__(self, path: Path, step_of: Callable[[bytes], int | None], resume_at: int | None) -> None:

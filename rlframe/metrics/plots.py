@@ -14,7 +14,7 @@ import numpy as np
 
 from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import printable, replacing
-from rlframe.metrics.curves import ENOUGH, Over, RunCurve, SeedGroup, group_runs, load_run
+from rlframe.metrics.curves import MIN_RUNS_FOR_IQM, Over, RunCurve, SeedGroup, group_runs, load_run
 
 # Okabe and Ito's colors, which color-blind readers can tell apart.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -241,7 +241,7 @@ def _labels(group: SeedGroup, alone: bool) -> tuple[str, str | None]:
     count = len(group.runs)
     _, returns, _, _ = group.evaluations()
     if alone:
-        shown = "IQM and 95% interval" if count >= ENOUGH else "mean, lowest to highest"
+        shown = "IQM and 95% interval" if count >= MIN_RUNS_FOR_IQM else "mean, lowest to highest"
         line = f"training, {count} seeds: {shown}" if count > 1 else "training"
         return line, f"evaluation: {returns[-1]:,.1f} at the end" if len(returns) else None
     # One short entry each, or the legend covers the curves.

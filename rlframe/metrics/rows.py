@@ -13,7 +13,7 @@ Sums = dict[str, list[float]]  # name -> [sum, count], since the source was made
 _CURVE_POINTS = 500
 
 
-def add_up(sources: Iterable[Sums]) -> Sums:
+def add_sums(sources: Iterable[Sums]) -> Sums:
     """Add up the sums of all sources by name."""
     total: Sums = {}
     for sums in sources:
@@ -57,7 +57,7 @@ class ActorCounts:
 
     def total_logged(self) -> Sums:
         """Return the sums of what all environments logged."""
-        return add_up(self.logged.values())
+        return add_sums(self.logged.values())
 
 
 class Rows:

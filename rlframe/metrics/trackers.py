@@ -52,10 +52,10 @@ class WandbLogger:
         name: str | None = None,
         config: Mapping[str, Any] | None = None,
         mode: Any = None,
-        asked_by: str = "WandbLogger",
+        required_by: str = "WandbLogger",
         otherwise: str = "",
     ) -> None:
-        with extras.needed(asked_by, "wandb", otherwise=otherwise):
+        with extras.explain_import_error(required_by, "wandb", otherwise=otherwise):
             import wandb
         self._histogram, self._table = wandb.Histogram, wandb.Table
         options: dict[str, Any] = {"project": project, "group": group, "name": name, "config": dict(config or {})}
@@ -111,7 +111,7 @@ class TrackioLogger:
     def __init__(
         self, directory: str | os.PathLike[str], *, project: str = "rlframe", config: Mapping[str, Any] | None = None
     ) -> None:
-        with extras.needed("TrackioLogger", "trackio"):
+        with extras.explain_import_error("TrackioLogger", "trackio"):
             import trackio
         # `trackio.finish` forgets the run too, or Trackio ends it again, talking, when the process exits.
         self._finish = trackio.finish

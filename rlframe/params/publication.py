@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from rlframe.errors import UnavailableError, UsageError
-from rlframe.interprocess.memory import SUPPORTED, Fields, Name, Seqlock, SharedArrays
+from rlframe.interprocess.memory import SUPPORTED, Fields, MemoryName, Seqlock, SharedArrays
 from rlframe.interprocess.waiting import Futex, fence
 from rlframe.params.packing import PackedParams, Packing
 from rlframe.params.source import LONGEST_WAIT
@@ -153,7 +153,7 @@ class PublicationReader:
         packing: of all versions.
     """
 
-    def __init__(self, name: Name, packing: Packing) -> None:
+    def __init__(self, name: MemoryName, packing: Packing) -> None:
         self._name, self._packing, self._looked_at = name, packing, 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -166,17 +166,17 @@ class PublicationReader:
             return _Memory(SharedArrays.attach(name, _LABEL, _fields(self._packing)), self._packing)
         except PermissionError as error:
             raise UsageError(
-                f"The parameters of process {name.maker.pid} cannot be read: {error}. Its readers must run as the same "
+                f"The parameters of process {name.creator.pid} cannot be read: {error}. Its readers must run as the same "
                 "user, in the same container and on the same Ray node; others call it."
             ) from None
         except OSError as error:
             raise UnavailableError(
-                f"The parameters of process {name.maker.pid} cannot be read: the process has ended, has closed them, "
+                f"The parameters of process {name.creator.pid} cannot be read: the process has ended, has closed them, "
                 f"or runs on another machine ({type(error).__name__})."
             ) from None
 
     @property
-    def has_gone(self) -> bool:
+    def is_gone(self) -> bool:
         """Whether the publisher has closed the memory or died. Checked ten times a second.
 
         Raises:

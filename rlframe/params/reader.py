@@ -95,7 +95,7 @@ class ParamReader:
             self._memory, self._looks_for_memory = self._find_memory(), False
         if self._memory is None:
             return None
-        newest = None if self._memory.has_gone else self._memory.read(known_version)
+        newest = None if self._memory.is_gone else self._memory.read(known_version)
         if newest is None:
             self._memory, self._looks_for_memory = None, True
         return newest
@@ -106,7 +106,7 @@ class ParamReader:
         except NoMethodError:  # not a Learner
             return None
         try:
-            return None if found is None or found.has_gone else found
+            return None if found is None or found.is_gone else found
         except (UnavailableError, UsageError):  # on another machine or Ray node, or of another user
             return None
 
@@ -146,7 +146,7 @@ class Refresher:
         self._learner_or_handle = learner
         self._current_version, self._on_newer = current_version, on_newer
         self._deadline, self._stop = deadline, stop
-        self.heard_at: float | None = None
+        self.last_answer_at: float | None = None
         self.problem = ""
 
     @functools.cached_property
@@ -162,7 +162,7 @@ class Refresher:
             StoppedError: `stop` was set, or the program ended, while it did not answer.
         """
         version, packed = self._learner.get_packed(self._current_version())
-        self.heard_at, self.problem = time.monotonic(), ""
+        self.last_answer_at, self.problem = time.monotonic(), ""
         if packed is not None:
             self._on_newer(version, packed)
 

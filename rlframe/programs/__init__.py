@@ -20,7 +20,7 @@
    (`training/loop.py`). A topology of several processes adds a learner, actors and a `GameMonitor`
    (`training/game_monitor.py`).
 4. The loop or the monitor counts steps. It writes rows (`training/row_writer.py`), evaluates
-   (`policies/evaluation.py`), and ends at the last step, or before it by `Ending` (`session.py`). Its `Result` goes
+   (`policies/evaluation.py`), and ends at the last step, or before it by `EarlyStop` (`session.py`). Its `Result` goes
    into `result.json`, and to the caller.
 5. Later, `policies/` reads the checkpoints for `rlframe.evaluate`, `load` and `export`.
 """

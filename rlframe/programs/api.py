@@ -31,7 +31,7 @@ _PATHS = ("config", "run_dir", "token_file")
 Options = TypeVar("Options", bound="SessionOptions")
 
 # Options of `rlframe train` that are of the command line alone, and what a script does.
-COMMAND_ONLY = {
+COMMAND_LINE_ONLY = {
     "seeds": "call it once for each seed, train(seed=1) and so on, or run `rlframe train --seeds`",
     "at_once": "it is of several seeds: run `rlframe train --seeds`",
     "json": "the result is returned: result.to_json() is what --json prints",
@@ -44,26 +44,26 @@ class SessionOptions:
     """Options of a session. They do not change the numbers of a run."""
 
     # auto: the one that fits the agent and environment; none; or a name (`rlframe agents`)
-    preset: str = option("auto", several_runs="command")
+    preset: str = option("auto", multi_run="command")
     # repeat the run of this config.json; other options change it
-    config: Union[str, None] = option(None, several_runs="command")
+    config: Union[str, None] = option(None, multi_run="command")
     # where everything is written; None: a new directory under runs/
-    run_dir: Union[str, None] = option(None, several_runs="command")
-    resume: bool = option(False, several_runs="command")  # go on with the run in --run-dir from its latest checkpoint
+    run_dir: Union[str, None] = option(None, multi_run="command")
+    resume: bool = option(False, multi_run="command")  # go on with the run in --run-dir from its latest checkpoint
     resume_from: Union[int, None] = None  # with --resume: go on from this one of RUN_DIR/checkpoints, not the newest
     # with --resume: end the process that still writes to --run-dir, and go on in its place
-    take_over: bool = option(False, several_runs="command")
+    take_over: bool = option(False, multi_run="command")
     # port of /status, /metrics, /healthz and a live page; 0: a free one; None: nowhere; auto: 0 for elastic, else None
-    http: Union[Literal["auto"], int, None] = option("auto", several_runs="each")
-    http_host: str = option("127.0.0.1", several_runs="each")  # address that these listen at
+    http: Union[Literal["auto"], int, None] = option("auto", multi_run="each")
+    http_host: str = option("127.0.0.1", multi_run="each")  # address that these listen at
     token_file: Union[str, None] = None  # the token of these; None: one that is made, RUN_DIR/token
     stop_at: Union[int, None] = None  # environment steps at which to stop and save; schedules still end at --steps
-    quiet: bool = option(False, several_runs="command")  # show no progress
+    quiet: bool = option(False, multi_run="command")  # show no progress
     profile: bool = False  # measure where the time goes and print it
     profile_trace: bool = False  # --profile, and a trace of JAX in RUN_DIR/trace
-    wandb: bool = option(False, several_runs="each")  # log to Weights & Biases as well
-    trackio: bool = option(False, several_runs="each")  # log to Trackio as well
-    project: str = option("rlframe", several_runs="each")  # the project's name there
+    wandb: bool = option(False, multi_run="each")  # log to Weights & Biases as well
+    trackio: bool = option(False, multi_run="each")  # log to Trackio as well
+    project: str = option("rlframe", multi_run="each")  # the project's name there
 
 
 def train(
@@ -108,7 +108,7 @@ def train(
     streams.prepare()
     forget_changed()
     options = {name.replace("-", "_"): value for name, value in options.items()}
-    for name, instead in COMMAND_ONLY.items():
+    for name, instead in COMMAND_LINE_ONLY.items():
         if name in options:
             raise UsageError(f"{name} is an option of the command line, and not of rlframe.train: {instead}.")
     own = field_names(SessionOptions)
@@ -121,7 +121,7 @@ def train(
         if env is not None:
             options["env"] = env
         options = name_objects(options)  # before the files are loaded: a file may change the directory
-        defaults, preset = starting_point(agent, env, of_session, options.get("network"))
+        defaults, preset = base_experiment(agent, env, of_session, options.get("network"))
         experiment = change_options(defaults, options, [*own, "callbacks"])
         return run_with_options(experiment, of_session, preset, callbacks, silent=quiet)
 
@@ -145,7 +145,7 @@ def run_with_options(
     """
     check_trackers(options)
     profile = Profile(options.profile_trace) if options.profile or options.profile_trace else None
-    progress = None if options.quiet else progress_of(experiment, options.stop_at)
+    progress = None if options.quiet else make_progress_logger(experiment, options.stop_at)
     try:
         result = runner.run_experiment(
             experiment,
@@ -159,7 +159,7 @@ def run_with_options(
             progress=progress,
             profile=profile,
             notes={"preset": preset.name if preset is not None else None},
-            control_address=control_address_of(experiment, options),
+            control_address=make_control_address(experiment, options),
             quiet=silent,
         )
     finally:
@@ -170,7 +170,7 @@ def run_with_options(
     return result
 
 
-def progress_of(experiment: Experiment, stop_at: int | None) -> TerminalLogger:
+def make_progress_logger(experiment: Experiment, stop_at: int | None) -> TerminalLogger:
     """Return the logger that shows the progress of a session in the terminal."""
     until = min(stop_at or experiment.steps, experiment.steps)
     title = f"{experiment.agent.rpartition(':')[2]} on {experiment.env}"
@@ -191,7 +191,7 @@ def open_trackers(experiment: Experiment, options: SessionOptions, path: pathlib
     return [make(path, project=options.project, config=config) for make in made]
 
 
-def control_address_of(experiment: Experiment, options: SessionOptions) -> ControlAddress | None:
+def make_control_address(experiment: Experiment, options: SessionOptions) -> ControlAddress | None:
     """Return the address of the run's HTTP service; None if it has none. Raise UsageError for options of none."""
     port = options.http
     if port == "auto":
@@ -217,7 +217,7 @@ def with_absolute_paths(options: Options, directory: pathlib.Path) -> Options:
     )
 
 
-def starting_point(
+def base_experiment(
     agent: Any, env: Any, options: SessionOptions, network: Any = None
 ) -> tuple[Experiment, Preset | None]:
     """Return the experiment that other options change: that of `config` or `resume`, or the defaults with their preset.

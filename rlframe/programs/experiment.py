@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from rlframe.envs.gymnasium_registry import restore
 from rlframe.envs.names import backend, registration
-from rlframe.envs.registered import restore
 from rlframe.errors import UsageError
 from rlframe.programs.options import registry
 from rlframe.programs.options.fields import check_numbers, number
-from rlframe.programs.options.object_names import check_can_leave, is_live
+from rlframe.programs.options.object_names import check_no_live_objects, is_live
 from rlframe.programs.options.registry import OPTIONS
 from rlframe.programs.topologies.config import (
     EnvOptions,
@@ -19,7 +19,7 @@ from rlframe.programs.topologies.config import (
     config_class_of,
     find_topology,
 )
-from rlframe.user_code.files import look_in, module_directories
+from rlframe.user_code.files import module_directories, restore_module_directories
 
 MAX_SEED = 2**31 - 1
 
@@ -61,7 +61,7 @@ class Experiment:
             )
         self.topology_config.check(self)
         if any(map(is_live, self.named_options.values())) and not self.topology_config.engine_class.in_process:
-            check_can_leave(self.named_options, self.topology_config.name)
+            check_no_live_objects(self.named_options, self.topology_config.name)
 
     @property
     def named_options(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Experiment:
         return {**vars(self), "registered": spec, "places": module_directories(self.named_options.values())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        look_in(state.pop("places"))
+        restore_module_directories(state.pop("places"))
         restore(state.pop("registered"))
         vars(self).update(state)
 
@@ -97,7 +97,7 @@ class Experiment:
         return dataclasses.replace(self.synchronous.with_topology_options(clip_rewards=None), env_kwargs=env_kwargs)
 
     @property
-    def waits_for(self) -> int:
+    def num_awaited_envs(self) -> int:
         """Environments of a pool that an actor waits for: all, unless they are asynchronous."""
         config = EnvOptions.of(self)
         if not config.async_envs:

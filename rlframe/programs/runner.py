@@ -25,9 +25,9 @@ from rlframe.metrics import LenientLogger, Logger, MultiLogger, plot_learning_cu
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.config_file import load_experiment
 from rlframe.programs.options.make_experiment import fill_configs, with_fields
-from rlframe.programs.options.resume import backend_note, check_backend, continue_experiment, import_env
+from rlframe.programs.options.resume import backend_note, check_backend, import_env, resume_experiment
 from rlframe.programs.policies.evaluation import describe_evaluation
-from rlframe.programs.run_dir.control import ControlAddress, serve_control_of
+from rlframe.programs.run_dir.control import ControlAddress, serve_run_control
 from rlframe.programs.run_dir.directory import Result, RunDir, default_path
 from rlframe.programs.run_dir.lock import RunLock
 from rlframe.programs.run_dir.status import StatusFile
@@ -37,8 +37,8 @@ from rlframe.programs.topologies.config import ProgramConfig, find_topology
 from rlframe.programs.topologies.makers import check_answer_timeout, make_agent, read_codec
 from rlframe.programs.training.callbacks import Callback, Callbacks
 from rlframe.programs.training.profile import Profile
-from rlframe.programs.training.progress import Progress
-from rlframe.programs.training.row_writer import following
+from rlframe.programs.training.progress import ProgressFile
+from rlframe.programs.training.row_writer import forward_rows
 from rlframe.programs.training.updates import check_updates
 from rlframe.user_code.files import check_main_is_guarded, check_not_loading, keep_files
 
@@ -69,7 +69,7 @@ def run_experiment(
     second one ends the run at once.
 
     Args:
-        experiment: on resume the experiment of the run, perhaps with other `steps` (see `continue_experiment`).
+        experiment: on resume the experiment of the run, perhaps with other `steps` (see `resume_experiment`).
         run_dir: of the run's files; None: a new directory under `runs/`.
         resume: continue from the newest checkpoint in `run_dir`; a run that ended before its first one starts again.
         resume_from: continue from this checkpoint, and move newer ones aside. None: the newest.
@@ -136,7 +136,7 @@ def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:
     needed = [*config.engine_class.requires, *config.requires(experiment)]
     needed += ["trajectories"] if with_control else []
     without = "or leave its control out by --http None" if with_control else ""
-    extras.require(config.asked_by(experiment), *needed, otherwise=without)
+    extras.require(config.extras_option(experiment), *needed, otherwise=without)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,10 +175,10 @@ class _Launcher:
     def continue_run(self, experiment: Experiment, resume_from: int | None, take_over: bool) -> Result:
         """Run one more session, from a checkpoint. If nothing is left to do, return the result that there is."""
         directory = self.directory
-        directory.check_holds()
+        directory.check_kind()
         with self._lock(experiment, take_over), contextlib.ExitStack() as opened:
             saved = load_experiment(directory.config, experiment.named_options)
-            experiment = continue_experiment(saved, experiment)
+            experiment = resume_experiment(saved, experiment)
             check_backend(directory.notes(), experiment)
             with contextlib.closing(Checkpointer(directory.checkpoints)) as checkpointer:
                 checkpointer.go_back_to(resume_from, directory.path / "aside")
@@ -206,7 +206,7 @@ class _Launcher:
         if not self.directory.result.exists():
             return None
         result = Result.read(self.directory.result)
-        options_unchanged = continue_experiment(saved, with_fields(saved, steps=experiment.steps)) == experiment
+        options_unchanged = resume_experiment(saved, with_fields(saved, steps=experiment.steps)) == experiment
         counts_env_steps = experiment.topology_config.learns_from == "steps"
         went_beyond = counts_env_steps and result.env_steps >= experiment.steps > saved.steps
         reached_last_step = saved.steps == experiment.steps or went_beyond
@@ -224,7 +224,7 @@ class _Launcher:
     def _make_session(self, experiment: Experiment, opened: contextlib.ExitStack) -> Session:
         """Make the agent and the session. From now on, a log file gets the warnings of this process, too."""
         is_program = isinstance(experiment.topology_config, ProgramConfig)
-        opened.enter_context(logs.kept(self.directory.logs, "launcher" if is_program else "train"))
+        opened.enter_context(logs.logging_to_file(self.directory.logs, "launcher" if is_program else "train"))
         codec = read_codec(experiment)
         return Session(
             experiment,
@@ -232,7 +232,7 @@ class _Launcher:
             self.directory.path.absolute(),
             until=min(experiment.steps, self.stop_at or experiment.steps),
             began=time.time(),
-            steps_before=Progress(self.directory.progress, "").counts.env_steps,
+            steps_before=ProgressFile(self.directory.progress, "").counts.env_steps,
             quiet=self.quiet,
             profile=self.profile,
             codec=codec,
@@ -268,7 +268,7 @@ class _Launcher:
         wire = find_topology(config.name, config.learns_from)
         next_topology = wire(engine, session)
         coordinator = None if config.control_group is None else engine.handle_of(config.control_group)
-        opened.enter_context(serve_control_of(session.path, self.control_address, coordinator, self.quiet))
+        opened.enter_context(serve_run_control(session.path, self.control_address, coordinator, self.quiet))
         return engine, next_topology, loggers
 
     def _run_session(
@@ -277,9 +277,9 @@ class _Launcher:
         """Run the program, and the second one, if any. Write the status meanwhile, and the result."""
         directory, warm_up = self.directory, session.topology_config.warm_up_steps(session.experiment)
         status = StatusFile(directory, session.experiment, session.until + warm_up)
-        with status.until_the_end():
+        with status.record_failure():
             directory.result.unlink(missing_ok=True)
-            with following(directory.metrics, [] if engine.in_process else loggers, self.callbacks):
+            with forward_rows(directory.metrics, [] if engine.in_process else loggers, self.callbacks):
                 signal_number = self._run_engine(engine, status)
                 if next_topology is not None and signal_number is None and self.callbacks.error is None:
                     engine = make_engine(session.experiment, directory.logs, self.quiet)
@@ -297,7 +297,7 @@ class _Launcher:
         try:
             return engine.run(status.watch)
         except ProgramError as error:
-            raise ProgramError(f"{error}\n{self.directory.what_is_saved()}") from self.callbacks.error or error
+            raise ProgramError(f"{error}\n{self.directory.describe_checkpoint()}") from self.callbacks.error or error
 
     def _write_result(self, session: Session, signal_number: int | None) -> Result:
         """Complete the result that the program wrote, and draw the learning curve. Raise the error of a callback."""
@@ -305,7 +305,7 @@ class _Launcher:
         if directory.result.exists():
             result = Result.read(directory.result)
         else:  # The program was told to stop before its monitor had begun.
-            env_steps = Progress(directory.progress, session.session_id).counts.env_steps
+            env_steps = ProgressFile(directory.progress, session.session_id).counts.env_steps
             result = Result(env_steps, 0, None, None, 0, 0.0, time.time() - session.began, 0, str(directory.path))
         by = result.stopped_by if signal_number is None else "interrupt"
         result = dataclasses.replace(
@@ -317,7 +317,7 @@ class _Launcher:
             _log.warning(problem)
         directory.write_result(result)
         if directory.metrics.exists():  # not where it was stopped at once
-            _draw(directory)
+            _draw_learning_curve(directory)
         if self.callbacks.error is not None:
             raise self.callbacks.error
         return result
@@ -336,7 +336,7 @@ def make_engine(experiment: Experiment, logs: pathlib.Path | None, quiet: bool =
     return config.engine_class(EngineOptions(**options, logs=logs, quiet=quiet))
 
 
-def _draw(directory: RunDir) -> None:
+def _draw_learning_curve(directory: RunDir) -> None:
     """Draw the learning curve. The run is over and saved: a picture that cannot be drawn is only warned of."""
     try:
         plot_learning_curve(directory.path, directory.learning_curve)

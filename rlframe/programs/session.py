@@ -76,7 +76,7 @@ class Session:
     @property
     def peer_deadline(self) -> float:
         """Seconds that a node waits for another one: without limit if the launcher restarts nodes that hang."""
-        return math.inf if self.topology_config.is_watched else handles.DEADLINE
+        return math.inf if self.topology_config.kills_hung_nodes else handles.DEADLINE
 
 
 class Schedule:
@@ -105,7 +105,7 @@ class Schedule:
         return (step // self._every + 1) * self._every if self._every else math.inf
 
 
-class Ending:
+class EarlyStop:
     """The decision to end a session before its last step, by a callback or a limit such as `until_return`.
 
     Args:
@@ -119,10 +119,10 @@ class Ending:
 
     def __init__(self, session: Session, by: str | None = None) -> None:
         self._limits, self._began = session.topology_config.stop_conditions, session.began
-        self._has_limits = self._limits.are_set
+        self._has_limits = self._limits.has_limits
         self.by, self.evaluates = by, True
 
-    def ask(self, by: str, evaluate: bool = True) -> None:
+    def request(self, by: str, evaluate: bool = True) -> None:
         """End the session after the step under way. The first reason counts, unless a later one excludes evaluating.
 
         Args:
@@ -133,7 +133,7 @@ class Ending:
             self.by, self.evaluates = by, False
         self.by = self.by or by
 
-    def decide(self, learner_steps: int, eval_return: float | None) -> str | None:
+    def check_limits(self, learner_steps: int, eval_return: float | None) -> str | None:
         """Set `by` if a limit is reached, and return it: the reason to end now, or None.
 
         Args:

@@ -16,11 +16,11 @@ import numpy as np
 
 from rlframe.errors import RlframeError, StoppedError, UsageError, suggest
 from rlframe.interprocess.heartbeat import patience
-from rlframe.program_end import Closing
+from rlframe.shutdown import Closeable
 from rlframe.types import Batch, ReplaySpec, Step
 
 STATS = ("items", "steps", "added", "sampled", "evicted", "evicted_unsampled", "dropped_priorities", "bytes")
-WAKE = 0.2  # seconds between two checks of a dataset whether it was closed; a batch ends the wait sooner
+WAKE_INTERVAL = 0.2  # seconds between two checks of a dataset whether it was closed; a batch ends the wait sooner
 _LOOK_AGAIN = 0.01  # seconds
 _TIMEOUT = 600.0  # seconds that a dataset waits for a batch before `next` raises
 
@@ -92,7 +92,7 @@ class ReplayReader(Protocol):
 
 
 class BaseReplayBuffer(ReplayWriter, ReplayReader):
-    """Base class of buffers, with defaults for optional methods. See `examples/own_replay_store.py`.
+    """Base class of buffers, with defaults for optional methods. See `examples/custom_replay_store.py`.
 
     A subclass sets `spec`, and defines `claim_rank`, `open_segment`, `add`, `sample` and `stats`.
     """
@@ -212,7 +212,7 @@ class DatasetTimeoutError(RlframeError, TimeoutError):
     """No batch came within the timeout."""
 
 
-class Dataset(Closing):
+class Dataset(Closeable):
     """An endless iterator of batches. Use it as a context manager, or close it.
 
     Drawing ahead depends on timing. For results that repeat exactly, call `sample()` instead.
@@ -244,7 +244,7 @@ class Dataset(Closing):
         deadline = time.monotonic() + self._timeout
         while not self._stop.is_set():
             try:
-                batch = self._ready.get(timeout=min(WAKE, max(0.0, deadline - time.monotonic())))
+                batch = self._ready.get(timeout=min(WAKE_INTERVAL, max(0.0, deadline - time.monotonic())))
             except queue.Empty:
                 self._check()
                 if time.monotonic() < deadline:
@@ -282,7 +282,7 @@ class Dataset(Closing):
 
     def _draw(self) -> Batch | None:
         """Return the next batch, or None after a while without one. Runs in the thread."""
-        return self._buffer.wait_for_batch(WAKE)
+        return self._buffer.wait_for_batch(WAKE_INTERVAL)
 
     def _check(self) -> None:
         """Raise if no batch can come any more. Called while the reader waits."""
@@ -293,7 +293,7 @@ class Dataset(Closing):
     def _put(self, batch: Batch | BaseException) -> None:
         while not self._stop.is_set():
             try:
-                self._ready.put(batch, timeout=WAKE)
+                self._ready.put(batch, timeout=WAKE_INTERVAL)
                 return
             except queue.Full:
                 continue
@@ -325,7 +325,7 @@ def check_priorities(priorities: np.ndarray, count: int) -> np.ndarray:
     return priorities
 
 
-def replace_gone(batch: Any, gone: np.ndarray) -> bool:
+def replace_evicted(batch: Any, gone: np.ndarray) -> bool:
     """Replace the rows of the arrays in `batch` that are `gone` [B] by other rows. Return False if all are gone.
 
     Draws are independent, so a row of the batch is as good as a new draw.

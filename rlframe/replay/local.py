@@ -11,7 +11,7 @@ import numpy as np
 
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.replay import replay_files, steps
-from rlframe.replay.base import STATS, Draw, KeyedReplayBuffer, check_keys, override, replace_gone
+from rlframe.replay.base import STATS, Draw, KeyedReplayBuffer, check_keys, override, replace_evicted
 from rlframe.replay.layout import check_added
 from rlframe.replay.rate_limiter import ItemCounts, RateLimiter, WriterState
 from rlframe.replay.steps import StepStore, Writers
@@ -144,7 +144,9 @@ class ReplayBuffer(KeyedReplayBuffer):
             if self.spec.kind == "queue":
                 return self._held.get(keys.tobytes())
             store = self._store
-            if store is None or not replace_gone((keys, probabilities), ~store.timeline.holds(self._starts_of(keys))):
+            if store is None or not replace_evicted(
+                (keys, probabilities), ~store.timeline.holds(self._starts_of(keys))
+            ):
                 return None
             data, versions = store.read(store.timeline.slots_of(keys[:, 2]))
             return Batch(data, keys, probabilities, versions)

@@ -126,7 +126,7 @@ class ReplayFiles:
         return self._directory / str(number)
 
 
-def save_now_and_then(save: Callable[[], None], stop: threading.Event, seconds: float, at_end: float) -> None:
+def save_periodically(save: Callable[[], None], stop: threading.Event, seconds: float, at_end: float) -> None:
     """Call `save` every `seconds` seconds until `stop` is set, and then once more.
 
     Args:

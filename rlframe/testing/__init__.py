@@ -2,7 +2,7 @@
 
     check_replay(lambda agent, num_writers: MyStore(agent), kinds=["uniform"])
 
-`replay.py` adds scripted steps (`streams.py: StepStream`) to your store and to `ReplayTwin`, a replay in plain Python,
+`replay.py` adds scripted steps (`streams.py: StepStream`) to your store and to `ReferenceReplay`, a replay in plain Python,
 and compares what both return.
 """
 

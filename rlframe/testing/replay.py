@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlframe.errors import UsageError
-from rlframe.testing.streams import ReplayTwin, StepStream, assert_batch_matches, fake_agent, first_ids
+from rlframe.testing.streams import ReferenceReplay, StepStream, assert_batch_matches, fake_agent, first_ids
 from rlframe.types import Sequence, Transition, global_env_ids
 
 Item = Transition | Sequence
@@ -26,7 +26,7 @@ ITEMS: tuple[Item, ...] = (
     Sequence(2, period=3),
     Sequence(1),
 )
-SCENES = ("lockstep", "subsets", "broken fragments", "two writers", "reclaimed rank", "one slow environment")
+SCENARIOS = ("lockstep", "subsets", "broken fragments", "two writers", "reclaimed rank", "one slow environment")
 
 
 def check_replay(factory: Factory, *, kinds: Several[str] = KINDS, items: Several[Item] = ITEMS) -> None:
@@ -45,7 +45,7 @@ def check_replay(factory: Factory, *, kinds: Several[str] = KINDS, items: Severa
     """
     for kind in kinds:
         for item in items:
-            for scene in SCENES:
+            for scene in SCENARIOS:
                 with _named(f"{kind} replay of {item}, {scene}"):
                     check_items(factory, kind, item, scene)
                     check_eviction(factory, kind, item, scene)
@@ -83,7 +83,7 @@ def writers(scene: str) -> int:
 
 
 def play(
-    scene: str, replay: Any, twin: ReplayTwin, steps: int, num_envs: int = 6, seed: int = 0, end: float = 0.2
+    scene: str, replay: Any, twin: ReferenceReplay, steps: int, num_envs: int = 6, seed: int = 0, end: float = 0.2
 ) -> Iterator[int]:
     """Feed replay and twin with the same experience; yield after every step."""
     rng = np.random.default_rng(seed)
@@ -114,7 +114,7 @@ def play(
 
 def check_items(factory: Factory, kind: str, item: Item, scene: str) -> None:
     """Each item that is sampled is one that was added; a queue gives each once, the others each with its chance."""
-    twin, seen, batch_size = ReplayTwin(item), [], 4 if kind == "queue" else 8
+    twin, seen, batch_size = ReferenceReplay(item), [], 4 if kind == "queue" else 8
     with made(factory, kind, item, batch_size, 10_000, num_writers=writers(scene)) as replay:
         for _ in play(scene, replay, twin, 40):
             if kind == "queue":
@@ -139,7 +139,7 @@ def check_items(factory: Factory, kind: str, item: Item, scene: str) -> None:
 
 def check_eviction(factory: Factory, kind: str, item: Item, scene: str) -> None:
     """A full replay drops the oldest items, counts them, and draws whole ones only."""
-    twin, sampled = ReplayTwin(item), 0
+    twin, sampled = ReferenceReplay(item), 0
     with made(factory, kind, item, 4, 96, num_writers=writers(scene)) as replay:
         for t in play(scene, replay, twin, 140):
             batch = replay.sample() if t % 30 == 29 else None
@@ -163,7 +163,7 @@ def check_eviction(factory: Factory, kind: str, item: Item, scene: str) -> None:
         assert len(drawn) == stats["items"], f"{len(drawn)} different items are drawn of {stats['items']}"
 
 
-def check_none_is_an_item_per_environment(factory: Factory, kind: str) -> None:
+def check_batch_size_none(factory: Factory, kind: str) -> None:
     """`batch_size=None`: a batch is one item of each environment."""
     with made(factory, kind, Sequence(3), None, 1000) as replay:
         replay.claim_rank(5)
@@ -190,9 +190,9 @@ def check_oldest_version(factory: Factory, kind: str) -> None:
         np.testing.assert_array_equal(replay.sample().params_version, [4, 4])
 
 
-def check_chances(factory: Factory, kind: str) -> None:
+def check_uniform_sampling(factory: Factory, kind: str) -> None:
     """Each item is drawn with the same chance."""
-    twin = ReplayTwin(Transition(3))
+    twin = ReferenceReplay(Transition(3))
     with made(factory, kind, Transition(3), 100, 200) as replay:
         for _ in play("subsets", replay, twin, 200):
             pass
@@ -205,7 +205,7 @@ def check_chances(factory: Factory, kind: str) -> None:
     assert abs(chi_square - size) < 5 * np.sqrt(2 * size), f"chi square {chi_square:.0f} of {size} items"
 
 
-def check_rate(factory: Factory, kind: str) -> None:
+def check_rate_limiter(factory: Factory, kind: str) -> None:
     """`min_size` and `samples_per_insert` hold sampling back; see `RateLimiter`."""
     with made(factory, kind, Transition(1), 8, 1000, min_size=10, samples_per_insert=2.0) as replay:
         replay.claim_rank(2)
@@ -219,7 +219,7 @@ def check_rate(factory: Factory, kind: str) -> None:
     assert abs(sum(given) * 8 - 2 * (24 - 10)) <= 8, f"{sum(given) * 8} samples of 24 items, at 2 samples per insert"
 
 
-def check_batch_stays(factory: Factory, kind: str) -> None:
+def check_batch_is_not_overwritten(factory: Factory, kind: str) -> None:
     """A batch is the caller's: what comes later does not change it."""
     with made(factory, kind, Transition(1), 8, 100) as replay:
         replay.claim_rank(4)
@@ -251,7 +251,7 @@ def check_ranks(factory: Factory, kind: str) -> None:
 
 def check_dataset(factory: Factory, kind: str) -> None:
     """`make_dataset` gives batches without end."""
-    twin = ReplayTwin(Transition(1))
+    twin = ReferenceReplay(Transition(1))
     with made(factory, kind, Transition(1), 4, 1000) as replay:
         for _ in play("lockstep", replay, twin, 20):
             pass
@@ -264,7 +264,7 @@ def check_dataset(factory: Factory, kind: str) -> None:
 def check_priorities(factory: Factory, item: Item) -> None:
     """Items are drawn by priority^exponent, and `probabilities` say so."""
     with made(factory, "prioritized", item, 50, 400, priority_exponent=0.5) as replay:
-        for _ in play("subsets", replay, ReplayTwin(item), 100):
+        for _ in play("subsets", replay, ReferenceReplay(item), 100):
             pass
         priorities: dict[int, float] = {}
         for _ in range(400):  # every item gets the priority that its observation's number says
@@ -304,7 +304,7 @@ def check_new_priority(factory: Factory, item: Item) -> None:
         assert chances == {0.25, 0.75}, f"priorities 1 and 3 give the chances {chances}"
 
 
-def check_late_priorities(factory: Factory, item: Item) -> None:
+def check_priorities_of_evicted_items(factory: Factory, item: Item) -> None:
     """Priorities of items that are gone are dropped and counted; what is no priority is refused."""
     stream = StepStream(2)
     with made(factory, "prioritized", item, 8, 50) as replay:
@@ -329,15 +329,15 @@ def check_late_priorities(factory: Factory, item: Item) -> None:
 
 
 _FOR_ALL = (check_ranks, check_dataset)
-_FOR_DRAWN = (*_FOR_ALL, check_rate, check_batch_stays)
+_FOR_DRAWN = (*_FOR_ALL, check_rate_limiter, check_batch_is_not_overwritten)
 CHECKS: dict[str, tuple[Callable[[Factory, str], None], ...]] = {
-    "uniform": (*_FOR_DRAWN, check_chances),
-    "queue": (*_FOR_ALL, check_none_is_an_item_per_environment, check_oldest_version),
+    "uniform": (*_FOR_DRAWN, check_uniform_sampling),
+    "queue": (*_FOR_ALL, check_batch_size_none, check_oldest_version),
     "prioritized": _FOR_DRAWN,
 }
 PRIORITY_CHECKS: tuple[Callable[[Factory, Item], None], ...] = (
     check_priorities,
     check_new_priority,
-    check_late_priorities,
+    check_priorities_of_evicted_items,
 )
 PRIORITY_ITEMS: tuple[Item, ...] = (Transition(2), Sequence(4, period=2))

@@ -96,7 +96,7 @@ class StepStream:
             old[envs] = value
 
 
-class ReplayTwin:
+class ReferenceReplay:
     """A replay buffer of Python lists, one environment and one step at a time; it forgets nothing.
 
     `items` maps the id of an item's first observation to (the item's arrays, its origin, its version), in the order of
@@ -190,7 +190,7 @@ class ReplayTwin:
 
 
 def batch_items(batch: Any) -> list[dict[str, Any]]:
-    """Return the items of a batch, in the form that `ReplayTwin` keeps them in."""
+    """Return the items of a batch, in the form that `ReferenceReplay` keeps them in."""
     items = []
     for i in range(len(batch.keys)):
         item: dict[str, Any] = {}
@@ -209,7 +209,7 @@ def first_ids(batch: Any) -> np.ndarray:
     return ids if ids.ndim == 1 else ids[:, 0]
 
 
-def assert_batch_matches(batch: Any, twin: ReplayTwin) -> None:
+def assert_batch_matches(batch: Any, twin: ReferenceReplay) -> None:
     """Every item of `batch` is one that the twin completed, with the same arrays, origin and version."""
     for i, (first, item) in enumerate(zip(first_ids(batch).tolist(), batch_items(batch))):
         assert first in twin.items, f"the buffer made up an item that starts at observation {first}"

@@ -10,14 +10,16 @@ from typing import Literal
 from rlframe.errors import UsageError
 
 IGNORED = -100  # in the masks of a group, of a token that nothing is learned from
-INTS = ("tokens", "masks")  # arrays of a group
-FLOATS = ("advantages", "ref_logprobs", "inference_logprobs")
-ANY_LENGTH = "advantages"  # of them: as lists it need not be as long as the tokens, and then nobody learns from it
-LARGEST = 2.0**128 - 2.0**104  # number in them, and of scores: larger ones would be infinite as float32
+INT_FIELDS = ("tokens", "masks")  # arrays of a group
+FLOAT_FIELDS = ("advantages", "ref_logprobs", "inference_logprobs")
+ANY_LENGTH_FIELD = (
+    "advantages"  # of them: as lists it need not be as long as the tokens, and then nobody learns from it
+)
+MAX_FLOAT32 = 2.0**128 - 2.0**104  # number in them, and of scores: larger ones would be infinite as float32
 
 MAX_BATCH_SIZE = 1_000_000  # sequences: packing works with integers of so many bits
-INT64 = {"ge": -(2**63), "lt": 2**63}  # what the log can carry
-TEXT = {"max_length": 4096}
+INT64_LIMITS = {"ge": -(2**63), "lt": 2**63}  # what the log can carry
+TEXT_LIMITS = {"max_length": 4096}
 
 
 @dataclass(frozen=True)
@@ -27,16 +29,16 @@ class Registration:
     From `max_staleness` on they are this service's own; their defaults are what old clients expect.
     """
 
-    wandb_group: str = field(metadata=TEXT)
-    wandb_project: str = field(metadata=TEXT)
+    wandb_group: str = field(metadata=TEXT_LIMITS)
+    wandb_project: str = field(metadata=TEXT_LIMITS)
     batch_size: int = field(
         metadata={"ge": 1, "le": MAX_BATCH_SIZE, "description": "Sequences in every batch, exactly."}
     )
-    max_token_len: int = field(metadata=INT64)
-    checkpoint_dir: str = field(metadata=TEXT)
-    save_checkpoint_interval: int = field(metadata=INT64)  # steps
-    starting_step: int = field(metadata=INT64)
-    num_steps: int = field(metadata=INT64)
+    max_token_len: int = field(metadata=INT64_LIMITS)
+    checkpoint_dir: str = field(metadata=TEXT_LIMITS)
+    save_checkpoint_interval: int = field(metadata=INT64_LIMITS)  # steps
+    starting_step: int = field(metadata=INT64_LIMITS)
+    num_steps: int = field(metadata=INT64_LIMITS)
     max_staleness: int | None = field(
         default=None, metadata={"ge": 0, "lt": 2**63, "description": "Policy versions by which a group may be older."}
     )
@@ -57,7 +59,10 @@ class Registration:
     )
     run_key: str | None = field(
         default=None,
-        metadata={**TEXT, "description": "Names the training run: the same goes on with it, another starts afresh."},
+        metadata={
+            **TEXT_LIMITS,
+            "description": "Names the training run: the same goes on with it, another starts afresh.",
+        },
     )
 
     def __post_init__(self) -> None:

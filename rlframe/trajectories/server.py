@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rlframe import extras
 
-with extras.needed("rlframe.trajectories.server", "trajectories"):
+with extras.explain_import_error("rlframe.trajectories.server", "trajectories"):
     from rlframe.trajectories.service.app import app_from_environment
 
 app = app_from_environment()

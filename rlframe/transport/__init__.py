@@ -15,9 +15,9 @@ A call of a learner from an actor, with Unix sockets (`sockets.py`):
 from __future__ import annotations
 
 from rlframe.transport import courier
-from rlframe.transport.base import CALL_TIMEOUT, Client, Derived, Future, Server, Transport
+from rlframe.transport.base import CALL_TIMEOUT, Client, Future, MappedFuture, Server, Transport
 
-__all__ = ["CALL_TIMEOUT", "DEFAULT", "Client", "Derived", "Future", "Server", "Transport"]
+__all__ = ["CALL_TIMEOUT", "DEFAULT", "Client", "Future", "MappedFuture", "Server", "Transport"]
 
 # For nodes of Launchpad programs, and for addresses that users give.
 DEFAULT: Transport = courier.CourierTransport()

@@ -83,7 +83,7 @@ class Transport(Protocol):
 _Other = TypeVar("_Other", bound=Future)
 
 
-class Derived(Generic[_Other]):
+class MappedFuture(Generic[_Other]):
     """A future whose result is read from another, when it is asked for.
 
     Args:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from rlframe import errors, extras
 from rlframe.errors import NoMethodError, RemoteError, RlframeError, UnavailableError
-from rlframe.transport.base import CALL_TIMEOUT, Derived
+from rlframe.transport.base import CALL_TIMEOUT, MappedFuture
 
 _NOT_ANSWERED = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")  # codes of Courier's StatusNotOk
 
@@ -62,7 +62,7 @@ class CourierClient:
     def __init__(self, client: Any) -> None:
         self._client = client
         self._under_way: set[_Raw] = set()
-        _let_go()
+        _release_dropped_clients()
 
     def __del__(self) -> None:
         if self._under_way:
@@ -75,12 +75,12 @@ class CourierClient:
         except Exception as error:
             _raise(error)
 
-    def submit(self, method: str, /, *args: Any) -> Derived[_Raw]:
+    def submit(self, method: str, /, *args: Any) -> MappedFuture[_Raw]:
         """See `Client`."""
         future: _Raw = getattr(self._client.futures, method)(*args)
         self._under_way.add(future)
         future.add_done_callback(self._under_way.discard)
-        return Derived(future, _result)
+        return MappedFuture(future, _result)
 
 
 class CourierServer:
@@ -108,12 +108,12 @@ def address_of(target: Any) -> str | None:
 
 def _courier() -> Any:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow's libraries are loaded with it
-    with extras.needed("A call to another process", "launchpad"):
+    with extras.explain_import_error("A call to another process", "launchpad"):
         import courier
     return courier
 
 
-def _let_go() -> None:
+def _release_dropped_clients() -> None:
     for key, (_, under_way) in list(_dropped.items()):
         if not under_way:
             _dropped.pop(key, None)

@@ -17,17 +17,17 @@ from typing import Any
 
 from rlframe.errors import UsageError
 from rlframe.transport import messages
-from rlframe.transport.base import Client, Derived, Future
+from rlframe.transport.base import Client, Future, MappedFuture
 from rlframe.transport.sockets import (
     SocketClient,
     SocketServer,
     SocketTransport,
-    answered,
-    place_of_sockets,
-    remove_at_end,
+    remove_at_exit,
+    socket_parent_directory,
+    unpack_answer,
 )
 
-STATION = "RLFRAME_RAY_STATION"  # "DIRECTORY:RELAY", for the process of a node
+SOCKETS_VARIABLE = "RLFRAME_RAY_STATION"  # "DIRECTORY:RELAY", for the process of a node
 
 _SOCKETS = SocketTransport()
 _VERSIONS = ("get_packed", "wait_for_version")  # of a `PackedSource`, or of elastic's `ParamStore`
@@ -35,7 +35,7 @@ _numbers = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
-class Station:
+class RaySockets:
     """Where a process that calls nodes is: on which Ray node, and who relays its calls.
 
     Attributes:
@@ -49,7 +49,7 @@ class Station:
     @staticmethod
     def path(token: str, ray_node: str) -> str:
         """Return the directory of a run's sockets on a Ray node; others have others, even on the same machine."""
-        return f"{place_of_sockets()}/rlframe-{token}-{ray_node[:8]}"
+        return f"{socket_parent_directory()}/rlframe-{token}-{ray_node[:8]}"
 
     def socket(self, node: str) -> str:
         """Return the path of a node's socket, if it is on this Ray node."""
@@ -58,7 +58,7 @@ class Station:
     @property
     def variables(self) -> dict[str, str]:
         """Environment variables by which a process finds it."""
-        return {STATION: f"{self.directory}:{self.relay}"}
+        return {SOCKETS_VARIABLE: f"{self.directory}:{self.relay}"}
 
     def open(self, *paths: str) -> Callable[[], None]:
         """Make the directory, unless another process of the run has.
@@ -73,30 +73,30 @@ class Station:
         about = os.stat(self.directory, follow_symlinks=False)
         if about.st_uid != os.geteuid() or about.st_mode & 0o77:
             raise UsageError(f"{self.directory} is not this user's alone: remove it.")
-        return remove_at_end(self.directory, *paths)
+        return remove_at_exit(self.directory, *paths)
 
 
-_joined: Station | None = None
+_joined: RaySockets | None = None
 
 
-def join(station: Station | None) -> None:
+def join(ray_sockets: RaySockets | None) -> None:
     """Set the station of this process, if it is no node. (A node has it in its environment.)"""
     global _joined
-    _joined = station
+    _joined = ray_sockets
     _client.cache_clear()
 
 
-def here() -> Station:
+def here() -> RaySockets:
     """Return the station of this process. Raise UsageError if it is part of no program on Ray."""
     if _joined is not None:
         return _joined
-    directory, _, relay = os.environ.get(STATION, "").partition(":")
+    directory, _, relay = os.environ.get(SOCKETS_VARIABLE, "").partition(":")
     if not relay:
         raise UsageError("This process is no node of a program on Ray: the handles of its nodes mean nothing here.")
-    return Station(directory, relay)
+    return RaySockets(directory, relay)
 
 
-def ask_relay(method: str, *args: Any) -> Any:
+def call_relay(method: str, *args: Any) -> Any:
     """Call this process's relay. Raise as `Client.call`."""
     return _relay().call(method, *args)
 
@@ -115,7 +115,7 @@ class RayTransport:
         if os.path.exists(path):
             return _SOCKETS.is_reachable(path)
         try:
-            return bool(ask_relay("reaches", address))
+            return bool(call_relay("reaches", address))
         except Exception:  # the relay is gone, and with it this node soon
             return False
 
@@ -141,19 +141,19 @@ class _RayClient:
         if method in _VERSIONS and not kwargs:  # the relay may have them: they are fetched once for a Ray node
             found = _relay().call("versions", self._address, method, *args)
             if found is not None:
-                return answered(found) if isinstance(found, list) else found
-        return answered(_relay().call("relay", self._address, messages.pack((method, args, kwargs))))
+                return unpack_answer(found) if isinstance(found, list) else found
+        return unpack_answer(_relay().call("relay", self._address, messages.pack((method, args, kwargs))))
 
     def submit(self, method: str, /, *args: Any) -> Future:
         if os.path.exists(self._path):
             return self._beside.submit(method, *args)
         sent = _relay().submit("relay", self._address, messages.pack((method, args, {})))
-        return Derived(sent, lambda future: answered(future.result()))
+        return MappedFuture(sent, lambda future: unpack_answer(future.result()))
 
 
 def _relay() -> SocketClient:
-    station = here()
-    return _client(f"{station.directory}/{station.relay}")
+    ray_sockets = here()
+    return _client(f"{ray_sockets.directory}/{ray_sockets.relay}")
 
 
 _client = functools.lru_cache(maxsize=1)(SocketClient)

@@ -27,7 +27,7 @@ from typing import Any
 from rlframe import errors
 from rlframe.errors import NoMethodError, RemoteError, RlframeError, UnavailableError, UsageError
 from rlframe.transport import messages
-from rlframe.transport.base import CALL_TIMEOUT, Derived
+from rlframe.transport.base import CALL_TIMEOUT, MappedFuture
 
 _BACKLOG = 1024  # connections that wait to be taken
 _ANSWER_WITHIN = 60  # seconds that a server gives a client to read an answer
@@ -74,18 +74,18 @@ class SocketClient:
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """See `Client`."""
-        return answered(self._send(messages.pack((method, args, kwargs))).result())
+        return unpack_answer(self._send(messages.pack((method, args, kwargs))).result())
 
-    def submit(self, method: str, /, *args: Any) -> Derived[SocketFuture]:
+    def submit(self, method: str, /, *args: Any) -> MappedFuture[SocketFuture]:
         """See `Client`."""
         try:
             sent = self._send(messages.pack((method, args, {})))
         except UnavailableError as error:
             sent = SocketFuture(None, self._idle, error)
-        return Derived(sent, lambda future: answered(future.result()))
+        return MappedFuture(sent, lambda future: unpack_answer(future.result()))
 
     def exchange(self, request: messages.Parts) -> messages.Parts:
-        """Return the answer to a packed call (method, args, kwargs), for who passes it on: see `answered`."""
+        """Return the answer to a packed call (method, args, kwargs), for who passes it on: see `unpack_answer`."""
         return self._send(request).result()
 
     def _send(self, parts: messages.Parts) -> SocketFuture:
@@ -112,7 +112,7 @@ class SocketClient:
 
 
 class SocketFuture:
-    """See `rlframe.transport.Future`. The result is the packed answer: see `answered`.
+    """See `rlframe.transport.Future`. The result is the packed answer: see `unpack_answer`.
 
     Args:
         connection: by which the call was sent; None: it was not.
@@ -276,7 +276,7 @@ def _described(error: Exception) -> tuple[str, str, str]:
     return names[0] if is_ours else RemoteError.__name__, str(error), traceback.format_exc()
 
 
-def answered(parts: messages.Parts) -> Any:
+def unpack_answer(parts: messages.Parts) -> Any:
     """Return the value that a server answered; raises what the method did, as `Client` says."""
     return _value_of(*messages.unpack(parts))
 
@@ -301,15 +301,15 @@ class SocketDirectory:
     """
 
     def __init__(self) -> None:
-        self.path = tempfile.mkdtemp(prefix="rlframe-", dir=place_of_sockets())  # of mode 0700
-        self._finalizer = weakref.finalize(self, remove_at_end(self.path, self.path))
+        self.path = tempfile.mkdtemp(prefix="rlframe-", dir=socket_parent_directory())  # of mode 0700
+        self._finalizer = weakref.finalize(self, remove_at_exit(self.path, self.path))
 
     def close(self) -> None:
         """Remove the directory and its content. May be called again."""
         self._finalizer()
 
 
-def remove_at_end(directory: str, *paths: str) -> Callable[[], None]:
+def remove_at_exit(directory: str, *paths: str) -> Callable[[], None]:
     """Remove `paths`, and `directory` if it is empty then, when this process has ended, even if it is killed.
 
     Returns:
@@ -332,7 +332,7 @@ def remove_at_end(directory: str, *paths: str) -> Callable[[], None]:
     return remove
 
 
-def place_of_sockets() -> str:
+def socket_parent_directory() -> str:
     """Return the directory in which to make a `SocketDirectory`. Raise UsageError if none is suitable."""
     place = next((each for each in (tempfile.gettempdir(), "/tmp", "/dev/shm") if _is_suitable(each)), None)
     if place is None:

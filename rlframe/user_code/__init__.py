@@ -10,5 +10,5 @@ read by `programs/options/object_names.py`.
    `my_package.maze` from the working directory. `directories.loading` gives each of them the modules of its own
    directory: two directories may both have a `helpers.py`.
 3. `keep_files` keeps these versions until the run ends. `module_directories` says where `my_package` is, for
-   `config.json` and for other processes, which call `look_in` before they load it.
+   `config.json` and for other processes, which call `restore_module_directories` before they load it.
 """

@@ -34,7 +34,7 @@ class _Directory:
 _directories: dict[str, _Directory] = {}  # by path, without symbolic links
 
 
-def find_directory(top: str, place: str | None) -> str | None:
+def find_directory(top: str, search_directory: str | None) -> str | None:
     """Return the directory of a user's module or package; None if there is none, or if it is installed.
 
     Args:
@@ -42,14 +42,14 @@ def find_directory(top: str, place: str | None) -> str | None:
         place: a directory that has a module of this name. One that the script has imported comes first.
     """
     module = sys.modules.get(top)
-    if place is not None and (module is None or _is_loaded(module)):
-        return os.path.realpath(place)
+    if search_directory is not None and (module is None or _is_loaded(module)):
+        return os.path.realpath(search_directory)
     spec = getattr(module, "__spec__", None) if module is not None else importlib.util.find_spec(top)
     folder = next(iter(getattr(spec, "submodule_search_locations", None) or getattr(module, "__path__", [])), None)
     file = folder or getattr(spec, "origin", None) or getattr(module, "__file__", None)
-    if not file or not _is_users(top, os.path.join(folder, "__init__.py") if folder else file):
+    if not file or not _is_user_module(top, os.path.join(folder, "__init__.py") if folder else file):
         return None
-    return os.path.dirname(_real(file))
+    return os.path.dirname(_real_path(file))
 
 
 def is_current(path: str, name: str) -> bool:
@@ -66,13 +66,15 @@ def import_path() -> list[str]:
     """
     path = [entry or os.getcwd() for entry in sys.path]
     if "" in sys.path:
-        files = [file for name, (_, file) in _users_modules().items() if "." not in name]
+        files = [file for name, (_, file) in _user_modules().items() if "." not in name]
         path += [os.path.dirname(file.removesuffix(f"{os.sep}__init__.py")) for file in files]
     return list(dict.fromkeys(path))
 
 
 @contextlib.contextmanager
-def loading(path: str, name: str, place: str | None, *, put_back: bool) -> Iterator[dict[str, bytes]]:
+def loading(
+    path: str, name: str, search_directory: str | None, *, restore_shadowed: bool
+) -> Iterator[dict[str, bytes]]:
     """Load a file or module, and what it imports from its directory.
 
     Args:
@@ -84,7 +86,7 @@ def loading(path: str, name: str, place: str | None, *, put_back: bool) -> Itera
     Yields:
         The contents of the files that are loaded, by path.
     """
-    before = _users_modules()
+    before = _user_modules()
     directory = _directories.setdefault(path, _Directory())
     if not directory.loaded_modules:
         found = {each: module for each, (module, file) in before.items() if _is_under(file, path)}
@@ -96,36 +98,39 @@ def loading(path: str, name: str, place: str | None, *, put_back: bool) -> Itera
             directory.script_changed and _is_in(directory.script_modules, each, module)
         ):
             aside[each] = module
-            _take_out(each)
+            _remove_module(each)
     if directory.script_changed:
         directory.script_modules.pop(name, None)  # other code imports it by its name, and is to get the new version
     for each in aside.keys() & directory.loaded_modules.keys():
-        _put_in(each, directory.loaded_modules[each])
-    if place is not None and name.partition(".")[0] not in sys.modules:
-        sys.path[:] = [place, *(entry for entry in sys.path if entry != place)]  # as `python file.py` does
+        _add_module(each, directory.loaded_modules[each])
+    if search_directory is not None and name.partition(".")[0] not in sys.modules:
+        sys.path[:] = [
+            search_directory,
+            *(entry for entry in sys.path if entry != search_directory),
+        ]  # as `python file.py` does
     try:
         yield directory.contents
     finally:
-        for each, (module, file) in _users_modules().items():
+        for each, (module, file) in _user_modules().items():
             is_new = each not in before or before[each][0] is not module
             if is_new and _is_under(file, path):
                 directory.loaded_modules[each] = module
                 directory.contents.setdefault(file, _content(file))
         for each, module in aside.items():
-            if put_back or (not _is_loaded(module) and each != name):
-                _put_in(each, module)
+            if restore_shadowed or (not _is_loaded(module) and each != name):
+                _add_module(each, module)
 
 
 def forget_changed() -> None:
     """Forget the loaded files and modules of each directory in which one has changed."""
-    users = _users_modules()
+    users = _user_modules()
     changed = [
         path
         for path, directory in _directories.items()
         if any(_content(file) != was for file, was in directory.contents.items())
         or (
             directory.loaded_modules
-            and any(_is_late(name, module, file, path) for name, (module, file) in users.items())
+            and any(_is_late_import(name, module, file, path) for name, (module, file) in users.items())
         )
     ]
     for path in changed:
@@ -135,22 +140,22 @@ def forget_changed() -> None:
 
 
 def _forget(path: str) -> None:
-    directory, users = _directories[path], _users_modules()
-    late = {name: module for name, (module, file) in users.items() if _is_late(name, module, file, path)}
+    directory, users = _directories[path], _user_modules()
+    late = {name: module for name, (module, file) in users.items() if _is_late_import(name, module, file, path)}
     for name, module in {**late, **directory.loaded_modules}.items():
         if sys.modules.get(name) is module:
-            _take_out(name)
+            _remove_module(name)
     for module in (*late.values(), *directory.loaded_modules.values(), *directory.script_modules.values()):
         if (cached := getattr(module, "__cached__", None)) is not None:
             with contextlib.suppress(OSError):
                 os.unlink(cached)  # it counts as current if the file was written again within the same second
-    own = {_real(module.__file__ or "") for module in directory.script_modules.values()}
+    own = {_real_path(module.__file__ or "") for module in directory.script_modules.values()}
     directory.script_changed |= any(_content(file) != directory.contents.get(file) for file in own)
     directory.contents = {} if directory.script_changed else {file: directory.contents[file] for file in own}
     directory.loaded_modules = {}
 
 
-def _is_late(name: str, module: ModuleType, file: str, path: str) -> bool:
+def _is_late_import(name: str, module: ModuleType, file: str, path: str) -> bool:
     """Return whether code of a directory has imported a module of it since that code was loaded."""
     if not _is_under(file, path) or _is_loaded(module) or _is_in(_directories[path].script_modules, name, module):
         return False
@@ -177,19 +182,19 @@ def _is_shadowed(name: str, file: str, path: str) -> bool:
     return any(map(os.path.isfile, (f"{top}.py", os.path.join(top, "__init__.py"), f"{whole}.py")))
 
 
-def _users_modules() -> dict[str, tuple[ModuleType, str]]:
+def _user_modules() -> dict[str, tuple[ModuleType, str]]:
     """Return the modules that a user may have written, by name, with their files."""
     found = {}
     for name, module in list(sys.modules.items()):
         if not issubclass(type(module), ModuleType):  # `isinstance` believes objects that only pretend, as cffi's do
             continue
         file = object.__getattribute__(module, "__dict__").get("__file__")  # getattr may import lazy modules
-        if isinstance(file, str) and _is_users(name, file):
-            found[name] = (module, _real(file))
+        if isinstance(file, str) and _is_user_module(name, file):
+            found[name] = (module, _real_path(file))
     return found
 
 
-def _is_users(name: str, file: str) -> bool:
+def _is_user_module(name: str, file: str) -> bool:
     if name in ("__main__", "__mp_main__") or name.partition(".")[0] == "rlframe" or not file.endswith(".py"):
         return False
     return INSTALLED.isdisjoint(file.split(os.sep)) and not any(_is_under(file, path) for path in _STDLIB)
@@ -199,7 +204,7 @@ def _is_under(file: str, path: str) -> bool:
     return file.startswith(path.rstrip(os.sep) + os.sep)
 
 
-def _real(file: str) -> str:
+def _real_path(file: str) -> str:
     """Return the path of a file in its directory without symbolic links; the file itself may be one."""
     directory, name = os.path.split(os.path.abspath(file))
     return os.path.join(os.path.realpath(directory), name)
@@ -212,14 +217,14 @@ def _content(file: str) -> bytes:
         return b""
 
 
-def _take_out(name: str) -> None:
+def _remove_module(name: str) -> None:
     module = sys.modules.pop(name)
     parent, _, last = name.rpartition(".")
     if parent in sys.modules and getattr(sys.modules[parent], last, None) is module:
         delattr(sys.modules[parent], last)
 
 
-def _put_in(name: str, module: ModuleType) -> None:
+def _add_module(name: str, module: ModuleType) -> None:
     sys.modules[name] = module
     parent, _, last = name.rpartition(".")
     if parent in sys.modules:

@@ -22,7 +22,7 @@ from typing import Any
 from rlframe.errors import UsageError, suggest
 from rlframe.user_code import directories
 
-_places: dict[str, str] = {}  # directories of the modules of the run, by the name of the outermost package
+_module_directories: dict[str, str] = {}  # directories of the modules of the run, by the name of the outermost package
 _lock = threading.Lock()
 _runs = 0  # sessions under way in this process
 _loading = threading.local()  # `path`: of the file that this thread loads
@@ -50,7 +50,7 @@ def forget_changed() -> None:
     """Forget where modules are, and files that have changed since. Does nothing during a run in this process."""
     with _lock:
         if not _runs:
-            _places.clear()
+            _module_directories.clear()
             directories.forget_changed()
             importlib.invalidate_caches()
 
@@ -58,12 +58,12 @@ def forget_changed() -> None:
 def module_directories(names: Iterable[Any]) -> dict[str, str]:
     """Return the directories of the modules in names like `module:Id`, by the name of the outermost package."""
     tops = {part.partition(".")[0] for name in names if isinstance(name, str) for part in name.split(":")[:-1]}
-    return {top: _places[top] for top in sorted(tops & set(_places))}
+    return {top: _module_directories[top] for top in sorted(tops & set(_module_directories))}
 
 
-def look_in(found: Mapping[str, str]) -> None:
+def restore_module_directories(found: Mapping[str, str]) -> None:
     """Look for modules first where an earlier session or another process found them: see `module_directories`."""
-    _places.update({str(top): str(place) for top, place in found.items()})
+    _module_directories.update({str(top): str(search_directory) for top, search_directory in found.items()})
 
 
 def import_module(module: str, name: str) -> ModuleType:
@@ -75,18 +75,22 @@ def import_module(module: str, name: str) -> ModuleType:
     if "" in module.split("."):
         raise UsageError(f"{name!r} should read module:Id or file.py:NAME, and {module!r} is not the name of a module.")
     top, here = module.partition(".")[0], os.getcwd()
-    place = next((each for each in (_places.get(top), here) if each is not None and _has(each, top)), None)
-    directory = directories.find_directory(top, place)
+    search_directory = next(
+        (each for each in (_module_directories.get(top), here) if each is not None and _has(each, top)), None
+    )
+    directory = directories.find_directory(top, search_directory)
     try:
         if directory is None or directories.is_current(directory, module):
             found = importlib.import_module(module)
         else:
-            with directories.loading(directory, module, place, put_back=_runs > 0):
+            with directories.loading(directory, module, search_directory, restore_shadowed=_runs > 0):
                 found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise UsageError(f"{name!r} needs a package that is not installed here: {error}") from error
-        before = f" The run was started with the one in {_places[top]}." if top in _places else ""
+        before = (
+            f" The run was started with the one in {_module_directories[top]}." if top in _module_directories else ""
+        )
         raise UsageError(
             f"There is no module {module!r} for {name!r}: it is not installed, and not in the working directory {here}."
             f"{before}"
@@ -96,7 +100,7 @@ def import_module(module: str, name: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         raise UsageError(f"Cannot import {module!r} for {name!r}: {describe(error)}.") from error
     if directory is not None:
-        _places[top] = directory
+        _module_directories[top] = directory
     return found
 
 
@@ -124,10 +128,10 @@ def load_file(path: pathlib.Path, what: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    place = str(path.parent)
-    directory = os.path.realpath(place)
+    search_directory = str(path.parent)
+    directory = os.path.realpath(search_directory)
     try:
-        loading = directories.loading(directory, name, place, put_back=_runs > 0)
+        loading = directories.loading(directory, name, search_directory, restore_shadowed=_runs > 0)
         with _while_loading(path), loading as contents:
             contents[os.path.join(directory, path.name)] = content = path.read_bytes()
             sys.modules[name] = module

@@ -15,7 +15,7 @@ from rlframe import Actor, AsyncEnv, Inferencer, InferencerConfig, LearnerConfig
 from rlframe.errors import UsageError
 from rlframe.handles import Remote
 from rlframe.replay.reverb import ReverbReplayBuffer
-from tests.on_policy import NUM_ENVS, TellingLearner, env_builder, make_actor, make_agent
+from tests.on_policy import NUM_ENVS, RecordingLearner, env_builder, make_actor, make_agent
 from tests.ports import free_address
 from tests.replay.factories import servers
 from tests.serving import Child, running, serving
@@ -39,13 +39,13 @@ def actors(*args: Any) -> Iterator[Callable[[], Child]]:
         child.close()
 
 
-def wait_for_batches(learner: TellingLearner, ranks: list[int], count: int = 3) -> None:
+def wait_for_batches(learner: RecordingLearner, ranks: list[int], count: int = 3) -> None:
     """Waits until the learner has learned from so many more batches of items of these ranks."""
     begin = len(learner.learned)
     wait_until(lambda: [batch.ranks for batch in learner.learned[begin:]].count(ranks) >= count)
 
 
-def assert_on_policy(learner: TellingLearner) -> None:
+def assert_on_policy(learner: RecordingLearner) -> None:
     for learned in learner.learned:
         assert learned.versions == [learned.version]
         assert learned.behind == [0]  # the parameters themselves, in every step
@@ -55,7 +55,7 @@ def assert_on_policy(learner: TellingLearner) -> None:
 def test_every_batch_is_of_the_newest_version_while_actors_pause_die_and_come_back():
     agent = make_agent()
     buffer = SharedMemReplayBuffer(agent, num_writers=2)
-    learner, address = TellingLearner(LearnerConfig(), agent, buffer), free_address()
+    learner, address = RecordingLearner(LearnerConfig(), agent, buffer), free_address()
     after = functools.partial(wait_for_batches, learner)
     with serving(learner, address), running(learner), actors(agent, [address], buffer, False) as start:
         first = start()
@@ -79,7 +79,7 @@ def test_the_same_goes_for_a_reverb_server_and_an_inference_service():
     agent, inference, address = make_agent(), free_address(), free_address()
     server = servers().start(ReverbReplayBuffer.tables(agent, block=NUM_ENVS))
     buffer, theirs = (ReverbReplayBuffer(agent, server) for _ in range(2))
-    learner = TellingLearner(LearnerConfig(), agent, buffer)
+    learner = RecordingLearner(LearnerConfig(), agent, buffer)
     service = Inferencer(InferencerConfig(), agent, Remote([address], "learner"))
     after = functools.partial(wait_for_batches, learner)
     nodes = (serving(learner, address), serving(service, inference), running(service), running(learner))
@@ -110,7 +110,7 @@ def test_an_actor_runs_ahead_by_max_staleness_and_its_stop_ends_the_wait(max_sta
     agent = make_agent(max_staleness=max_staleness)
     # However long the learner compiles, the actor waits for it, and gives no unroll up for lost.
     buffer = ReplayBuffer(agent, lapse_after=1_000.0)
-    learner = TellingLearner(LearnerConfig(), agent, buffer)
+    learner = RecordingLearner(LearnerConfig(), agent, buffer)
     actor = lone_actor(learner, agent, buffer)
     ahead = max_staleness + 1
     with running(actor):
@@ -127,7 +127,7 @@ def test_an_actor_runs_ahead_by_max_staleness_and_its_stop_ends_the_wait(max_sta
 def test_an_actor_whose_unroll_was_lost_acts_another_one_after_a_while(caplog):
     agent = make_agent()
     buffer = ReplayBuffer(agent, lapse_after=0.2)
-    learner = TellingLearner(LearnerConfig(), agent, buffer)
+    learner = RecordingLearner(LearnerConfig(), agent, buffer)
     actor = lone_actor(learner, agent, buffer)
     with running(actor):
         wait_until(lambda: buffer.size >= NUM_ENVS)
@@ -142,7 +142,7 @@ def test_an_actor_whose_unroll_was_lost_acts_another_one_after_a_while(caplog):
 def test_a_learner_drops_a_batch_that_was_drawn_before_its_update(caplog):
     agent = make_agent()
     buffer = ReplayBuffer(agent)
-    learner = TellingLearner(LearnerConfig(), agent, buffer)
+    learner = RecordingLearner(LearnerConfig(), agent, buffer)
     actor = lone_actor(learner, agent, buffer)
     for _ in range(T):
         actor.step()
@@ -157,7 +157,7 @@ def test_a_learner_drops_a_batch_that_was_drawn_before_its_update(caplog):
 def test_environments_that_cannot_wait_together_are_refused():
     agent = make_agent()
     buffer = ReplayBuffer(agent)
-    learner = TellingLearner(LearnerConfig(), agent, buffer)
+    learner = RecordingLearner(LearnerConfig(), agent, buffer)
     builder = lambda seed: AsyncEnv("gymnasium:CartPole-v1", 4, 2, "thread", seed=seed)  # noqa: E731
     actor = Actor(builder, Inferencer(InferencerConfig(), agent, learner), buffer)
     with pytest.raises(UsageError, match="Use a SyncEnv"):

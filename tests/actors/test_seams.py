@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from rlframe import program_end
+from rlframe import shutdown
 from rlframe.actors import Actor, Evaluator
 from rlframe.actors.replay import ActorReplay
 from rlframe.agents import PPO, PPOConfig
@@ -247,7 +247,7 @@ def test_no_two_threads_get_the_same_rank_and_incarnation_where_the_buffer_gives
 
 def test_in_a_node_of_a_program_an_actor_needs_a_rank_where_the_buffer_gives_none(monkeypatch):
     # Each node has a copy of the buffer, so none sees the Actors of the others.
-    monkeypatch.setattr(program_end, "_program", program_end._Program(threading.Event(), lambda: None))
+    monkeypatch.setattr(shutdown, "_program", shutdown._Program(threading.Event(), lambda: None))
     with pytest.raises(UsageError, match="no claim_rank"):
         Actor(CountingEnv(), OnlyInference(), Adds())
     assert Actor(CountingEnv(), OnlyInference(), Adds(), rank=0).rank == 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlframe import Actor, AsyncEnv, Inferencer, InferencerConfig, SyncEnv
-from rlframe.actors.stepper import EpisodeStatistics, stepping
+from rlframe.actors.stepper import EpisodeStatistics, stepping_phase
 from rlframe.interprocess.phases import ThreadProgress
 from rlframe.types import FIRST, LAST, MID, TimeStep
 from tests.fakes import CountingEnv, FixedParams, RecordingBuffer, counting_agent
@@ -23,13 +23,13 @@ POOLS = {
 @pytest.mark.parametrize("kind", POOLS)
 def test_a_pool_has_its_answer_time(kind):
     with POOLS[kind](CountingEnv) as pool:
-        assert stepping(pool).allowed == pytest.approx(100.0, abs=10.0)
-    assert stepping(object()).allowed == pytest.approx(600.0, abs=10.0)  # a user's own
+        assert stepping_phase(pool).allowed == pytest.approx(100.0, abs=10.0)
+    assert stepping_phase(object()).allowed == pytest.approx(600.0, abs=10.0)  # a user's own
 
 
 def test_envpool_steps_its_environments_together():
     with AsyncEnv("CartPole-v1", 4, 4, "envpool", answer_timeout=100.0) as pool:
-        assert stepping(pool).allowed == pytest.approx(100.0, abs=10.0)
+        assert stepping_phase(pool).allowed == pytest.approx(100.0, abs=10.0)
 
 
 @pytest.mark.parametrize("kind", ["loop", "thread", "async thread"])
@@ -43,7 +43,7 @@ def test_each_environment_has_that_time(kind):
 
     with POOLS[kind](Watching) as pool:
         pool.reset() if pool.is_sync else pool.recv()
-        with stepping(pool):
+        with stepping_phase(pool):
             if pool.is_sync:
                 pool.step(np.zeros(3, np.int32))
             else:

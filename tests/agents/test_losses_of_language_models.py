@@ -88,7 +88,7 @@ def test_the_clipped_surrogate_by_hand(ratio, advantage, loss, slope):
 def test_the_policy_gradient_is_weighted_by_the_truncated_ratio():
     def loss(log_prob, sampled):
         ratio = jnp.exp(log_prob - sampled)
-        return losses.corrected_policy_gradient(log_prob, ratio, 2.0, ratio_cap=3.0)
+        return losses.importance_weighted_policy_gradient(log_prob, ratio, 2.0, ratio_cap=3.0)
 
     np.testing.assert_allclose(jax.grad(loss)(-1.0, -1.5), -2 * np.exp(0.5), rtol=1e-6)
     np.testing.assert_allclose(jax.grad(loss)(-1.0, -4.0), -2 * 3.0, rtol=1e-6)

@@ -11,7 +11,7 @@ import pytest
 
 from rlframe.agents import DQN, SAC, DQNConfig, SACConfig
 from rlframe.agents.dqn_heads import Categories, Quantiles
-from rlframe.agents.networks import MLPConfig, NoisyParams, sampled, with_deviations
+from rlframe.agents.networks import MLPConfig, NoisyParams, add_noise, with_deviations
 from rlframe.agents.off_policy import importance_weights
 from rlframe.errors import UsageError
 from tests.agents import batches
@@ -33,14 +33,14 @@ def test_deviations_begin_as_a_share_of_one_over_the_root_of_the_inputs():
 def test_noise_is_a_product_of_that_of_inputs_and_of_outputs():
     mean = {"dense": {"w": jnp.full((4, 3), 7.0), "b": jnp.full(3, 2.0)}, "norm": {"scale": jnp.ones(3)}}
     params = with_deviations(mean, 0.5)
-    sample = sampled(RNG, params)
+    sample = add_noise(RNG, params)
     noise, of_outputs = (
         (np.asarray(sample.mean["dense"]["w"]) - 7.0) / 0.25,
         (np.asarray(sample.mean["dense"]["b"]) - 2.0) / 0.25,
     )
     np.testing.assert_allclose(noise / of_outputs, np.repeat((noise / of_outputs)[:, :1], 3, axis=1), rtol=1e-4)
     np.testing.assert_array_equal(sample.mean["norm"]["scale"], mean["norm"]["scale"])
-    draws = jax.vmap(lambda rng: sampled(rng, params).mean["dense"]["b"])(jax.random.split(RNG, 4_000))
+    draws = jax.vmap(lambda rng: add_noise(rng, params).mean["dense"]["b"])(jax.random.split(RNG, 4_000))
     squares = jnp.square((draws - 2.0) / 0.25)  # |x| of a Gaussian
     np.testing.assert_allclose(squares.mean(), np.sqrt(2.0 / np.pi), atol=0.03)
     np.testing.assert_allclose(draws.mean(), 2.0, atol=0.02)
@@ -92,7 +92,7 @@ def test_the_loss_is_that_of_sampled_parameters_and_the_noise_is_learned(changes
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
     rngs = jax.random.split(jax.random.fold_in(learner_state.rng, learner_state.steps), 3)
-    samples = map(sampled, rngs, (params, learner_state.target_params, params))
+    samples = map(add_noise, rngs, (params, learner_state.target_params, params))
     online, target, selecting = (sample.mean for sample in samples)
     weights = [each["head0"]["w"] for each in (params.mean, online, target, selecting)]
     assert all((one != other).any() for one, other in itertools.combinations(weights, 2))

@@ -13,7 +13,7 @@ import pytest
 from rlframe import compilation
 from rlframe.agents import R2D2, R2D2Config
 from rlframe.agents.networks import MLPConfig
-from rlframe.agents.r2d2 import Explorer, ladder
+from rlframe.agents.r2d2 import Explorer, ladder_positions
 from rlframe.agents.recurrent import GRUConfig, LSTMConfig
 from rlframe.errors import UsageError
 from rlframe.types import FIRST, LAST, MID, Sequence, SequenceBatch
@@ -166,11 +166,13 @@ def test_actors_explore_by_a_ladder_that_no_episode_changes():
 
 
 def test_the_ladder_is_even_and_an_environment_keeps_its_rung_however_many_there_are():
-    np.testing.assert_array_equal(ladder(9), [1 / 2, 0, 1, 1 / 4, 3 / 4, 1 / 8, 5 / 8, 3 / 8, 7 / 8])
+    np.testing.assert_array_equal(ladder_positions(9), [1 / 2, 0, 1, 1 / 4, 3 / 4, 1 / 8, 5 / 8, 3 / 8, 7 / 8])
     for exponent in range(1, 6):
-        np.testing.assert_array_equal(np.sort(ladder(2**exponent + 1)), np.linspace(0.0, 1.0, 2**exponent + 1))
+        np.testing.assert_array_equal(
+            np.sort(ladder_positions(2**exponent + 1)), np.linspace(0.0, 1.0, 2**exponent + 1)
+        )
     for count in range(1, 40):
-        np.testing.assert_array_equal(ladder(count), ladder(40)[:count])
+        np.testing.assert_array_equal(ladder_positions(count), ladder_positions(40)[:count])
 
 
 @pytest.mark.system

@@ -216,7 +216,7 @@ def test_n_step_returns_by_hand():
     # gamma 0.5; timestep 2 is LAST by a time limit, timestep 3 the FIRST of the next episode. Two steps at most.
     found = n_step_returns(
         *(jnp.array(x)[:, None] for x in ([1.0, 2.0, 9.0, 4.0, 8.0], [0.5] * 5, [10.0, 20.0, 30.0, 40.0, 50.0])),
-        goes_on=jnp.array([True, False, True, True, True])[:, None],
+        continues=jnp.array([True, False, True, True, True])[:, None],
         n_step=2,
     )
     # 1 + 0.5 (2 + 0.5 * 20); 2 + 0.5 * 20; (ignored); 4 + 0.5 (8 + 0.5 * 50); 8 + 0.5 * 50, where the sequence ends
@@ -237,7 +237,7 @@ def test_lambda_returns_by_hand():
     # gamma 0.5, lambda 0.5; timestep 2 is LAST, by a time limit.
     found = q_lambda_returns(
         *(jnp.array(x)[:, None] for x in ([1.0, 2.0, 9.0, 4.0], [0.5] * 4, [10.0, 20.0, 30.0, 40.0])),
-        goes_on=jnp.array([True, False, True, True])[:, None],
+        continues=jnp.array([True, False, True, True])[:, None],
         lambda_=0.5,
     )
     # 1 + 0.5 (0.5 * 10 + 0.5 * 12), where 12 = 2 + 0.5 * 20; 9 + 0.5 (0.5 * 30 + 0.5 * 24), where 24 = 4 + 0.5 * 40

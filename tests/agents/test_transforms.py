@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from dm_env import specs
 
-from rlframe.actors.stepper import zero_at_first
+from rlframe.actors.stepper import reset_at_first
 from rlframe.agents import (
     DQN,
     IMPALA,
@@ -138,7 +138,7 @@ def test_returns_so_far_begin_anew_with_each_episode():
     step, returns = jax.jit(agent.actor_step), []
     for step_type, reward in zip(step_types, rewards):
         timestep = batches.timestep(VECTOR, 2)._replace(step_type=step_type, reward=reward)
-        state = zero_at_first(timestep, jax.tree.map(np.asarray, state), initial)
+        state = reset_at_first(timestep, jax.tree.map(np.asarray, state), initial)
         output, state = step(jax.random.PRNGKey(0), published, timestep, state)
         returns.append(output.extras["return"])
     expected = [[0, 0], [1, 2], [3.9, 5.8], [0, 11.22], [7, 0], [15.3, 10]]

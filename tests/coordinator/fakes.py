@@ -113,8 +113,8 @@ class Store:
 class FakeWorker:
     """Answers at once, keeps to the protocol, and does as it is told: hang, die, raise or wait."""
 
-    def __init__(self, scene: Scene, role: str, index: int, incarnation: int) -> None:
-        self.scene, self.role, self.index, self.incarnation = scene, role, index, incarnation
+    def __init__(self, cluster: FakeCluster, role: str, index: int, incarnation: int) -> None:
+        self.cluster, self.role, self.index, self.incarnation = cluster, role, index, incarnation
         self.worker_id = f"{role}/{index}"
         self.is_dead = False
         self.goes_on = threading.Event()
@@ -170,18 +170,18 @@ class FakeWorker:
                 if script is not None:
                     self.scripts.pop(method, None)
                 self._last = (header.seq, reply)
-                self.scene.trace.append(Called(self.worker_id, method, header, reply))
+                self.cluster.trace.append(Called(self.worker_id, method, header, reply))
             return reply
 
     def _start_task(self, header: Header, request: StartTask) -> WorkerReply:
         self._task, self._runs, self.start = (header.task_id, header.attempt), True, request
         if self.role != "learner":
-            assert self.scene.store.versions, "it started before there was a version"
+            assert self.cluster.store.versions, "it started before there was a version"
             return Started()
-        newest = self.scene.store.versions[-1] if self.scene.store.versions else -1
-        self.scene.version = max(newest, request.options["min_version"]) + 1
-        self.scene.store.put(self.scene.version)
-        return Started({"params_version": self.scene.version, "learner_steps": self.scene.steps})
+        newest = self.cluster.store.versions[-1] if self.cluster.store.versions else -1
+        self.cluster.version = max(newest, request.options["min_version"]) + 1
+        self.cluster.store.put(self.cluster.version)
+        return Started({"params_version": self.cluster.version, "learner_steps": self.cluster.steps})
 
     def _data_demand(self, header: Header) -> WorkerReply:
         return Demand(4)
@@ -190,30 +190,30 @@ class FakeWorker:
         batches = request.batches or ()
         assert len(batches) == request.count and (batches or request.save)
         if batches:
-            self.scene.version += 1
-            self.scene.steps += request.count
-            self.scene.store.put(self.scene.version)
+            self.cluster.version += 1
+            self.cluster.steps += request.count
+            self.cluster.store.put(self.cluster.version)
         if request.save:
-            self.scene.saved = self.scene.version
+            self.cluster.saved = self.cluster.version
         updates = tuple(Update(batch.keys) for batch in batches)
-        return Learned(self.scene.version, self.scene.steps, updates)
+        return Learned(self.cluster.version, self.cluster.steps, updates)
 
     def _get_data(self, header: Header, request: GetData) -> WorkerReply:
         assert self.start is not None
         if self.role == "evaluator":
             version = self.start.options["params_version"]
-            assert version in self.scene.store.pins
+            assert version in self.cluster.store.pins
             return Evaluated(version, {"return_mean": 7.0, "return_std": 0.0, "length_mean": 1.0, "episodes": 1.0})
         time.sleep(0.01)  # what it does takes time
         self.env_steps += 1
-        self.scene.replay.add(self.worker_id)
-        return Collected(self._stats(), self.scene.version, length=1)
+        self.cluster.replay.add(self.worker_id)
+        return Collected(self._stats(), self.cluster.version, length=1)
 
     def _close_task(self, header: Header, final: bool) -> WorkerReply:
         self._runs = False
         if self.role == "learner":
-            self.scene.saved = self.scene.version if final else self.scene.saved
-            return Closed({"params_version": self.scene.version, "learner_steps": self.scene.steps})
+            self.cluster.saved = self.cluster.version if final else self.cluster.saved
+            return Closed({"params_version": self.cluster.version, "learner_steps": self.cluster.steps})
         if self.role == "evaluator":
             return Closed()
         self.env_steps += 1000  # only its closing result tells of these
@@ -230,8 +230,8 @@ class FakeOperator:
     transport = InProcess()
     every, grace = 0.05, 5.0
 
-    def __init__(self, scene: Scene) -> None:
-        self._scene, self._lock = scene, threading.Lock()
+    def __init__(self, cluster: FakeCluster) -> None:
+        self._scene, self._lock = cluster, threading.Lock()
         self.is_out, self.held = False, set[str]()  # held: roles that come later
         self.wanted: dict[str, int] = {}
         self.workers: dict[str, FakeWorker] = {}
@@ -284,7 +284,7 @@ class FakeOperator:
             raise OperatorError("It is away.")
 
 
-class Scene:
+class FakeCluster:
     """All of it, and the trace of what was answered."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from rlframe.coordinator.param_store import Attempt, ParamStore
 from rlframe.errors import FencedError, StoppedError, UsageError
 from rlframe.params import PackedParams
 from rlframe.params.reader import ParamReader
-from rlframe.program_end import join_program
+from rlframe.shutdown import register_program
 from tests.params import processes
 from tests.params.processes import DEADLINE, Process, numbers_in, params
 
@@ -294,9 +294,9 @@ def test_other_trees_are_refused_by_name(make: Make) -> None:
 
 
 def test_as_a_node_it_outlasts_the_learner_when_the_program_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlframe.program_end._program", None)
+    monkeypatch.setattr("rlframe.shutdown._program", None)
     ends = threading.Event()
-    join_program(ends, lambda: None)
+    register_program(ends, lambda: None)
     store = ParamStore(at_end=DEADLINE)
     node = threading.Thread(target=store.run)
     node.start()

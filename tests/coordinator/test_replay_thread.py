@@ -125,7 +125,7 @@ def test_a_queue_gives_as_many_as_it_has(scene: Scene) -> None:
     thread = scene.thread(buffer)
     drawn = scene.draw(thread, 30)
     assert len(drawn.batches) == there
-    thread.put(ev.Settle(drawn.batches, ()))
+    thread.put(ev.FinishBatches(drawn.batches, ()))
     scene.flush(thread)
     thread.close()
     stats = thread.stats
@@ -138,7 +138,7 @@ def test_priorities_are_set_by_what_was_learned(scene: Scene) -> None:
     thread = scene.thread(buffer)
     batches = scene.draw(thread, 20).batches
     updates = tuple(Update(batch.keys, batch.keys[:, 2] % 3 + 1.0) for batch in batches)
-    thread.put(ev.Settle(batches, updates, 1))
+    thread.put(ev.FinishBatches(batches, updates, 1))
     known = {tuple(key) for batch in batches for key in batch.keys}
     batch = scene.draw(thread).batches[0]
     assert {tuple(key) for key in batch.keys} <= known  # 80 draws of about 20 items
@@ -177,7 +177,7 @@ def test_a_settlement_that_raises_does_not_end_the_thread(scene: Scene) -> None:
     thread = scene.thread(buffer)
     batches = scene.draw(thread).batches
     buffer.release = raising(ValueError("boom"))
-    thread.put(ev.Settle(batches, ()))
+    thread.put(ev.FinishBatches(batches, ()))
     assert len(scene.draw(thread).batches) == 1
 
 
@@ -196,7 +196,7 @@ def test_the_replay_is_saved_at_the_end_and_found_again(scene: Scene) -> None:
     fill(first)
     thread = scene.thread(first)
     batches = scene.draw(thread, 10).batches
-    thread.put(ev.Settle(batches, tuple(Update(b.keys, b.keys[:, 2] + 1.0) for b in batches), 1))
+    thread.put(ev.FinishBatches(batches, tuple(Update(b.keys, b.keys[:, 2] + 1.0) for b in batches), 1))
     thread.close()
     assert thread.stats["items"] == first.size > 0 and thread.stats["kind"] == "prioritized"
     second = scene.buffer()
@@ -230,6 +230,6 @@ def test_items_too_old_for_a_queue_are_let_go(scene: Scene) -> None:
     fill(buffer, 6)
     thread = scene.thread(buffer)
     drawn = scene.draw(thread).batches
-    thread.put(ev.Settle(drawn, tuple(Update(batch.keys) for batch in drawn), 10**6))
+    thread.put(ev.FinishBatches(drawn, tuple(Update(batch.keys) for batch in drawn), 10**6))
     scene.flush(thread)
     assert scene.draw(thread).batches == () and buffer.stats()["evicted"] > 0

@@ -8,11 +8,15 @@ import pytest
 from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.scaling import Load, Scaling
-from tests.coordinator.core.world import World
+from tests.coordinator.core.simulation import World
 
 
-def window(collectors: int, *, waited: float = 0.0, steps: int = 1000, paced: float = 0.0, **more: float) -> Load:
-    return Load(collectors, 10.0, learner_waited=10.0 * waited, env_steps=steps, paced=paced, **more)
+def window(
+    collectors: int, *, waited: float = 0.0, steps: int = 1000, waiting_share: float = 0.0, **more: float
+) -> Load:
+    return Load(
+        collectors, 10.0, learner_waiting_seconds=10.0 * waited, env_steps=steps, waiting_share=waiting_share, **more
+    )
 
 
 def after(scaling: Scaling, *windows: Load) -> list[int]:
@@ -26,8 +30,8 @@ def test_a_learner_that_waits_for_data_gets_a_collector_more_as_far_as_there_are
 
 
 def test_collectors_that_wait_for_the_learner_are_too_many():
-    assert after(Scaling(1, 8, cores=8), window(3, paced=0.8)) == [2]
-    assert after(Scaling(1, 8, cores=8), window(1, paced=0.8)) == [1]
+    assert after(Scaling(1, 8, cores=8), window(3, waiting_share=0.8)) == [2]
+    assert after(Scaling(1, 8, cores=8), window(1, waiting_share=0.8)) == [1]
     assert after(Scaling(1, 8, cores=8, mean_staleness=2.0), window(3, staleness=3.0)) == [2]
 
 
@@ -100,24 +104,24 @@ def test_a_window_is_judged_by_what_happened_in_it(world: World):
     (load,) = judge.seen
     assert (load.collectors, load.staleness) == (2, 1.5) and load.seconds == pytest.approx(5.1)
     assert load.env_steps == world.m.accounts.env_steps - steps > 50
-    assert load.learner_waited == pytest.approx(world.m.learner.seconds_without_data(world.now) - waited)
-    assert load.paced == pytest.approx(5.0 / (world.m.collectors.seconds - seconds))
+    assert load.learner_waiting_seconds == pytest.approx(world.m.learner.seconds_without_data(world.now) - waited)
+    assert load.waiting_share == pytest.approx(5.0 / (world.m.collectors.seconds - seconds))
     judge.says = 2
     assert look(world, judge, 5.1) is None  # there are as many
 
 
 def test_nothing_is_judged_once_a_person_has_said_how_many_there_are(world: World):
     judge = Judge(3)
-    world.deliver(ev.ScaleAsked("collector", 1))
+    world.deliver(ev.ScaleRequested("collector", 1))
     assert [look(world, judge, 6.0) for _ in range(4)] == [None] * 4 and judge.seen == []
 
 
 def test_nothing_is_judged_while_the_job_stands_still_or_collectors_are_on_their_way(world: World):
     judge = Judge(1)
     judge.wanted(world.m, world.now)
-    world.deliver(ev.PauseAsked(True))
+    world.deliver(ev.PauseRequested(True))
     assert [look(world, judge, 6.0) for _ in range(3)] == [None] * 3 and judge.seen == []
-    world.deliver(ev.PauseAsked(False))
+    world.deliver(ev.PauseRequested(False))
     assert look(world, judge, 3.0) is None and judge.seen == []  # the window began when it went on
     world.kill(world.live("collector")[1])
     world.operator.never_comes.add("collector")
@@ -125,5 +129,5 @@ def test_nothing_is_judged_while_the_job_stands_still_or_collectors_are_on_their
 
 
 def test_a_scaling_by_load_is_no_persons_word(world: World):
-    world.deliver(ev.ScaleAsked("collector", 3, "load"))
+    world.deliver(ev.ScaleRequested("collector", 3, "load"))
     assert world.m.requests.wanted["collector"] == 3 and not world.m.requests.count_is_manual

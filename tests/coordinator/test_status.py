@@ -15,7 +15,7 @@ from rlframe.coordinator.control import endpoints
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.accounts import Rates
 from rlframe.stop_conditions import StopReason
-from tests.coordinator.core.world import World
+from tests.coordinator.core.simulation import World
 
 PAGE = pathlib.Path(statuses.__file__).parent / "control" / "page.html"
 DESCRIBES = {"id": "a", "agent": "dqn", "env": "CartPole-v1", "run_dir": "/runs/a", "until": 100}
@@ -46,7 +46,7 @@ def status(world: World) -> dict[str, Any]:
     found = statuses.status(
         world.m,
         world.m.accounts.to_json(),
-        describes=DESCRIBES,
+        run_info=DESCRIBES,
         limits={"collector": [1, 8]},
         operator={"kind": "LocalOperator", "problems": {}},
         replay={"items": 3},
@@ -91,22 +91,22 @@ def test_it_tells_what_the_learner_waits_for(world: World) -> None:
     world.m.learner.wait_for("data", world.now)
     assert waits() == "data"
     for worker in world.m.roster.of("collector"):
-        worker.rollouts.is_waiting = True
+        worker.progress.is_waiting = True
     assert waits() == "pacing"
     world.m.learner.wait_for("learner", world.now)
     assert waits() == "learner"
-    world.deliver(ev.PauseAsked(True))
+    world.deliver(ev.PauseRequested(True))
     assert waits() == "paused"
-    world.deliver(ev.PauseAsked(False))
-    world.deliver(ev.EvaluationAsked())
+    world.deliver(ev.PauseRequested(False))
+    world.deliver(ev.EvaluationRequested())
     assert waits() == "learner"  # it goes on beside an evaluation
-    world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
+    world.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
     assert waits() == "evaluation"
     assert world.run(60.0, lambda: world.is_over) and waits() is None
 
 
 def test_it_tells_of_an_evaluation_and_of_a_lost_worker(world: World) -> None:
-    world.deliver(ev.EvaluationAsked())
+    world.deliver(ev.EvaluationRequested())
     assert world.run(60.0, lambda: bool(world.m.accounts.evaluations))
     version = world.m.accounts.evaluations[-1][2]
     job = status(world)["job"]
@@ -123,7 +123,7 @@ def test_it_tells_that_the_operator_is_away_and_that_a_person_scales(world: Worl
     world.run(1.0)
     operator = status(world)["operator"]
     assert (operator["connected"], operator["problem"]) == (False, "it is away")
-    world.deliver(ev.ScaleAsked("collector", 3))
+    world.deliver(ev.ScaleRequested("collector", 3))
     assert status(world)["scaling"] == "manual" and status(world)["wanted"]["collector"] == 3
 
 

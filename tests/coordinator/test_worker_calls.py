@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlframe.coordinator.messages import Alive, Failed, WorkerReply
-from rlframe.coordinator.worker_calls import reply_of
+from rlframe.coordinator.worker_calls import call_worker
 from rlframe.errors import UnavailableError
 from rlframe.transport import DEFAULT, Server, Transport
 from tests.extras import needs
@@ -50,7 +50,7 @@ def server(transport: Transport, worker: Answering) -> Iterator[Server]:
 def ping(transport: Transport, server: Server) -> Callable[[], WorkerReply]:
     """Calls the worker."""
     client = transport.connect(server.address)
-    return lambda: reply_of(client, "ping")
+    return lambda: call_worker(client, "ping")
 
 
 def boom() -> None:
@@ -65,7 +65,7 @@ def test_an_exception_is_a_reply(worker: Answering, ping: Callable[[], WorkerRep
     worker.does = [boom]
     reply = ping()
     assert isinstance(reply, Failed) and "ping raised: " in reply.message and "boom" in reply.message
-    assert not reply.for_good
+    assert not reply.is_permanent
     assert ping() == HERE  # the next call is answered as ever
 
 

@@ -34,7 +34,7 @@ from rlframe import (
 from rlframe.agents import IMPALA, PPO, IMPALAConfig, PPOConfig
 from rlframe.engines.supervision.node_main import public_methods
 from rlframe.envs import as_pool
-from rlframe.envs.envpool import EnvPoolPool
+from rlframe.envs.envpool import EnvPoolAdapter
 from rlframe.errors import UsageError
 from rlframe.handles import Remote
 from rlframe.learners import DataConfig
@@ -319,7 +319,7 @@ def test_the_phrase_for_a_kind_of_parallelism_makes_an_async_env_of_it(phrase):
 
 def test_a_c_plus_plus_threadpool_is_envpool():
     with SyncEnv("CartPole-v1", 2, "c++ threadpool") as env:
-        assert type(env._pool) is EnvPoolPool and env.reset().observation.shape == (2, 4)
+        assert type(env._pool) is EnvPoolAdapter and env.reset().observation.shape == (2, 4)
     with pytest.raises(UsageError, match="'envpool' takes the name of an EnvPool task, not a builder"):
         SyncEnv(lambda: None, 2, "c++ threadpool")
 

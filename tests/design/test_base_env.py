@@ -22,8 +22,8 @@ from rlframe.language.environments import (
 )
 from rlframe.language.environments.collecting import Collector
 from rlframe.language.environments.metrics import GroupStatistics
-from rlframe.language.environments.server_manager import servers_of
-from tests.pipes import piped_to_nobody
+from rlframe.language.environments.server_manager import resolve_servers
+from tests.pipes import run_with_closed_pipe
 
 
 class Document(BaseEnv):
@@ -227,7 +227,7 @@ def test_rewards_queue_and_staleness_are_logged_without_being_asked_for():
     assert (row["train/queue_size"], row["train/self_queue_size"]) == (7, 3)
     asyncio.run(env.wandb_log())
     assert "train/reward" not in env.tracker.rows[-1]
-    env.note_pause(True)
+    env.log_pause(True)
     assert env.tracker.rows[-1] == {"train/paused": 1}
 
 
@@ -327,7 +327,7 @@ def test_true_is_no_number_in_a_file_either(tmp_path):
 def test_help_whose_reader_is_gone_ends_without_a_word():
     script = "from tests.design.test_base_env import Document; Document.cli()"
     for command in (["serve", "--help"], ["--help"]):
-        assert piped_to_nobody([sys.executable, "-c", script, *command]) == (0, "")
+        assert run_with_closed_pipe([sys.executable, "-c", script, *command]) == (0, "")
 
 
 def test_without_a_flag_the_policy_server_of_this_machine_is_found():
@@ -337,9 +337,9 @@ def test_without_a_flag_the_policy_server_of_this_machine_is_found():
         except OSError:
             pytest.skip("something else listens at port 8001 of this machine")
         listener.listen()
-        (server,) = servers_of(ServerBaseline(), slurm=False)
+        (server,) = resolve_servers(ServerBaseline(), slurm=False)
         assert (server.base_url, server.model_name) == ("http://localhost:8001/v1", "policy")
-        assert servers_of(ServerBaseline(model_name="mine"), slurm=False)[0].model_name == "mine"
-    assert [one.base_url for one in servers_of(ServerBaseline(), slurm=False)] == [
+        assert resolve_servers(ServerBaseline(model_name="mine"), slurm=False)[0].model_name == "mine"
+    assert [one.base_url for one in resolve_servers(ServerBaseline(), slurm=False)] == [
         f"http://localhost:{port}/v1" for port in range(9004, 9008)
     ]

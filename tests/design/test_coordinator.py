@@ -32,7 +32,7 @@ from rlframe.coordinator.states import TRANSITIONS, JobState, TaskState, WorkerS
 from rlframe.coordinator.workers.collector_worker import CollectorWorker
 from rlframe.coordinator.workers.evaluator_worker import EvaluatorWorker
 from rlframe.coordinator.workers.learner_worker import LearnerWorker
-from tests.coordinator.fakes import Scene
+from tests.coordinator.fakes import FakeCluster
 from tests.waiting import wait_until
 
 LEARNER, COLLECTOR, EVALUATOR = "learner/0", "collector/0", "evaluator/0"
@@ -64,15 +64,17 @@ class Traced(Coordinator):
 
 
 @pytest.fixture(scope="module")
-def scene() -> Scene:
-    return Scene()
+def cluster() -> FakeCluster:
+    return FakeCluster()
 
 
 @pytest.fixture(scope="module")
-def job(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Traced:
+def job(cluster: FakeCluster, tmp_path_factory: pytest.TempPathFactory) -> Traced:
     """A job, from its start to its end."""
     path = tmp_path_factory.mktemp("job")
-    made = Traced(Configured(learner_steps=30), scene.operator, scene.replay, scene.store, CoordinatorConfig(str(path)))
+    made = Traced(
+        Configured(learner_steps=30), cluster.operator, cluster.replay, cluster.store, CoordinatorConfig(str(path))
+    )
     made.submit()
     wait_until(lambda: made.wait(1.0), "the end")
     made.close()
@@ -85,8 +87,8 @@ def calls(job: Traced, worker_id: str) -> list[ev.Send]:
     return [next(same) for _, same in itertools.groupby(sends, key=lambda send: send.header)]
 
 
-def replies(scene: Scene, worker_id: str, method: str) -> list[Any]:
-    return [called.reply for called in scene.trace if (called.worker_id, called.method) == (worker_id, method)]
+def replies(cluster: FakeCluster, worker_id: str, method: str) -> list[Any]:
+    return [called.reply for called in cluster.trace if (called.worker_id, called.method) == (worker_id, method)]
 
 
 def index_of(job: Traced, kind: type, worker_id: str = "", method: str = "") -> int:
@@ -102,8 +104,8 @@ def index_of(job: Traced, kind: type, worker_id: str = "", method: str = "") -> 
 # --- the sequence
 
 
-def test_start(job: Traced, scene: Scene) -> None:
-    assert set(scene.operator.made[:2]) == {(LEARNER, 0), (COLLECTOR, 0)}  # as the operator was asked for them
+def test_start(job: Traced, cluster: FakeCluster) -> None:
+    assert set(cluster.operator.made[:2]) == {(LEARNER, 0), (COLLECTOR, 0)}  # as the operator was asked for them
     asked = index_of(job, ev.ScaleRole)
     for worker_id in (LEARNER, COLLECTOR):
         connected = index_of(job, ev.Connect, worker_id)
@@ -111,57 +113,57 @@ def test_start(job: Traced, scene: Scene) -> None:
         assert asked < connected < started
 
 
-def test_learn(job: Traced, scene: Scene) -> None:
+def test_learn(job: Traced, cluster: FakeCluster) -> None:
     start, *loop, close = calls(job, LEARNER)
     # request learner start task (policy config, learner config), return learner start info
     assert (start.method, start.args[0].kind, start.args[0].policy_id) == ("start_task", "learn", "main")
     assert start.args[0].overrides == {"policy": {"learning_rate": 0.5}, "learner": {"seed": 7}}
-    assert isinstance(replies(scene, LEARNER, "start_task")[0], Started)
+    assert isinstance(replies(cluster, LEARNER, "start_task")[0], Started)
     # request data demand task, return data demand; request learn task and send data (path, priority), return learn info
     methods = [call.method for call in loop]
     assert set(methods) == {"data_demand", "learn"} and methods[0] == "data_demand"
     assert all(before == "data_demand" for before, after in itertools.pairwise(methods) if after == "learn")
-    assert {type(reply) for reply in replies(scene, LEARNER, "data_demand")} == {Demand}
+    assert {type(reply) for reply in replies(cluster, LEARNER, "data_demand")} == {Demand}
     for call in loop:
         if call.method == "learn":
             (learn,) = call.args
             assert isinstance(learn, Learn) and learn.batches is not None
             assert all(batch.keys.shape == (1, 3) and batch.probabilities.shape == (1,) for batch in learn.batches)
-    learned = replies(scene, LEARNER, "learn")
+    learned = replies(cluster, LEARNER, "learn")
     assert all(isinstance(reply, Learned) for reply in learned)
     names = {field.name for field in dataclasses.fields(Learned)}
     assert {"params_version", "logs", "updates"} <= names  # policy meta, train stat, data priority
     # Learner -> Middleware: send policy info, with each answer a newer version
     versions = [reply.params_version for reply in learned]
-    assert versions == sorted(set(versions)) and set(versions) <= set(scene.store.versions)
+    assert versions == sorted(set(versions)) and set(versions) <= set(cluster.store.versions)
     # request learner close task, return learner close info: save final policy
     assert (close.method, close.args) == ("close_task", (True,))
-    assert isinstance(replies(scene, LEARNER, "close_task")[0], Closed)
-    assert scene.saved == scene.store.versions[-1]
+    assert isinstance(replies(cluster, LEARNER, "close_task")[0], Closed)
+    assert cluster.saved == cluster.store.versions[-1]
 
 
-def test_collect_and_evaluate(job: Traced, scene: Scene) -> None:
+def test_collect_and_evaluate(job: Traced, cluster: FakeCluster) -> None:
     start, *loop, close = calls(job, COLLECTOR)
     # request collector start task (policy meta, env config, collector config), return collector start info
     assert (start.method, start.args[0].kind, start.args[0].policy_id) == ("start_task", "collect", "main")
     assert start.args[0].overrides == {"env": {"level": 2}}
     # request get data task, Collector -> Middleware: send data, return data (metadata: length)
     assert {call.method for call in loop} == {"get_data"}
-    data = replies(scene, COLLECTOR, "get_data")
+    data = replies(cluster, COLLECTOR, "get_data")
     assert all(isinstance(reply, Collected) and reply.length == 1 for reply in data)
-    assert scene.replay.writers == [COLLECTOR] * len(data)
+    assert cluster.replay.writers == [COLLECTOR] * len(data)
     # request collector close task, return collector close info (episode result, collector performance)
     assert close.method == "close_task"
-    (closed,) = replies(scene, COLLECTOR, "close_task")
+    (closed,) = replies(cluster, COLLECTOR, "close_task")
     assert {"episodes", "return_sum", "env_steps"} <= set(closed.result)
     assert job.status()["job"]["env_steps"] == closed.result["env_steps"]
     # the same of an evaluation, of one version, which reaches no buffer
     assert [call.method for call in calls(job, EVALUATOR)] == ["start_task", "get_data", "close_task"]
-    (evaluated,) = replies(scene, EVALUATOR, "get_data")
-    assert isinstance(evaluated, Evaluated) and evaluated.params_version == scene.store.versions[-1]
+    (evaluated,) = replies(cluster, EVALUATOR, "get_data")
+    assert isinstance(evaluated, Evaluated) and evaluated.params_version == cluster.store.versions[-1]
 
 
-def test_close(job: Traced, scene: Scene) -> None:
+def test_close(job: Traced, cluster: FakeCluster) -> None:
     tasks = index_of(job, ev.Send, method="close_task")
     left = index_of(job, ev.EndWorkers)
     over = index_of(job, ev.Over)
@@ -170,11 +172,11 @@ def test_close(job: Traced, scene: Scene) -> None:
     assert shut == [LEARNER, COLLECTOR, EVALUATOR]
     assert not [effect for effect in job.did[left:] if isinstance(effect, (ev.Connect, ev.Disconnect, ev.Send))]
     assert tasks < left < over
-    assert not scene.operator.workers and scene.operator.disconnects == 1
+    assert not cluster.operator.workers and cluster.operator.disconnects == 1
 
 
-def test_metadata_alone_passes_the_coordinator(job: Traced, scene: Scene) -> None:
-    for called in scene.trace:
+def test_metadata_alone_passes_the_coordinator(job: Traced, cluster: FakeCluster) -> None:
+    for called in cluster.trace:
         for field in dataclasses.fields(called.reply):
             assert field.name not in ("params", "steps", "data", "observation")
     assert {field.name for field in dataclasses.fields(Header)} == {

@@ -14,8 +14,8 @@ from rlframe.errors import RlframeError, UnavailableError, UsageError
 from rlframe.handles import resolve
 from rlframe.interprocess.memory import MACHINE
 from rlframe.params.publication import LocalParams
-from rlframe.program_end import program_stop, stop_program
 from rlframe.programs.options import registry
+from rlframe.shutdown import program_stop_event, stop_program
 
 REPORTS = 4
 VERSIONS = 5
@@ -105,7 +105,7 @@ class Client:
         if self._what == "stop":
             stop_program()
         if self._what in ("stop", "wait"):
-            stop = program_stop()
+            stop = program_stop_event()
             assert stop is not None
             while not stop.wait(0.1):
                 pass

@@ -18,7 +18,7 @@ import pytest
 from tests.engines import processes
 from tests.engines.processes import ROOT, finish, wait_for_nodes
 from tests.extras import needs
-from tests.programs.elastic import ElasticProgram, last_status
+from tests.programs.elastic_program import ElasticProgram, last_status
 from tests.ray_home import ray_home
 from tests.waiting import wait_until
 

@@ -20,7 +20,7 @@ from rlframe.engines.supervision.nodes import StartableProcess
 from rlframe.engines.supervision.program_supervisor import STOP_SIGNAL, ProgramSupervisor
 from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.errors import ProgramError
-from tests.waiting import still_runs, wait_until
+from tests.waiting import is_process_alive, wait_until
 
 PATIENCE = 60.0  # seconds; where nothing is awry it is not waited for
 
@@ -208,4 +208,4 @@ def test_a_second_ctrl_c_ends_all_at_once():
     process.send_signal(signal.SIGINT)
     process.wait(timeout=PATIENCE / 2)
     assert b"did not end within" not in process.stderr.read()
-    assert not any(map(still_runs, nodes))
+    assert not any(map(is_process_alive, nodes))

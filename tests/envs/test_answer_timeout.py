@@ -73,9 +73,9 @@ def gate(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("began", "go"):
         os.mkfifo(tmp_path / name)
     gate = Gate(tmp_path)
-    monkeypatch.setattr(group, "Clock", lambda: gate)
+    monkeypatch.setattr(group, "SuspendAwareClock", lambda: gate)
     for module in (thread, process):
-        monkeypatch.setattr(module, "LOOK", 0.01)
+        monkeypatch.setattr(module, "POLL_INTERVAL", 0.01)
     yield gate
     gate.close()
 

@@ -15,8 +15,8 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from gymnasium.envs.registration import WrapperSpec
 
 from rlframe.envs import AsyncEnv, SyncEnv, default_type
+from rlframe.envs.gymnasium_registry import gymnasium_ids, user_spec
 from rlframe.envs.names import backend, describe_backend, envpool_task
-from rlframe.envs.registered import gymnasium_ids, users_spec
 from rlframe.errors import EnvError, UsageError
 
 
@@ -100,12 +100,12 @@ def test_gymnasium_s_id_registered_again_with_any_change_is_the_user_s(change, r
 
 
 def test_ids_that_gymnasium_and_rlframe_register_are_not_the_user_s():
-    assert [name for name in gymnasium_ids() if users_spec(name) is not None] == []
+    assert [name for name in gymnasium_ids() if user_spec(name) is not None] == []
     with pytest.raises(ImportError):
         gymnasium.make("Ant-v3")  # by a function of Gymnasium's, not by a class
     assert backend("Ant-v3") == "envpool"
     gymnasium.register("PositionOnlyCartPole-v1", Seven)
-    assert users_spec("PositionOnlyCartPole-v1") is not None
+    assert user_spec("PositionOnlyCartPole-v1") is not None
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ pytest.importorskip("uvicorn", reason="the services need uvicorn: pip install rl
 
 from rlframe.errors import UsageError
 from rlframe.http.serving import HttpServer, address_of, listen
-from rlframe.interprocess.phases import Stay, ThreadProgress
+from rlframe.interprocess.phases import PhaseStatus, ThreadProgress
 
 release, held = threading.Event(), threading.Event()
 
@@ -56,7 +56,7 @@ def test_an_event_loop_that_is_held_up_makes_no_progress():
     progress = ThreadProgress()
     with serving() as (url, ident):
 
-        def stay() -> Stay:
+        def stay() -> PhaseStatus:
             found = progress.look(time.monotonic(), ident)
             assert found is not None and found.phase.name == "serving"
             return found

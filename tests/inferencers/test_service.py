@@ -12,7 +12,7 @@ import pytest
 
 from rlframe.agents import PPO, PPOConfig
 from rlframe.errors import PeerError, UnavailableError, UsageError
-from rlframe.handles import Call, resolve
+from rlframe.handles import AsyncCall, resolve
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.inferencers.batching import bucket_of
 from rlframe.learners import Learner, LearnerConfig
@@ -199,7 +199,7 @@ def test_clients_of_a_served_inferencer_get_numpy_once_its_learner_is_there():
     service = Inferencer(InferencerConfig(), counting_agent(), client(learner_address))
     with serving(service, address), running(service):
         remote = resolve(client(address), "inferencer", deadline=DEADLINE)
-        call = Call(remote, "inference", _request(3))  # refused and repeated, while there are no parameters
+        call = AsyncCall(remote, "inference", _request(3))  # refused and repeated, while there are no parameters
         with serving(FixedParams({"w": np.float32(0.5)}), learner_address):
             output, state = call.result()
             wait_until(lambda: service.params_version == 1)

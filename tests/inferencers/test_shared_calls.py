@@ -12,7 +12,7 @@ import pytest
 
 from rlframe.agents import PPO, PPOConfig
 from rlframe.errors import PeerError, UnavailableError, UsageError
-from rlframe.handles import Call, resolve
+from rlframe.handles import AsyncCall, resolve
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.inferencers.base import as_inference
 from rlframe.learners import Learner, LearnerConfig
@@ -92,7 +92,7 @@ def test_calls_at_once_have_slots_of_their_own():
         remote = connect(address)
         remote.inference(*request(2))
         for start in (0, 100):
-            calls = [(seed, Call(remote, "inference", request(2, seed))) for seed in range(start, start + 80)]
+            calls = [(seed, AsyncCall(remote, "inference", request(2, seed))) for seed in range(start, start + 80)]
             for seed, call in calls:
                 assert call.result()[1]["seen"].tolist() == [seed + 1.0] * 2
                 assert call.done()
@@ -164,7 +164,7 @@ def test_a_service_that_is_killed_is_replaced_by_another_and_found_again_when_it
     addresses = [free_address() for _ in range(2)]
 
     def ask(remote):
-        call = Call(remote, "inference", request(2)) if asynchronous else None
+        call = AsyncCall(remote, "inference", request(2)) if asynchronous else None
         output, state = call.result() if call is not None else remote.inference(*request(2))
         assert state["seen"].tolist() == [1.0, 1.0]
         return float(output.extras["w"][0])
@@ -231,7 +231,7 @@ def test_a_client_that_is_killed_stalls_nobody_and_its_memory_is_let_go_of():
         for number in range(3):
             assert remote.inference(*request(2, number))[1]["seen"].tolist() == [number + 1.0] * 2
         (known,) = service._shared_calls._memories.values()
-        assert known.name.maker.pid == os.getpid()
+        assert known.name.creator.pid == os.getpid()
 
 
 class LateParams(FixedParams):
@@ -264,7 +264,7 @@ def test_a_service_that_has_no_parameters_yet_is_waited_for_and_courier_prints_n
     with serving(service, address), running(service):
         wait_until(lambda: service._batcher is not None)
         remote = connect(address)
-        answer = Call(remote, "inference", request(2)).result() if asynchronous else remote.inference(*request(2))
+        answer = AsyncCall(remote, "inference", request(2)).result() if asynchronous else remote.inference(*request(2))
         assert answer[1]["seen"].tolist() == [1.0, 1.0]
     assert asked[:2] == [False, False] and asked[-1]
     assert "Traceback" not in capfd.readouterr().err

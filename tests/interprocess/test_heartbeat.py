@@ -11,7 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 from rlframe.interprocess import heartbeat
-from rlframe.interprocess.heartbeat import VARIABLE, Clock, HeartbeatMonitor, HeartbeatSender, interval_of
+from rlframe.interprocess.heartbeat import (
+    VARIABLE,
+    HeartbeatMonitor,
+    HeartbeatSender,
+    SuspendAwareClock,
+    heartbeat_interval,
+)
 from rlframe.interprocess.phases import COMPILING, STARTING, Phase, ThreadProgress
 
 
@@ -84,7 +90,7 @@ def test_an_environment_s_step_of_five_minutes_is_well_and_one_beyond_its_answer
 def test_who_was_asleep_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch):
     now = 100.0
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
-    watchers, workers = Clock(2.0), Clock(2.0)
+    watchers, workers = SuspendAwareClock(2.0), SuspendAwareClock(2.0)
     pulse = HeartbeatMonitor(30.0, watchers())
     heart = HeartbeatSender(pulse.descriptor, 1.0)
 
@@ -119,13 +125,13 @@ def test_the_page_is_let_go_of_with_the_pulse():
 
 
 def test_beats_are_ten_to_a_timeout_and_a_second_apart_at_most():
-    assert [interval_of(timeout) for timeout in (0.5, 2.0, 30.0, 600.0)] == [0.05, 0.2, 1.0, 1.0]
+    assert [heartbeat_interval(timeout) for timeout in (0.5, 2.0, 30.0, 600.0)] == [0.05, 0.2, 1.0, 1.0]
 
 
 def test_a_coordinator_that_was_stopped_holds_its_workers_to_nothing_meanwhile(monkeypatch):
     now = 100.0
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
-    clock = Clock()
+    clock = SuspendAwareClock()
     began = clock()
     for _ in range(10):
         now += 0.5

@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 
-from rlframe.interprocess.memory import MACHINE, Name, Seqlock, SharedArrays, anonymous_file
+from rlframe.interprocess.memory import MACHINE, MemoryName, Seqlock, SharedArrays, anonymous_file
 from rlframe.interprocess.waiting import Futex
 
 DEADLINE = 60.0
@@ -66,11 +66,11 @@ def test_memory_that_nobody_refers_to_is_closed_and_leaves_no_descriptor():
 
 def test_other_memory_is_not_taken_for_the_one_that_is_meant():
     created = SharedArrays.create(LABEL, FIELDS)
-    name: Name = created.name
+    name: MemoryName = created.name
     larger = {**FIELDS, "more": ((10_000,), np.dtype(np.int64))}
     for wrong, label, fields in (
         (name._replace(token=name.token + 1), LABEL, FIELDS),
-        (name._replace(maker=name.maker._replace(started=1)), LABEL, FIELDS),
+        (name._replace(creator=name.creator._replace(started=1)), LABEL, FIELDS),
         (name, "rlframe-other", FIELDS),
         (name, LABEL, larger),
     ):

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from rlframe.interprocess.phases import STARTING, Phase, Stay, ThreadProgress, advance, waiting_for
+from rlframe.interprocess.phases import STARTING, Phase, PhaseStatus, ThreadProgress, advance, waiting_for
 
-Look = Callable[[float], "Stay | None"]
+Look = Callable[[float], "PhaseStatus | None"]
 
 STEPPING = Phase("stepping", 600.0)
 

@@ -113,7 +113,7 @@ def test_a_node_that_fails_under_a_launcher_with_pid_1_stops_the_other_nodes(mon
         assert pid != 1
         kill(pid, number)
 
-    for wait in ("_LOOK", "_CONFIRM", "_KILL_WITHIN"):
+    for wait in ("_POLL_INTERVAL", "_CONFIRM", "_KILL_WITHIN"):
         monkeypatch.setattr(launchpad_guard, wait, 0.01)
     monkeypatch.setattr(os, "kill", kill_others)
     with subprocess.Popen(["sleep", "99"]) as other, open(os.devnull) as reports:

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from rlframe import program_end
+from rlframe import shutdown
 from rlframe.actors import Actor
 from rlframe.envs import SyncEnv
 from rlframe.errors import CheckpointError, FencedError, NonFiniteLossError, PeerError, StoppedError, UsageError
@@ -162,7 +162,7 @@ def test_a_replay_whose_wait_hears_of_the_programs_end_first_is_no_failure(tmp_p
             pass
 
     end = NotYetHeard()
-    monkeypatch.setattr(program_end, "_program", program_end._Program(end, lambda: None))
+    monkeypatch.setattr(shutdown, "_program", shutdown._Program(end, lambda: None))
     buffer = RecordingBuffer()
     buffer.make_dataset = Interrupted
     learner = make(tmp_path, buffer)

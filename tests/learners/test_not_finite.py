@@ -86,7 +86,7 @@ def test_parameters_that_are_not_finite_are_never_published(agent_cls, wrong):
     learner.close()
 
 
-@pytest.mark.parametrize("ask", [Learner.settle, Learner.save])
+@pytest.mark.parametrize("ask", [Learner.wait_for_update, Learner.save])
 def test_whoever_waits_for_the_update_hears_of_it_and_nothing_is_saved(ask, tmp_path):
     learner = make(checkpoint_dir=tmp_path)
     learner.step(reward_batch(GOOD))
@@ -122,7 +122,7 @@ def test_statistics_that_are_not_finite_are_not_published_either():
     learner.step(reward_batch([1.0] * 4))
     assert learner.get_params()[1]["scale"] == 0.5
     with pytest.raises(NonFiniteLossError, match="after learner step 2"):
-        learner.settle()
+        learner.wait_for_update()
     learner.close()
 
 
@@ -131,7 +131,7 @@ def test_a_loss_that_is_nan_beside_finite_parameters_still_ends_learning():
     learner.step(reward_batch(NAN))
     assert is_finite(published(learner))
     with pytest.raises(NonFiniteLossError, match="loss of learner step 1 is nan"):
-        learner.settle()
+        learner.wait_for_update()
     learner.close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlframe.metrics.rows import ActorCounts, Rows, add_up
+from rlframe.metrics.rows import ActorCounts, Rows, add_sums
 
 
 def stats(rank: int, incarnation: int, steps: float, **logged: list[float]) -> dict[str, object]:
@@ -11,8 +11,8 @@ def stats(rank: int, incarnation: int, steps: float, **logged: list[float]) -> d
 
 
 def test_sources_are_added_up_by_name():
-    assert add_up([{"a": [1.0, 2.0]}, {}, {"a": [3.0, 1.0], "b": [5.0, 1.0]}]) == {"a": [4.0, 3.0], "b": [5.0, 1.0]}
-    assert add_up([]) == {}
+    assert add_sums([{"a": [1.0, 2.0]}, {}, {"a": [3.0, 1.0], "b": [5.0, 1.0]}]) == {"a": [4.0, 3.0], "b": [5.0, 1.0]}
+    assert add_sums([]) == {}
 
 
 def test_a_repeated_answer_counts_once_and_a_dead_actors_counts_stay():

@@ -219,7 +219,7 @@ def test_no_read_is_torn_or_older_than_what_was_known_under_a_publisher_at_full_
     finally:
         here.send("stop")
         process.join(DEADLINE)
-    assert process.exitcode == 0 and reader.has_gone
+    assert process.exitcode == 0 and reader.is_gone
 
 
 def test_a_version_that_nobody_asks_for_is_not_written_and_one_that_is_asked_for_is_written_once():
@@ -233,7 +233,7 @@ def test_a_version_that_nobody_asks_for_is_not_written_and_one_that_is_asked_for
     assert reader.read(-1)[0] == 49 and written(reader) == 49
     publication.close()
     publication.close()
-    assert publication.reader() is None and reader.has_gone
+    assert publication.reader() is None and reader.is_gone
     assert publication.get_packed()[0] == 49
 
 
@@ -255,7 +255,7 @@ def test_memory_whose_publisher_has_closed_it_can_be_read_by_who_has_it_open_alo
     late, early = pickle.dumps(publication.reader()), pickle.loads(pickle.dumps(publication.reader()))
     wait_until(lambda: early.read() is not None)
     publication.close()
-    assert early.has_gone and early.read()[0] == 1
+    assert early.is_gone and early.read()[0] == 1
     with pytest.raises(UnavailableError, match="has ended, has closed them"):
         pickle.loads(late).read()
 

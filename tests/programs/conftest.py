@@ -26,4 +26,4 @@ def learning_curves():
 @pytest.fixture(autouse=True)
 def without_learning_curves(request, monkeypatch):
     if "learning_curves" not in request.fixturenames:
-        monkeypatch.setattr(runner, "_draw", lambda directory: None)
+        monkeypatch.setattr(runner, "_draw_learning_curve", lambda directory: None)

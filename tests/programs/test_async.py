@@ -19,7 +19,7 @@ from rlframe.programs import evaluate, load_experiment, make_experiment, run_exp
 from rlframe.programs.topologies.makers import make_pool, replay_capacity
 from rlframe.replay import ReplayBuffer
 from rlframe.types import FIRST, MID, AgentOutput, Step, TimeStep, global_env_ids, specs
-from tests.programs.running import ROOT, WITH_ELASTIC, RunningProgram, options_of
+from tests.programs.running_program import ROOT, WITH_ELASTIC, RunningProgram, options_of
 
 SMALL = {"network": "mlp", "network_config": MLPConfig((16,)), "eval_episodes": 2, "num_envs": 8, "async_envs": True}
 PROCESSES = ["--async", "--wait-num", "1", "--steps", "3000", "--num-envs", "8", "--unroll-length", "8"]
@@ -106,14 +106,14 @@ def test_options_that_do_not_go_with_asynchronous_environments_are_refused(capsy
 
 @pytest.mark.parametrize(("num_envs", "wait_num"), [(1, 1), (2, 1), (4, 2), (8, 3), (16, 6), (64, 22)])
 def test_a_third_of_the_environments_is_waited_for_unless_another_number_is_given(num_envs, wait_num):
-    assert experiment("impala", num_envs=num_envs).waits_for == wait_num
-    assert experiment("impala", num_envs=num_envs, wait_num=num_envs).waits_for == num_envs
-    assert experiment("impala", num_envs=num_envs).synchronous.waits_for == num_envs
+    assert experiment("impala", num_envs=num_envs).num_awaited_envs == wait_num
+    assert experiment("impala", num_envs=num_envs, wait_num=num_envs).num_awaited_envs == num_envs
+    assert experiment("impala", num_envs=num_envs).synchronous.num_awaited_envs == num_envs
 
 
 @pytest.mark.system
 def test_a_pool_runs_in_the_quickest_way_that_can_be_asynchronous():
-    for env, kind in ((slow_env, "AsyncProcesses"), ("CartPole-v1", "EnvPoolPool")):
+    for env, kind in ((slow_env, "AsyncProcesses"), ("CartPole-v1", "EnvPoolAdapter")):
         pool = make_pool(experiment("impala"), 4, {}, 1, env=env)
         assert (pool.wait_num, type(pool._pool).__name__) == (3, kind)
         pool.close()
@@ -145,7 +145,7 @@ def test_a_queue_has_room_for_the_unrolls_of_an_environment_that_is_four_times_a
 
 def test_the_command_line_takes_the_options():
     described, _, _ = read_arguments(["--agent", "impala", "--async", "--wait-num", "2", "--topology", "heavy_env"])
-    assert (described.topology_config.async_envs, described.topology_config.wait_num, described.waits_for) == (
+    assert (described.topology_config.async_envs, described.topology_config.wait_num, described.num_awaited_envs) == (
         True,
         2,
         2,

@@ -10,7 +10,7 @@ from rlframe.agents.networks import MLPConfig
 from rlframe.programs import evaluate, make_experiment, run_experiment
 from rlframe.programs.experiment import Experiment
 from tests.extras import import_or_skip, needs
-from tests.programs.running import FOR_EACH_AGENT, RunningProgram, options_of
+from tests.programs.running_program import FOR_EACH_AGENT, RunningProgram, options_of
 from tests.programs.test_single_process import assert_same_arrays
 
 OPTIONS = {"network": "mlp", "network_config": MLPConfig((16,), "relu"), "eval_episodes": 1, "env_type": "loop"}

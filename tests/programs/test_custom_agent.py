@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.programs.running import WITH_ELASTIC, options_of
+from tests.programs.running_program import WITH_ELASTIC, options_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 NORMALIZED = ["--normalize-observations", "--normalize-rewards"]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.extras import needs
-from tests.programs.elastic import ElasticProgram, last_status
-from tests.programs.running import stop_signal
+from tests.programs.elastic_program import ElasticProgram, last_status
+from tests.programs.running_program import stop_signal
 
 needs("trajectories")
 
@@ -121,9 +121,9 @@ def strike_all(program: ElasticProgram) -> None:
     """All that may happen to a run: 1 → 4 → 2 collectors, and everybody is killed or paused once."""
     program.wait_for_collectors(1)
     program.scale(4)
-    program.strike("collector/1", signal.SIGKILL)
-    program.strike("learner/0", signal.SIGKILL)
-    program.strike("collector/2", signal.SIGSTOP)
+    program.kill_and_wait("collector/1", signal.SIGKILL)
+    program.kill_and_wait("learner/0", signal.SIGKILL)
+    program.kill_and_wait("collector/2", signal.SIGSTOP)
     program.kill_coordinator()
     program.wait_for_collectors(4)
     program.scale(2)

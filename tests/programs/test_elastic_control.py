@@ -19,7 +19,7 @@ from playwright.sync_api import expect
 
 from rlframe.cli import main
 from tests.chromium import NEEDS_CHROMIUM, checked_pages, running_browser
-from tests.programs.elastic import ElasticProgram
+from tests.programs.elastic_program import ElasticProgram
 
 pytestmark = pytest.mark.system
 

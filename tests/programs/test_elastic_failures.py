@@ -9,7 +9,7 @@ import pytest
 
 from rlframe.learners import Checkpointer
 from tests.extras import needs
-from tests.programs.elastic import ElasticProgram, last_status
+from tests.programs.elastic_program import ElasticProgram, last_status
 
 needs("trajectories")
 

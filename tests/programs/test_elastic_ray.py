@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from tests.extras import needs
-from tests.programs.elastic import ElasticProgram, last_status
+from tests.programs.elastic_program import ElasticProgram, last_status
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -22,8 +22,8 @@ def test_ppo_learns_while_collector_learner_and_coordinator_are_killed(tmp_path:
     with ElasticProgram(tmp_path / "run", *PPO, *LONG) as program:
         program.wait_for_collectors(2)
         assert sorted(program.nodes()) == ["collector 0", "collector 1", "coordinator", "learner 0"]
-        program.strike("collector/0")
-        program.strike("learner/0")
+        program.kill_and_wait("collector/0")
+        program.kill_and_wait("learner/0")
         program.kill_coordinator()
         assert program.worker("collector/1")["incarnation"] == 0  # it went on, and was found by the successor
         before = len(program.rows())

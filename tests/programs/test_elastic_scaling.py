@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from tests.extras import needs
-from tests.programs.elastic import ElasticProgram, last_status
-from tests.programs.running import ROOT
+from tests.programs.elastic_program import ElasticProgram, last_status
+from tests.programs.running_program import ROOT
 
 needs("trajectories")
 
@@ -99,7 +99,7 @@ def test_an_agent_learns_on_while_collectors_come_and_go(tmp_path: pathlib.Path,
     with ElasticProgram(tmp_path / "run", *agent, "--env", "CartPole-v1", *LONG) as program:
         program.wait_for_collectors(1)
         program.scale(2)
-        program.strike("collector/0", signal.SIGKILL)
+        program.kill_and_wait("collector/0", signal.SIGKILL)
         program.scale(1)
         at = program.wait_for(lambda status: True)["job"]
         later = program.wait_for(lambda status: status["job"]["learner_steps"] > at["learner_steps"] + 5, 30.0)["job"]
@@ -116,7 +116,7 @@ def test_no_process_of_an_environment_outlives_a_killed_collector(tmp_path: path
         collector = psutil.Process(program.worker("collector/0")["pid"])
         workers = collector.children(recursive=True)
         assert len(workers) >= 2
-        program.strike("collector/0", signal.SIGKILL)
+        program.kill_and_wait("collector/0", signal.SIGKILL)
         assert psutil.wait_procs(workers, 10.0)[1] == []
         program.worker("collector/0", above=0)
         more = psutil.Process(program.worker("collector/0")["pid"]).children(recursive=True)

@@ -7,7 +7,7 @@ import pytest
 from rlframe.errors import UsageError
 from rlframe.programs.options.config_file import load_experiment, save_experiment
 from rlframe.programs.options.make_experiment import make_experiment
-from rlframe.programs.options.resume import continue_experiment
+from rlframe.programs.options.resume import resume_experiment
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import EnvOptions
 from rlframe.programs.topologies.heavy_env import HeavyEnv
@@ -125,23 +125,23 @@ def test_a_run_that_ends_before_the_buffer_has_filled_has_one_update():
 
 def test_a_resumed_run_keeps_the_schedules_that_it_began_with():
     saved = make_experiment("ppo", steps=1000)
-    longer = continue_experiment(saved, make_experiment("ppo", steps=3000))
+    longer = resume_experiment(saved, make_experiment("ppo", steps=3000))
     assert (longer.steps, longer.topology_config.schedule_steps) == (3000, 1000)
-    again = continue_experiment(longer, make_experiment("ppo", steps=5000))
+    again = resume_experiment(longer, make_experiment("ppo", steps=5000))
     assert (again.steps, again.topology_config.schedule_steps) == (5000, 1000)
 
 
 def test_a_run_that_goes_on_to_its_own_end_is_described_as_one_that_was_not_cut_off():
     saved = make_experiment("ppo", steps=1000)
-    assert continue_experiment(saved, saved) == saved  # a plot puts them in one group
+    assert resume_experiment(saved, saved) == saved  # a plot puts them in one group
 
 
 def test_a_resumed_run_cannot_change_its_numbers():
     saved = make_experiment("ppo")
     with pytest.raises(UsageError, match="started with seed = 1; a resumed run cannot change it to 2"):
-        continue_experiment(saved, make_experiment("ppo", seed=2))
+        resume_experiment(saved, make_experiment("ppo", seed=2))
     with pytest.raises(UsageError, match=r"started with learning_rate = 0\.001"):
-        continue_experiment(saved, make_experiment("ppo", learning_rate=0.5))
+        resume_experiment(saved, make_experiment("ppo", learning_rate=0.5))
 
 
 def test_config_json_is_for_people_too(tmp_path):

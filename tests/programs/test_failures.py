@@ -11,7 +11,7 @@ import pytest
 from rlframe.errors import UsageError
 from rlframe.learners import Checkpointer
 from rlframe.programs.run_dir.lock import RunLock
-from tests.programs.running import GRID, IMPALA, PROGRAMS, RunningProgram, options_of, stop_signal
+from tests.programs.running_program import GRID, IMPALA, PROGRAMS, RunningProgram, options_of, stop_signal
 
 NODES = {
     "heavy_env": ("actor 1", "learner", "monitor"),

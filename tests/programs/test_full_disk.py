@@ -57,7 +57,7 @@ def test_a_last_checkpoint_that_cannot_be_written_fails_and_names_the_one_before
 @pytest.mark.system
 def test_an_elastic_run_outlives_a_full_disk_and_ends_well_when_there_is_room_again(tmp_path, small_disk):
     needs("trajectories")
-    from tests.programs.elastic import ElasticProgram
+    from tests.programs.elastic_program import ElasticProgram
 
     (tmp_path / "run").symlink_to(small_disk.path)  # what the test writes beside it has room
     options = ["--agent", "impala", "--steps", "30000", "--log-every", "200", "--checkpoint-every", "50"]

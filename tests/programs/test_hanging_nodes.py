@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.programs.running import IMPALA, PROGRAMS, RunningProgram, options_of
+from tests.programs.running_program import IMPALA, PROGRAMS, RunningProgram, options_of
 from tests.programs.test_failures import NODES, steps_of
 
 # A step takes as long on any machine: so many are not taken before all nodes have hung.

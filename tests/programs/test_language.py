@@ -24,12 +24,12 @@ from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.runner import run_experiment
 from rlframe.programs.session import Session
 from rlframe.programs.topologies import language as topology
-from rlframe.programs.topologies.language_nodes import Environment, WarmUp, api_server_config, next_incarnation
+from rlframe.programs.topologies.language_nodes import EnvironmentNode, WarmUpNode, api_server_config, next_incarnation
 from rlframe.programs.training.language_monitor import LanguageMonitor
 from rlframe.trajectories.config import Settings
 from rlframe.trajectories.service.app import TrajectoryServer
 from rlframe.trajectories.service.previews import load_decode
-from tests.programs.running import ROOT, RunningProgram, stop_signal
+from tests.programs.running_program import ROOT, RunningProgram, stop_signal
 from tests.small_disk import small_disk
 
 __all__ = ["small_disk"]
@@ -150,7 +150,7 @@ class Examined(Reverse):
 def test_what_evaluate_log_is_given_is_the_run_s_evaluation(tmp_path):
     (tmp_path / "examined.py").write_text(EXAMINED)
     experiment = dataclasses.replace(described(), env=f"{tmp_path / 'examined.py'}:Examined")
-    environment = Environment(Session(experiment, GRPO(experiment.agent_config), tmp_path, 1, 0.0), 0)
+    environment = EnvironmentNode(Session(experiment, GRPO(experiment.agent_config), tmp_path, 1, 0.0), 0)
     asyncio.run(environment._env.evaluate())
     assert environment._metrics.since(0, "eval") == {"eval/right": 0.25, "eval/other": 1.0}
 
@@ -171,7 +171,7 @@ def test_an_environment_that_is_killed_while_it_counts_itself_begins_again(tmp_p
 def test_a_warm_up_that_is_told_to_stop_makes_no_further_update(tmp_path):
     config = described(agent={"supervised_steps": 10, "supervised_batch_size": 2}).agent_config
     session = Session(described(), GRPO(config), tmp_path, 1, 0.0)
-    node = WarmUp(session)
+    node = WarmUpNode(session)
     node.stop()
     node.run()
     assert not (tmp_path / "warmup").exists() and not rows_of(tmp_path)

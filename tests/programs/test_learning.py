@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from tests.extras import needs
-from tests.programs.running import RunningProgram
+from tests.programs.running_program import RunningProgram
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 

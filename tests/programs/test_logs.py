@@ -15,7 +15,7 @@ from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.supervision.nodes import StartableProcess
 from rlframe.engines.supervision.program_supervisor import ProgramSupervisor
 from rlframe.programs import make_experiment, run_experiment
-from tests.programs.running import ROOT
+from tests.programs.running_program import ROOT
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
 
@@ -67,7 +67,7 @@ def test_a_single_process_keeps_its_warnings(tmp_path):
 
 def test_a_warning_that_is_kept_is_shown_still_where_nobody_set_logging_up(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    with logs.kept(tmp_path / "logs", "train"):
+    with logs.logging_to_file(tmp_path / "logs", "train"):
         logging.getLogger("rlframe.somewhere").warning("it is cold")
     assert capsys.readouterr().err == "it is cold\n"
 

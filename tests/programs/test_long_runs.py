@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from rlframe.learners import Checkpointer
-from tests.programs.running import RunningProgram
+from tests.programs.running_program import RunningProgram
 
 UPDATES = 20  # between two checkpoints
 NODES = {"learner", "inferencer", "actor 0", "actor 1", "monitor"}

@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from tests.programs.running import WITH_ELASTIC, RunningProgram, options_of
+from tests.programs.running_program import WITH_ELASTIC, RunningProgram, options_of
 from tests.programs.test_language import SMALL
 
 # Agents that are made in every node: who makes one writes down whose parameters its process packs or unpacks, and how.

@@ -6,7 +6,7 @@ import pytest
 
 from rlframe.agents.networks import MLPConfig
 from rlframe.programs import make_experiment, run_experiment
-from tests.programs.running import FOR_EACH_AGENT, RunningProgram, options_of
+from tests.programs.running_program import FOR_EACH_AGENT, RunningProgram, options_of
 from tests.programs.test_single_process import assert_same_arrays
 
 

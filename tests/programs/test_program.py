@@ -121,8 +121,8 @@ def test_where_the_workers_of_elastic_come_from_is_what_the_engine_says_or_refus
     assert elastic().operator_name == "local" and elastic(engine="ray").operator_name == "ray"
     assert elastic(engine="ray", operator="local").operator_name == "local"
     assert elastic(operator="mine.py:Operator").operator_name == os.path.abspath("mine.py:Operator")
-    assert elastic(engine="ray", replay="service").crosses_machines
-    assert not elastic(engine="ray").crosses_machines and not elastic(replay="service").crosses_machines
+    assert elastic(engine="ray", replay="service").spans_machines
+    assert not elastic(engine="ray").spans_machines and not elastic(replay="service").spans_machines
     with pytest.raises(UsageError, match=r"operator ray is for the engine ray.* this one is local. Add --engine ray"):
         elastic(operator="ray")
     with pytest.raises(UsageError, match="no operator 'locale'; .* Did you mean 'local'"):

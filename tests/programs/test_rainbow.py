@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.programs.running import RunningProgram, options_of
+from tests.programs.running_program import RunningProgram, options_of
 
 PARTS = ["--double", "--prioritized", "--n-step", "3", "--network.dueling", "--network.noisy", "0.5"]
 PARTS += [

@@ -35,13 +35,13 @@ class Said(NamedTuple):
 
 
 class Program:
-    """A program of tests/programs/recovering.py under way."""
+    """A program of tests/programs/recovery_program.py under way."""
 
     def __init__(self, topology: str, directory: pathlib.Path, steps: int) -> None:
         cache = {"JAX_COMPILATION_CACHE_DIR": str(directory / "xla"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         self.directory = directory
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.programs.recovering", topology, str(directory), str(steps)],
+            [sys.executable, "-m", "tests.programs.recovery_program", topology, str(directory), str(steps)],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), **cache},
             stdout=subprocess.PIPE,

@@ -10,7 +10,7 @@ from rlframe.agents.recurrent import GRUConfig
 from rlframe.programs import evaluate, make_experiment, run_experiment
 from rlframe.programs.experiment import Experiment
 from tests.extras import needs
-from tests.programs.running import FOR_EACH_AGENT, ROOT, RunningProgram, options_of
+from tests.programs.running_program import FOR_EACH_AGENT, ROOT, RunningProgram, options_of
 from tests.programs.test_single_process import assert_same_arrays
 
 ENV = "PositionOnlyCartPole-v1"

@@ -10,7 +10,7 @@ from rlframe.replay import BaseReplayBuffer, ReplayBuffer, SharedMemReplayBuffer
 from rlframe.replay.reverb import ReverbReplayBuffer
 from rlframe.replay.service import ReplayService, ServiceReplayBuffer
 from tests.extras import needs
-from tests.replay.serve import Servers
+from tests.replay.reverb_servers import Servers
 
 
 def local(agent: Any, num_writers: int = 1, seed: int = 0) -> BaseReplayBuffer:

@@ -20,13 +20,13 @@ from rlframe.testing.replay import (
     KINDS,
     PRIORITY_CHECKS,
     PRIORITY_ITEMS,
-    SCENES,
+    SCENARIOS,
     check_eviction,
     check_items,
     play,
     writers,
 )
-from rlframe.testing.streams import ReplayTwin, StepStream, assert_batch_matches, fake_agent, first_ids
+from rlframe.testing.streams import ReferenceReplay, StepStream, assert_batch_matches, fake_agent, first_ids
 from rlframe.types import Sequence, Transition
 from tests.replay.factories import FACTORIES, local, reverb, shared_memory
 from tests.waiting import wait_until
@@ -43,7 +43,7 @@ EACH_SCENE = pytest.mark.parametrize(
         )
         for factory in FACTORIES
         for i, item in enumerate(ITEMS)
-        for j, scene in enumerate(SCENES)
+        for j, scene in enumerate(SCENARIOS)
         if factory is not reverb or (i + j) % 3 == 0
     ],
     indirect=["make"],
@@ -126,7 +126,7 @@ def test_the_whole_suite_runs_on_one_replay() -> None:
 @EACH_SCENE
 def test_a_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scene: str, kind: str) -> None:
     capacity, num_envs = 96, 6
-    buffer, twin = make(kind, item, 4, capacity, writers=writers(scene)), ReplayTwin(item)
+    buffer, twin = make(kind, item, 4, capacity, writers=writers(scene)), ReferenceReplay(item)
     for _ in play(scene, buffer, twin, 140):
         pass
     items = buffer.stats()["items"]
@@ -146,7 +146,7 @@ def test_a_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scene: str, 
 
 @pytest.mark.parametrize("item", [pytest.param(Transition(1), marks=pytest.mark.system), Transition(3)], ids=str)
 def test_an_environment_that_is_back_after_its_steps_left_begins_anew(make: Any, item: Any) -> None:
-    buffer, twin, stream = make("uniform", item, 8, 40), ReplayTwin(item), StepStream(4, end=0.1)
+    buffer, twin, stream = make("uniform", item, 8, 40), ReferenceReplay(item), StepStream(4, end=0.1)
     buffer.claim_rank(4)
     twin.claim_rank(4, 0)
     for t in range(120):
@@ -174,7 +174,11 @@ def test_the_same_seed_draws_the_same_batches(make: Any) -> None:
 
 def test_what_older_versions_acted_in_is_forgotten_now_and_when_it_comes(make: Any) -> None:
     item = Sequence(3)
-    buffer, twin, stream = make("queue", item, None, 1000, max_staleness=0), ReplayTwin(item), StepStream(4, end=0.3)
+    buffer, twin, stream = (
+        make("queue", item, None, 1000, max_staleness=0),
+        ReferenceReplay(item),
+        StepStream(4, end=0.3),
+    )
     buffer.claim_rank(4)
     twin.claim_rank(4, 0)
     for t in range(12):  # an item of each environment every third step; a version of its own acts in each step
@@ -239,7 +243,11 @@ def test_what_is_drawn_and_fetched_is_what_is_sampled(make: Any, kind: str, item
 @NOT_REVERB
 @pytest.mark.parametrize("kind", ["uniform", "prioritized"])
 def test_others_of_the_batch_stand_for_items_that_are_gone(make: Any, kind: str) -> None:
-    buffer, twin, stream = keyed(make, kind, Transition(2), 64, 300), ReplayTwin(Transition(2)), StepStream(6, end=0.0)
+    buffer, twin, stream = (
+        keyed(make, kind, Transition(2), 64, 300),
+        ReferenceReplay(Transition(2)),
+        StepStream(6, end=0.0),
+    )
     twin.claim_rank(6, 0)
     for _ in range(50):
         arguments = stream.step()
@@ -284,7 +292,7 @@ def test_priorities_that_are_set_after_a_fetch_decide_the_next_draw(make: Any) -
 
 @NOT_REVERB
 def test_a_queue_keeps_what_was_drawn_until_it_is_finished(make: Any) -> None:
-    buffer, twin, stream = keyed(make, "queue", Sequence(3), 4, 60), ReplayTwin(Sequence(3)), StepStream(6)
+    buffer, twin, stream = keyed(make, "queue", Sequence(3), 4, 60), ReferenceReplay(Sequence(3)), StepStream(6)
     twin.claim_rank(6, 0)
     for _ in range(6):
         arguments = stream.step()

@@ -12,7 +12,7 @@ import pytest
 from rlframe.errors import UsageError
 from rlframe.replay import ReplayBuffer, tree_store
 from rlframe.replay.base import DatasetTimeoutError
-from rlframe.testing.streams import STEP_SPEC, ReplayTwin, StepStream, assert_batch_matches, fake_agent, first_ids
+from rlframe.testing.streams import STEP_SPEC, ReferenceReplay, StepStream, assert_batch_matches, fake_agent, first_ids
 from rlframe.types import AgentOutput, Sequence, Step, StepSpec, TimeStep, Transition, specs
 
 
@@ -92,7 +92,7 @@ def test_a_queue_too_small_for_one_item_per_environment_grows_to_it() -> None:
 
 
 def test_a_writer_whose_batches_do_not_fit_the_ring_evenly_is_served_exactly() -> None:
-    buffer, twin = ReplayBuffer(fake_agent("uniform", Transition(3), 8, 100)), ReplayTwin(Transition(3))
+    buffer, twin = ReplayBuffer(fake_agent("uniform", Transition(3), 8, 100)), ReferenceReplay(Transition(3))
     streams = [StepStream(4, 0), StepStream(7, 1)]
     for stream in streams:
         buffer.claim_rank(stream.num_envs)

@@ -24,13 +24,13 @@ from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Learner, LearnerConfig
 from rlframe.replay import ReplayClosedError
 from rlframe.replay.reverb import ReverbReplayBuffer, connection
-from rlframe.testing.streams import STEP_SPEC, ReplayTwin, StepStream, assert_batch_matches, fake_agent, first_ids
+from rlframe.testing.streams import STEP_SPEC, ReferenceReplay, StepStream, assert_batch_matches, fake_agent, first_ids
 from rlframe.types import AgentSpecs, Sequence, Transition
 from tests.extras import needs
 from tests.fakes import CountingEnv, FixedParams, counting_agent
 from tests.ports import free_port
 from tests.replay.factories import servers
-from tests.replay.serve import Servers
+from tests.replay.reverb_servers import Servers
 from tests.waiting import wait_until
 
 Serve = Callable[..., str]
@@ -108,7 +108,7 @@ def test_a_killed_server_that_comes_back_has_what_its_checkpoint_holds(own_proce
     agent, stream, twin = (
         fake_agent("uniform", Transition(1), 8, 1000),
         StepStream(4, end=0.0),
-        ReplayTwin(Transition(1)),
+        ReferenceReplay(Transition(1)),
     )
     tables, first = ReverbReplayBuffer.tables(agent), own_process()
     address = first.start(tables, checkpoints=tmp_path / "server")
@@ -164,7 +164,7 @@ def test_a_server_that_comes_back_empty_is_noticed(own_process: Any, tmp_path: P
 @pytest.mark.parametrize("silent", ["accepts and says nothing", "nobody listens"])
 def test_a_server_that_never_answers_is_named(silent: str) -> None:
     needs("reverb")
-    connection.load()  # it takes its own time to import TensorFlow
+    connection.import_reverb()  # it takes its own time to import TensorFlow
     port = free_port()
     address = f"127.0.0.1:{port}"
     with contextlib.ExitStack() as stack:
@@ -221,7 +221,11 @@ def test_closing_ends_a_reader_that_waits(serve: Serve) -> None:
 
 
 def test_writers_of_a_full_queue_wait_for_its_reader(serve: Serve) -> None:
-    agent, stream, twin = fake_agent("queue", Transition(1), 4, 8), StepStream(4, end=0.0), ReplayTwin(Transition(1))
+    agent, stream, twin = (
+        fake_agent("queue", Transition(1), 4, 8),
+        StepStream(4, end=0.0),
+        ReferenceReplay(Transition(1)),
+    )
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent)), patience=5.0) as buffer:
         buffer.claim_rank(4)
         twin.claim_rank(4, 0)
@@ -349,7 +353,7 @@ def test_a_claim_that_was_cut_off_is_the_same_when_it_is_repeated(serve: Serve, 
 @pytest.mark.parametrize("scene", ["lockstep", "broken"])
 def test_blocks_hold_the_same_items_as_single_ones(serve: Serve, scene: str) -> None:
     item = Sequence(3, period=2)
-    agent, stream, twin, seen = fake_agent("queue", item, 5, 2000), StepStream(6), ReplayTwin(item), []
+    agent, stream, twin, seen = fake_agent("queue", item, 5, 2000), StepStream(6), ReferenceReplay(item), []
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent, block=3))) as buffer:
         buffer.claim_rank(6)
         twin.claim_rank(6, 0)
@@ -487,7 +491,7 @@ def test_a_learner_that_waits_for_a_server_to_take_its_priorities_stops_and_save
 
 
 def test_a_dataset_of_a_queue_gives_each_item_once_and_in_order(serve: Serve) -> None:
-    agent, stream, twin = fake_agent("queue", Transition(2), 5, 1000), StepStream(3), ReplayTwin(Transition(2))
+    agent, stream, twin = fake_agent("queue", Transition(2), 5, 1000), StepStream(3), ReferenceReplay(Transition(2))
     address = serve(ReverbReplayBuffer.tables(agent))
     with buffer_of(agent, address) as writer, buffer_of(agent, address) as reader:
         writer.claim_rank(3)

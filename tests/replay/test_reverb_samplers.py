@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from rlframe.replay.reverb import ReverbReplayBuffer
-from rlframe.testing.streams import ReplayTwin, StepStream, assert_batch_matches, fake_agent
+from rlframe.testing.streams import ReferenceReplay, StepStream, assert_batch_matches, fake_agent
 from rlframe.types import Transition
 from tests.replay.factories import servers
 from tests.waiting import wait_until
@@ -26,7 +26,11 @@ def test_what_a_rate_limiter_lets_through_makes_whole_batches(kind, stop_servers
     """No sampler keeps draws to itself while a batch waits for them."""
     agent = fake_agent(kind, Transition(1), 8, 1000, min_size=8, samples_per_insert=1.0)
     stop_servers.append(servers().start(ReverbReplayBuffer.tables(agent)))
-    buffer, stream, twin = ReverbReplayBuffer(agent, stop_servers[0]), StepStream(4, end=0.0), ReplayTwin(Transition(1))
+    buffer, stream, twin = (
+        ReverbReplayBuffer(agent, stop_servers[0]),
+        StepStream(4, end=0.0),
+        ReferenceReplay(Transition(1)),
+    )
     buffer.claim_rank(4)
     twin.claim_rank(4, 0)
     dataset = buffer.make_dataset(timeout=30.0)

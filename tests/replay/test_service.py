@@ -21,9 +21,9 @@ from rlframe.programs.topologies.heavy_env import HeavyEnv
 from rlframe.programs.topologies.makers import add_service
 from rlframe.replay import ReplayClosedError
 from rlframe.replay.service import ReplayService, ServiceReplayBuffer, client
-from rlframe.replay.service.server import Stage, WriterId, unstacked
+from rlframe.replay.service.server import SendBuffer, WriterId, unstack
 from rlframe.testing.replay import play
-from rlframe.testing.streams import ReplayTwin, StepStream, assert_batch_matches, fake_agent, first_ids
+from rlframe.testing.streams import ReferenceReplay, StepStream, assert_batch_matches, fake_agent, first_ids
 from rlframe.transport.sockets import SocketTransport
 from rlframe.types import Sequence, Transition
 from tests.waiting import wait_until
@@ -54,7 +54,7 @@ class Stutters:
 
 @pytest.mark.parametrize("kind", ["queue", "uniform"])
 def test_what_arrives_twice_counts_once(kind):
-    agent, twin, seen = fake_agent(kind, Transition(3), 4, 10_000), ReplayTwin(Transition(3)), []
+    agent, twin, seen = fake_agent(kind, Transition(3), 4, 10_000), ReferenceReplay(Transition(3)), []
     buffer = ServiceReplayBuffer(agent, [Stutters(ReplayService(agent))])
     for _ in play("broken fragments", buffer, twin, 60):
         while kind == "queue" and (batch := buffer.sample()) is not None:
@@ -70,7 +70,7 @@ def test_what_arrives_twice_counts_once(kind):
 
 
 def test_over_a_transport_items_are_those_that_were_added():
-    agent, twin = fake_agent("uniform", Sequence(5, period=2), 8, 10_000), ReplayTwin(Sequence(5, period=2))
+    agent, twin = fake_agent("uniform", Sequence(5, period=2), 8, 10_000), ReferenceReplay(Sequence(5, period=2))
     served = Served(ReplayService(agent))
     buffer = pickle.loads(pickle.dumps(ServiceReplayBuffer(agent, [served.handle])))
     for _ in play("subsets", buffer, twin, 40):
@@ -87,7 +87,7 @@ def test_over_a_transport_items_are_those_that_were_added():
     "kind", [*(pytest.param(one, marks=pytest.mark.system) for one in ("uniform", "prioritized")), "queue"]
 )
 def test_of_two_shards_each_item_is_drawn_with_its_chance(kind):
-    agent, twin, count = fake_agent(kind, Transition(1), 8, 10_000), ReplayTwin(Transition(1)), 4_000
+    agent, twin, count = fake_agent(kind, Transition(1), 8, 10_000), ReferenceReplay(Transition(1)), 4_000
     buffer = ServiceReplayBuffer(agent, [ReplayService(agent, seed=shard) for shard in range(2)])
     for _ in play("two writers", buffer, twin, 60):
         pass
@@ -190,7 +190,7 @@ def test_a_call_of_a_writer_is_answered_in_time_however_slowly_room_is_made():
     service, answered = ReplayService(agent), []
     stream = StepStream(4, end=0.0)
     ids, step = stream.step()
-    stage = Stage(ids, step)
+    stage = SendBuffer(ids, step)
     stage.put(step)
     for _ in range(39):
         step = stream.step()[1]._replace(timestep=step.next_timestep)
@@ -305,7 +305,7 @@ def test_a_writer_that_is_told_to_stop_does_not_wait_on(monkeypatch):
 
 
 def test_a_service_that_is_made_again_goes_on_from_its_checkpoint(tmp_path):
-    agent, twin = fake_agent("uniform", Transition(3), 8, 10_000), ReplayTwin(Transition(3))
+    agent, twin = fake_agent("uniform", Transition(3), 8, 10_000), ReferenceReplay(Transition(3))
     first = ReplayService(agent, tmp_path)
     handles = [first]
     buffer = ServiceReplayBuffer(agent, handles)
@@ -355,7 +355,7 @@ def test_steps_travel_with_each_observation_once():
     steps = [step for _, step in steps]
     for i in range(1, 5):  # as an Actor's follow each other
         steps[i] = steps[i]._replace(timestep=steps[i - 1].next_timestep)
-    stage = Stage(ids, steps[0])
+    stage = SendBuffer(ids, steps[0])
     for step in steps:
         assert stage.takes(ids, step)
         stage.put(step)
@@ -364,9 +364,9 @@ def test_steps_travel_with_each_observation_once():
     assert stack.timesteps.reward.shape == (6, 3)
     stage.arrived = 3
     for first, back in (
-        (0, list(unstacked(stack))),
-        (3, list(unstacked(stack, 3))),
-        (3, list(unstacked(stage.stack(5)))),
+        (0, list(unstack(stack))),
+        (3, list(unstack(stack, 3))),
+        (3, list(unstack(stage.stack(5)))),
     ):
         assert len(back) == 5 - first
         for step, same in zip(steps[first:], back):

@@ -358,22 +358,22 @@ def test_a_copy_finds_the_buffer_as_long_as_its_maker_lives(scene: Scene, tmp_pa
     assert_whole(buffer.sample(), Transition(1))
     gone = pickle.loads(text)
     name = gone._plan.name
-    gone._plan = gone._plan._replace(name=name._replace(maker=name.maker._replace(started=1), token=1))
+    gone._plan = gone._plan._replace(name=name._replace(creator=name.creator._replace(started=1), token=1))
     with pytest.raises(BufferGoneError, match=f"process {os.getpid()} that made"):
         gone.claim_rank(2)
 
 
 def test_nothing_is_left_of_a_maker_that_crashed(scene: Scene) -> None:
-    maker = scene.process(processes.make, None)
-    text = bytes.fromhex(maker.hear())
+    creator = scene.process(processes.make, None)
+    text = bytes.fromhex(creator.hear())
     buffer = pickle.loads(text)
     buffer.claim_rank(1)
     steps = steps_of(0, 1, 10**6)
     buffer.add(*next(steps))
     inode = os.fstat(buffer._view().memory._shared._descriptor).st_ino
     assert inode in memories()
-    maker.kill()
-    with pytest.raises(BufferGoneError, match=f"process {maker.popen.pid} that made"):
+    creator.kill()
+    with pytest.raises(BufferGoneError, match=f"process {creator.popen.pid} that made"):
         while True:  # what is mapped stays, but who waits learns that nobody will come
             buffer.add(*next(steps))
     with pytest.raises(BufferGoneError, match="start the program anew"):

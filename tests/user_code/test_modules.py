@@ -15,9 +15,9 @@ import pytest
 import rlframe
 from rlframe.errors import UsageError
 from rlframe.programs.options.object_names import load_object
-from rlframe.programs.options.resume import is_other_backend
+from rlframe.programs.options.resume import is_different_backend
 from rlframe.user_code.files import forget_changed
-from tests.programs.running import WITH_ELASTIC, options_of
+from tests.programs.running_program import WITH_ELASTIC, options_of
 from tests.user_code.test_files import ENV
 
 REGISTERED = ENV + '\ngymnasium.register("{id}", "{name}:Env")\n'
@@ -139,7 +139,7 @@ def test_a_run_says_what_makes_its_environment_and_is_refused_where_the_id_means
     ],
 )
 def test_backends_are_compared_if_the_user_registered_either(noted, now, is_other):
-    assert is_other_backend(noted, now) == is_other
+    assert is_different_backend(noted, now) == is_other
 
 
 def test_an_agents_module_is_loaded_again_and_a_module_of_a_package_too(tmp_path):

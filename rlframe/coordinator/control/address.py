@@ -23,7 +23,7 @@ _VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class RunningControl:
+class ControlFile:
     """The content of the file."""
 
     url: str
@@ -36,29 +36,29 @@ def control_file(run_dir: str | os.PathLike) -> pathlib.Path:
     return pathlib.Path(run_dir) / "control.json"
 
 
-def status_file(run_dir: str | os.PathLike) -> pathlib.Path:
+def final_status_file(run_dir: str | os.PathLike) -> pathlib.Path:
     """Return the path of a job's last status, which the coordinator writes when the job is over."""
     return pathlib.Path(run_dir) / "coordinator" / "status.json"
 
 
-def status_when_over(run_dir: str | os.PathLike) -> dict[str, Any] | None:
+def read_final_status(run_dir: str | os.PathLike) -> dict[str, Any] | None:
     """Return the last status of a run that is over.
 
     None if there is none that can be read, or if the run's control is newer: it may continue.
     """
     try:
-        status = json.loads(status_file(run_dir).read_text())
+        status = json.loads(final_status_file(run_dir).read_text())
     except (OSError, ValueError):
         return None
     if not isinstance(status, dict) or not isinstance(status.get("job"), dict):
         return None
     with contextlib.suppress(OSError):
-        if control_file(run_dir).stat().st_mtime_ns > status_file(run_dir).stat().st_mtime_ns:
+        if control_file(run_dir).stat().st_mtime_ns > final_status_file(run_dir).stat().st_mtime_ns:
             return None
     return status
 
 
-def make_token(run_dir: str | os.PathLike) -> str:
+def make_token_file(run_dir: str | os.PathLike) -> str:
     """Return the path of the run's token file. Make it, for its owner alone, with a new secret if there is none."""
     path = pathlib.Path(run_dir) / "token"
     if not path.exists():
@@ -69,7 +69,7 @@ def make_token(run_dir: str | os.PathLike) -> str:
 def write_control(run_dir: str | os.PathLike, url: str, token_file: str | None) -> None:
     """Write the file, atomically."""
     path = control_file(run_dir)
-    known = RunningControl(url, None if token_file is None else os.path.abspath(token_file), os.getpid())
+    known = ControlFile(url, None if token_file is None else os.path.abspath(token_file), os.getpid())
     write_atomically(
         path, json.dumps({"version": _VERSION, **dataclasses.asdict(known)}), "\n", parents=True, mode=0o600
     )
@@ -82,14 +82,14 @@ def remove_control(run_dir: str | os.PathLike) -> None:
             control_file(run_dir).unlink(missing_ok=True)
 
 
-def read_control(run_dir: str | os.PathLike) -> RunningControl:
+def read_control(run_dir: str | os.PathLike) -> ControlFile:
     """Read the file. Raise `UsageError` if the run has none, or it is not valid."""
     path = control_file(run_dir)
     try:
         read = json.loads(path.read_text())
         if read["version"] != _VERSION:
             raise ValueError(f"it is of version {read['version']}, and {_VERSION} is known")
-        return RunningControl(str(read["url"]), read["token_file"], int(read["pid"]))
+        return ControlFile(str(read["url"]), read["token_file"], int(read["pid"]))
     except FileNotFoundError:
         raise UsageError(
             f"There is no {path}: the run in {os.fspath(run_dir)} has no control, has not begun, or is over (then "

@@ -20,7 +20,7 @@ from rlframe.coordinator.control.endpoints import REFUSED, command_router, read_
 from rlframe.errors import FieldError, RlframeError, UsageError
 from rlframe.http.app import make_app as make_base_app
 from rlframe.http.bodies import answer
-from rlframe.http.config import check_guarded, read_token
+from rlframe.http.config import check_access_is_restricted, read_token
 from rlframe.http.serving import ServerThread
 
 PAGE = pathlib.Path(__file__).with_name("page.html")  # asks for /status and /events/stream
@@ -81,11 +81,11 @@ def serve_control(
     Raises:
         UsageError: it cannot listen there; the token file cannot be read, or is needed.
     """
-    check_guarded(host, token_file, "steer and stop the run")
+    check_access_is_restricted(host, token_file, "steer and stop the run")
     stop = threading.Event()
     target = handles.resolve(target, "coordinator", deadline=_ATTEMPTS, stop=stop)
     app = make_app(target, read_token(token_file), kind=kind)
-    with ServerThread(app, host, port, _MAX_CONNECTIONS, let_go=app.state.let_go) as server:
+    with ServerThread(app, host, port, _MAX_CONNECTIONS, on_shutdown=app.state.on_shutdown) as server:
         try:
             yield server
         finally:
@@ -107,7 +107,7 @@ def make_app(
         token: that requests carry, but for the page's static file and /healthz; None: none is needed.
         kind: of what is shown.
 
-    `app.state.let_go()` ends the event streams, so that a server that ends need not wait for their readers.
+    `app.state.on_shutdown()` ends the event streams, so that a server that ends need not wait for their readers.
     """
     calls = CoordinatorCalls(target)
 
@@ -136,7 +136,7 @@ def make_app(
         page=PAGE,
         responses=REFUSED,
     )
-    app.state.let_go = log.close
+    app.state.on_shutdown = log.close
 
     @app.get("/", response_model=dict[str, str], tags=["service"], responses=REFUSED)
     async def root() -> Response:

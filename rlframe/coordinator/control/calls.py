@@ -15,10 +15,10 @@ from typing import Any
 from rlframe.errors import PeerError, RlframeError, UnavailableError
 from rlframe.http.bodies import encoded
 
-STATUS_AGE = 0.2  # seconds for which a status is served again
+STATUS_MAX_AGE = 0.2  # seconds for which a status is served again
 STATUS_DEADLINE = 3.0  # seconds for one
 DEADLINE = 10.0  # seconds for any other call
-AT_ONCE = 32  # calls that are under way
+MAX_CALLS = 32  # calls that are under way
 KEPT = 10_000  # events, for streams that are behind: more than a coordinator keeps
 FIRST = 300  # events at the start of a stream, unless its reader names the last one that it has
 HEARTBEAT = 5.0  # seconds without an event after which a stream says that it is there
@@ -37,7 +37,7 @@ class CoordinatorCalls:
 
     def __init__(self, target: Any) -> None:
         self._target = target
-        self._free = threading.Semaphore(AT_ONCE)  # calls that may be made now
+        self._free = threading.Semaphore(MAX_CALLS)  # calls that may be made now
         self._status: asyncio.Task[dict[str, Any]] | None = None
         self._status_at = 0.0
 
@@ -49,7 +49,9 @@ class CoordinatorCalls:
             UnavailableError: too many calls are under way; this one was not made.
         """
         if not self._free.acquire(blocking=False):
-            raise UnavailableError(f"{AT_ONCE} calls wait for the coordinator already: it is slow, or away. Ask again.")
+            raise UnavailableError(
+                f"{MAX_CALLS} calls wait for the coordinator already: it is slow, or away. Ask again."
+            )
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()  # the call continues when nobody waits for it any more
 
@@ -75,9 +77,9 @@ class CoordinatorCalls:
             raise UnavailableError(f"The coordinator failed in {method}(): {type(error).__name__}: {error}") from error
 
     async def status(self) -> dict[str, Any]:
-        """Return the coordinator's status, at most `STATUS_AGE` seconds old. Concurrent readers share one call."""
+        """Return the coordinator's status, at most `STATUS_MAX_AGE` seconds old. Concurrent readers share one call."""
         task = self._status
-        if task is None or (task.done() and time.monotonic() - self._status_at > STATUS_AGE):
+        if task is None or (task.done() and time.monotonic() - self._status_at > STATUS_MAX_AGE):
             task = self._status = asyncio.create_task(self._ask_status())
         return await asyncio.shield(task)
 

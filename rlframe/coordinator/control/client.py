@@ -12,13 +12,13 @@ import httpx
 from rlframe.coordinator.control.address import read_control
 from rlframe.errors import ConflictError, FieldError, PeerError, RemoteError, UnavailableError, UsageError
 from rlframe.http.config import read_token
-from rlframe.program_end import Closing
+from rlframe.shutdown import Closeable
 
 _TIMEOUT = 15.0  # seconds for an answer: more than the service takes at most
 _SILENCE = 15.0  # seconds in which a stream of events shows that it is there, three times over
 
 
-class ControlClient(Closing):
+class ControlClient(Closeable):
     """Calls a coordinator by its control API, with the coordinator's own methods. A context manager.
 
     Args:

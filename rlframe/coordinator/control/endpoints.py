@@ -18,7 +18,7 @@ from rlframe.errors import FieldError, RlframeError
 from rlframe.http.app import metric_families
 from rlframe.http.bodies import answer
 
-MOST_EVENTS = 1000  # in one answer
+MAX_EVENTS = 1000  # in one answer
 Number = Annotated[int, Field(ge=0, le=2**53)]  # what a browser can count to
 Text = Annotated[str, Field(max_length=1000)]
 
@@ -97,7 +97,7 @@ def reading_router(calls: CoordinatorCalls, log: EventLog) -> APIRouter:
     @router.get("/events", response_model=Events, responses=READS | _described(422), tags=["job"])
     async def events(since: Annotated[Number, Query(description="Those after this number.")] = 0) -> Response:
         """Events, oldest first, at most 1,000: the next request begins at the number of the last one."""
-        return answer({"events": (await calls("events", since, 0.0))[:MOST_EVENTS]})
+        return answer({"events": (await calls("events", since, 0.0))[:MAX_EVENTS]})
 
     @router.get(
         "/events/stream",

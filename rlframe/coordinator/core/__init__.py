@@ -25,14 +25,14 @@ of these functions `next_calls.call_next` adds the worker's next call.
 
     event                                            function                      effects
     OperatorAnswered: collector/0, incarnation 0     worker_tracking.take_list     Connect(collector/0), Send(ping)
-    Replied(ping, Alive)                             worker_tracking.on_pinged     Send(resources), Send(start_task):
+    Replied(ping, Alive)                             worker_tracking.on_ping_reply     Send(resources), Send(start_task):
                                                                                    collect/2, attempt 0
     Replied(start_task, Started)                     answers._on_started           Send(get_data)
     Replied(get_data, Collected: 64 steps)           answers._on_collected         Send(get_data): 64 steps are counted
     OperatorAnswered: without collector/0            worker_tracking.lose          Disconnect(collector/0),
                                                                                    Replace(collector/0): collect/2 waits
     OperatorAnswered: collector/0, incarnation 1     worker_tracking.take_list     Connect(collector/0), Send(ping)
-    Replied(ping, Alive)                             worker_tracking.on_pinged     Send(resources), Send(start_task):
+    Replied(ping, Alive)                             worker_tracking.on_ping_reply     Send(resources), Send(start_task):
                                                                                    collect/2, attempt 1
     Replied(get_data) of incarnation 0, late         answers.on_replied            none: it is of an older call
 

@@ -13,7 +13,7 @@ from typing import Any
 from rlframe.coordinator.core import evaluations, tasks, worker_tracking
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import TrainingJob
-from rlframe.coordinator.core.records import KnownWorker, Task
+from rlframe.coordinator.core.records import Task, WorkerRecord
 from rlframe.coordinator.messages import (
     CallRefused,
     Closed,
@@ -55,17 +55,17 @@ def on_replied(job: TrainingJob, event: ev.Replied) -> None:
     if worker is None:
         job.accounts.stale += 1
     elif event.header is None:
-        worker_tracking.on_pinged(job, worker, event.reply)
+        worker_tracking.on_ping_reply(job, worker, event.reply)
     elif worker.call is None or worker.call.header != event.header:
         job.accounts.stale += 1  # and no sign of life: it may have been on its way for long
-    elif isinstance(event.reply, CallRefused) and event.reply.is_another:
+    elif isinstance(event.reply, CallRefused) and event.reply.is_misdirected:
         worker_tracking.lose(job, worker, worker_tracking.REPLACED)
     else:
-        worker_tracking.note_alive(job, worker)
+        worker_tracking.mark_alive(job, worker)
         _on_answer(job, worker, worker.call, job.tasks.get(event.header.task_id), event.reply)
 
 
-def _on_answer(job: TrainingJob, worker: KnownWorker, call: ev.Send, task: Task | None, reply: WorkerReply) -> None:
+def _on_answer(job: TrainingJob, worker: WorkerRecord, call: ev.Send, task: Task | None, reply: WorkerReply) -> None:
     if task is None or task.is_over:
         worker_tracking.make_idle(job, worker)
         return
@@ -82,7 +82,7 @@ def _on_answer(job: TrainingJob, worker: KnownWorker, call: ev.Send, task: Task 
     job.queue_call(worker)
 
 
-def _on_not_ready(job: TrainingJob, worker: KnownWorker, task: Task, call: ev.Send, reply: NotReady) -> None:
+def _on_not_ready(job: TrainingJob, worker: WorkerRecord, task: Task, call: ev.Send, reply: NotReady) -> None:
     waits = reply.waits_for is not None
     if waits:
         if call.method == "learn":
@@ -98,7 +98,7 @@ def _on_not_ready(job: TrainingJob, worker: KnownWorker, task: Task, call: ev.Se
     job.call_again(worker, call, _AGAIN)
 
 
-def _is_put_off(job: TrainingJob, worker: KnownWorker, task: Task, call: ev.Send) -> bool:
+def _is_put_off(job: TrainingJob, worker: WorkerRecord, task: Task, call: ev.Send) -> bool:
     """Return True if a call that waits for data is given up for something more urgent."""
     if call.method == "learn" and not task.batches and evaluations.needs_save(job, task):
         return True
@@ -108,13 +108,13 @@ def _is_put_off(job: TrainingJob, worker: KnownWorker, task: Task, call: ev.Send
 # --- tasks
 
 
-def _on_started(job: TrainingJob, worker: KnownWorker, task: Task, reply: Started) -> None:
+def _on_started(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Started) -> None:
     """Note that the task runs."""
     task.become(TaskState.RUNNING)
     task.started_at = job.now
-    worker.rollouts.num_envs = int(reply.info.get("num_envs", 0))
-    worker.rollouts.counts = {}
-    worker.rollouts.rates.add(job.now, worker.rollouts.env_steps)
+    worker.progress.num_envs = int(reply.info.get("num_envs", 0))
+    worker.progress.counts = {}
+    worker.progress.rates.add(job.now, worker.progress.env_steps)
     job.note("started", f"{worker.worker_id} is at {task.task_id}.", worker_id=worker.worker_id, **reply.info)
     if task.kind == "learn":
         accounts = job.accounts
@@ -124,7 +124,7 @@ def _on_started(job: TrainingJob, worker: KnownWorker, task: Task, reply: Starte
         job.queue_call(*job.roster)  # collectors waited for the buffer to be there
 
 
-def _on_closed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Closed) -> None:
+def _on_closed(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Closed) -> None:
     """Note the last counters of a task, and end it."""
     accounts = job.accounts
     if task.kind == "collect" and "env_steps" in reply.result:
@@ -141,32 +141,32 @@ def _on_closed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Closed)
     worker_tracking.make_idle(job, worker)
 
 
-def _on_failed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Failed) -> None:
+def _on_failed(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Failed) -> None:
     """Note an exception. The same worker, or another, tries again."""
     why = f"{reply.error}: {reply.message}"
     job.note("failed", f"{worker.worker_id}: {why}", worker_id=worker.worker_id, traceback=reply.traceback)
-    tasks.retry(job, task, why, counts=True, for_good=reply.for_good)
+    tasks.retry(job, task, why, counts=True, is_permanent=reply.is_permanent)
     worker_tracking.make_idle(job, worker)
 
 
 # --- collecting
 
 
-def _on_collected(job: TrainingJob, worker: KnownWorker, task: Task, reply: Collected) -> None:
+def _on_collected(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Collected) -> None:
     """Note the counters of a collector."""
     _note_pace(job, worker, reply.waits)
     job.accounts.add(reply.stats)
-    worker.rollouts.counts = {name: reply.stats[name] for name in COUNTERS}
-    worker.rollouts.env_steps += reply.length
-    worker.rollouts.rates.add(job.now, worker.rollouts.env_steps)
-    worker.rollouts.params_version = reply.params_version
+    worker.progress.counts = {name: reply.stats[name] for name in COUNTERS}
+    worker.progress.env_steps += reply.length
+    worker.progress.rates.add(job.now, worker.progress.env_steps)
+    worker.progress.params_version = reply.params_version
     if job.accounts.env_steps >= job.rows.step + job.limits.row_every:
         job.write_row()
 
 
-def _note_pace(job: TrainingJob, worker: KnownWorker, waits: bool) -> None:
+def _note_pace(job: TrainingJob, worker: WorkerRecord, waits: bool) -> None:
     """Note how long a collector's call took, and whether it waited."""
-    seconds, worker.rollouts.is_waiting = max(job.now - worker.called_at, 0.0), waits
+    seconds, worker.progress.is_waiting = max(job.now - worker.called_at, 0.0), waits
     job.collectors.seconds += seconds
     job.collectors.seconds_waited += seconds * waits
 
@@ -174,11 +174,11 @@ def _note_pace(job: TrainingJob, worker: KnownWorker, waits: bool) -> None:
 # --- learning
 
 
-def _on_demand(job: TrainingJob, worker: KnownWorker, task: Task, reply: Demand) -> None:
+def _on_demand(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Demand) -> None:
     """Draw or grant as many batches as the learner can take."""
     count = min(reply.batches, job.limits.grant)
     if count <= 0 or job.must_close(worker, task) or job.requests.paused:
-        task.again_at = job.now + _LATER
+        task.retry_at = job.now + _LATER
     elif job.by_key:
         task.drawing = job.header(worker, task)
         job.emit(ev.DrawBatches(task.drawing, count))
@@ -193,13 +193,13 @@ def on_batches_drawn(job: TrainingJob, event: ev.BatchesDrawn) -> None:
     is_awaited = task is not None and task.drawing == event.header
     if task is not None and is_awaited:
         task.drawing = None
-        task.again_at = job.now + _MUCH_LATER if event.why else task.again_at
+        task.retry_at = job.now + _MUCH_LATER if event.why else task.retry_at
     _judge_replay(job, event)
     if task is None or not is_awaited or worker is None or not worker.can_be_called:
         job.accounts.granted += len(event.batches)
         job.accounts.lost += len(event.batches)
         if event.batches:
-            job.emit(ev.Settle(event.batches, ()))
+            job.emit(ev.FinishBatches(event.batches, ()))
     elif event.batches:
         task.batches = event.batches
         _learn(job, worker, task, Learn(len(event.batches), event.batches))
@@ -220,7 +220,7 @@ def _judge_replay(job: TrainingJob, event: ev.BatchesDrawn) -> None:
         job.fail(f"the replay buffer has given no batches for {deadline:g} s: {event.why}")
 
 
-def _learn(job: TrainingJob, worker: KnownWorker, task: Task, learn: Learn) -> None:
+def _learn(job: TrainingJob, worker: WorkerRecord, task: Task, learn: Learn) -> None:
     learn = dataclasses.replace(learn, save=job.requests.save_next_update)
     job.requests.save_next_update = False
     task.granted = learn.count
@@ -228,19 +228,19 @@ def _learn(job: TrainingJob, worker: KnownWorker, task: Task, learn: Learn) -> N
     job.call(worker, task, "learn", learn)
 
 
-def _on_learned(job: TrainingJob, worker: KnownWorker, task: Task, reply: Learned) -> None:
+def _on_learned(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Learned) -> None:
     """Note the result of a grant."""
     accounts = job.accounts
     job.learner.wait_for(None, job.now)
     has_only_saved = not task.granted  # for an evaluation: the call was `Learn(0, save=True)`
     if has_only_saved:
         accounts.reach(reply.learner_steps, reply.params_version)
-        evaluations.pin_saved(job, task.start.policy_id)
+        evaluations.pin_saved_version(job, task.start.policy_id)
         return
     accounts.learn(reply)
     told = len(reply.updates) + reply.dropped
     if task.batches:
-        job.emit(ev.Settle(task.batches, reply.updates, reply.params_version))
+        job.emit(ev.FinishBatches(task.batches, reply.updates, reply.params_version))
         accounts.dropped += task.granted - told  # a batch that was drawn is not drawn again
     else:
         accounts.granted -= task.granted - told
@@ -250,7 +250,7 @@ def _on_learned(job: TrainingJob, worker: KnownWorker, task: Task, reply: Learne
 # --- evaluating
 
 
-def _on_evaluated(job: TrainingJob, worker: KnownWorker, task: Task, reply: Evaluated) -> None:
+def _on_evaluated(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Evaluated) -> None:
     """Note the result of an evaluation. Of another version than the pinned one it is a failure."""
     version, wanted = reply.params_version, task.start.options["params_version"]
     if version != wanted:
@@ -266,7 +266,7 @@ def _on_evaluated(job: TrainingJob, worker: KnownWorker, task: Task, reply: Eval
     task.become(TaskState.CLOSING)
 
 
-_HANDLERS: dict[type, Callable[[TrainingJob, KnownWorker, Task, Any], None]] = {
+_HANDLERS: dict[type, Callable[[TrainingJob, WorkerRecord, Task, Any], None]] = {
     Failed: _on_failed,
     Started: _on_started,
     Demand: _on_demand,

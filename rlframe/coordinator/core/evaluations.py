@@ -18,7 +18,7 @@ def evaluate(job: TrainingJob, policy_id: str) -> Task:
     """Begin an evaluation of the newest version of a policy."""
     job.accounts.evaluated_at = job.accounts.env_steps
     if job.requests.wanted["evaluator"] < 1:
-        job.want("evaluator", 1)
+        job.request_workers("evaluator", 1)
     task = job.tasks.add(StartTask("evaluate", policy_id, {"params_version": -1}))
     choose_version(job, task)
     job.note("evaluation", f"The newest version of {policy_id} is to be evaluated ({task.task_id}).")
@@ -29,7 +29,7 @@ def choose_version(job: TrainingJob, task: Task) -> None:
     """Ask the policy's learner to save. Without a learner, or at the end of a job: pin the newest version."""
     learners = [each for each in job.tasks.open("learn") if each.start.policy_id == task.start.policy_id]
     if job.ending is None and learners:
-        task.save_by = job.now + job.limits.progress_deadline
+        task.save_deadline = job.now + job.limits.progress_deadline
         job.queue_call(*job.roster.of("learner"))
     else:
         _pin(job, task)
@@ -37,32 +37,34 @@ def choose_version(job: TrainingJob, task: Task) -> None:
 
 def needs_save(job: TrainingJob, learn: Task) -> bool:
     """Return True if an evaluation waits for this learner to save."""
-    return job.ending is None and any(task.save_by is not None for task in _without_version(job, learn.start.policy_id))
+    return job.ending is None and any(
+        task.save_deadline is not None for task in _without_version(job, learn.start.policy_id)
+    )
 
 
-def holds_learner(job: TrainingJob, learn: Task) -> bool:
+def blocks_learner(job: TrainingJob, learn: Task) -> bool:
     """Return True until the version that this learner saved is pinned: it must not publish another one before."""
     return bool(_without_version(job, learn.start.policy_id))
 
 
-def pin_saved(job: TrainingJob, policy_id: str) -> None:
+def pin_saved_version(job: TrainingJob, policy_id: str) -> None:
     """Pin the newest version, which the learner has saved, for the evaluations that wait for it."""
     for task in _without_version(job, policy_id):
-        if task.save_by is not None:
+        if task.save_deadline is not None:
             _pin(job, task)
 
 
-def end_overdue_waits(job: TrainingJob) -> None:
+def end_overdue_saves(job: TrainingJob) -> None:
     """Evaluate a version that is not saved if the learner takes too long: it may be dead, or its update too slow."""
     for task in job.tasks.open("evaluate"):
-        if task.save_by is not None and job.now > task.save_by:
+        if task.save_deadline is not None and job.now > task.save_deadline:
             text = f"no learner has saved {task.start.policy_id} within {job.limits.progress_deadline:g} s"
             job.note("evaluation", f"{task.task_id} is logged before its checkpoint: {text}.")
             _pin(job, task)
 
 
 def _pin(job: TrainingJob, task: Task) -> None:
-    task.save_by = None
+    task.save_deadline = None
     job.emit(ev.Pin(task.task_id, task.start.policy_id))
 
 

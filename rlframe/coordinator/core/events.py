@@ -40,7 +40,7 @@ class OperatorFailed:
     """The operator cannot be reached."""
 
     why: str
-    for_good: bool = False  # it raised an error that another try would raise again
+    is_permanent: bool = False  # it raised an error that another try would raise again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Pinned:
 
 
 @dataclasses.dataclass(frozen=True)
-class ScaleAsked:
+class ScaleRequested:
     """A person, or the scaling, asked for so many workers of a role."""
 
     role: Role
@@ -88,14 +88,14 @@ class ScaleAsked:
 
 
 @dataclasses.dataclass(frozen=True)
-class PauseAsked:
+class PauseRequested:
     """A person asked to pause collecting and learning, or to end the pause."""
 
     paused: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class EndAsked:
+class EndRequested:
     """A person, a callback or the program asked to end the job."""
 
     reason: StopReason
@@ -104,17 +104,17 @@ class EndAsked:
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluationAsked:
+class EvaluationRequested:
     """A person asked to evaluate the newest version."""
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointAsked:
+class CheckpointRequested:
     """A person asked the learner to save."""
 
 
 @dataclasses.dataclass(frozen=True)
-class RestoreAsked:
+class RestoreRequested:
     """A person asked the learner to return to its latest checkpoint."""
 
 
@@ -187,7 +187,7 @@ class DrawBatches:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settle:
+class FinishBatches:
     """Tell the replay buffer the fate of batches that were drawn.
 
     Attributes:

@@ -13,7 +13,7 @@ from rlframe.coordinator.commander import Commander, View
 from rlframe.coordinator.config import Limits
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.accounts import Accounts
-from rlframe.coordinator.core.records import KnownWorker, Roster, Task, Tasks
+from rlframe.coordinator.core.records import Roster, Task, Tasks, WorkerRecord
 from rlframe.coordinator.messages import ROLES, Header, Role, WorkerInfo
 from rlframe.coordinator.states import EndingStep, JobState, check, is_over
 from rlframe.metrics.rows import ActorCounts, Rows, add_point
@@ -41,7 +41,7 @@ class JobEnding:
         self.reason = self.reason._replace(text=f"{self.reason.text}; but {problem}")
 
     @property
-    def wants_learner(self) -> bool:
+    def needs_learner(self) -> bool:
         """Return True if a learner must still save: a lost learner is started again then."""
         return self.step in (EndingStep.COLLECTORS, EndingStep.LEARNER) and not self.failed
 
@@ -49,7 +49,7 @@ class JobEnding:
         """Return True if a worker of this role is replaced when it is lost now."""
         if role == "evaluator":
             return self.step is not EndingStep.WORKERS
-        return role == "learner" and self.wants_learner
+        return role == "learner" and self.needs_learner
 
     def closes(self, task: Task) -> bool:
         """Return True if the step that the ending is at closes this task."""
@@ -174,7 +174,7 @@ class TrainingJob:
         self.accounts = Accounts(dict(counts.counters), dict(counts.logged), evaluated_at=counts.env_steps)
         self.rows = Rows(counts.env_steps, self.accounts.total(), self.accounts.total_logged(), now)
         self.effects: list[Any] = []
-        self.workers_to_call: list[KnownWorker] = []
+        self.workers_to_call: list[WorkerRecord] = []
         self._starts = saved["starts"] + 1 if saved is not None else 0  # of a coordinator, before this one
         # The number of the last call. Calls of a coordinator that was killed have numbers below it.
         self._seq = self._starts * _CALLS_PER_START
@@ -249,28 +249,28 @@ class TrainingJob:
         """Add a line to the log of events."""
         self.emit(ev.Note(kind, text, fields))
 
-    def want(self, role: Role, count: int) -> None:
+    def request_workers(self, role: Role, count: int) -> None:
         """Ask for so many workers of a role."""
         self.requests.wanted = {**self.requests.wanted, role: count}  # the journal may have the old one
         if self.operator.has_answered:
             self.emit(ev.ScaleRole(role, count))
 
-    def queue_call(self, *workers: KnownWorker) -> None:
+    def queue_call(self, *workers: WorkerRecord) -> None:
         """Choose the next call of these workers at the end of the event."""
         self.workers_to_call += workers
 
-    def header(self, worker: KnownWorker, task: Task) -> Header:
+    def header(self, worker: WorkerRecord, task: Task) -> Header:
         """Make the header of the next call: its number is above all before."""
         self._seq += 1
         return Header(task.task_id, task.attempt, worker.worker_id, worker.incarnation, self._seq)
 
-    def call(self, worker: KnownWorker, task: Task, method: str, *args: Any) -> None:
+    def call(self, worker: WorkerRecord, task: Task, method: str, *args: Any) -> None:
         """Call a worker."""
         worker.call = ev.Send(*worker.key, method, self.header(worker, task), args)
         worker.called_at = self.now
         self.emit(worker.call)
 
-    def call_again(self, worker: KnownWorker, call: ev.Send, delay: float) -> None:
+    def call_again(self, worker: WorkerRecord, call: ev.Send, delay: float) -> None:
         """Repeat a call, with the same number, after so many seconds."""
         if self.now >= worker.called_at:  # else an answer came twice, and the call is about to be repeated already
             worker.called_at = self.now + delay
@@ -297,7 +297,7 @@ class TrainingJob:
             before, self.state = self.state, state
             self.note("job", f"{before.value} → {state.value}", before=before.value, after=state.value)
 
-    def must_close(self, worker: KnownWorker, task: Task) -> bool:
+    def must_close(self, worker: WorkerRecord, task: Task) -> bool:
         """Return True if the worker must close the task as soon as it can.
 
         It leaves, the job ends, or the commander, which is asked again, has another task for it by now.

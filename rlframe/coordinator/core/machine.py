@@ -106,7 +106,7 @@ def _is_step_done(job: TrainingJob, ending: JobEnding) -> bool:
     if ending.step is EndingStep.EVALUATION:
         return _is_evaluated(job, ending, waited)
     left = job.tasks.open("collect" if ending.step is EndingStep.COLLECTORS else "learn")
-    if ending.step is EndingStep.COLLECTORS or not ending.wants_learner or not job.learner.has_started:
+    if ending.step is EndingStep.COLLECTORS or not ending.needs_learner or not job.learner.has_started:
         left = [task for task in left if task.is_live or _may_be_at_work(job, task)]
     if not left:
         return True
@@ -184,12 +184,12 @@ def _on_operator_answered(job: TrainingJob, event: ev.OperatorAnswered) -> None:
             job.note("operator", "The operator answers again.")
         job.operator = OperatorLink(has_answered=True)
         for role in ROLES:
-            job.want(role, job.requests.wanted[role])
-    worker_tracking.take_list(job, event.workers)
+            job.request_workers(role, job.requests.wanted[role])
+    worker_tracking.update_from_list(job, event.workers)
 
 
 def _on_operator_failed(job: TrainingJob, event: ev.OperatorFailed) -> None:
-    if event.for_good:
+    if event.is_permanent:
         job.fail(f"the operator raised {event.why}")
         return
     if not job.operator.problem:
@@ -199,8 +199,8 @@ def _on_operator_failed(job: TrainingJob, event: ev.OperatorFailed) -> None:
 
 def _on_ticked(job: TrainingJob, event: ev.Ticked) -> None:
     worker_tracking.check_all(job)
-    evaluations.end_overdue_waits(job)
-    why = worker_tracking.why_nobody_comes(job)
+    evaluations.end_overdue_saves(job)
+    why = worker_tracking.missing_worker_reason(job)
     if why and job.ending is None:
         job.fail(why)
 
@@ -208,20 +208,20 @@ def _on_ticked(job: TrainingJob, event: ev.Ticked) -> None:
 # --- what a person asks for
 
 
-def _on_scale_asked(job: TrainingJob, event: ev.ScaleAsked) -> None:
+def _on_scale_requested(job: TrainingJob, event: ev.ScaleRequested) -> None:
     job.requests.count_is_manual |= event.role == "collector" and event.by == "request"
     before = job.requests.wanted[event.role]
     if before == event.count or job.ending is not None:
         return
     text = f"{event.role}s: {before} → {event.count} ({event.by})"
     job.note("scaled", text, role=event.role, wanted=event.count)
-    job.want(event.role, event.count)
+    job.request_workers(event.role, event.count)
     here = [worker for worker in job.roster.of(event.role) if worker.counts_as_wanted]
     for worker in here[event.count :]:
         worker_tracking.let_go(job, worker)
 
 
-def _on_pause_asked(job: TrainingJob, event: ev.PauseAsked) -> None:
+def _on_pause_requested(job: TrainingJob, event: ev.PauseRequested) -> None:
     if job.requests.paused != event.paused:
         job.requests.paused = event.paused
         kind = "paused" if job.requests.paused else "resumed"
@@ -229,7 +229,7 @@ def _on_pause_asked(job: TrainingJob, event: ev.PauseAsked) -> None:
         job.queue_call(*job.roster)
 
 
-def _on_end_asked(job: TrainingJob, event: ev.EndAsked) -> None:
+def _on_end_requested(job: TrainingJob, event: ev.EndRequested) -> None:
     job.begin_ending(event.reason, evaluates=event.evaluates and job.evaluates)
     if job.ending is not None:
         if job.ending.evaluates and not event.evaluates:  # it was about to end with an evaluation
@@ -237,18 +237,18 @@ def _on_end_asked(job: TrainingJob, event: ev.EndAsked) -> None:
         job.ending.close_within = event.within or job.ending.close_within
 
 
-def _on_evaluation_asked(job: TrainingJob, event: ev.EvaluationAsked) -> None:
+def _on_evaluation_requested(job: TrainingJob, event: ev.EvaluationRequested) -> None:
     if job.ending is None and not job.tasks.open("evaluate"):
         evaluations.evaluate(job, job.commander.final_policy())
 
 
-def _on_checkpoint_asked(job: TrainingJob, event: ev.CheckpointAsked) -> None:
+def _on_checkpoint_requested(job: TrainingJob, event: ev.CheckpointRequested) -> None:
     job.requests.save_next_update = True
     job.emit(ev.SaveReplay())
     job.note("checkpoint", "The learner saves with its next update.")
 
 
-def _on_restore_asked(job: TrainingJob, event: ev.RestoreAsked) -> None:
+def _on_restore_requested(job: TrainingJob, event: ev.RestoreRequested) -> None:
     for task in job.tasks.open("learn"):
         worker = job.roster.get(task.worker_id, task.incarnation)
         if job.ending is None and task.state is TaskState.RUNNING and worker is not None:
@@ -265,12 +265,12 @@ _HANDLERS: dict[type, Callable[[TrainingJob, Any], None]] = {
     ev.Unanswered: answers.on_unanswered,
     ev.BatchesDrawn: answers.on_batches_drawn,
     ev.Pinned: evaluations.on_pinned,
-    ev.ScaleAsked: _on_scale_asked,
-    ev.PauseAsked: _on_pause_asked,
-    ev.EndAsked: _on_end_asked,
-    ev.EvaluationAsked: _on_evaluation_asked,
-    ev.CheckpointAsked: _on_checkpoint_asked,
-    ev.RestoreAsked: _on_restore_asked,
+    ev.ScaleRequested: _on_scale_requested,
+    ev.PauseRequested: _on_pause_requested,
+    ev.EndRequested: _on_end_requested,
+    ev.EvaluationRequested: _on_evaluation_requested,
+    ev.CheckpointRequested: _on_checkpoint_requested,
+    ev.RestoreRequested: _on_restore_requested,
     ev.WorkersEnded: _on_workers_ended,
     ev.Ticked: _on_ticked,
 }

@@ -6,12 +6,12 @@ import dataclasses
 
 from rlframe.coordinator.core import evaluations
 from rlframe.coordinator.core.job import TrainingJob
-from rlframe.coordinator.core.records import KnownWorker, Task
+from rlframe.coordinator.core.records import Task, WorkerRecord
 from rlframe.coordinator.messages import KINDS, GetData, Learn, Role
 from rlframe.coordinator.states import TaskState, WorkerState
 
 
-def call_next(job: TrainingJob, worker: KnownWorker) -> None:
+def call_next(job: TrainingJob, worker: WorkerRecord) -> None:
     """Make a worker's next call, unless a call is out or there is nothing to do."""
     if worker.call is not None or not worker.can_be_called:
         return
@@ -32,7 +32,7 @@ def call_next(job: TrainingJob, worker: KnownWorker) -> None:
         _close_task(job, worker, task)
 
 
-def _call_running(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
+def _call_running(job: TrainingJob, worker: WorkerRecord, task: Task) -> None:
     if job.must_close(worker, task):
         if task.drawing is None:
             task.become(TaskState.CLOSING)
@@ -52,19 +52,19 @@ def _call_running(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
 def _must_wait(job: TrainingJob, task: Task) -> bool:
     return (
         job.requests.paused
-        or job.now < task.again_at
-        or (task.kind == "learn" and (job.ending is not None or evaluations.holds_learner(job, task)))
+        or job.now < task.retry_at
+        or (task.kind == "learn" and (job.ending is not None or evaluations.blocks_learner(job, task)))
     )
 
 
-def _close_task(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
+def _close_task(job: TrainingJob, worker: WorkerRecord, task: Task) -> None:
     if not worker.is_leaving:
         worker.become(WorkerState.CLOSING)
     # The learner of the next task continues from the checkpoint of this one.
     job.call(worker, task, "close_task", job.ending is not None or task.kind == "learn")
 
 
-def _assign(job: TrainingJob, worker: KnownWorker) -> Task | None:
+def _assign(job: TrainingJob, worker: WorkerRecord) -> Task | None:
     """Give a worker a task, if there is one for it."""
     task = _task_for(job, worker)
     if task is not None:
@@ -80,7 +80,7 @@ def _assign(job: TrainingJob, worker: KnownWorker) -> Task | None:
     return task
 
 
-def _task_for(job: TrainingJob, worker: KnownWorker) -> Task | None:
+def _task_for(job: TrainingJob, worker: WorkerRecord) -> Task | None:
     """Return a task that waits for such a worker, or a new task from the commander."""
     if not _may_work(job, worker.role):
         return None
@@ -96,17 +96,17 @@ def _may_work(job: TrainingJob, role: Role) -> bool:
     """Return True if workers of this role may start a task now."""
     if role == "collector":
         return job.ending is None and not job.requests.paused and job.learner.has_started
-    return role == "evaluator" or job.ending is None or job.ending.wants_learner
+    return role == "evaluator" or job.ending is None or job.ending.needs_learner
 
 
-def _may_start(job: TrainingJob, worker: KnownWorker, task: Task) -> bool:
+def _may_start(job: TrainingJob, worker: WorkerRecord, task: Task) -> bool:
     """Return True if the worker may start this task, which waits for a worker of its role."""
     if task.kind == "evaluate":
         return evaluations.has_version(task) and (job.ending is None or not job.ending.closes(task))
     return task.kind == "learn" or task.index == worker.index
 
 
-def _new_task(job: TrainingJob, worker: KnownWorker) -> Task | None:
+def _new_task(job: TrainingJob, worker: WorkerRecord) -> Task | None:
     """Add the commander's task for a worker; there is one learner for each policy."""
     start = job.commander.task(worker.role, worker.index, job.view)
     if start is None:

@@ -21,7 +21,7 @@ class Ping:
 
 
 @dataclasses.dataclass
-class Rollouts:
+class CollectorProgress:
     """Reports of a collector."""
 
     num_envs: int = 0
@@ -33,25 +33,25 @@ class Rollouts:
 
 
 @dataclasses.dataclass
-class KnownWorker(Stateful):
+class WorkerRecord(Stateful):
     """One incarnation of a worker: where it runs, its state, its task, and the call that is out."""
 
     worker_id: str
     role: Role
     index: int
     incarnation: int
-    seen_at: float  # when the operator listed it first
+    listed_at: float  # when the operator listed it first
     failed_starts: int = 0  # incarnations up to this one that never answered, in a row
     has_answered: bool = False  # a ping, of this coordinator or of an earlier one
     state: WorkerState = WorkerState.REQUESTED
     host: str = ""
     pid: int | None = None
-    heard_at: float = 0.0  # time of its last sign of life
+    last_reply_at: float = 0.0  # time of its last sign of life
     ping: Ping = dataclasses.field(default_factory=Ping)
     task_id: str | None = None
     call: ev.Send | None = None  # the call that is out; None: none is
     called_at: float = 0.0  # time at which the call was, or will be, sent
-    rollouts: Rollouts = dataclasses.field(default_factory=Rollouts)
+    progress: CollectorProgress = dataclasses.field(default_factory=CollectorProgress)
 
     @property
     def key(self) -> WorkerKey:
@@ -78,37 +78,37 @@ class Roster:
     """The newest incarnation of each worker.
 
     Attributes:
-        lacks_since: when a role without which there is no progress was seen last, or the operator could not say.
+        missing_since: when a role without which there is no progress was seen last, or the operator could not say.
     """
 
     def __init__(self) -> None:
-        self.lacks_since: dict[Role, float] = {}
-        self._workers: dict[str, KnownWorker] = {}
+        self.missing_since: dict[Role, float] = {}
+        self._workers: dict[str, WorkerRecord] = {}
 
-    def __iter__(self) -> Iterator[KnownWorker]:
+    def __iter__(self) -> Iterator[WorkerRecord]:
         return iter(list(self._workers.values()))
 
-    def get(self, worker_id: str | None, incarnation: int | None = None) -> KnownWorker | None:
+    def get(self, worker_id: str | None, incarnation: int | None = None) -> WorkerRecord | None:
         """Return the worker if it has this incarnation (None: any), and is not lost or gone."""
         worker = self._workers.get(worker_id) if worker_id is not None else None
         if worker is None or is_over(worker.state):
             return None
         return worker if incarnation in (None, worker.incarnation) else None
 
-    def newest(self, worker_id: str) -> KnownWorker | None:
+    def newest(self, worker_id: str) -> WorkerRecord | None:
         """Return the newest incarnation that was ever seen, even if it is lost or gone."""
         return self._workers.get(worker_id)
 
-    def of(self, role: Role) -> list[KnownWorker]:
+    def of(self, role: Role) -> list[WorkerRecord]:
         """Return the workers that are not lost or gone, by index."""
         return sorted((w for w in self if w.role == role and not is_over(w.state)), key=lambda w: w.index)
 
-    def add(self, seen: WorkerInfo, now: float) -> KnownWorker:
+    def add(self, seen: WorkerInfo, now: float) -> WorkerRecord:
         """Add a new incarnation, which replaces the one before."""
         before = self.newest(seen.worker_id)
         failed_starts = before.failed_starts if before is not None else 0
-        worker = KnownWorker(seen.worker_id, seen.role, seen.index, seen.incarnation, now, failed_starts)
-        worker.heard_at = now
+        worker = WorkerRecord(seen.worker_id, seen.role, seen.index, seen.incarnation, now, failed_starts)
+        worker.last_reply_at = now
         worker.host, worker.pid = seen.host, seen.pid
         self._workers[seen.worker_id] = worker
         return worker
@@ -131,8 +131,8 @@ class Task(Stateful):
     batches: tuple[BatchMeta, ...] = ()  # the same, by their keys
     drawing: Header | None = None  # batches are being drawn for the learner
     has_result: bool = False  # of an evaluation: only its worker has still to be told that it is over
-    save_by: float | None = None  # of an evaluation that waits until the learner has saved: for how long
-    again_at: float = 0.0  # when a learner that found no data is asked again
+    save_deadline: float | None = None  # of an evaluation that waits until the learner has saved: for how long
+    retry_at: float = 0.0  # when a learner that found no data is asked again
 
     @property
     def kind(self) -> Kind:

@@ -23,10 +23,10 @@ def finish(job: TrainingJob, task: Task, state: TaskState) -> None:
     task.become(state)
     evaluations.unpin(job, task)
     if task.kind == "learn" and job.ending is None:  # closed: saved; else no learner comes any more
-        evaluations.pin_saved(job, task.start.policy_id)
+        evaluations.pin_saved_version(job, task.start.policy_id)
 
 
-def retry(job: TrainingJob, task: Task, why: str, *, counts: bool, for_good: bool = False) -> None:
+def retry(job: TrainingJob, task: Task, why: str, *, counts: bool, is_permanent: bool = False) -> None:
     """Try a task again, by this worker or another; a failure too many fails the job.
 
     Args:
@@ -34,7 +34,7 @@ def retry(job: TrainingJob, task: Task, why: str, *, counts: bool, for_good: boo
         task: that was not finished.
         why: what happened.
         counts: whether it is the task's own failure.
-        for_good: whether another try would end in the same way.
+        is_permanent: whether another try would end in the same way.
     """
     lose_grant(job, task)
     if task.kind == "learn":
@@ -47,14 +47,14 @@ def retry(job: TrainingJob, task: Task, why: str, *, counts: bool, for_good: boo
         finish(job, task, TaskState.CANCELLED)
         return
     task.failures += counts
-    if for_good or task.failures > job.limits.max_failures:
+    if is_permanent or task.failures > job.limits.max_failures:
         finish(job, task, TaskState.FAILED)
         if task.kind == "evaluate":
             job.note("evaluation", f"{task.task_id} was given up: {why}.")
             if job.ending is not None and task.task_id == job.ending.task_id:
                 evaluations.note_failure(job, why)
         else:
-            times = "" if for_good else f" {task.failures} times"
+            times = "" if is_permanent else f" {task.failures} times"
             job.fail(f"{task.task_id} failed{times}: {why}")
         return
     job.accounts.retries += 1
@@ -73,7 +73,7 @@ def cancel(job: TrainingJob, task: Task) -> None:
 def lose_grant(job: TrainingJob, task: Task) -> None:
     """Count the batches that were out with a learner as lost."""
     if task.batches:
-        job.emit(ev.Settle(task.batches, ()))
+        job.emit(ev.FinishBatches(task.batches, ()))
     job.accounts.lost += task.granted
     task.granted, task.batches, task.drawing = 0, (), None
 

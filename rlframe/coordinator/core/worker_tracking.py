@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import TrainingJob
-from rlframe.coordinator.core.records import KnownWorker, Task
+from rlframe.coordinator.core.records import Task, WorkerRecord
 from rlframe.coordinator.core.tasks import retry
 from rlframe.coordinator.messages import ROLES, Alive, Resources, Role, WorkerInfo, WorkerReply
 from rlframe.coordinator.states import TaskState, WorkerState, is_over
@@ -25,13 +25,13 @@ _CAN_BE_SUSPECT = (WorkerState.IDLE, WorkerState.BUSY, WorkerState.CLOSING)
 # --- coming
 
 
-def take_list(job: TrainingJob, listed: tuple[WorkerInfo, ...]) -> None:
+def update_from_list(job: TrainingJob, listed: tuple[WorkerInfo, ...]) -> None:
     """Take the operator's list: add new workers, connect to those that have an address, lose those not listed."""
     for info in listed:
         worker = _find_or_add(job, info)
         is_same = worker.incarnation == info.incarnation  # else the operator lists one that is replaced
         if is_same and worker.state is WorkerState.REQUESTED and info.address is not None:
-            worker.heard_at = job.now
+            worker.last_reply_at = job.now
             worker.become(WorkerState.CONNECTING)
             job.emit(ev.Connect(*worker.key, info.address))
             _ping(job, worker)
@@ -41,7 +41,7 @@ def take_list(job: TrainingJob, listed: tuple[WorkerInfo, ...]) -> None:
             lose(job, worker, "its process has ended")
 
 
-def _find_or_add(job: TrainingJob, info: WorkerInfo) -> KnownWorker:
+def _find_or_add(job: TrainingJob, info: WorkerInfo) -> WorkerRecord:
     """Return the newest incarnation of a listed worker. A new one replaces the last one. A worker too many leaves."""
     newest = job.roster.newest(info.worker_id)
     if newest is not None and newest.incarnation >= info.incarnation:
@@ -55,12 +55,12 @@ def _find_or_add(job: TrainingJob, info: WorkerInfo) -> KnownWorker:
     return worker
 
 
-def on_pinged(job: TrainingJob, worker: KnownWorker, reply: WorkerReply) -> None:
+def on_ping_reply(job: TrainingJob, worker: WorkerRecord, reply: WorkerReply) -> None:
     """Take the answer to a call without a task: `ping` or `resources`."""
     if isinstance(reply, Alive) and (reply.worker_id, reply.incarnation) != worker.key:
         lose(job, worker, REPLACED)
         return
-    note_alive(job, worker)
+    mark_alive(job, worker)
     if isinstance(reply, Alive):
         worker.ping.is_out = False
         if worker.state is WorkerState.CONNECTING:
@@ -70,7 +70,7 @@ def on_pinged(job: TrainingJob, worker: KnownWorker, reply: WorkerReply) -> None
         worker.host, worker.pid = reply.host, reply.pid
 
 
-def _note_first_answer(job: TrainingJob, worker: KnownWorker, reply: Alive) -> None:
+def _note_first_answer(job: TrainingJob, worker: WorkerRecord, reply: Alive) -> None:
     worker.become(WorkerState.IDLE)
     worker.failed_starts, worker.has_answered = 0, True
     job.emit(ev.Send(*worker.key, "resources", None))
@@ -81,14 +81,14 @@ def _note_first_answer(job: TrainingJob, worker: KnownWorker, reply: Alive) -> N
         _adopt(job, worker, task)
 
 
-def _still_works_at(worker: KnownWorker, task: Task, reply: Alive) -> bool:
+def _still_works_at(worker: WorkerRecord, task: Task, reply: Alive) -> bool:
     """Return True if it still works at the attempt that it had before the coordinator was restarted."""
     is_its_own = (task.worker_id, task.incarnation) == worker.key
     is_known = (task.state, task.attempt) == (TaskState.PENDING, reply.attempt)
     return is_its_own and is_known and reply.phase == "running"
 
 
-def _adopt(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
+def _adopt(job: TrainingJob, worker: WorkerRecord, task: Task) -> None:
     """Continue a task whose worker worked on while the coordinator was restarted."""
     task.become(TaskState.ASSIGNED)
     task.become(TaskState.RUNNING)
@@ -101,7 +101,7 @@ def _adopt(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
     job.note("adopted", f"{worker.worker_id} is at {task.task_id} still.", worker_id=worker.worker_id)
 
 
-def why_nobody_comes(job: TrainingJob) -> str:
+def missing_worker_reason(job: TrainingJob) -> str:
     """Return why the job is given up, because no worker ever comes; empty where it is not.
 
     The deadline, `Limits.starting_deadline`, begins with the first call. An outage of the operator is waited for,
@@ -109,10 +109,10 @@ def why_nobody_comes(job: TrainingJob) -> str:
     """
     deadline = job.limits.starting_deadline
     for role in _NEEDED:
-        since = job.roster.lacks_since.setdefault(role, job.now)
+        since = job.roster.missing_since.setdefault(role, job.now)
         is_here = any(worker.role == role and not is_over(worker.state) for worker in job.roster)
         if is_here or (job.operator.is_away and job.learner.has_started):
-            job.roster.lacks_since[role] = job.now
+            job.roster.missing_since[role] = job.now
         elif job.now - since > deadline and job.operator.is_away:
             why = job.operator.problem or "it does not answer"
             return f"the operator could not be reached for {deadline:g} s: {why}"
@@ -140,11 +140,11 @@ def check_all(job: TrainingJob) -> None:
             job.queue_call(worker)
 
 
-def _why_lost(job: TrainingJob, worker: KnownWorker, starts: bool) -> str:
+def _why_lost(job: TrainingJob, worker: WorkerRecord, starts: bool) -> str:
     """Return why the worker is given up; empty if it is not. `starts`: its task starts, and may compile."""
-    limits, silent = job.limits, job.now - worker.heard_at
+    limits, silent = job.limits, job.now - worker.last_reply_at
     if worker.state in (WorkerState.REQUESTED, WorkerState.CONNECTING):
-        waited = job.now - worker.seen_at
+        waited = job.now - worker.listed_at
         is_mute = worker.state is WorkerState.CONNECTING and silent > limits.lost_after_starting  # at its address
         is_late = is_mute or waited > limits.starting_deadline
         return f"it did not come within {waited:.0f} s" if is_late else ""
@@ -152,26 +152,26 @@ def _why_lost(job: TrainingJob, worker: KnownWorker, starts: bool) -> str:
     return f"it has not answered for {silent:.0f} s" if is_late else ""
 
 
-def _ping_if_due(job: TrainingJob, worker: KnownWorker, starts: bool) -> None:
+def _ping_if_due(job: TrainingJob, worker: WorkerRecord, starts: bool) -> None:
     limits = job.limits
     # One that is out for long is lost: the connection may have been another's.
     every = limits.suspect_after if worker.ping.is_out else limits.ping_every
     if worker.state is not WorkerState.REQUESTED and worker.ping.sent_at + every <= job.now:
         _ping(job, worker)
-    silent = job.now - worker.heard_at
+    silent = job.now - worker.last_reply_at
     if silent > limits.suspect_after and worker.state in _CAN_BE_SUSPECT and not starts:
         worker.become(WorkerState.SUSPECT)
         job.note("suspect", f"{worker.worker_id} has not answered for {silent:.0f} s.", worker_id=worker.worker_id)
 
 
-def _ping(job: TrainingJob, worker: KnownWorker) -> None:
+def _ping(job: TrainingJob, worker: WorkerRecord) -> None:
     worker.ping.sent_at, worker.ping.is_out = job.now, True
     job.emit(ev.Send(*worker.key, "ping", None))
 
 
-def note_alive(job: TrainingJob, worker: KnownWorker) -> None:
+def mark_alive(job: TrainingJob, worker: WorkerRecord) -> None:
     """Note an answer as a sign of life, which ends the state SUSPECT."""
-    worker.heard_at = job.now
+    worker.last_reply_at = job.now
     if worker.state is WorkerState.SUSPECT:
         worker.become(WorkerState.BUSY if worker.task_id else WorkerState.IDLE)
         job.note("back", f"{worker.worker_id} answers again.", worker_id=worker.worker_id)
@@ -180,7 +180,7 @@ def note_alive(job: TrainingJob, worker: KnownWorker) -> None:
 # --- going
 
 
-def let_go(job: TrainingJob, worker: KnownWorker) -> None:
+def let_go(job: TrainingJob, worker: WorkerRecord) -> None:
     """Release a worker, once its task is closed."""
     worker.become(WorkerState.DRAINING)
     if job.tasks.get(worker.task_id) is None:
@@ -189,7 +189,7 @@ def let_go(job: TrainingJob, worker: KnownWorker) -> None:
         job.queue_call(worker)
 
 
-def make_idle(job: TrainingJob, worker: KnownWorker) -> None:
+def make_idle(job: TrainingJob, worker: WorkerRecord) -> None:
     """Make the worker idle, or release it if it is leaving."""
     worker.task_id = worker.call = None
     if worker.is_leaving:
@@ -199,7 +199,7 @@ def make_idle(job: TrainingJob, worker: KnownWorker) -> None:
         job.queue_call(worker)
 
 
-def _release(job: TrainingJob, worker: KnownWorker) -> None:
+def _release(job: TrainingJob, worker: WorkerRecord) -> None:
     """Release a worker: the operator ends it for good."""
     worker.become(WorkerState.GONE)
     job.emit(ev.Release(*worker.key))
@@ -216,7 +216,7 @@ def disconnect_all(job: TrainingJob) -> None:
             job.emit(ev.Disconnect(*worker.key))
 
 
-def lose(job: TrainingJob, worker: KnownWorker, why: str) -> None:
+def lose(job: TrainingJob, worker: WorkerRecord, why: str) -> None:
     """Give a worker up: another one takes its index, and its task is tried again."""
     is_replaced = not worker.is_leaving and (job.ending is None or job.ending.replaces(worker.role))
     worker.become(WorkerState.LOST)
@@ -231,7 +231,7 @@ def lose(job: TrainingJob, worker: KnownWorker, why: str) -> None:
     )
     task, worker.task_id, worker.call = job.tasks.get(worker.task_id), None, None
     if task is not None and not task.is_over:
-        job.accounts.discarded += worker.rollouts.num_envs
+        job.accounts.discarded += worker.progress.num_envs
         # A collector that ran may be lost any number of times: the others continue.
         counts = task.state is TaskState.ASSIGNED or task.kind != "collect"
         retry(job, task, why, counts=counts)

@@ -163,9 +163,9 @@ class SupervisedOperator(Supervisor):
             problem += f" It died {slot.deaths} times in succession."
         if running is None:
             return dataclasses.replace(info, problem=problem)
-        if running.lived() > self.backoff.healthy:
+        if running.uptime() > self.backoff.healthy:
             problem = ""
-        if running.pid is None and running.lived() > _PLACED_WITHIN:
+        if running.pid is None and running.uptime() > _PLACED_WITHIN:
             problem = f"{slot.name} has not been started by Ray yet: its nodes may have no CPU to spare."
         return dataclasses.replace(
             info,

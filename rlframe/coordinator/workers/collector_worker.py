@@ -20,7 +20,12 @@ from rlframe.coordinator.messages import (
     WaitsFor,
 )
 from rlframe.coordinator.param_store import ParamStore
-from rlframe.coordinator.workers.overrides import ActsBy, check_takes_env_kwargs, policy_of, with_config
+from rlframe.coordinator.workers.overrides import (
+    FixedParamsAgent,
+    check_accepts_env_kwargs,
+    policy_overrides,
+    with_config,
+)
 from rlframe.coordinator.workers.task_worker import TaskWorker
 from rlframe.errors import StoppedError
 from rlframe.inferencers import Inferencer, InferencerConfig
@@ -33,7 +38,7 @@ _POLL = 0.2  # seconds that the param store is waited for at once
 class CollectorWorker(TaskWorker):
     """Collects with an `Actor` and its own inferencer, by the parameters in the param store.
 
-    A `collect` task's overrides `collector` are numbers to act by (see `ActsBy`), `env` options of the environments.
+    A `collect` task's overrides `collector` are numbers to act by (see `FixedParamsAgent`), `env` options of the environments.
 
     Args:
         make_actor: `f(inferencer, rank)` gives the Actor of a `collect` task; the rank is the worker's index, so that a
@@ -72,11 +77,11 @@ class CollectorWorker(TaskWorker):
     def _start_task(self, task: StartTask) -> Started:
         env, acts_by = task.overrides.get("env", {}), task.overrides.get("collector", {})
         if env:
-            check_takes_env_kwargs(self._make_actor, env)
+            check_accepts_env_kwargs(self._make_actor, env)
         source = ParamReader(self._store, task.policy_id)
         self._wait_for_params(source)
-        agent: Any = with_config(self._agent, policy_of(self._store.get(task.policy_id)))
-        agent = agent.with_inner(lambda inner: ActsBy(inner, acts_by)) if acts_by else agent
+        agent: Any = with_config(self._agent, policy_overrides(self._store.get(task.policy_id)))
+        agent = agent.with_inner(lambda inner: FixedParamsAgent(inner, acts_by)) if acts_by else agent
         self._inferencer = Inferencer(InferencerConfig(seed=self._seed), agent, source)
         self._actor = actor = self._make_actor(self._inferencer, self.index, **({"env_kwargs": env} if env else {}))
         if self._stop.is_set():

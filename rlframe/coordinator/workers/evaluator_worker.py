@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from rlframe import handles
 from rlframe.coordinator.messages import CallRefused, Evaluated, Failed, GetData, Header, NotReady, Started, StartTask
 from rlframe.coordinator.param_store import ParamStore
-from rlframe.coordinator.workers.overrides import policy_of, with_config
+from rlframe.coordinator.workers.overrides import policy_overrides, with_config
 from rlframe.coordinator.workers.task_worker import TaskWorker
 from rlframe.errors import UsageError
 from rlframe.params.publication import LocalParams
@@ -81,7 +81,7 @@ class EvaluatorWorker(TaskWorker):
                 "Pin a version until it is evaluated."
             )
         self._version.publish(found.version, found.packed)
-        policy = policy_of(found)
+        policy = policy_overrides(found)
         if self._evaluator is None or policy != self._policy:
             self._evaluator = self._make_evaluator(with_config(self._agent, policy), self._version)
             self._policy = policy
@@ -97,7 +97,7 @@ class EvaluatorWorker(TaskWorker):
             self._result = Evaluated(logs["params_version"], {name: float(logs[name]) for name in _VALUES})
         return self._result
 
-    def _steps_within(self) -> int:
+    def _progress_count(self) -> int:
         evaluator = self._at_work
         return evaluator.steps if evaluator is not None else 0
 

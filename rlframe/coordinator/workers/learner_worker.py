@@ -97,12 +97,14 @@ class LearnerWorker(TaskWorker):
         self._store.open_policy(task.policy_id, fence)
         self._buffer = as_replay_buffer(self._given, lambda: self._agent)
         self._max_staleness = self._buffer.spec.max_staleness
-        self._noted = NotedReplay(self._buffer)
-        may_write = functools.partial(self._store.check_not_fenced, task.policy_id, fence)
+        self._recording_buffer = RecordingReplayBuffer(self._buffer)
+        check_may_write = functools.partial(self._store.check_not_fenced, task.policy_id, fence)
         known = max(self._store.newest_version(task.policy_id), task.options.get("min_version", -1))
-        self._learner = learner = Learner(self._cfg, agent, self._noted, may_write=may_write, above_version=known)
+        self._learner = learner = Learner(
+            self._cfg, agent, self._recording_buffer, check_may_write=check_may_write, above_version=known
+        )
         if self._max_staleness is not None:
-            self._noted.forget_before(learner.params_version - self._max_staleness)
+            self._recording_buffer.forget_before(learner.params_version - self._max_staleness)
         self._published, self._published_at = -1, 0.0
         self._publish(learner)
         steps, version = learner.learner_steps, learner.params_version
@@ -122,10 +124,10 @@ class LearnerWorker(TaskWorker):
         dropped = 0
         for batch in self._batches_of(request):
             dropped += 1 if batch is None else self._update(learner, batch)
-        logs = learner.settle()
+        logs = learner.wait_for_update()
         if request.save and learner.saver is not None:
             learner.saver.save_if_due(now=True)
-        updates = self._noted.take_updates()
+        updates = self._recording_buffer.take_updates()
         if not updates and self._store.newest_version(self._policy_id) < self._published:
             self._published = -1  # the store was restarted without it, and collectors may wait for it
         self._publish(learner)
@@ -167,14 +169,14 @@ class LearnerWorker(TaskWorker):
 
     def _publish(self, learner: Learner) -> None:
         """Put the newest version into the store, unless its update's loss is not finite."""
-        learner.settle()
+        learner.wait_for_update()
         version, packed = learner.get_packed(self._published)
         if packed is not None:
             hparams = {"learner_steps": learner.learner_steps, "policy": self._policy}
             self._store.put(self._policy_id, version, packed, hparams, attempt=self._fence)
             self._published, self._published_at = version, time.monotonic()
 
-    def _steps_within(self) -> int:
+    def _progress_count(self) -> int:
         learner = self._learner
         return learner.learner_steps if learner is not None else 0
 
@@ -203,7 +205,7 @@ class LearnerWorker(TaskWorker):
         return [str(checkpointer.directory / str(step)) for step in checkpointer.steps()]
 
 
-class NotedReplay(BaseReplayBuffer):
+class RecordingReplayBuffer(BaseReplayBuffer):
     """The replay buffer of a coordinator's learner: it records the keys and priorities of each update.
 
     If the coordinator draws the keys, its process samples the buffer: it sets priorities, drops old items and saves the

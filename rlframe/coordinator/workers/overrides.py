@@ -34,7 +34,7 @@ def with_config(agent: Any, values: Mapping[str, Any]) -> Any:
     return made
 
 
-def policy_of(found: StoredParams | None) -> dict[str, Any]:
+def policy_overrides(found: StoredParams | None) -> dict[str, Any]:
     """Return the policy overrides of the learner, which it put beside the parameters."""
     return ((found.hparams if found is not None else None) or {}).get("policy", {})
 
@@ -70,7 +70,7 @@ def replaced(cfg: Any, section: str, values: Mapping[str, Any], known: Iterable[
         raise UsageError(f"{type(cfg).__name__} does not take the {section} overrides {values!r}: {error}.") from None
 
 
-class ActsBy:
+class FixedParamsAgent:
     """An agent that acts by constants in the place of some numbers which its `actor_params` gives, as `epsilon`.
 
     Args:
@@ -103,7 +103,7 @@ class ActsBy:
         return self._agent.actor_step(rng, params, timestep, state)
 
 
-def check_takes_env_kwargs(make_actor: Any, values: Mapping[str, Any]) -> None:
+def check_accepts_env_kwargs(make_actor: Any, values: Mapping[str, Any]) -> None:
     """Raise `UsageError` if the function that makes a collector's Actor does not take `env_kwargs`."""
     accepted = inspect.signature(make_actor).parameters.values()
     if not any(each.name == "env_kwargs" or each.kind is each.VAR_KEYWORD for each in accepted):

@@ -124,7 +124,7 @@ class TaskWorker:
         """Return what the work under way waits for, however long."""
         return self._waits_for
 
-    def _steps_within(self) -> int:
+    def _progress_count(self) -> int:
         """Return a count that rises during long work."""
         return 0
 
@@ -219,7 +219,7 @@ class TaskWorker:
 
     def _do(self, work: _Work) -> WorkerReply:
         try:
-            with Phase(work.name, _STUCK_AFTER, self._how_far):
+            with Phase(work.name, _STUCK_AFTER, self._progress_marker):
                 return work.do()
         except BaseException as error:  # of any kind: the coordinator must hear of it, and the thread continue
             if not self._stop.is_set():  # else it was told to end, which may be why
@@ -228,9 +228,9 @@ class TaskWorker:
                 self._abandon_task()
             return Failed(type(error).__name__, str(error), traceback.format_exc(), isinstance(error, _FOR_GOOD))
 
-    def _how_far(self) -> Any:
+    def _progress_marker(self) -> Any:
         """Return a value that changes while the work gets on, or waits for others. Who watches this process asks."""
-        return time.monotonic() if self._waiting_for() is not None else self._steps_within()
+        return time.monotonic() if self._waiting_for() is not None else self._progress_count()
 
     def _begin_task(self, header: Header, request: StartTask) -> WorkerReply:
         task = self._task

@@ -18,16 +18,16 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.engines.group_rules import GroupRules
-from rlframe.engines.ray_nodes.host import CONCURRENCY, NodeHost, Relay, Seen
+from rlframe.engines.ray_nodes.host import CONCURRENCY, NodeHost, NodeSnapshot, Relay
 from rlframe.engines.supervision.nodes import OnExit, RunningNode, TakeLine
 from rlframe.errors import UsageError
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
 from rlframe.interprocess.memory import MACHINE
-from rlframe.transport.ray import Station, join
+from rlframe.transport.ray import RaySockets, join
 from rlframe.transport.sockets import SocketDirectory
 from rlframe.user_code.directories import import_path
 
-with extras.needed("--engine ray", "ray"):
+with extras.explain_import_error("--engine ray", "ray"):
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -55,9 +55,9 @@ class RayCluster:
         with contextlib.ExitStack() as opened:
             opened.enter_context(_connected_to_ray(address))
             self._ray_node = ray.get_runtime_context().get_node_id()
-            relay = Relay(Station(Station.path(self.token, self._ray_node), _RELAY))
+            relay = Relay(RaySockets(RaySockets.path(self.token, self._ray_node), _RELAY))
             opened.callback(relay.close)
-            opened.enter_context(_at(relay.station, self._ray_node))
+            opened.enter_context(_at(relay.ray_sockets, self._ray_node))
             self.hosts: list[tuple[str, Any]] = []
             self.others = relay.others
             self._opened = opened.pop_all()
@@ -74,7 +74,7 @@ class RayCluster:
         rules: GroupRules,
         cpus: float,
         gpus: float,
-        is_bound: bool,
+        shares_memory: bool,
         end_program: Callable[[], None],
     ) -> StartableRayNode:
         """Return a node that can be started.
@@ -86,13 +86,13 @@ class RayCluster:
             is_bound: whether it shares memory with this process: then it is on the same Ray node.
         """
         affinity = NodeAffinitySchedulingStrategy(self._ray_node, soft=False)
-        options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": affinity if is_bound else "SPREAD"}
+        options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": affinity if shares_memory else "SPREAD"}
         return StartableRayNode(name, address, pickled, rules, options, self, end_program)
 
-    def cpus(self, nodes: int, is_bound: bool) -> float:
+    def cpus(self, nodes: int, shares_memory: bool) -> float:
         """Return the CPUs for each of so many nodes: one, or its share if there are fewer."""
         total = sum(
-            there.get("CPU", 0.0) for name, there in self._resources() if not is_bound or name == self._ray_node
+            there.get("CPU", 0.0) for name, there in self._resources() if not shares_memory or name == self._ray_node
         )
         return 1.0 if total >= nodes else int(1000 * total / nodes) / 1000
 
@@ -141,11 +141,11 @@ def _connected_to_ray(address: str | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _at(station: Station, ray_node: str) -> Iterator[None]:
+def _at(ray_sockets: RaySockets, ray_node: str) -> Iterator[None]:
     """Connect this process to nodes, and let it share memory with the nodes on its Ray node."""
     before = os.environ.get(MACHINE)
     os.environ[MACHINE] = ray_node
-    join(station)
+    join(ray_sockets)
     try:
         yield
     finally:
@@ -239,14 +239,14 @@ class RunningRayNode(RunningNode):
         ray.kill(self._host, no_restart=True)
         on_exit(self)
 
-    def _answer(self, reference: Any) -> Seen | None:
+    def _answer(self, reference: Any) -> NodeSnapshot | None:
         """Wait for an answer of the actor. Return None if the node was killed, and the actor no longer answers."""
         while not ray.wait([reference], timeout=0.5)[0]:
             if time.monotonic() > self._killed_at + _KILLED_WITHIN:
                 return None
         return ray.get(reference)
 
-    def _take_in(self, seen: Seen) -> None:
+    def _take_in(self, seen: NodeSnapshot) -> None:
         self.pid, self.host = seen.pid, seen.host
         self.serves_at = self._node.address if seen.serves else None
         for line in seen.lines:

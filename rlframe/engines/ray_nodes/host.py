@@ -28,13 +28,13 @@ from rlframe.interprocess.heartbeat import HeartbeatMonitor
 from rlframe.interprocess.memory import MACHINE
 from rlframe.transport.base import CALL_TIMEOUT
 from rlframe.transport.messages import Parts
-from rlframe.transport.ray import Station, ask_relay
+from rlframe.transport.ray import RaySockets, call_relay
 from rlframe.transport.sockets import SocketClient, SocketServer, SocketTransport
 
-with extras.needed("--engine ray", "ray"):
+with extras.explain_import_error("--engine ray", "ray"):
     import ray
 
-LONGEST_LOOK = 0.5  # seconds that `NodeHost.watch` waits for a change
+WATCH_TIMEOUT = 0.5  # seconds that `NodeHost.watch` waits for a change
 
 _LINES = 10_000  # that are kept until they are fetched
 _CALLS = 32  # that are passed on to the node at a time
@@ -45,7 +45,7 @@ Handles = Mapping[str, Any]  # by the name of a node, its actor
 CONCURRENCY = {"watch": 2, "signal": 2, "call": _CALLS}
 
 
-class Seen(NamedTuple):
+class NodeSnapshot(NamedTuple):
     """The state of a node, as its supervisor sees it.
 
     Attributes:
@@ -90,24 +90,24 @@ class NodeHost:
         imports: Sequence[str],
     ) -> None:
         ray_node = ray.get_runtime_context().get_node_id()
-        station = Station(Station.path(token, ray_node), f"relay-{address.replace('/', '-')}")
+        ray_sockets = RaySockets(RaySockets.path(token, ray_node), f"relay-{address.replace('/', '-')}")
         self._address = address
-        self._relay = Relay(station, station.socket(address), subscriber=address)
+        self._relay = Relay(ray_sockets, ray_sockets.socket(address), subscriber=address)
         self._relay.end_program = self._end_program
-        self._path = self._relay.station.socket(address)
+        self._path = self._relay.ray_sockets.socket(address)
         self._client = SocketClient(self._path)
         self._versions: dict[Policy, PublishedVersions] = {}
         self._changed = threading.Condition()
         self._lines: collections.deque[str] = collections.deque(maxlen=_LINES)
         self._count, self._ends, self._has_exited = 0, False, False
         heartbeat = HeartbeatMonitor(hang_timeout, 0.0) if hang_timeout else None
-        env = {**rules.env, **self._relay.station.variables, MACHINE: ray_node}
+        env = {**rules.env, **self._relay.ray_sockets.variables, MACHINE: ray_node}
         sys.path += [path for path in imports if path not in sys.path]  # the node's is the same
         process = StartableProcess.of(name, run_ray_node, pickled, dataclasses.replace(rules, env=env))
         self._node = process.start(heartbeat, self._on_exit, self._take)
 
     @ray.method(concurrency_group="watch")
-    def watch(self, count: int, others: Handles) -> Seen:
+    def watch(self, count: int, others: Handles) -> NodeSnapshot:
         """Wait a little for a change, and return the state of the node.
 
         Args:
@@ -116,14 +116,14 @@ class NodeHost:
         """
         self._relay.others.update(others)
         with self._changed:
-            self._changed.wait_for(lambda: self._count > count or self._has_exited or self._ends, LONGEST_LOOK)
+            self._changed.wait_for(lambda: self._count > count or self._has_exited or self._ends, WATCH_TIMEOUT)
             new = self._count - count
             lines = list(self._lines)[-new:] if new > 0 else []
             heartbeat, running = self._node.heartbeat, self._node
             page = heartbeat.page if heartbeat is not None else None
             code = running.code if self._has_exited else None
             serves = os.path.exists(self._path)
-            return Seen(lines, self._count, page, socket.gethostname(), running.pid, code, self._ends, serves)
+            return NodeSnapshot(lines, self._count, page, socket.gethostname(), running.pid, code, self._ends, serves)
 
     @ray.method(concurrency_group="signal")
     def send(self, number: int) -> None:
@@ -195,20 +195,20 @@ class Relay:
         end_program: what a node calls to end the program.
     """
 
-    def __init__(self, station: Station, *sockets: str, subscriber: str | None = None) -> None:
+    def __init__(self, ray_sockets: RaySockets, *sockets: str, subscriber: str | None = None) -> None:
         self._subscriber = subscriber
         self._versions: dict[tuple[str, Policy], FetchedVersions] = {}  # by the node that has them
         self._lock = threading.Lock()
-        self.station, self.others = station, dict[str, Any]()
+        self.ray_sockets, self.others = ray_sockets, dict[str, Any]()
         self.end_program: Callable[[], None] = lambda: None
-        self._close = station.open(f"{station.directory}/{station.relay}", *sockets)
+        self._close = ray_sockets.open(f"{ray_sockets.directory}/{ray_sockets.relay}", *sockets)
         methods: dict[str, Callable[..., Any]] = {
             "relay": self._pass_on,
             "reaches": self._reaches,
             "versions": self._answer_versions,
             "end_program": lambda: self.end_program(),
         }
-        self._server = SocketServer(methods, f"{station.directory}/{station.relay}")
+        self._server = SocketServer(methods, f"{ray_sockets.directory}/{ray_sockets.relay}")
 
     def close(self) -> None:
         """Stop: pass no more calls on."""
@@ -253,4 +253,4 @@ class Relay:
 
 def run_ray_node(pickled: bytes) -> None:
     """Run a node in its process, beside its host."""
-    run_served_node(pickled, end=lambda: ask_relay("end_program"))
+    run_served_node(pickled, end=lambda: call_relay("end_program"))

@@ -19,7 +19,7 @@ from rlframe.transport import messages
 from rlframe.transport.base import CALL_TIMEOUT
 from rlframe.transport.sockets import SocketClient
 
-with extras.needed("--engine ray", "ray"):
+with extras.explain_import_error("--engine ray", "ray"):
     import ray
 
 _AGAIN = 5.0  # seconds after which a host that wants versions says so again

@@ -31,7 +31,7 @@ from rlframe.interprocess import heartbeat
 from rlframe.interprocess.malloc import use_one_arena
 from rlframe.interprocess.phases import ENDING, STARTING
 from rlframe.interprocess.processes import die_with_parent
-from rlframe.program_end import join_program
+from rlframe.shutdown import register_program
 
 
 def main() -> None:
@@ -73,7 +73,7 @@ def run_served_node(pickled: bytes, end: Callable[[], None] | None = None) -> No
         end: ends the program; None: a signal to the launcher does, which started this process.
     """
     stop = threading.Event()
-    join_program(stop, end or functools.partial(os.kill, int(os.environ[LAUNCHER_PID]), STOP_SIGNAL))
+    register_program(stop, end or functools.partial(os.kill, int(os.environ[LAUNCHER_PID]), STOP_SIGNAL))
     set_at_sigterm(stop)
     with STARTING:
         import cloudpickle

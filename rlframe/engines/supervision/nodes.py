@@ -69,13 +69,13 @@ class RunningNode(abc.ABC):
         """Wait until a killed process has ended and its last lines are out."""
 
     def kill_if_hung(self, now: float) -> None:
-        """Kill the process if its heartbeat says that it hangs; the seconds `now` are by the supervisor's `Clock`."""
+        """Kill the process if its heartbeat says that it hangs; the seconds `now` are by the supervisor's `SuspendAwareClock`."""
         if self.heartbeat is not None and not self.hang_reason:
             self.hang_reason = self.heartbeat.problem(now)
             if self.hang_reason:
                 self.send(signal.SIGKILL)
 
-    def lived(self) -> float:
+    def uptime(self) -> float:
         """Return the seconds since its start, without those in which it hung."""
         hung = self.heartbeat.stuck if self.heartbeat is not None and self.hang_reason else 0.0
         return time.monotonic() - self.began - hung
@@ -89,7 +89,7 @@ class RunningNode(abc.ABC):
             return f"was killed by {signal.Signals(-self.code).name}"
         return f"failed with exit code {self.code}"
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """Return its traceback, or the last lines of its output."""
         lines = list(self._lines)
         starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]

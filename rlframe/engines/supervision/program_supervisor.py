@@ -10,7 +10,7 @@ from typing import Any
 
 from rlframe.engines.base import GRACE, NodeState, NodeStatus, Watch
 from rlframe.engines.logs import NodeLogs
-from rlframe.engines.stopping import handling, stop_signals
+from rlframe.engines.stopping import signal_handlers, stop_signals
 from rlframe.engines.supervision.nodes import EXIT_PERMANENT, RunningNode, StartableNode
 from rlframe.engines.supervision.supervisor import Backoff, Slot, Supervisor
 from rlframe.errors import ProgramError
@@ -66,7 +66,7 @@ class ProgramSupervisor(Supervisor):
             ProgramError: a node failed more often than it may, or before it had saved when the program was stopped, or
                 was killed by a second Ctrl-C; the message has its name and its traceback.
         """
-        with handling((*stop_signals(), STOP_SIGNAL), self._on_signal):
+        with signal_handlers((*stop_signals(), STOP_SIGNAL), self._on_signal):
             try:
                 for slot in self.slots.values():
                     self.start(slot)
@@ -103,7 +103,7 @@ class ProgramSupervisor(Supervisor):
         if running.code not in (0, -signal.SIGTERM, -signal.SIGKILL):
             self.node_logs.warn(slot.name, ending)
         if slot.rules.must_save and running.code not in (0, -signal.SIGTERM):  # one that SIGTERM kills had not begun
-            self._note_unsaved(slot, ending, running.last_words())
+            self._note_unsaved(slot, ending, running.last_output())
 
     def _end_if_complete(self) -> None:
         """End the program if all nodes that end it have ended well. (One that died waits, or has ended the program.)"""
@@ -118,7 +118,7 @@ class ProgramSupervisor(Supervisor):
         reason, restarts = running.exit_reason(), slot.rules.max_restarts
         if running.code == EXIT_PERMANENT or slot.deaths > restarts:
             times = f" (and {slot.deaths - 1} times before)" if slot.deaths > 1 else ""
-            self._failure = f"The node {slot.name} {reason}{times}.{running.last_words()}"
+            self._failure = f"The node {slot.name} {reason}{times}.{running.last_output()}"
             self._end_nodes()
         else:
             delay = self.restart_later(slot)
@@ -136,8 +136,8 @@ class ProgramSupervisor(Supervisor):
                 self._note_unsaved(slot, "had died, and was not back yet when the program was stopped", "")
             self.terminate(slot)
 
-    def _note_unsaved(self, slot: Slot, reason: str, last_words: str) -> None:
-        self._unsaved = f"The node {slot.name} {reason}: its unsaved work is lost.{last_words}"
+    def _note_unsaved(self, slot: Slot, reason: str, last_output: str) -> None:
+        self._unsaved = f"The node {slot.name} {reason}: its unsaved work is lost.{last_output}"
 
     def _on_signal(self, number: int) -> None:
         self.events.put(self._end_nodes if number == STOP_SIGNAL else functools.partial(self._end_by_signal, number))

@@ -21,7 +21,7 @@ from rlframe.engines.base import GRACE, NodeState
 from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.nodes import RunningNode, StartableNode
-from rlframe.interprocess.heartbeat import Clock, HeartbeatMonitor, interval_of
+from rlframe.interprocess.heartbeat import HeartbeatMonitor, SuspendAwareClock, heartbeat_interval
 from rlframe.interprocess.waiting import Inbox
 
 
@@ -98,8 +98,10 @@ class Supervisor:
     ) -> None:
         self.node_logs = logs or NodeLogs()
         self._grace, self.backoff = grace, backoff or Backoff()
-        self._hang_timeout, self._look_every = hang_timeout, interval_of(hang_timeout) if hang_timeout else 1.0
-        self._clock = Clock(2.0 * self._look_every)  # stands still while this process does: see `HeartbeatMonitor`
+        self._hang_timeout, self._look_every = hang_timeout, heartbeat_interval(hang_timeout) if hang_timeout else 1.0
+        self._clock = SuspendAwareClock(
+            2.0 * self._look_every
+        )  # stands still while this process does: see `HeartbeatMonitor`
         self.slots: dict[str, Slot] = {}
         self.lock = threading.RLock()
         self.events: Inbox[Callable[[], None]] = Inbox()
@@ -153,7 +155,7 @@ class Supervisor:
 
     def count_death(self, slot: Slot, running: RunningNode) -> None:
         """Count a death: in a row with those before, unless the process lived for a healthy time."""
-        slot.deaths = 1 if running.lived() > self.backoff.healthy else slot.deaths + 1
+        slot.deaths = 1 if running.uptime() > self.backoff.healthy else slot.deaths + 1
 
     def restart_later(self, slot: Slot) -> float:
         """Schedule the next start, and return the seconds until then."""

@@ -25,16 +25,16 @@ import numpy as np
 from rlframe.errors import PeerError, RlframeError, UnavailableError, UsageError
 from rlframe.interprocess.phases import COMPUTING
 from rlframe.language.decoding.requests import Answer, DecodeRequest, Handle, OnTokens
-from rlframe.language.decoding.sampling import Ranked, Sampled, SamplingParams, check_prompt, power_of_two, row_key
+from rlframe.language.decoding.sampling import Sampled, SamplingParams, TopTokens, check_prompt, power_of_two, row_key
 from rlframe.language.decoding.slots import EngineConfig, Slots
 from rlframe.language.model.config import ModelConfig
-from rlframe.program_end import Closing
+from rlframe.shutdown import Closeable
 from rlframe.types import Params
 
 CLOSE_TIMEOUT = 60.0  # seconds
 
 
-class DecodeEngine(Closing):
+class DecodeEngine(Closeable):
     """Decodes for any number of threads. A context manager; `close` ends it.
 
     A failure reaches whoever waits by their futures; then the engine is closed.
@@ -250,7 +250,7 @@ class DecodeEngine(Closing):
         for i, ((slot, handle), tokens, log_probs, count) in enumerate(columns):
             if not all(map(math.isfinite, log_probs[:count])):
                 handle.fail(UnavailableError(f"With the parameters of version {version} logits are not finite."))
-            ranked = Ranked(*(array[:count, i] for array in sampled.ranked))
+            ranked = TopTokens(*(array[:count, i] for array in sampled.ranked))
             if handle.add(tokens[:count], log_probs[:count], version, ranked):
                 with self._changed:
                     del self._running[slot]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlframe.errors import PeerError
-from rlframe.language.decoding.sampling import PromptScores, Ranked, SamplingParams
+from rlframe.language.decoding.sampling import PromptScores, SamplingParams, TopTokens
 
 RESULT_TIMEOUT = 600.0  # seconds
 
@@ -77,7 +77,7 @@ class Handle:
         """Give the request up, if it is not done."""
         self.future.cancel()
 
-    def add(self, tokens: Sequence[int], log_probs: Sequence[float], version: int, ranked: Ranked) -> bool:
+    def add(self, tokens: Sequence[int], log_probs: Sequence[float], version: int, ranked: TopTokens) -> bool:
         """The engine's: tokens that were sampled. Returns whether the answer is complete."""
         if self.done:
             return True

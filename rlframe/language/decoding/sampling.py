@@ -27,7 +27,7 @@ from rlframe.language.model.config import ModelConfig
 from rlframe.types import Params
 
 Array = Any  # of numpy or of JAX
-MOST_RANKED = 20  # tokens at each place, as OpenAI allows
+MAX_TOP_TOKENS = 20  # tokens at each place, as OpenAI allows
 _CHUNK = 64  # positions of a prompt whose logits exist at once
 _FLOAT32, _INT32 = np.finfo(np.float32), np.iinfo(np.int32)
 
@@ -58,8 +58,8 @@ class SamplingParams:
         if self.top_k < 0:
             raise UsageError(f"top_k must be at least 0 (0: all tokens), got {self.top_k}.")
         for name, count in (("likeliest", self.likeliest), ("score_prompt", self.score_prompt or 0)):
-            if not 0 <= count <= MOST_RANKED:
-                raise UsageError(f"{name} must be from 0 to {MOST_RANKED}, got {count}.")
+            if not 0 <= count <= MAX_TOP_TOKENS:
+                raise UsageError(f"{name} must be from 0 to {MAX_TOP_TOKENS}, got {count}.")
         if not all(0 <= token < 2**31 for token in self.stop_tokens):
             raise UsageError(f"stop_tokens must be token ids, got {list(self.stop_tokens)}.")
 
@@ -79,7 +79,7 @@ class Sampled(NamedTuple):
 
     tokens: Array  # int32; -1 where none was sampled
     log_probs: Array  # float32
-    ranked: Ranked  # [..., K]
+    ranked: TopTokens  # [..., K]
 
 
 def row_key(seed: int, sample: int = 0) -> np.ndarray:
@@ -253,7 +253,7 @@ def power_of_two(count: int, least: int = 1) -> int:
 # --- log-probabilities beyond those of sampled tokens
 
 
-class Ranked(NamedTuple):
+class TopTokens(NamedTuple):
     """The likeliest tokens of each place, the likeliest first: `[..., K]`."""
 
     tokens: Array  # int32
@@ -282,13 +282,13 @@ class PromptScores(NamedTuple):
         return places
 
 
-def rank(logits: jax.Array, count: int) -> Ranked:
+def rank(logits: jax.Array, count: int) -> TopTokens:
     """The `count` likeliest tokens under `logits` `[..., V]`: `[..., count]`, where there are so many."""
     if count == 0:
         empty = jnp.zeros((*logits.shape[:-1], 0))
-        return Ranked(empty.astype(jnp.int32), empty)
+        return TopTokens(empty.astype(jnp.int32), empty)
     log_probs, tokens = jax.lax.top_k(logits, min(count, logits.shape[-1]))
-    return Ranked(tokens, log_probs - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+    return TopTokens(tokens, log_probs - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
 
 
 def score_prompt(params: Any, config: Any, x: jax.Array, prompt: tuple[int, ...], count: int) -> PromptScores:
@@ -302,9 +302,9 @@ def score_prompt(params: Any, config: Any, x: jax.Array, prompt: tuple[int, ...]
     """
     targets = np.zeros(len(x), np.int32)
     targets[: len(prompt) - 1] = prompt[1:]
-    log_probs, ranks, ranked = jax.device_get(_score(params, config, x, targets, MOST_RANKED if count else 0))
+    log_probs, ranks, ranked = jax.device_get(_score(params, config, x, targets, MAX_TOP_TOKENS if count else 0))
     n = len(prompt) - 1
-    likeliest = Ranked(*(array[:n] for array in ranked)).first(count)
+    likeliest = TopTokens(*(array[:n] for array in ranked)).first(count)
     return PromptScores(log_probs[:n].tolist(), ranks[:n].tolist(), likeliest)
 
 

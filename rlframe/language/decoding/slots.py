@@ -17,7 +17,7 @@ import numpy as np
 from rlframe.errors import check_at_least
 from rlframe.language.decoding.requests import DecodeRequest
 from rlframe.language.decoding.sampling import (
-    MOST_RANKED,
+    MAX_TOP_TOKENS,
     DecodeProgress,
     PromptScores,
     Sampled,
@@ -90,7 +90,7 @@ class Slots:
         """
         prompts = {prompt: i for i, prompt in enumerate(dict.fromkeys(request.prompt for request in requests))}
         bucket = self.bucket(requests[0].prompt)
-        tokens = np.zeros((_few(len(prompts), self.batch(bucket)), bucket), np.int32)
+        tokens = np.zeros((_padded_batch_size(len(prompts), self.batch(bucket)), bucket), np.int32)
         lengths = np.ones(len(tokens), np.int32)
         for prompt, i in prompts.items():
             tokens[i, : len(prompt)], lengths[i] = prompt, len(prompt)
@@ -111,7 +111,7 @@ class Slots:
             self._rows,
             self._progress,
             *(logits, prefilled, lengths, sources, where, rows, max_tokens),
-            likeliest=_ranked(requests),
+            likeliest=_top_token_count(requests),
         )
 
         @functools.cache
@@ -132,7 +132,7 @@ class Slots:
         live[slots] = True
         steps = self._engine_config.steps
         span = min(power_of_two(longest + steps, _SHORTEST_SPAN), self._length)
-        likeliest = _ranked(list(running.values()))
+        likeliest = _top_token_count(list(running.values()))
         self._cache, self._progress, sampled = _decode(
             *(params, self._config, self._cache, self._rows, self._progress, live),
             **dict(steps=steps, span=span, likeliest=likeliest),
@@ -140,12 +140,12 @@ class Slots:
         return jax.tree.map(lambda array: np.asarray(array)[:, slots], sampled)
 
 
-def _ranked(requests: Sequence[DecodeRequest]) -> int:
+def _top_token_count(requests: Sequence[DecodeRequest]) -> int:
     """Tokens to rank for all: none, or the most that may be asked for, so that two programs are compiled."""
-    return MOST_RANKED if any(request.sampling.likeliest for request in requests) else 0
+    return MAX_TOP_TOKENS if any(request.sampling.likeliest for request in requests) else 0
 
 
-def _few(count: int, most: int) -> int:
+def _padded_batch_size(count: int, most: int) -> int:
     """1, 4, 16, ... or `most`: the smallest that is at least `count`."""
     size = 1
     while size < count:

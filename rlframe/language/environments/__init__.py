@@ -13,7 +13,7 @@
 from rlframe import extras
 
 extras.require("BaseEnv", "trajectories", "envs")
-with extras.needed("BaseEnv", "trajectories", "envs"):
+with extras.explain_import_error("BaseEnv", "trajectories", "envs"):
     from rlframe.language.environments.config import (
         APIServerConfig,
         BaseEnvConfig,

@@ -106,7 +106,7 @@ def run(env_cls: type[BaseEnv], arguments: Sequence[str]) -> int:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        if streams.has_lost_reader(sys.stdout):  # `my_env.py serve --help | head`
+        if streams.silence_broken_pipe(sys.stdout):  # `my_env.py serve --help | head`
             return 0
         raise
     except KeyboardInterrupt:  # before the signals were taken

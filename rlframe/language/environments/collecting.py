@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 3  # for one item
 FAILURES_IN_A_ROW = 32  # of attempts, after which the environment or its model is broken
-FRUITLESS = 100  # items in a row without a group, of which one should hear
+MAX_ITEMS_WITHOUT_GROUP = 100  # items in a row without a group, of which one should hear
 WHY = "collect_trajectories or postprocess_histories gave None, or what they gave was not sent, as logged."
 # Seconds before an item's next attempt, doubled with each failure in a row.
-_pauses = functools.partial(retry.pauses, 0.1, 1.0, jitter=0.5)
+_pauses = functools.partial(retry.backoff, 0.1, 1.0, jitter=0.5)
 
 logger = logging.getLogger(__name__)
 
 _AWAY = (PeerError, RemoteError, UnavailableError)  # the service or a model, at the end of its deadline
 
 T = TypeVar("T")
-Next = Callable[[], Awaitable[Any]]
-Handle = Callable[[Any], Awaitable[bool]]
+NextItem = Callable[[], Awaitable[Any]]
+HandleItem = Callable[[Any], Awaitable[bool]]
 
 
 class Gate:
@@ -101,7 +101,7 @@ class CollectAttempt:
 current_attempt: contextvars.ContextVar[CollectAttempt | None] = contextvars.ContextVar("rlframe_attempt", default=None)
 
 
-async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Their results, side by side. Where one raises, the others end first: nothing goes on unseen."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
@@ -128,7 +128,7 @@ class Collector:
         fruitless: items in a row that were handled and gave no group.
     """
 
-    def __init__(self, next_item: Next, handle: Handle, statistics: CollectStatistics, timeout: float) -> None:
+    def __init__(self, next_item: NextItem, handle: HandleItem, statistics: CollectStatistics, timeout: float) -> None:
         self.gate = Gate()
         self.under_way: set[CollectAttempt] = set()
         self.failed: BaseException | None = None  # what the environment cannot go on from
@@ -203,7 +203,7 @@ class Collector:
             self._failures, self._pauses = 0, _pauses()
             self._statistics.ended(one.seconds, sent=sent)
             self.fruitless = 0 if sent else self.fruitless + 1
-            if self.fruitless and self.fruitless % FRUITLESS == 0:
+            if self.fruitless and self.fruitless % MAX_ITEMS_WITHOUT_GROUP == 0:
                 logger.warning("%d items in a row gave no group: %s", self.fruitless, WHY)
         finally:
             self.under_way.discard(one)
@@ -233,7 +233,7 @@ async def process(env: BaseEnv) -> tuple[pathlib.Path, pathlib.Path]:
         The JSONL file and the HTML file.
 
     Raises:
-        EnvError: there were no more items, collecting failed too often, or `FRUITLESS` items in a row gave no group.
+        EnvError: there were no more items, collecting failed too often, or `MAX_ITEMS_WITHOUT_GROUP` items in a row gave no group.
             What was collected is written.
     """
     config = env.config
@@ -264,9 +264,9 @@ async def process(env: BaseEnv) -> tuple[pathlib.Path, pathlib.Path]:
             if not more and not collector.under_way:
                 raise EnvError(f"There are no more items after {env.curr_step} of {config.total_steps} groups.")
             await collector.wait(_LOOK)
-            if collector.fruitless >= FRUITLESS:
+            if collector.fruitless >= MAX_ITEMS_WITHOUT_GROUP:
                 so_far = f"after {env.curr_step} of {config.total_steps}"
-                raise EnvError(f"{FRUITLESS} items in a row gave no group, {so_far}: {WHY}")
+                raise EnvError(f"{MAX_ITEMS_WITHOUT_GROUP} items in a row gave no group, {so_far}: {WHY}")
     finally:
         await collector.stop()
         await env.close()

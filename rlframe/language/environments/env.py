@@ -12,7 +12,7 @@ from typing import Any, TypeVar, Union
 
 from rlframe.errors import EnvError
 from rlframe.language.environments import cli, collecting, files, groups
-from rlframe.language.environments.collecting import CollectAttempt, Collector, current_attempt, together
+from rlframe.language.environments.collecting import CollectAttempt, Collector, current_attempt, gather_or_cancel
 from rlframe.language.environments.config import APIServerConfig, BaseEnvConfig, ReasoningConfig, ServerBaseline
 from rlframe.language.environments.groups import Item, ScoredDataGroup, ScoredDataItem
 from rlframe.language.environments.metrics import CollectStatistics, GroupStatistics, Tracker, length_metrics
@@ -132,12 +132,12 @@ class BaseEnv(abc.ABC):
         By default `group_size` times `collect_trajectory`, side by side. Those that gave None are left out. The others
         make a group where each is a `ScoredDataItem`; else they go as they are to `postprocess_histories`.
         """
-        results = await together(self.collect_trajectory(item) for _ in range(self.config.group_size))
+        results = await gather_or_cancel(self.collect_trajectory(item) for _ in range(self.config.group_size))
         sequences: list[Any] = [sequence for sequence, _ in results if sequence is not None]
         backlog = [further for _, more in results for further in more]
         if not sequences or not all(isinstance(one, Mapping) and "tokens" in one for one in sequences):
             return sequences, backlog
-        group = groups.put_together(sequences)
+        group = groups.group_from_items(sequences)
         if len(sequences) < self.config.group_size:  # else it would not be sent
             group["group_overrides"] = {**(group.get("group_overrides") or {}), "group_size": len(sequences)}
         return group, backlog
@@ -181,7 +181,7 @@ class BaseEnv(abc.ABC):
 
         listed = list(tasks)
         try:
-            return await together(map(run, listed))
+            return await gather_or_cancel(map(run, listed))
         finally:
             for task in listed:
                 task.close()  # where one failed, of those that had not begun
@@ -257,7 +257,7 @@ class BaseEnv(abc.ABC):
         prefix = "" if self.wandb_prepend is None else f"{self.wandb_prepend}_"
         return {f"{prefix}{name}": value for name, value in metrics.items()}
 
-    def note_pause(self, paused: bool) -> None:
+    def log_pause(self, paused: bool) -> None:
         """Log that collecting pauses, or goes on."""
         if self.tracker is not None:
             self.tracker.write(self.curr_step, self._own({"train/paused": int(paused)}))
@@ -361,15 +361,15 @@ class BaseEnv(abc.ABC):
                     f"{type(self).__name__} sends groups (ScoredDataGroup), and got {type(group).__name__}: what "
                     "collect_trajectory returns is a ScoredDataItem, or postprocess_histories makes groups of it."
                 )
-            if why := groups.unfit(self, group, abort_on_any_max_length_exceeded):
+            if why := groups.rejection_reason(self, group, abort_on_any_max_length_exceeded):
                 if why not in self._said:  # once: as a model gets better, most of its groups are all right
                     self._said.add(why)
                     logger.info("A group is not sent: %s. (train/items_rejected counts such groups.)", why)
                 continue
-            message = groups.to_send(group, self.env_id, None if doing is None else doing.policy_version)
+            message = groups.to_trajectory_group(group, self.env_id, None if doing is None else doing.policy_version)
             if self.config.include_messages and message.messages is None:
-                group = groups.with_text(self.tokenizer, group)
-                message = groups.to_send(group, self.env_id, message.policy_version)
+                group = groups.with_messages(self.tokenizer, group)
+                message = groups.to_trajectory_group(group, self.env_id, message.policy_version)
             self.completion_lengths += groups.completion_lengths(group)
             newest = None if doing is None else doing.newest_version
             self.collected.add(group["scores"], message.policy_version, newest)

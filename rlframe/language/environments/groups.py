@@ -71,7 +71,7 @@ class ScoredDataItem(TypedDict, total=False):
     distill_logprobs: list[list[float]] | None
 
 
-def put_together(items: list[ScoredDataItem]) -> ScoredDataGroup:
+def group_from_items(items: list[ScoredDataItem]) -> ScoredDataGroup:
     """A group of sequences. What only some of them have is left out, except overrides."""
     rows: list[Mapping[str, Any]] = list(items)
     group: dict[str, Any] = {name: [row[name] for row in rows] for name in ("tokens", "masks", "scores")}
@@ -88,7 +88,7 @@ def put_together(items: list[ScoredDataItem]) -> ScoredDataGroup:
     return ScoredDataGroup(**group)  # type: ignore[typeddict-item]
 
 
-def unfit(env: BaseEnv, group: ScoredDataGroup, check_length: bool) -> str | None:
+def rejection_reason(env: BaseEnv, group: ScoredDataGroup, check_length: bool) -> str | None:
     """Why a group is not sent, None where it is."""
     config = env.config
     tokens: Any = () if group.get("tokens") is None else group["tokens"]  # a list of rows, or an array
@@ -104,7 +104,7 @@ def unfit(env: BaseEnv, group: ScoredDataGroup, check_length: bool) -> str | Non
     return None
 
 
-def with_text(tokenizer: Any, group: ScoredDataGroup) -> ScoredDataGroup:
+def with_messages(tokenizer: Any, group: ScoredDataGroup) -> ScoredDataGroup:
     """With messages, made from the tokens where there are none."""
     if group.get("messages"):
         return group
@@ -117,7 +117,7 @@ def completion_lengths(group: ScoredDataGroup) -> list[int]:
     return [sum(mask != -100 for mask in row) for row in group["masks"]]
 
 
-def to_send(group: ScoredDataGroup, env_id: int | None, policy_version: int | None) -> Group:
+def to_trajectory_group(group: ScoredDataGroup, env_id: int | None, policy_version: int | None) -> Group:
     """Convert to what the service takes. Raise `UsageError` if its rows do not fit each other."""
     version = group.get("policy_version")
     told = {"env_id": env_id, "policy_version": policy_version if version is None else version}

@@ -109,6 +109,6 @@ def open_wandb(config: BaseEnvConfig, project: str | None, group: str | None, na
         group=group or None,
         name=name,
         config=config.model_dump(mode="json"),
-        asked_by="use_wandb",
+        required_by="use_wandb",
         otherwise="or --env.use_wandb false",
     )

@@ -46,7 +46,7 @@ class APIServer:
                 "A model server needs a base_url, such as http://localhost:9001/v1: give --openai.base_url, or say so "
                 "in the APIServerConfig of config_init."
             )
-        with extras.needed("BaseEnv", "envs"):
+        with extras.explain_import_error("BaseEnv", "envs"):
             import openai
         self.config = config
         self.openai = openai.AsyncOpenAI(
@@ -147,7 +147,7 @@ class APIServer:
         def ask(options: dict[str, Any], timeout: float) -> Awaitable[Any]:
             return create(**options, timeout=timeout)
 
-        return merged(await self._several(ask, lambda answer: len(answer.choices), kwargs))
+        return merge_answers(await self._several(ask, lambda answer: len(answer.choices), kwargs))
 
     async def _several(
         self,
@@ -166,7 +166,7 @@ class APIServer:
         split, n = options.pop("split", "train"), options.pop("n", None) or 1
 
         def part(start: int, size: int) -> Awaitable[Any]:
-            asked = {**seeded_part(options, start), **({"n": size} if size > 1 else {})}
+            asked = {**options_with_derived_seed(options, start), **({"n": size} if size > 1 else {})}
             return self._ask(split, lambda timeout: ask(asked, timeout))
 
         answers = [await part(0, 1 if self._one_at_a_time else n)]
@@ -182,7 +182,7 @@ class APIServer:
         doing = current_attempt.get()
         evaluating = split != "train"
         end, attempts = time.monotonic() + self.config.timeout, 0
-        pauses = retry.pauses(_PAUSE, _LONGEST_PAUSE)
+        pauses = retry.backoff(_PAUSE, _LONGEST_PAUSE)
         failure: Exception | None = None
         while True:
             if failure is not None:
@@ -318,7 +318,7 @@ class Samples:
     policy_version: int | None  # the oldest that sampled a token
 
 
-def merged(answers: list[Any]) -> Any:
+def merge_answers(answers: list[Any]) -> Any:
     """Return the answers to parts of one request as one: the first, with the choices of all, numbered anew."""
     first, *others = answers
     for other in others:
@@ -334,7 +334,7 @@ def check_one_prompt(prompt: Any) -> None:
         raise UsageError(f"completion takes one prompt, got a list of {len(prompt)}: call it once for each.")
 
 
-def seeded_part(options: dict[str, Any], start: int) -> dict[str, Any]:
+def options_with_derived_seed(options: dict[str, Any], start: int) -> dict[str, Any]:
     """Return the options of a request for the completions from the `start`-th on, where one request is sent as several.
 
     A server gives the same completions for the same seed, so each request needs a different seed. It is derived from

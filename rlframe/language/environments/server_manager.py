@@ -16,7 +16,12 @@ from typing import Any
 
 from rlframe.errors import UsageError
 from rlframe.language.environments.config import APIServerConfig, ReasoningConfig, ServerBaseline
-from rlframe.language.environments.model_server import APIServer, check_one_prompt, merged, seeded_part
+from rlframe.language.environments.model_server import (
+    APIServer,
+    check_one_prompt,
+    merge_answers,
+    options_with_derived_seed,
+)
 from rlframe.language.model.chat_messages import plain_messages
 from rlframe.language.model.tokenizers import load_tokenizer
 from rlframe.trajectories.messages import IGNORED
@@ -207,15 +212,15 @@ class ServerManager:
         if testing:
             raise UsageError("testing=True (made-up answers) is not offered: point the environment at a model server.")
         self.max_n_completions = max_n_completions
-        self.servers = [server_class(config, reasoning_config) for config in servers_of(configs, slurm)]
+        self.servers = [server_class(config, reasoning_config) for config in resolve_servers(configs, slurm)]
 
     async def chat_completion(self, **kwargs: Any) -> Any:
         """See `APIServer.chat_completion`."""
-        return merged(await self._divided("chat_completion", kwargs))
+        return merge_answers(await self._divided("chat_completion", kwargs))
 
     async def completion(self, **kwargs: Any) -> Any:
         """See `APIServer.completion`."""
-        return merged(await self._divided("completion", kwargs))
+        return merge_answers(await self._divided("completion", kwargs))
 
     async def tokens_and_logprobs_completion(
         self, **kwargs: Any
@@ -262,13 +267,13 @@ class ServerManager:
         chosen = [self._chosen(split) for _ in counts]
         starts = range(0, n, self.max_n_completions)
         calls = [
-            getattr(server, method)(**seeded_part(kwargs, start), n=count)
+            getattr(server, method)(**options_with_derived_seed(kwargs, start), n=count)
             for server, start, count in zip(chosen, starts, counts)
         ]
         return list(await asyncio.gather(*calls))
 
 
-def servers_of(configs: ServerBaseline | Sequence[APIServerConfig], slurm: bool) -> list[APIServerConfig]:
+def resolve_servers(configs: ServerBaseline | Sequence[APIServerConfig], slurm: bool) -> list[APIServerConfig]:
     """One config for each server that there is.
 
     A job of several Slurm nodes has its model servers on those after the first NUM_TRAINING_NODES, from port 9000 on,

@@ -13,13 +13,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlframe.errors import RlframeError, TooOldError, UnavailableError, UsageError
+from rlframe.errors import RlframeError, StaleGroupError, UnavailableError, UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.language.environments.collecting import Collector
 from rlframe.language.environments.config import BaseEnvConfig, EvalHandlingEnum
 from rlframe.language.environments.metrics import open_wandb
+from rlframe.trajectories.client.base_client import new_key
 from rlframe.trajectories.client.client import AsyncTrajectoryClient
-from rlframe.trajectories.client.exchange import new_key
 from rlframe.trajectories.client.groups import Group
 from rlframe.trajectories.messages import EnvStatus, RegisteredEnv
 
@@ -168,7 +168,7 @@ class ServeLoop:
         paused = status.hold or handling is EvalHandlingEnum.STOP_TRAIN or wanted <= 0
         if paused != self._collector.gate.closed:
             logger.info("Collecting %s at step %d.", "pauses" if paused else "goes on", status.current_step)
-            env.note_pause(paused)
+            env.log_pause(paused)
         self._collector.gate.set(closed=paused)
         if paused:
             return
@@ -257,7 +257,7 @@ class Membership:
         while True:
             try:
                 kept = (await self.client.post(list(groups) if len(groups) > 1 else groups[0], key=key)).groups
-            except TooOldError as error:
+            except StaleGroupError as error:
                 logger.info("What was collected is not sent: %s", error)
             except UnavailableError as error:
                 logger.warning("What was collected waits: %s", error)

@@ -43,7 +43,7 @@ def _parts(value: Any) -> Any:
     return [one.model_dump(exclude_none=True) if hasattr(one, "model_dump") else one for one in value]
 
 
-def joined_text(content: Any) -> Any:
+def join_text_parts(content: Any) -> Any:
     """Join a list of text parts, as the policy server does. Return anything else as it is."""
     if not isinstance(content, list) or not all(
         isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content

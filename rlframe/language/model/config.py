@@ -101,7 +101,7 @@ class ModelConfig:
         return self.attention_bias and self.model_type != "qwen2"
 
     @property
-    def norms_queries(self) -> bool:
+    def normalizes_queries(self) -> bool:
         """Whether queries and keys are normed, head by head, before they are turned, as in Qwen3."""
         return self.model_type == "qwen3"
 

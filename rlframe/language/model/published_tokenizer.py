@@ -11,7 +11,7 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.errors import UsageError
-from rlframe.language.model.chat_messages import joined_text, plain_messages
+from rlframe.language.model.chat_messages import join_text_parts, plain_messages
 
 _VISIBLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
 _HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
@@ -39,7 +39,7 @@ class TokenBytes:
         self._special = {token for token, content in added.items() if content.special}
         self.of = functools.lru_cache(maxsize=1 << 16)(self._bytes_of)
 
-    def repaired(self, tokens: Sequence[int], skip_special_tokens: bool) -> list[int]:
+    def repair_bytes(self, tokens: Sequence[int], skip_special_tokens: bool) -> list[int]:
         """Replace only the malformed bytes of a run of single bytes by U+FFFD.
 
         The package's decoder replaces every byte of such a run, valid characters too, so that a text would change long
@@ -82,7 +82,7 @@ class TokenBytes:
         return twice[len(once) :].encode()
 
 
-with extras.needed("A published tokenizer", "lm"):
+with extras.explain_import_error("A published tokenizer", "lm"):
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
@@ -126,8 +126,8 @@ class PublishedTokenizer:
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """See `Tokenizer`. Malformed bytes become U+FFFD, and leave their neighbors as they are."""
         known = [token for token in tokens if 0 <= token < self.vocab_size]
-        repaired = self._bytes.repaired(known, skip_special_tokens)
-        return self._tokenizer.decode(repaired, skip_special_tokens=skip_special_tokens)
+        repair_bytes = self._bytes.repair_bytes(known, skip_special_tokens)
+        return self._tokenizer.decode(repair_bytes, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token: int) -> bytes:
         """See `Tokenizer`."""
@@ -209,7 +209,7 @@ def _lost(messages: Sequence[dict[str, Any]], text: str, render: Callable[[Any],
     for name, value in fields.items():
         pair = (without_content, without_calls) if name.endswith("tool_calls") else (text, without_content)
         written = [str(one) for one in (value, *(value if isinstance(value, list) else ())) if not isinstance(one, str)]
-        missing = joined_text(value) and pair[0] == pair[1]
+        missing = join_text_parts(value) and pair[0] == pair[1]
         if missing or any(pair[0].count(words) > pair[1].count(words) for words in written):
             lost.append(name)
     return lost

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlframe.errors import UsageError
-from rlframe.language.model.chat_messages import joined_text, plain_messages
+from rlframe.language.model.chat_messages import join_text_parts, plain_messages
 
 Message = Any  # a dict with "role" and "content", or a message of the `openai` package
 
@@ -104,7 +104,7 @@ class ByteTokenizer:
         """See `Tokenizer`."""
         text = ""
         for i, message in enumerate(plain_messages(messages)):
-            role, content = message["role"], joined_text(message.get("content"))
+            role, content = message["role"], join_text_parts(message.get("content"))
             if role not in ROLES:
                 raise UsageError(f"The role must be one of {', '.join(ROLES)}, got {role!r}.")
             if message.get("tool_calls"):

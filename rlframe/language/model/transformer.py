@@ -69,7 +69,7 @@ def init(rng: jax.Array, config: ModelConfig) -> Params:
             weights |= {f"{name}_bias": jnp.zeros(shapes[name][1], dtype) for name in ("q_proj", "k_proj", "v_proj")}
         if config.output_bias:
             weights["o_proj_bias"] = jnp.zeros(D, dtype)
-        if config.norms_queries:
+        if config.normalizes_queries:
             weights |= {name: jnp.ones(head, dtype) for name in ("q_norm", "k_norm")}
         return weights
 
@@ -286,7 +286,7 @@ def _qkv(
         jnp.swapaxes(_linear(layer, name, x).reshape(*x.shape[:-1], -1, config.head_size), 1, 2)
         for name in ("q_proj", "k_proj", "v_proj")
     )
-    if config.norms_queries:
+    if config.normalizes_queries:
         q, k = (_rms_norm(x, layer[name], config.rms_norm_eps) for x, name in ((q, "q_norm"), (k, "k_norm")))
     return _rotate(q, turn), _rotate(k, turn), v
 

@@ -174,7 +174,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _safetensors() -> Any:
-    with extras.needed("A published model", "lm"):
+    with extras.explain_import_error("A published model", "lm"):
         import safetensors
         import safetensors.numpy
     return safetensors

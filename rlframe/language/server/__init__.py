@@ -13,7 +13,7 @@ the learner's parameters.
 from rlframe import extras
 
 extras.require("PolicyServer", "trajectories")
-with extras.needed("PolicyServer", "trajectories"):
+with extras.explain_import_error("PolicyServer", "trajectories"):
     from rlframe.language.server.server import PolicyServer, PolicyServerConfig
 
 __all__ = ["PolicyServer", "PolicyServerConfig"]

@@ -23,7 +23,7 @@ from rlframe.language.server.errors import RefusedError, invalid, refusal, refus
 from rlframe.language.server.generation import Generation
 from rlframe.language.server.native import GenerateRequest, SglangRequest, SglangSampling, VllmRequest
 from rlframe.language.server.replies import ChatReplies, CompletionReplies, Replies
-from rlframe.language.server.requests import Asked, ChatRequest, CompletionRequest
+from rlframe.language.server.requests import ChatRequest, CompletionRequest, ParsedRequest
 
 if TYPE_CHECKING:
     from rlframe.language.server.server import PolicyServer
@@ -123,8 +123,8 @@ def make_app(server: PolicyServer) -> FastAPI:
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Continue token ids, as vLLM's own `/generate` does; with `sampling_params` or `input_ids` as SGLang's."""
         generation, asked = await _begin(server, body, request)
-        pieces = await _unless_left(request.receive, generation.whole())
-        return _gone() if pieces is None else answer(body.reply(asked, pieces, server.tokenizer))
+        pieces = await _result_or_disconnect(request.receive, generation.whole())
+        return _client_closed_request() if pieces is None else answer(body.reply(asked, pieces, server.tokenizer))
 
     return app
 
@@ -138,11 +138,13 @@ async def _reply(
     if body.stream:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return StreamingResponse(_events(generation, replies), headers=headers, media_type="text/event-stream")
-    pieces = await _unless_left(request.receive, generation.whole())
-    return _gone() if pieces is None else answer(replies.whole(pieces))
+    pieces = await _result_or_disconnect(request.receive, generation.whole())
+    return _client_closed_request() if pieces is None else answer(replies.whole(pieces))
 
 
-async def _begin(server: PolicyServer, body: Any, request: Request, streams: bool = False) -> tuple[Generation, Asked]:
+async def _begin(
+    server: PolicyServer, body: Any, request: Request, streams: bool = False
+) -> tuple[Generation, ParsedRequest]:
     """Send what a body asks for to the engine."""
     engine, tokenizer = server.live_engine(), server.tokenizer
     long = int(request.headers.get("content-length", 0)) > _IN_THREAD
@@ -150,11 +152,11 @@ async def _begin(server: PolicyServer, body: Any, request: Request, streams: boo
     return Generation(engine, asked, tokenizer, streams=streams, timeout=server.cfg.request_timeout), asked
 
 
-def _gone() -> Response:
+def _client_closed_request() -> Response:
     return Response(status_code=499)  # as nginx notes it: nobody sees it
 
 
-async def _unless_left(receive: Receive, work: Coroutine[None, None, T]) -> T | None:
+async def _result_or_disconnect(receive: Receive, work: Coroutine[None, None, T]) -> T | None:
     """Return what `work` gives, or None if the client leaves before; the work is cancelled then."""
 
     async def left() -> None:

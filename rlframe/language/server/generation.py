@@ -15,7 +15,7 @@ from rlframe.language.decoding import Answer, DecodeEngine
 from rlframe.language.decoding.sampling import PromptScores
 from rlframe.language.model.tokenizers import Tokenizer
 from rlframe.language.server.errors import RETRY, RefusedError
-from rlframe.language.server.requests import Asked
+from rlframe.language.server.requests import ParsedRequest
 
 _UNKNOWN = "\ufffd"  # an unfinished character is decoded as this
 _WINDOW = 16  # tokens that are decoded again with each new token; more while they do not end a character
@@ -192,7 +192,7 @@ class Generation:
     def __init__(
         self,
         engine: DecodeEngine,
-        asked: Asked,
+        asked: ParsedRequest,
         tokenizer: Tokenizer,
         *,
         streams: bool,
@@ -238,7 +238,7 @@ class Generation:
         if any(failures):
             raise next(filter(None, failures))
         if not all(map(asyncio.Future.done, futures)):
-            raise self._too_late
+            raise self._timeout_error
         return [self._piece(index, future.result()) for index, future in enumerate(futures)]
 
     async def pieces(self) -> AsyncIterator[AnswerPiece]:
@@ -249,7 +249,7 @@ class Generation:
             RefusedError: it took longer than it may.
         """
         assert self._arrived is not None
-        timer = self._loop.call_later(self._timeout, self._arrived.put_nowait, (-1, self._too_late))
+        timer = self._loop.call_later(self._timeout, self._arrived.put_nowait, (-1, self._timeout_error))
         for index, handle in enumerate(self._handles):
             handle.future.add_done_callback(functools.partial(self._end, index))
         left = set(range(len(self._handles)))
@@ -275,7 +275,7 @@ class Generation:
             handle.cancel()
 
     @property
-    def _too_late(self) -> RefusedError:
+    def _timeout_error(self) -> RefusedError:
         return RefusedError(f"The answer was not complete within {self._timeout:g} s. Ask for less, or later.", 504)
 
     def _arrive(self, index: int, answer: Answer | Exception) -> None:

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from rlframe.language.decoding.sampling import MOST_RANKED
+from rlframe.language.decoding.sampling import MAX_TOP_TOKENS
 from rlframe.language.model.tokenizers import Tokenizer
 from rlframe.language.server.errors import RefusedError
 from rlframe.language.server.generation import AnswerPiece
-from rlframe.language.server.requests import Asked, SamplingFields, StrictRequest, prompts_of
+from rlframe.language.server.requests import ParsedRequest, SamplingFields, StrictRequest, encode_prompts
 
 
 class VllmPrompt(BaseModel):
@@ -31,20 +31,20 @@ class VllmRequest(SamplingFields):
     max_tokens: int = Field(default=16, description="of each answer")
     stream: Literal[False] = False
     logprobs: int | None = Field(
-        default=None, ge=0, le=MOST_RANKED, description="of the tokens that were sampled, and of so many likeliest"
+        default=None, ge=0, le=MAX_TOP_TOKENS, description="of the tokens that were sampled, and of so many likeliest"
     )
     prompt_logprobs: int | None = Field(
-        default=None, ge=0, le=MOST_RANKED, description="of the prompt's tokens, and of so many likeliest"
+        default=None, ge=0, le=MAX_TOP_TOKENS, description="of the prompt's tokens, and of so many likeliest"
     )
 
-    def asked(self, tokenizer: Tokenizer) -> Asked:
+    def asked(self, tokenizer: Tokenizer) -> ParsedRequest:
         """Return the request with texts as tokens."""
         given = self.prompt if isinstance(self.prompt, str) else self.prompt.prompt_token_ids
-        prompts = prompts_of(given, tokenizer, "prompt")
+        prompts = encode_prompts(given, tokenizer, "prompt")
         sampling = self.sampled(tokenizer, self.max_tokens, self.logprobs or 0, self.prompt_logprobs)
-        return Asked(prompts, sampling, self, [""], self.logprobs is not None)
+        return ParsedRequest(prompts, sampling, self, [""], self.logprobs is not None)
 
-    def reply(self, asked: Asked, pieces: list[AnswerPiece], tokenizer: Tokenizer) -> dict[str, Any]:
+    def reply(self, asked: ParsedRequest, pieces: list[AnswerPiece], tokenizer: Tokenizer) -> dict[str, Any]:
         """Return the answer: lists with an entry for each of the `n` answers."""
         (prompt,) = asked.prompts
         answer: dict[str, Any] = {
@@ -89,23 +89,23 @@ class SglangRequest(StrictRequest):
     stream: Literal[False] = False
     return_text_in_logprobs: bool = Field(default=False, description="else the text is null")
 
-    def asked(self, tokenizer: Tokenizer) -> Asked:
+    def asked(self, tokenizer: Tokenizer) -> ParsedRequest:
         """Return the request with texts as tokens. Raise `RefusedError` without just one of `text`, `input_ids`."""
         if (self.text is None) == (self.input_ids is None):
             raise RefusedError("Give either text or input_ids.", 400, param="input_ids")
         given, name = (self.text, "text") if self.input_ids is None else (self.input_ids, "input_ids")
-        prompts, params = prompts_of(given, tokenizer, name), self.sampling_params
+        prompts, params = encode_prompts(given, tokenizer, name), self.sampling_params
         sampling = params.sampled(tokenizer, params.max_new_tokens)
         texts = [""] * len(prompts)
-        return Asked(prompts, sampling, params, texts, self.return_logprob)
+        return ParsedRequest(prompts, sampling, params, texts, self.return_logprob)
 
-    def reply(self, asked: Asked, pieces: list[AnswerPiece], tokenizer: Tokenizer) -> Any:
+    def reply(self, asked: ParsedRequest, pieces: list[AnswerPiece], tokenizer: Tokenizer) -> Any:
         """Return the answer: an object, or a list of them where there is more than one answer."""
         several = isinstance(self.text if self.input_ids is None else self.input_ids[0], list) or asked.fields.n > 1
         answers = [self._answer(asked, piece, tokenizer) for piece in pieces]
         return answers if several else answers[0]
 
-    def _answer(self, asked: Asked, piece: AnswerPiece, tokenizer: Tokenizer) -> dict[str, Any]:
+    def _answer(self, asked: ParsedRequest, piece: AnswerPiece, tokenizer: Tokenizer) -> dict[str, Any]:
         reason: dict[str, Any] = {"type": piece.finish_reason}
         if piece.finish_reason == "length":
             reason["length"] = len(piece.tokens)

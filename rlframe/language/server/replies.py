@@ -9,7 +9,7 @@ from typing import Any
 
 from rlframe.language.model.tokenizers import Tokenizer
 from rlframe.language.server.generation import AnswerPiece, TextDecoder
-from rlframe.language.server.requests import Asked, ChatRequest, CompletionRequest
+from rlframe.language.server.requests import ChatRequest, CompletionRequest, ParsedRequest
 
 
 class Replies:
@@ -26,7 +26,7 @@ class Replies:
     _content: Callable[[AnswerPiece, bool, bool], dict[str, Any]]  # of a piece: streamed or not, the first or not
     _log_probs: Callable[[AnswerPiece], dict[str, Any]]
 
-    def __init__(self, request: CompletionRequest | ChatRequest, asked: Asked, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: CompletionRequest | ChatRequest, asked: ParsedRequest, tokenizer: Tokenizer) -> None:
         self._request, self._asked, self._tokenizer = request, asked, tokenizer
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": request.model}
         self._begun: set[int] = set()  # answers of which there were events

@@ -10,14 +10,14 @@ from typing import Annotated, Any, Literal, NamedTuple, Union
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import Self
 
-from rlframe.language.decoding.sampling import MOST_RANKED, SamplingParams
+from rlframe.language.decoding.sampling import MAX_TOP_TOKENS, SamplingParams
 from rlframe.language.model.tokenizers import Tokenizer
 from rlframe.language.server.errors import RefusedError
 
 _MAX_STOPS = 16  # strings
 
 # What is not offered, and the values with which it asks for nothing.
-_NOT_OFFERED: dict[str, tuple[Any, ...]] = {
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "detokenize": (True,),
     "frequency_penalty": (0,),
@@ -46,17 +46,17 @@ _NOT_OFFERED: dict[str, tuple[Any, ...]] = {
 _LABELS = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")  # that change no answer
 
 
-def _sendable(said: Any) -> Any:
+def _replace_surrogates(said: Any) -> Any:
     """Replace what is no Unicode in a text, or a list of texts, by question marks: only JSON may have it."""
     if isinstance(said, list):
-        return [_sendable(one) if isinstance(one, str) else one for one in said]
+        return [_replace_surrogates(one) if isinstance(one, str) else one for one in said]
     return said.encode(errors="replace").decode() if isinstance(said, str) else said
 
 
-_Said = Annotated[str, AfterValidator(_sendable)]
+_Text = Annotated[str, AfterValidator(_replace_surrogates)]
 
 
-def prompts_of(
+def encode_prompts(
     given: Any, tokenizer: Tokenizer, name: str = "prompt", add_special_tokens: bool = True
 ) -> list[list[int]]:
     """Return prompts as tokens: `given` is a text, token ids, or a list of either. `name` is the field's, in errors."""
@@ -72,7 +72,7 @@ def prompts_of(
     )
 
 
-class Asked(NamedTuple):
+class ParsedRequest(NamedTuple):
     """A request, with texts as tokens."""
 
     prompts: list[list[int]]
@@ -98,8 +98,8 @@ class StrictRequest(BaseModel):
         for name, value in fields.items():
             if value is None or name in _LABELS:
                 continue
-            if name in _NOT_OFFERED:
-                if value not in _NOT_OFFERED[name]:
+            if name in _UNSUPPORTED:
+                if value not in _UNSUPPORTED[name]:
                     raise RefusedError(f"{name} is not offered by this server.", 400, param=name)
             elif name == "best_of":
                 if value != (fields.get("n") or 1):
@@ -160,7 +160,7 @@ class _Request(SamplingFields):
     return_token_ids: bool = Field(default=False, description="token_ids and prompt_token_ids, as they were sampled")
     return_tokens_as_token_ids: bool = Field(default=False, description="in logprobs tokens are called token_id:N")
     prompt_logprobs: int | None = Field(
-        default=None, ge=0, le=MOST_RANKED, description="of the prompt's tokens, and of so many likeliest; no stream"
+        default=None, ge=0, le=MAX_TOP_TOKENS, description="of the prompt's tokens, and of so many likeliest; no stream"
     )
 
     @model_validator(mode="after")
@@ -178,7 +178,7 @@ class _Request(SamplingFields):
 class CompletionRequest(_Request):
     """`/v1/completions`."""
 
-    prompt: Annotated[Any, AfterValidator(_sendable)] = Field(
+    prompt: Annotated[Any, AfterValidator(_replace_surrogates)] = Field(
         description="a text, a list of texts, token ids, or a list of lists of them"
     )
     max_tokens: int = Field(
@@ -187,16 +187,16 @@ class CompletionRequest(_Request):
     logprobs: int | None = Field(
         default=None,
         ge=0,
-        le=MOST_RANKED,
+        le=MAX_TOP_TOKENS,
         description="0 or 1: of the tokens that were sampled; more: of so many likeliest as well",
     )
     echo: bool = Field(default=False, description="texts begin with that of the prompt")
     add_special_tokens: bool = Field(default=True, description="those that the tokenizer puts around a text")
 
-    def asked(self, tokenizer: Tokenizer) -> Asked:
+    def asked(self, tokenizer: Tokenizer) -> ParsedRequest:
         """Return the request with texts as tokens. Raise `RefusedError` or `UsageError` for what cannot be."""
-        prompts = prompts_of(self.prompt, tokenizer, add_special_tokens=self.add_special_tokens)
-        return Asked(
+        prompts = encode_prompts(self.prompt, tokenizer, add_special_tokens=self.add_special_tokens)
+        return ParsedRequest(
             prompts=prompts,
             sampling=self.sampled(tokenizer, self.max_tokens, self.likeliest, self._scored),
             fields=self,
@@ -224,7 +224,7 @@ class CompletionRequest(_Request):
         return given if isinstance(given, str) else tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def _said_in_text(messages: Any) -> Any:
+def _check_messages(messages: Any) -> Any:
     """Raise `RefusedError` for a message that calls tools, or whose content is no text."""
     for i, message in enumerate(messages if isinstance(messages, list) else []):
         if not isinstance(message, dict):
@@ -265,17 +265,17 @@ class TextPart(BaseModel):
 
     model_config = ConfigDict(extra="ignore")  # fields that are null
     type: Literal["text"]
-    text: _Said
+    text: _Text
 
 
 class ChatMessage(BaseModel):
     """A turn of a conversation."""
 
     model_config = ConfigDict(extra="forbid")
-    role: _Said
-    content: Union[_Said, list[TextPart]]
-    name: _Said | None = None
-    tool_call_id: _Said | None = None
+    role: _Text
+    content: Union[_Text, list[TextPart]]
+    name: _Text | None = None
+    tool_call_id: _Text | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -297,21 +297,21 @@ class ChatMessage(BaseModel):
 class ChatRequest(_Request):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], BeforeValidator(_said_in_text)] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], BeforeValidator(_check_messages)] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, description="of each answer; else as many as there is room for")
     max_completion_tokens: int | None = Field(default=None, description="the same")
     logprobs: bool = Field(default=False, description="of the tokens that were sampled")
-    top_logprobs: int = Field(default=0, ge=0, le=MOST_RANKED, description="of so many likeliest as well")
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_TOKENS, description="of so many likeliest as well")
     add_generation_prompt: bool = Field(default=True, description="end with how an assistant begins")
 
-    def asked(self, tokenizer: Tokenizer) -> Asked:
+    def asked(self, tokenizer: Tokenizer) -> ParsedRequest:
         """Return the request with texts as tokens. Raise `RefusedError` or `UsageError` for what cannot be."""
         if self.top_logprobs and not self.logprobs:
             raise RefusedError("top_logprobs needs logprobs: true.", 400, param="top_logprobs")
         messages = [message.plain for message in self.messages]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=self.add_generation_prompt)
         both = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return Asked(
+        return ParsedRequest(
             prompts=[list(prompt)],
             sampling=self.sampled(tokenizer, both, self.top_logprobs, self.prompt_logprobs),
             fields=self,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from rlframe import handles
 from rlframe.errors import PeerError, UnavailableError, UsageError, check_above
-from rlframe.http.config import ServiceConfig, warn_of_no_token
+from rlframe.http.config import ServiceConfig, warn_no_token
 from rlframe.http.serving import ServerThread
 from rlframe.language.decoding import DecodeEngine, EngineConfig
 from rlframe.language.model import ModelConfig, transformer
@@ -113,7 +113,7 @@ class PolicyServer:
             cfg, app = self.cfg, make_app(self)
             with (
                 ServerThread(app, cfg.host, cfg.port, cfg.max_connections, ended=self.stop) as serving,
-                handles.stopped_by_program(self.stop),
+                handles.stop_with_program(self.stop),
             ):
                 self._greet(serving.url)
                 if self._learner is not None:
@@ -159,7 +159,7 @@ class PolicyServer:
         seconds since_refresh (the parameters are that old here) and since_learner (since it was heard of); None: never.
         And problem: why the learner is not followed just now; None while it is.
         """
-        now, engine, heard = time.monotonic(), self._engine, self._refresher.heard_at
+        now, engine, heard = time.monotonic(), self._engine, self._refresher.last_answer_at
         counts = engine.stats() if engine is not None else {"version": -1}
         return {
             **counts,
@@ -195,7 +195,7 @@ class PolicyServer:
 
     def _greet(self, url: str) -> None:
         self._url = f"{url}/v1"
-        warn_of_no_token(self.cfg.no_token, self.cfg.can)
+        warn_no_token(self.cfg.no_token, self.cfg.can)
         print(f"Policy at {self._url}  (model {self.cfg.model_name!r}, endpoints: {url}/docs)", flush=True)
         self._ready.set()
 

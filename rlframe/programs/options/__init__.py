@@ -11,11 +11,11 @@
 - `make_experiment.from_flat` makes the `Experiment`. Its flat options are the fields of the experiment and of its
   topology.
 - `config_file.save_experiment` writes it by `fields.to_jsonable`, and `load_experiment` reads it.
-- `resume.continue_experiment` checks the options of a resumed run against those that were saved.
+- `resume.resume_experiment` checks the options of a resumed run against those that were saved.
 
 Where a value is from, with `agent.batch_size` after each step of `rlframe.train("dqn", batch_size=128)`:
 
-1. `api.starting_point` returns the saved experiment, with `config` or `resume`. Else `default_experiment` makes one:
+1. `api.base_experiment` returns the saved experiment, with `config` or `resume`. Else `default_experiment` makes one:
 2. `from_flat` makes it of the defaults of the classes `Experiment` and the topology's config. A few fields have other
    defaults for a topology (`TopologyConfig.defaults`: a language model has `num_envs=1`).
 3. `fill_configs` makes the configs of the agent and of its network: 32, the default of `DQNConfig`.

@@ -15,10 +15,10 @@ from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import registry
 from rlframe.programs.options.fields import from_jsonable, to_jsonable
 from rlframe.programs.options.make_experiment import fill_configs
-from rlframe.programs.options.object_names import remember
-from rlframe.programs.options.registry import name_objects, with_given
+from rlframe.programs.options.object_names import remember_live_objects
+from rlframe.programs.options.registry import name_objects, replace_names
 from rlframe.programs.topologies.config import AgentOptions, config_class_of, find_topology
-from rlframe.user_code.files import look_in, module_directories
+from rlframe.user_code.files import module_directories, restore_module_directories
 
 
 def save_experiment(experiment: Experiment, path: pathlib.Path, notes: dict[str, Any]) -> None:
@@ -33,7 +33,7 @@ def save_experiment(experiment: Experiment, path: pathlib.Path, notes: dict[str,
         "notes": to_jsonable(notes),
     }
     write_atomically(path, json.dumps(content, indent=2), "\n")
-    remember(path, experiment.named_options)
+    remember_live_objects(path, experiment.named_options)
 
 
 def experiment_values(experiment: Experiment) -> dict[str, Any]:
@@ -66,14 +66,14 @@ def load_experiment(
     if not isinstance(content, dict) or not isinstance(content.get("experiment"), dict):
         raise UsageError(f'{path} is no config of a run: it must hold {{"experiment": {{...}}}}.')
     modules = content.get("modules")
-    look_in(modules if isinstance(modules, dict) else {})
-    values = with_given(content["experiment"], path, given or {}, replace)
+    restore_module_directories(modules if isinstance(modules, dict) else {})
+    values = replace_names(content["experiment"], path, given or {}, replace)
     agent = values.get("agent", Experiment.agent)
     agent_cls = registry.agent_class(agent if isinstance(agent, str) else Experiment.agent)
     topology = values.pop("topology", {"name": next(iter(registry.TOPOLOGIES[agent_cls.learns_from]))})
     if not isinstance(topology, dict) or not isinstance(topology.get("name"), str):
         raise UsageError(f'{path}: experiment.topology: expected {{"name": ...}}, got {topology!r}.')
-    topology = with_given(topology, path, given or {}, replace)
+    topology = replace_names(topology, path, given or {}, replace)
     topology_cls = config_class_of(find_topology(topology["name"], agent_cls.learns_from))
     topology = from_jsonable(topology_cls, topology, f"{path}: topology")
     if isinstance(values.get("agent_config"), dict):

@@ -29,14 +29,14 @@ def number(default: Any, *, at_least: float | None = None, above: float | None =
     return dataclasses.field(default=default, metadata={"at_least": at_least, "above": above})
 
 
-def option(default: Any, *, several_runs: Literal["each", "command"]) -> Any:
+def option(default: Any, *, multi_run: Literal["each", "command"]) -> Any:
     """Make a field of an option that commands of several runs take, as `rlframe train --seeds`. They refuse any other.
 
     Args:
         default: of the field.
-        several_runs: "each": each of the runs gets the option; "command": the command reads it, and the runs do not.
+        multi_run: "each": each of the runs gets the option; "command": the command reads it, and the runs do not.
     """
-    return dataclasses.field(default=default, metadata={"several_runs": several_runs})
+    return dataclasses.field(default=default, metadata={"multi_run": multi_run})
 
 
 def check_numbers(config: Any) -> None:
@@ -70,7 +70,7 @@ def option_values(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def resolve_names(
-    options: Mapping[str, Any], known: Iterable[str], of: str, elsewhere: Any = None, others: Iterable[str] = ()
+    options: Mapping[str, Any], known: Iterable[str], of: str, describe_owner: Any = None, others: Iterable[str] = ()
 ) -> dict[str, Any]:
     """The options by their own names: `network_hidden` is `network.hidden`, `async_` is `async_envs`.
 
@@ -90,21 +90,23 @@ def resolve_names(
     for given, value in options.items():
         name = by_word.get(_KEYWORDS.get(given, given).replace("-", "_"))
         if name is None:
-            raise UsageError(f"There is no option {given!r} of {of}.{_hint(given, [*by_word, *others], elsewhere)}")
+            raise UsageError(
+                f"There is no option {given!r} of {of}.{_hint(given, [*by_word, *others], describe_owner)}"
+            )
         if name in found:
             raise UsageError(f"The option {name} is given twice, once as {given}: give it once.")
         found[name] = value
     return found
 
 
-def _hint(given: str, known: Sequence[str], elsewhere: Any) -> str:
+def _hint(given: str, known: Sequence[str], describe_owner: Any) -> str:
     switch = _KEYWORDS.get(given[3:], given[3:])
     if given.startswith("no_") and switch in known:
         return f" Turn a switch off by {switch}=False."
     has_network = any(name.startswith("network.") for name in known)
     if given.startswith(("network.", "network_")) and "network" in known and not has_network:
         return " It is an option of some networks: name one that has it by network, as network='mlp'."
-    return (elsewhere(given) if elsewhere else "") or suggest(given, known)
+    return (describe_owner(given) if describe_owner else "") or suggest(given, known)
 
 
 def choices_of(hint: Any) -> dict[str, Any]:

@@ -21,8 +21,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from rlframe.envs.gymnasium_registry import user_spec
 from rlframe.envs.names import split
-from rlframe.envs.registered import users_spec
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import registry
@@ -113,7 +113,9 @@ def change_options(defaults: Experiment, options: Mapping[str, Any], others: Ite
     names = {part: list(option_values(config, prefixes[part])) for part, config in configs.items()}
     # 2. The options that are meant.
     known = [*hints, *prefixes, *itertools.chain(*names.values())]
-    given = resolve_names(options, known, f"an experiment with {agent}", functools.partial(where_is, agent), others)
+    given = resolve_names(
+        options, known, f"an experiment with {agent}", functools.partial(describe_option_owner, agent), others
+    )
     # 3. Their values: flat ones, and those in configs.
     values = {name: convert(hints[name], value, name) for name, value in given.items() if name in hints}
     for part, config in configs.items():
@@ -151,7 +153,7 @@ def _configs_to_change(experiment: Experiment, options: Mapping[str, Any], parts
     return configs
 
 
-def where_is(agent: str, option: str, form: str = "{}={!r}") -> str:
+def describe_option_owner(agent: str, option: str, form: str = "{}={!r}") -> str:
     """A sentence on what has an option that an agent lacks: a choice of its config, as a head, or other agents.
 
     Args:
@@ -194,14 +196,14 @@ def apply_preset(preset: Preset | None, agent: str, env: str) -> Experiment:
     defaults = fill_configs(from_flat({**of_topology, "agent": agent, "env": env}))
     options = {} if preset is None else preset.options
     of_env = {"env_kwargs", "eval_env_kwargs"} & options.keys()
-    if of_env and registry.is_library_env(env) and split(env)[0] != "envpool" and users_spec(split(env)[1]) is not None:
+    if of_env and registry.is_library_env(env) and split(env)[0] != "envpool" and user_spec(split(env)[1]) is not None:
         options = {name: value for name, value in options.items() if name not in of_env}  # they are EnvPool's
     return change_options(defaults, options)
 
 
 def fill_configs(experiment: Experiment) -> Experiment:
     """Fill in `agent_config` and `network_config` where they are None."""
-    from rlframe.agents.net_factory import own_config  # imports JAX, as any agent does
+    from rlframe.agents.net_factory import network_config_for  # imports JAX, as any agent does
 
     agent_cls = registry.agent_class(experiment.agent)
     if experiment.agent_config is None:
@@ -210,7 +212,9 @@ def fill_configs(experiment: Experiment) -> Experiment:
     if isinstance(config, AgentOptions) and config.network_config is None:
         network_cls = registry.network_config_class(config.network)
         if network_cls is not None:
-            return experiment.with_topology_options(network_config=own_config(network_cls, agent_cls.network_configs))
+            return experiment.with_topology_options(
+                network_config=network_config_for(network_cls, agent_cls.network_configs)
+            )
     return experiment
 
 
@@ -278,12 +282,12 @@ def config_classes(agent: str, *own: str | None) -> dict[str, type[TopologyConfi
 def option_value(experiment: Experiment, option: str) -> Any:
     """Return the value of an option, as `learning-rate` or `head.num_atoms`; None if there is none."""
     flat = to_flat(experiment)
-    values = values_by_name(flat, flat["agent_config"], flat.get("network_config"))
+    values = all_option_values(flat, flat["agent_config"], flat.get("network_config"))
     value = values.get(option.replace("-", "_"))
     return value.name if dataclasses.is_dataclass(value) and hasattr(value, "name") else value
 
 
-def values_by_name(flat: Mapping[str, Any], agent_config: Any, network_config: Any) -> dict[str, Any]:
+def all_option_values(flat: Mapping[str, Any], agent_config: Any, network_config: Any) -> dict[str, Any]:
     """Return the values of all options by the names that `change_options` takes. A network need not have a config."""
     of_network = {} if network_config is None else option_values(network_config, "network.")
     return {**flat, **option_values(agent_config), **of_network}

@@ -232,7 +232,7 @@ def find_live(name: str, what: str) -> Any:
     )
 
 
-def check_can_leave(names: Mapping[str, Any], topology: str) -> None:
+def check_no_live_objects(names: Mapping[str, Any], topology: str) -> None:
     """Raise UsageError if an object is live: a topology of several processes cannot send it by its name."""
     for option, name in names.items():
         if not is_live(name):
@@ -245,13 +245,13 @@ def check_can_leave(names: Mapping[str, Any], topology: str) -> None:
         )
 
 
-def remember(config: str | os.PathLike[str], names: Mapping[str, Any]) -> None:
+def remember_live_objects(config: str | os.PathLike[str], names: Mapping[str, Any]) -> None:
     """Remember the live objects of a run, by option, as long as this process runs."""
     live = {option: name for option, name in names.items() if is_live(name) and isinstance(name, ObjectName)}
     _of_runs[os.path.abspath(config)] = live
 
 
-def recall(config: str | os.PathLike[str], option: str, name: str) -> str:
+def recall_live_object(config: str | os.PathLike[str], option: str, name: str) -> str:
     """Return a saved live name with its object, if the run was in this process; else the name alone.
 
     What a notebook defines now comes first: a cell may have been run again.

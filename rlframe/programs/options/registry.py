@@ -13,8 +13,8 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rlframe.envs.gymnasium_registry import spec_of
 from rlframe.envs.names import PREFIXES
-from rlframe.envs.registered import spec_of
 from rlframe.errors import UsageError, suggest
 from rlframe.programs.options.object_names import (
     ObjectName,
@@ -24,7 +24,7 @@ from rlframe.programs.options.object_names import (
     load_module,
     load_object,
     object_name,
-    recall,
+    recall_live_object,
 )
 
 if TYPE_CHECKING:
@@ -255,7 +255,9 @@ def name_objects(values: Mapping[str, Any]) -> dict[str, Any]:
     return {option: name_of(option, value) if option in OPTIONS else value for option, value in values.items()}
 
 
-def with_given(saved: dict[str, Any], config: pathlib.Path, given: Mapping[str, Any], replace: bool) -> dict[str, Any]:
+def replace_names(
+    saved: dict[str, Any], config: pathlib.Path, given: Mapping[str, Any], replace: bool
+) -> dict[str, Any]:
     """Return the fields of a saved config with names that hold objects: those given, or those of a run in this process.
 
     Args:
@@ -271,5 +273,5 @@ def with_given(saved: dict[str, Any], config: pathlib.Path, given: Mapping[str, 
         if wanted is not None and (replace or is_live(name) or wanted == name):
             values[field] = wanted
         elif option in OPTIONS and is_live(name):
-            values[field] = recall(config, option, name)
+            values[field] = recall_live_object(config, option, name)
     return values

@@ -25,7 +25,7 @@ _CHANGEABLE = {
 }
 
 
-def continue_experiment(saved: Experiment, wanted: Experiment) -> Experiment:
+def resume_experiment(saved: Experiment, wanted: Experiment) -> Experiment:
     """Return the experiment of a resumed run: `wanted`, with the schedules of `saved`.
 
     Raises:
@@ -90,7 +90,7 @@ def check_backend(notes: Mapping[str, Any], experiment: Experiment) -> None:
         now, problem = None, str(error)
     else:
         problem = f"Here {experiment.env} is made by {now}."
-    if noted is not None and is_other_backend(noted, now):
+    if noted is not None and is_different_backend(noted, now):
         raise UsageError(
             f"The run's environment {experiment.env} was made by {noted}. {problem} Before you resume or "
             "evaluate the run, register the id as it was: import its module, from Python. A run imports the module by "
@@ -98,7 +98,7 @@ def check_backend(notes: Mapping[str, Any], experiment: Experiment) -> None:
         )
 
 
-def is_other_backend(noted: str, now: str | None) -> bool:
+def is_different_backend(noted: str, now: str | None) -> bool:
     """Return True if the user registered either, and they are not the same. EnvPool's and Gymnasium's own are alike."""
     if not (_is_users(noted) or _is_users(now)):
         return False

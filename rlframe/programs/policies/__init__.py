@@ -2,7 +2,7 @@
 
 `saved.read_policy` reads the parameters of a checkpoint. With them
 
-- `evaluation.Evaluations` plays episodes, during a run and after it (`rlframe.evaluate`), and `video.Film` films them;
+- `evaluation.Evaluations` plays episodes, during a run and after it (`rlframe.evaluate`), and `video.VideoRecorder` films them;
 - `trained.TrainedPolicy` acts on single observations or batches (`rlframe.load`);
 - `exported.export` writes a function for JAX without rlframe (`rlframe.export`);
 - `served` gives a language model to the policy server (`rlframe serve policy --run-dir`).

@@ -19,8 +19,8 @@ from rlframe.programs.experiment import MAX_SEED, Experiment
 from rlframe.programs.options.fields import convert
 from rlframe.programs.options.make_experiment import with_fields
 from rlframe.programs.options.resume import check_backend
-from rlframe.programs.policies.saved import NEVER, read_policy
-from rlframe.programs.policies.video import Film
+from rlframe.programs.policies.saved import NEVER_SYNC, read_policy
+from rlframe.programs.policies.video import VideoRecorder
 from rlframe.programs.run_dir.directory import RunDir, open_run
 from rlframe.programs.topologies.config import EvaluationOptions
 from rlframe.programs.topologies.makers import make_agent, make_pool
@@ -44,7 +44,7 @@ class Evaluations:
 
     def __init__(self, experiment: Experiment, agent: Agent, learner: Any, seed: int | None = None) -> None:
         self._experiment, self._seed = experiment.for_evaluation, experiment.seed if seed is None else seed
-        cfg = InferencerConfig(greedy=True, seed=self._seed, sync_interval=NEVER)
+        cfg = InferencerConfig(greedy=True, seed=self._seed, sync_interval=NEVER_SYNC)
         self._inferencer = Inferencer(cfg, agent, learner)
         self._begin = self._inferencer.get_state()
         self._num_envs = num_eval_envs(experiment)
@@ -61,12 +61,12 @@ class Evaluations:
         self._inferencer.set_state(self._begin)
         wanted = self._num_envs
         try:
-            evaluator, problem = most_of(self._ready, wanted)
+            evaluator, problem = make_largest(self._ready, wanted)
         except (EnvError, UsageError):
             if free_envs is None:
                 raise
             free_envs()
-            evaluator, problem = most_of(self._ready, wanted)
+            evaluator, problem = make_largest(self._ready, wanted)
         with contextlib.closing(evaluator):
             if problem is not None:
                 self._num_envs = evaluator.num_envs
@@ -112,7 +112,7 @@ class Evaluations:
         return evaluator
 
 
-def most_of(make: Callable[[int], Any], count: int) -> tuple[Any, Exception | None]:
+def make_largest(make: Callable[[int], Any], count: int) -> tuple[Any, Exception | None]:
     """Return `make(count)`, or that of the largest smaller count that does not fail, and the error of the first try.
 
     What `make` returns has a `close()`.
@@ -254,7 +254,7 @@ def record(
     """
     directory, experiment, seed = _open(run_dir, {}, episodes, seed, max_episode_length=max_episode_length)
     limit = EvaluationOptions.of(experiment).eval_max_episode_length
-    with Film(experiment, path) as film:
+    with VideoRecorder(experiment, path) as film:
         pool = film.make_pool(seed=env_seed(seed, EVALUATOR_RANK))
         agent = make_agent(experiment, pool.codec)
         inferencer = Inferencer(InferencerConfig(greedy=True, seed=seed), agent, read_policy(agent, directory))

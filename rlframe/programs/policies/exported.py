@@ -12,7 +12,7 @@ import numpy as np
 
 from rlframe.envs.codec import ActionLeaf, Codec, ObservationLeaf
 from rlframe.envs.spaces import canonical_dtype
-from rlframe.envs.wrappers import joined
+from rlframe.envs.wrappers import merge_stack
 from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.programs.options.fields import convert
@@ -78,7 +78,7 @@ def export(
             choose(new[:, None], jnp.concatenate([old[:, 1:], new[:, None]], axis=1))
             for old, new in zip(kept[: len(frames)], leaves)
         ]
-        seen = codec.layout.unflatten([joined(row) for row in rows] if frames else list(leaves))
+        seen = codec.layout.unflatten([merge_stack(row) for row in rows] if frames else list(leaves))
         zeros = jnp.zeros(size, jnp.float32)
         timestep = TimeStep(jnp.where(begins, FIRST, MID), zeros, zeros + 1, seen)
         state = structure.unflatten(map(choose, initial, kept[len(frames) :]))

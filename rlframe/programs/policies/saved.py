@@ -22,7 +22,7 @@ from rlframe.programs.run_dir.directory import RunDir
 
 _log = logging.getLogger(__name__)
 
-NEVER = 2**62  # calls after which an Inferencer takes newer parameters: it keeps its version
+NEVER_SYNC = 2**62  # calls after which an Inferencer takes newer parameters: it keeps its version
 
 _LOOK_EVERY = 0.1  # seconds between two looks at the directory
 _ASK_EVERY = 5.0  # seconds between two requests: a learner that was restarted has forgotten the first
@@ -61,7 +61,7 @@ def wait_until_saved(learner: Any, checkpoints: pathlib.Path, stop: threading.Ev
         StoppedError: `stop` was set first.
         PeerError: the learner does not answer.
     """
-    ask_to_save, checkpointer = handles.Poll(learner, "save_soon"), Checkpointer(checkpoints)
+    ask_to_save, checkpointer = handles.Poller(learner, "save_soon"), Checkpointer(checkpoints)
     wanted, asked_at, until = math.inf, -math.inf, time.monotonic() + _SAVE_WITHIN
     while True:
         wanted = min(wanted, learner.stats()["learner_steps"])  # fewer than before: it went back to a checkpoint

@@ -52,7 +52,7 @@ def policy_of_run(path: str | os.PathLike[str], tokenizer: str | None, learner: 
     """
     source = _at(learner)
     directory = RunDir(path)
-    directory.check_holds()
+    directory.check_kind()
     experiment = load_experiment(directory.config)
     config = experiment.topology_config
     if not isinstance(config, Language):

@@ -10,10 +10,10 @@ import dm_env
 import numpy as np
 
 from rlframe.actors.evaluator import EVALUATOR_RANK
-from rlframe.actors.stepper import zero_at_first
+from rlframe.actors.stepper import reset_at_first
 from rlframe.agents import Agent
 from rlframe.envs.codec import Codec
-from rlframe.envs.layout import MisfitError
+from rlframe.envs.layout import SpecMismatchError
 from rlframe.envs.wrappers import FrameStack
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
@@ -21,7 +21,7 @@ from rlframe.learners.checkpoints import Checkpointer
 from rlframe.params.publication import LocalParams
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.fields import convert
-from rlframe.programs.policies.saved import NEVER, read_policy
+from rlframe.programs.policies.saved import NEVER_SYNC, read_policy
 from rlframe.programs.run_dir.directory import open_run
 from rlframe.programs.topologies.config import EnvOptions
 from rlframe.programs.topologies.makers import make_agent
@@ -60,7 +60,7 @@ class TrainedPolicy:
         self._stack: FrameStack | None = None
         self.state: AgentState = ()
         self._inferencers = {
-            greedy: Inferencer(InferencerConfig(sync_interval=NEVER, greedy=greedy, seed=seed), agent, params)
+            greedy: Inferencer(InferencerConfig(sync_interval=NEVER_SYNC, greedy=greedy, seed=seed), agent, params)
             for greedy in (True, False)
         }
         self._begins = np.zeros(0, bool)  # which of the environments of the last batch begin an episode
@@ -118,7 +118,7 @@ class TrainedPolicy:
         timestep = TimeStep(step_type, zeros, zeros + 1, codec.layout.unflatten(leaves))
         if self._stack is not None and codec is self.codec:
             timestep = self._stack(timestep)
-        before = zero_at_first(timestep, self.state, initial) if state is None else state
+        before = reset_at_first(timestep, self.state, initial) if state is None else state
         output, self.state = inferencer.inference(self._env_ids, timestep, before)
         self._begins = np.zeros(size, bool)
         action = codec.action.decode(np.asarray(output.action))
@@ -136,7 +136,7 @@ class TrainedPolicy:
             if self._check_finite:
                 for leaf, value in zip(codec.leaves, leaves, strict=True):
                     leaf.check_finite(value)
-        except MisfitError as error:
+        except SpecMismatchError as error:
             if error.place is not None:
                 raise
             raise UsageError(

@@ -10,21 +10,21 @@ from typing import Any
 import numpy as np
 
 from rlframe import extras
-from rlframe.envs import SyncEnv, registered
+from rlframe.envs import SyncEnv, gymnasium_registry
+from rlframe.envs.gymnasium_registry import gymnasium_ids
 from rlframe.envs.names import backend, split, takes_seed
-from rlframe.envs.registered import gymnasium_ids
 from rlframe.errors import RlframeError, UsageError
-from rlframe.program_end import Closing
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import registry
 from rlframe.programs.presets import plain_name
 from rlframe.programs.topologies.config import EnvOptions
+from rlframe.shutdown import Closeable
 
 _FORMATS = (".mp4", ".mkv", ".webm")
 _DEFAULT_FPS = 30
 
 
-class Film(Closing):
+class VideoRecorder(Closeable):
     """A video file, and a pool of one environment whose every step becomes a frame in it.
 
     Args:
@@ -43,7 +43,7 @@ class Film(Closing):
         self._pool: Any = None
         if self._path.suffix not in _FORMATS:
             raise UsageError(f"A video is one of {', '.join(_FORMATS)}, not {self._path.name!r}.")
-        with extras.needed("A video", "gymnasium"):
+        with extras.explain_import_error("A video", "gymnasium"):
             import gymnasium  # noqa: F401
             import imageio_ffmpeg  # noqa: F401
 
@@ -105,7 +105,7 @@ class Film(Closing):
 class _Filmed:
     """A gymnasium environment that hands each of its frames to a film."""
 
-    def __init__(self, env: Any, film: Film) -> None:
+    def __init__(self, env: Any, film: VideoRecorder) -> None:
         self._env = env
         self._film = film
         self._fps = float(env.metadata.get("render_fps") or _DEFAULT_FPS)
@@ -137,7 +137,7 @@ def _rendering_env(experiment: Experiment, seed: int) -> Any:
     # The twin of an EnvPool task takes none of EnvPool's options.
     if where == "envpool" and EnvOptions.of(experiment).env_type in ("auto", "envpool"):
         return _twin(plain_name(name))
-    return registered.make(name, {"render_mode": "rgb_array", **experiment.env_kwargs})
+    return gymnasium_registry.make(name, {"render_mode": "rgb_array", **experiment.env_kwargs})
 
 
 def _from_builder(builder: Any, experiment: Experiment, seed: int) -> Any:

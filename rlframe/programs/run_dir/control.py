@@ -26,7 +26,7 @@ class ControlAddress:
     token_file: str | None = None  # None: one that is made in the run's directory
 
 
-class RunTarget:
+class LocalRunTarget:
     """The status and the commands of a run without a coordinator; it is in the process that runs it.
 
     Args:
@@ -60,7 +60,7 @@ class RunTarget:
 
 
 @contextlib.contextmanager
-def serve_control_of(
+def serve_run_control(
     run_dir: pathlib.Path, address: ControlAddress | None, coordinator: Any = None, quiet: bool = False
 ) -> Iterator[None]:
     """Serve the control of a run in this process, and write the address into its directory. Do nothing for None.
@@ -77,13 +77,13 @@ def serve_control_of(
     if address is None:
         yield
         return
-    from rlframe.coordinator.control.address import make_token, remove_control, write_control
+    from rlframe.coordinator.control.address import make_token_file, remove_control, write_control
 
-    with extras.needed("--http", "trajectories"):
+    with extras.explain_import_error("--http", "trajectories"):
         from rlframe.coordinator.control.app import COORDINATOR, RUN, serve_control
         from rlframe.http.config import read_token
-    token_file = address.token_file or make_token(run_dir)
-    target, kind = (RunTarget(run_dir), RUN) if coordinator is None else (coordinator, COORDINATOR)
+    token_file = address.token_file or make_token_file(run_dir)
+    target, kind = (LocalRunTarget(run_dir), RUN) if coordinator is None else (coordinator, COORDINATOR)
     with serve_control(target, address.host, address.port, token_file, kind=kind) as server:
         write_control(run_dir, server.url, token_file)
         # If it is no terminal, others may read the output.

@@ -96,19 +96,19 @@ class RunDir:
         shutil.rmtree(self.path, ignore_errors=True)
 
     @property
-    def holds(self) -> str | None:
+    def kind(self) -> str | None:
         """Kind of the directory: RUN, SEEDS or SWEEP; None if it is none of these."""
         return next((name for name in (SWEEP, SEEDS, RUN) if (self.path / name).is_file()), None)
 
     def runs(self) -> list[pathlib.Path]:
         """The directories of the runs that have begun, of several seeds or a sweep: in order of trial and seed."""
-        pattern = {SEEDS: "seed-*", SWEEP: "trial-*/seed-*"}.get(self.holds or "")
+        pattern = {SEEDS: "seed-*", SWEEP: "trial-*/seed-*"}.get(self.kind or "")
         found = [path for path in self.path.glob(pattern or "") if (path / RUN).is_file()] if pattern else []
         return sorted(found, key=lambda path: [int(n) for n in re.findall(r"\d+", str(path.relative_to(self.path)))])
 
-    def check_holds(self, wanted: str = RUN) -> None:
+    def check_kind(self, wanted: str = RUN) -> None:
         """Raise UsageError, with the command to use, if the kind of the directory is not `wanted`."""
-        found = self.holds
+        found = self.kind
         if found is None:
             what = {RUN: "run", SEEDS: "set of seeds", SWEEP: "sweep"}[wanted]
             raise UsageError(f"There is no {what} in {self.path}: it has no {wanted}.")
@@ -126,12 +126,12 @@ class RunDir:
     @property
     def resume_command(self) -> str:
         """The command that resumes the run, the seeds or the sweep."""
-        what = "sweep" if self.holds == SWEEP else "train"
-        if self.holds == SEEDS:
+        what = "sweep" if self.kind == SWEEP else "train"
+        if self.kind == SEEDS:
             what += f" --seeds {json.loads((self.path / SEEDS).read_text())['seeds']}"
         return f"rlframe {what} --resume --run-dir {self.path}"
 
-    def what_is_saved(self) -> str:
+    def describe_checkpoint(self) -> str:
         """Return a sentence about the newest checkpoint and the command that resumes from it."""
         steps = Checkpointer(self.checkpoints).steps()
         if not steps:
@@ -174,7 +174,7 @@ def open_run(run_dir: str | os.PathLike[str], given: Mapping[str, Any]) -> tuple
         UsageError: there is no such run.
     """
     directory = RunDir(run_dir)
-    directory.check_holds()
+    directory.check_kind()
     forget_changed()
     experiment = load_experiment(directory.config, given, replace=True)
     if experiment.topology_config.learns_from != "steps":

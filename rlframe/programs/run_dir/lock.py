@@ -168,7 +168,7 @@ class RunLock:
         """Watch the holder's beat for up to 30 s. Return True as soon as it changes."""
         before = _text(self._path)
         _log.warning("%s may be in use by %s: watching for up to %g s.", self, holder, _STILL)
-        for pause in retry.pauses(_LOOK, _LOOK, _STILL):
+        for pause in retry.backoff(_LOOK, _LOOK, _STILL):
             now = _text(self._path)
             if self._is_ours() is None:
                 return False
@@ -187,7 +187,7 @@ class RunLock:
             _log.warning("Taking %s over from %s: %s.", self, holder, number.name)
             with contextlib.suppress(ProcessLookupError):
                 holder.send(number)
-            for pause in retry.pauses(_LOOK, _LOOK, seconds):
+            for pause in retry.backoff(_LOOK, _LOOK, seconds):
                 if _flock(self._descriptor):
                     return True
                 time.sleep(pause)

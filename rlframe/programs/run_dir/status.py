@@ -68,7 +68,7 @@ class StatusFile:
         self.write(state=state.value, nodes=[_worker_of(node) for node in nodes])
 
     @contextlib.contextmanager
-    def until_the_end(self) -> Iterator[None]:
+    def record_failure(self) -> Iterator[None]:
         """Write the error that ends the session in the context, if one does."""
         try:
             yield
@@ -122,7 +122,7 @@ class StatusReader:
 
     def __init__(self, run_dir: str | os.PathLike) -> None:
         self._directory = RunDir(pathlib.Path(run_dir))
-        self._directory.check_holds()
+        self._directory.check_kind()
         self._rows = _Rows(self._directory.metrics)
 
     def __call__(self) -> dict[str, Any]:

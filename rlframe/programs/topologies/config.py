@@ -94,7 +94,7 @@ class TopologyConfig:
         return GRACE
 
     @property
-    def is_watched(self) -> bool:
+    def kills_hung_nodes(self) -> bool:
         """True if nodes that hang are killed: then other nodes wait for them without a limit."""
         return False
 
@@ -129,7 +129,7 @@ class TopologyConfig:
         """Return the extras that a run needs beside those of its engine."""
         return []
 
-    def asked_by(self, experiment: Experiment) -> str:
+    def extras_option(self, experiment: Experiment) -> str:
         """Return the option that needs these extras, for an error."""
         return f"--topology {self.name}"
 
@@ -165,7 +165,7 @@ class ProgramConfig(NodeOptions, TopologyConfig):
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(NodeOptions)}
 
     @property
-    def is_watched(self) -> bool:
+    def kills_hung_nodes(self) -> bool:
         """See `TopologyConfig`."""
         return self.hang_timeout > 0 and "hang_timeout" in self.engine_class.options
 
@@ -217,7 +217,7 @@ class EnvOptions(TopologyConfig):
                 f"num_envs={experiment.num_envs} cannot be shared evenly by num_actors={self.num_actors} with "
                 f"num_pools={self.num_pools} each. Give num_envs a multiple of {num_pools}, or change num_actors."
             )
-        if not 1 <= experiment.waits_for <= experiment.envs_per_pool:
+        if not 1 <= experiment.num_awaited_envs <= experiment.envs_per_pool:
             raise UsageError(
                 f"wait_num must be between 1 and {experiment.envs_per_pool}, the environments of a pool, got "
                 f"{self.wait_num}."
@@ -298,19 +298,19 @@ class GameConfig(StoppingOptions, EvaluationOptions, AgentOptions, EnvOptions):
 
     Attributes:
         replays: what experience may be kept in, first what the topology is meant for.
-        takes_own_replay: whether it may be kept in a `file.py:Class` as well.
+        accepts_custom_replay: whether it may be kept in a `file.py:Class` as well.
     """
 
     replays: ClassVar[tuple[str, ...]] = ("shared_memory", "service", "reverb")
-    takes_own_replay: ClassVar[bool] = True
+    accepts_custom_replay: ClassVar[bool] = True
 
     replay: str = "auto"  # where experience lies; auto: as the topology is meant; or file.py:Class
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_own = self.takes_own_replay and ":" in self.replay
+        is_own = self.accepts_custom_replay and ":" in self.replay
         if self.replay not in ("auto", *self.replays) and not is_own:
-            own = "A replay of your own is file.py:Class." if self.takes_own_replay else "It takes no other one."
+            own = "A replay of your own is file.py:Class." if self.accepts_custom_replay else "It takes no other one."
             raise UsageError(
                 f"The topology {self.name} keeps its experience in {' or '.join(self.replays)}, got replay="
                 f"{self.replay!r}. {own}"
@@ -325,9 +325,9 @@ class GameConfig(StoppingOptions, EvaluationOptions, AgentOptions, EnvOptions):
         """See `TopologyConfig`."""
         return ["reverb"] if self.replay_kind == "reverb" else []
 
-    def asked_by(self, experiment: Experiment) -> str:
+    def extras_option(self, experiment: Experiment) -> str:
         """See `TopologyConfig`."""
-        return super().asked_by(experiment) + (" --replay reverb" if self.replay == "reverb" else "")
+        return super().extras_option(experiment) + (" --replay reverb" if self.replay == "reverb" else "")
 
 
 @dataclasses.dataclass(frozen=True)

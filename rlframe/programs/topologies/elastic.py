@@ -26,7 +26,7 @@ from rlframe.coordinator.workers.learner_worker import LearnerWorker
 from rlframe.engines import Engine
 from rlframe.engines.base import MakeWorker, StartsWorkers
 from rlframe.engines.group_rules import NO_ACCELERATOR
-from rlframe.engines.logs import Nowhere
+from rlframe.engines.logs import NullStream
 from rlframe.errors import PeerError, StoppedError, UsageError
 from rlframe.metrics.rows import ActorCounts
 from rlframe.programs.experiment import Experiment
@@ -43,7 +43,7 @@ from rlframe.programs.topologies.makers import (
     learner_config,
     replay_capacity,
 )
-from rlframe.programs.training.progress import Progress
+from rlframe.programs.training.progress import ProgressFile
 from rlframe.programs.training.row_writer import RowWriter
 
 POLICY = "main"
@@ -55,7 +55,7 @@ class Elastic(GameProgram):
 
     replays = ("shared_memory", "service", "reverb")
     control_group = "coordinator"
-    takes_own_replay = False  # its learner takes what the coordinator grants, by keys that ours have
+    accepts_custom_replay = False  # its learner takes what the coordinator grants, by keys that ours have
 
     name: str = "elastic"
     operator: str = "auto"  # of elastic: what starts workers: local, ray or file.py:Class; auto: as the engine says
@@ -88,7 +88,7 @@ class Elastic(GameProgram):
         return self.operator if self.operator != "auto" else self.engine_class.operator or "local"
 
     @property
-    def crosses_machines(self) -> bool:
+    def spans_machines(self) -> bool:
         """True if workers may be on machines that share no memory with the launcher's."""
         return self.operator_name == "ray" and self.replay_kind == "service"
 
@@ -98,17 +98,17 @@ def elastic(engine: Engine, session: Session) -> None:
     """Add a coordinator, which starts and ends collectors as the learner needs them."""
     replay_buffer = add_elastic_replay(engine, session)
     config = Elastic.of(session.experiment)
-    if config.crosses_machines:
+    if config.spans_machines:
         param_store = engine.add("params", ParamStore, at_end=max(1.0, config.grace_seconds - 1.0))
     else:
         param_store = engine.own(ParamStore())
-    makers = make_workers(session, replay_buffer, param_store)
+    makers = worker_makers(session, replay_buffer, param_store)
     engine.add(
         "coordinator", make_coordinator, session, replay_buffer, param_store, add_operator(engine, session, makers)
     )
 
 
-def make_workers(session: Session, replay_buffer: Any, param_store: Any) -> dict[str, MakeWorker]:
+def worker_makers(session: Session, replay_buffer: Any, param_store: Any) -> dict[str, MakeWorker]:
     """Return the makers of the workers of each role, called in the workers' processes."""
     experiment, agent = session.experiment, session.agent
     return {
@@ -141,7 +141,7 @@ def add_elastic_replay(engine: Engine, session: Session) -> Any:
     if config.replay_kind == "service":
         return add_service(engine, session, capacity, num_envs=writers_envs, rounds=Limits.grant)
     # A pause takes as long as it takes: a learner that hangs is the coordinator's to see.
-    options: dict[str, Any] = {"timeout": math.inf, "rounds_ahead": Limits.grant, "come_and_go": True}
+    options: dict[str, Any] = {"timeout": math.inf, "rounds_ahead": Limits.grant, "elastic_writers": True}
     return add_shared_memory(engine, session, most, capacity, **options)
 
 
@@ -149,7 +149,7 @@ def add_operator(engine: Engine, session: Session, makers: Mapping[Any, MakeWork
     """Return the operator, which belongs to this process: a coordinator that is started again finds its workers."""
     config = Elastic.of(session.experiment)
     options: dict[str, Any] = {
-        "output": Nowhere() if session.quiet else None,
+        "output": NullStream() if session.quiet else None,
         "logs": session.directory.logs,
         "hang_timeout": config.hang_timeout,
     }
@@ -173,7 +173,7 @@ def make_coordinator(session: Session, replay_buffer: Any, param_store: Any, ope
         operator: the launcher's, or a handle to it.
     """
     experiment, config = session.experiment, Elastic.of(session.experiment)
-    progress = Progress(session.directory.progress, session.session_id)
+    progress = ProgressFile(session.directory.progress, session.session_id)
     cfg = CoordinatorConfig(
         path=str(session.directory.coordinator),
         job_id=session.session_id,
@@ -181,18 +181,18 @@ def make_coordinator(session: Session, replay_buffer: Any, param_store: Any, ope
         collectors=min(max(config.num_actors, config.min_actors), config.max_actors),
         min_collectors=config.min_actors,
         max_collectors=config.max_actors,
-        cores=config.max_actors if config.crosses_machines else None,
+        cores=config.max_actors if config.spans_machines else None,
         mean_staleness=config.mean_staleness,
         evaluates=config.evaluates,
         stop_within=max(1.0, config.grace_seconds - 2.0),  # and then the workers have to end
-        describes={
+        run_info={
             "id": session.path.name,
             "run_dir": str(session.path),
             "agent": experiment.agent,
             "env": experiment.env,
             "until": session.until,
         },
-        limits=limits_of(experiment),
+        limits=make_limits(experiment),
     )
     commander = TrainOne(
         policy_id=POLICY,
@@ -206,7 +206,7 @@ def make_coordinator(session: Session, replay_buffer: Any, param_store: Any, ope
     return Coordinator(commander, operator, replay_buffer, param_store, cfg, records)
 
 
-def limits_of(experiment: Experiment) -> Limits:
+def make_limits(experiment: Experiment) -> Limits:
     """Return the coordinator's deadlines, for the launcher's `hang_timeout`."""
     config = Elastic.of(experiment)
     silent = config.hang_timeout or math.inf
@@ -236,7 +236,7 @@ def make_actor(
 class _Records:
     """A run's files, as the other topologies write them: the coordinator makes the rows."""
 
-    def __init__(self, session: Session, progress: Progress, param_store: Any) -> None:
+    def __init__(self, session: Session, progress: ProgressFile, param_store: Any) -> None:
         self._session, self._progress, self._param_store = session, progress, param_store
         self._rows: Any = None
 
@@ -249,7 +249,7 @@ class _Records:
         self._progress.counts = counts
         self._progress.try_to_save()
         if "steps_per_second" in row:
-            self._rows.note_step(env_steps)
+            self._rows.record_step(env_steps)
         self._rows.log(env_steps, row)
 
     def finish(self, summary: dict[str, Any]) -> None:

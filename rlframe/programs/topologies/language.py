@@ -79,7 +79,7 @@ class Language(ProgramConfig):
         published = self.tokenizer_name(config) != "byte" or config.weights or self.warm_up_steps(experiment)
         return ["trajectories", "envs", *(["lm"] if published else [])]
 
-    def asked_by(self, experiment: Experiment) -> str:
+    def extras_option(self, experiment: Experiment) -> str:
         """See `TopologyConfig`."""
         return f"--agent {experiment.agent}"
 
@@ -89,7 +89,7 @@ def language(engine: Engine, session: Session) -> Topology | None:
     """Add the services, the learner, the environments and the monitor. The warm-up is a program before that one."""
     from rlframe.language.decoding import EngineConfig
     from rlframe.language.server import PolicyServer, PolicyServerConfig
-    from rlframe.programs.topologies.language_nodes import MODEL, Environment, WarmUp, check_environment
+    from rlframe.programs.topologies.language_nodes import MODEL, EnvironmentNode, WarmUpNode, check_environment
     from rlframe.programs.topologies.makers import make_agent
     from rlframe.programs.training.language_monitor import LanguageMonitor
     from rlframe.trajectories.config import Settings
@@ -101,7 +101,7 @@ def language(engine: Engine, session: Session) -> Topology | None:
     tokenizer = config.tokenizer_name(experiment.agent_config)
     if config.warm_up_steps(experiment):
         if not session.directory.warmup.exists():
-            engine.add("learner", WarmUp, session)  # with the learner's cores and accelerators
+            engine.add("learner", WarmUpNode, session)  # with the learner's cores and accelerators
             return language
         weights = dataclasses.replace(experiment.agent_config, weights=str(session.directory.warmup))
         session = dataclasses.replace(session, agent=make_agent(dataclasses.replace(experiment, agent_config=weights)))
@@ -119,7 +119,7 @@ def language(engine: Engine, session: Session) -> Topology | None:
     )
     model_config = session.agent.model_config  # type: ignore[attr-defined]
     policy = engine.add("policy", PolicyServer, policy_config, model_config, tokenizer, learner)
-    environments = [engine.add("environment", Environment, session, rank) for rank in range(experiment.num_envs)]
+    environments = [engine.add("environment", EnvironmentNode, session, rank) for rank in range(experiment.num_envs)]
     engine.add("monitor", LanguageMonitor, session, learner, policy, environments)
     return None
 
@@ -127,7 +127,7 @@ def language(engine: Engine, session: Session) -> Topology | None:
 def make_learner(session: Session) -> Any:
     """Register at the trajectory service as the trainer, and make the Learner of its batches."""
     from rlframe.learners import Learner
-    from rlframe.programs.topologies.language_nodes import FOR_EVER
+    from rlframe.programs.topologies.language_nodes import NO_LAST_STEP
     from rlframe.programs.topologies.makers import learner_config
     from rlframe.trajectories import TrajectoryBuffer, TrajectoryClient
 
@@ -138,7 +138,7 @@ def make_learner(session: Session) -> Any:
             max_token_len=experiment.agent_config.max_tokens,
             checkpoint_dir=str(session.path),
             save_checkpoint_interval=ENV_CHECKPOINT_EVERY,
-            num_steps=FOR_EVER,  # the monitor ends the run; other steps would be another registration
+            num_steps=NO_LAST_STEP,  # the monitor ends the run; other steps would be another registration
             max_staleness=config.max_staleness,
             stale="discard" if config.max_staleness is not None else None,
             run_key=session.directory.key(),

@@ -37,8 +37,8 @@ _log = logging.getLogger(__name__)
 
 MODEL = "policy"  # what the policy server calls its model
 
-FOR_EVER = 2**31 - 1  # the trainer's last step, to environments that evaluate after it
-_NOT_OPTIONS = {  # options of an environment that a run sets, and the option of the run that does
+NO_LAST_STEP = 2**31 - 1  # the trainer's last step, to environments that evaluate after it
+_SET_BY_RUN = {  # options of an environment that a run sets, and the option of the run that does
     "tokenizer_name": "--tokenizer",
     "max_token_length": "--max-tokens",
     "rollout_server_url": "--service-port",
@@ -50,12 +50,12 @@ _NOT_OPTIONS = {  # options of an environment that a run sets, and the option of
 }
 
 
-def config_of(session: Session) -> Language:
+def language_config(session: Session) -> Language:
     """Return the options of the topology, whose file imports this one."""
     return cast("Language", session.topology_config)
 
 
-def env_class(name: str) -> type[BaseEnv]:
+def load_env_class(name: str) -> type[BaseEnv]:
     """Load the `BaseEnv` that `file.py:Class` or `package.module:Class` names. Raise UsageError if it names none."""
     found = load_object(name, "environment")
     if not (isinstance(found, type) and issubclass(found, BaseEnv)):
@@ -71,15 +71,15 @@ def env_config(env_cls: type[BaseEnv], session: Session, rank: int = 0, incarnat
     """
     experiment, config = session.experiment, session.experiment.agent_config
     for name in experiment.env_kwargs:
-        if name in _NOT_OPTIONS:
-            raise UsageError(f"env_kwargs: {name} is not for the environment to say here; {_NOT_OPTIONS[name]} does.")
+        if name in _SET_BY_RUN:
+            raise UsageError(f"env_kwargs: {name} is not for the environment to say here; {_SET_BY_RUN[name]} does.")
     default, _ = env_cls.config_init()
     given: dict[str, Any] = {
-        "tokenizer_name": config_of(session).tokenizer_name(config),
+        "tokenizer_name": language_config(session).tokenizer_name(config),
         "max_token_length": config.max_tokens,
-        "rollout_server_url": config_of(session).service_url,
+        "rollout_server_url": language_config(session).service_url,
         "batch_size": config.batch_size,
-        "total_steps": FOR_EVER,
+        "total_steps": NO_LAST_STEP,
         "steps_per_eval": 0,  # the monitor asks for evaluations
         "use_wandb": False,
         "resume_file": str(session.path / "environments" / f"{rank}.json"),
@@ -91,14 +91,14 @@ def env_config(env_cls: type[BaseEnv], session: Session, rank: int = 0, incarnat
 
 def check_environment(session: Session) -> None:
     """Raise UsageError if the environment of a run or its tokenizer is invalid: before a process is started."""
-    env_config(env_class(session.experiment.env), session)
-    tokenizer = config_of(session).tokenizer_name(session.experiment.agent_config)
+    env_config(load_env_class(session.experiment.env), session)
+    tokenizer = language_config(session).tokenizer_name(session.experiment.agent_config)
     tokens, known = load_tokenizer(tokenizer).vocab_size, session.agent.model_config.vocab_size  # type: ignore[attr-defined]
     if tokens > known:
         raise UsageError(f"The tokenizer {tokenizer} has {tokens} tokens, the model only {known}.")
 
 
-class Environment:
+class EnvironmentNode:
     """Collects groups for the learner of a run, and evaluates when the monitor asks for it.
 
     Its identity at the service outlives its process. After a restart its seed is another one, and so are its items.
@@ -111,7 +111,7 @@ class Environment:
     def __init__(self, session: Session, rank: int) -> None:
         self._session, self._rank = session, rank
         self._incarnation = next_incarnation(session.path / "environments" / f"{rank}.incarnation")
-        env_cls = env_class(session.experiment.env)
+        env_cls = load_env_class(session.experiment.env)
         self._metrics = RecentMetrics()
         self._env = env_cls(env_config(env_cls, session, rank, self._incarnation), [api_server_config(session)])
         self._env.tracker = self._metrics  # receives the rows of `wandb_log`
@@ -129,7 +129,7 @@ class Environment:
         Raises:
             RlframeError: the service or the policy server stayed away, or collecting failed too often.
         """
-        with handles.stopped_by_program(self.stop):
+        with handles.stop_with_program(self.stop):
             asyncio.run(self._main())
 
     async def _main(self) -> None:
@@ -190,7 +190,7 @@ class Environment:
             self._evaluated = number, found
 
 
-class WarmUp:
+class WarmUpNode:
     """Train on the environment's demonstrations, then write the weights to the run directory in the published format.
 
     Args:
@@ -204,9 +204,9 @@ class WarmUp:
     def run(self) -> None:
         """Return once the weights are written, or after `stop()`, which writes nothing."""
         session, directory = self._session, self._session.directory
-        env_cls = env_class(session.experiment.env)
+        env_cls = load_env_class(session.experiment.env)
         env = env_cls(env_config(env_cls, session), [api_server_config(session)])
-        tokenizer = load_tokenizer(config_of(session).tokenizer_name(session.experiment.agent_config))
+        tokenizer = load_tokenizer(language_config(session).tokenizer_name(session.experiment.agent_config))
 
         def demonstrations(source: random.Random, count: int) -> Sequence[tuple[str, str]]:  # before each update
             if self._stop.is_set():
@@ -215,7 +215,7 @@ class WarmUp:
 
         logger = MultiLogger([directory.open_logs(0), *session.loggers])
         try:
-            with handles.stopped_by_program(self.stop):
+            with handles.stop_with_program(self.stop):
                 params = warm_up(
                     session.agent,  # type: ignore[arg-type]
                     demonstrations,
@@ -296,10 +296,10 @@ async def _advance() -> None:
 def api_server_config(session: Session) -> APIServerConfig:
     """Return the address of the policy server of a run, for its environments."""
     return APIServerConfig(
-        base_url=f"{config_of(session).policy_url}/v1",
+        base_url=f"{language_config(session).policy_url}/v1",
         model_name=MODEL,
         api_key="none",
-        tokenizer_name=config_of(session).tokenizer_name(session.experiment.agent_config),
+        tokenizer_name=language_config(session).tokenizer_name(session.experiment.agent_config),
     )
 
 

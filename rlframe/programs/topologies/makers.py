@@ -39,15 +39,15 @@ def make_pool(experiment: Experiment, num_envs: int, env_kwargs: dict[str, Any],
     """Make a pool of `num_envs` of an experiment's environments."""
     config = EnvOptions.of(experiment)
     what = registry.env_name_or_builder(experiment.env)
-    options: dict[str, Any] = {"type": pool_type(experiment, num_envs, what), "env_kwargs": env_kwargs}
+    options: dict[str, Any] = {"type": env_pool_type(experiment, num_envs, what), "env_kwargs": env_kwargs}
     shared = ("num_workers", "answer_timeout", "check_finite", "frame_stack", "action_repeat", "clip_rewards")
     options.update({name: getattr(config, name) for name in shared})
     if config.async_envs:
-        return AsyncEnv(what, num_envs, experiment.waits_for, seed=seed, **options)
+        return AsyncEnv(what, num_envs, experiment.num_awaited_envs, seed=seed, **options)
     return SyncEnv(what, num_envs, seed=seed, **options)
 
 
-def pool_type(experiment: Experiment, num_envs: int, what: Any) -> str:
+def env_pool_type(experiment: Experiment, num_envs: int, what: Any) -> str:
     """How a pool of so many environments runs: loop, thread, process or envpool."""
     config = EnvOptions.of(experiment)
     return default_type(what, num_envs, is_sync=not config.async_envs) if config.env_type == "auto" else config.env_type
@@ -67,7 +67,7 @@ def check_answer_timeout(experiment: Experiment) -> None:
         or "hang_timeout" in config.engine_class.options
     ):
         return
-    kind = pool_type(experiment, experiment.envs_per_pool, registry.env_name_or_builder(experiment.env))
+    kind = env_pool_type(experiment, experiment.envs_per_pool, registry.env_name_or_builder(experiment.env))
     if kind in ("loop", "envpool"):
         raise UsageError(
             f"answer_timeout={config.answer_timeout:g} is for the env_type thread or process: {kind}, in a single "
@@ -114,7 +114,7 @@ def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
     def make(cfg: Any) -> Agent:
         agent = agent_cls(cfg, observation_spec, codec.action_spec, **networks)
         if topology.async_envs:
-            check_learns_from_async(experiment.agent, agent.replay_spec)
+            check_supports_async(experiment.agent, agent.replay_spec)
         if not (topology.normalize_observations or topology.normalize_rewards):
             return agent
         return Normalized(
@@ -136,7 +136,7 @@ def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
     return make(dataclasses.replace(config, **known))
 
 
-def check_learns_from_async(name: str, spec: ReplaySpec) -> None:
+def check_supports_async(name: str, spec: ReplaySpec) -> None:
     """Raise UsageError for an agent that needs all environments in step."""
     if spec.max_staleness is not None:
         why = f"max_staleness={spec.max_staleness}: actors wait for new parameters when an unroll is complete"

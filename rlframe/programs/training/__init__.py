@@ -8,7 +8,7 @@ restarted.
 Loop and monitor use the same objects. A `Schedule` (`rlframe/programs/session.py`) says when a row or an evaluation is
 due. `try_evaluation` (`rlframe/programs/policies/evaluation.py`) evaluates, and returns an `EvaluationOutcome`. A
 `RowWriter` (`row_writer.py`) writes the rows, and makes the `Result` with the outcome of the final evaluation. An
-`Ending` (`session.py`) decides whether the session ends before its last step.
+`EarlyStop` (`session.py`) decides whether the session ends before its last step.
 
 A row of step 2,000: the counts since the row of step 1,000 give `episode_return` and `steps_per_second`; the learner's
 newest stats give `loss` and `learner_steps`. It goes to `metrics.jsonl` and the other files of the run, to trackers, to

@@ -68,7 +68,7 @@ class Callbacks:
                     f"{function!r}."
                 )
         self.error: BaseException | None = None
-        self._asks_for_stop = self._warned = False
+        self._stop_requested = self._warned = False
         self._end: Callable[[str, bool], None] | None = None
 
     def __bool__(self) -> bool:
@@ -82,10 +82,10 @@ class Callbacks:
             if self.error is not None:
                 return
             try:
-                function(CallbackInfo(step, dict(row), self._ask_for_stop))
+                function(CallbackInfo(step, dict(row), self._request_stop))
             except BaseException as error:  # SystemExit too: in a thread nobody else would see it
                 self.error = error
-                self.tell()
+                self.request_end()
 
     def close(self) -> None:
         """Nothing is open."""
@@ -104,9 +104,9 @@ class Callbacks:
             )
         self._end = end
 
-    def tell(self) -> None:
+    def request_end(self) -> None:
         """Tell that node to end, if a callback asks for it. To be repeated: a node that was restarted has forgotten."""
-        if self._end is None or not (self.error is not None or self._asks_for_stop):
+        if self._end is None or not (self.error is not None or self._stop_requested):
             return
         try:
             self._end("callback" if self.error is None else "error", self.error is None)
@@ -117,9 +117,9 @@ class Callbacks:
         except RlframeError:  # it is being restarted, or the program is over
             pass
 
-    def _ask_for_stop(self) -> None:
-        self._asks_for_stop = True
-        self.tell()
+    def _request_stop(self) -> None:
+        self._stop_requested = True
+        self.request_end()
 
 
 def _plain(value: Any) -> Any:

@@ -14,7 +14,7 @@ from rlframe.programs.policies.saved import SavedPolicy
 from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.session import Session
 from rlframe.programs.training.monitor import Monitor
-from rlframe.programs.training.updates import least_updates, total_learner_steps, warn_if_none
+from rlframe.programs.training.updates import min_updates, total_learner_steps, warn_if_no_updates
 from rlframe.types import Logs
 
 _log = logging.getLogger(__name__)
@@ -48,11 +48,11 @@ class GameMonitor(Monitor):
         super().stop()
         self._evaluations.stop()
 
-    def _warn_of_missing_updates(self) -> None:
+    def _warn_about_missing_updates(self) -> None:
         made, num_envs = self._learner_stats["learner_steps"], self._experiment.num_envs
         spec = self._session.agent.replay_spec
-        warn_if_none(spec, made, self.step, num_envs)
-        if spec.samples_per_insert is not None and 0 < made < least_updates(spec, self.step, num_envs):
+        warn_if_no_updates(spec, made, self.step, num_envs)
+        if spec.samples_per_insert is not None and 0 < made < min_updates(spec, self.step, num_envs):
             _log.warning(
                 "%d updates were made, of about %d that %d environment steps ask for: the learner came back from an "
                 "older checkpoint, or the replay lost items.",
@@ -64,11 +64,11 @@ class GameMonitor(Monitor):
     def _is_done(self) -> bool:
         return self.step >= self._session.until
 
-    def _ask_nodes(self) -> None:
+    def _poll_nodes(self) -> None:
         self._allow_steps(math.ceil(max(0, self._session.until - self.step) / len(self._actors)))
-        self._learner_stats = self._ask_learner() or self._learner_stats
+        self._learner_stats = self._poll_learner() or self._learner_stats
 
-    def _hold_actors(self) -> None:
+    def _pause_actors(self) -> None:
         self._allow_steps(0)
 
     def _allow_steps(self, share: int) -> None:
@@ -98,7 +98,7 @@ class _LimitedActor:
     """
 
     def __init__(self, actor: Any) -> None:
-        self._poll_allow = handles.Poll(handles.resolve(actor, "actor"), "allow")
+        self._poll_allow = handles.Poller(handles.resolve(actor, "actor"), "allow")
         self._incarnation, self._env_steps = -1, 0.0  # as reported last
 
     def allow(self, share: int) -> dict[str, Any] | None:

@@ -33,9 +33,9 @@ class LanguageMonitor(Monitor):
         super().__init__(session, learner)
         found = functools.partial(handles.resolve, stop=self._stop)
         self._policy = found(policy, "policy server", deadline=session.peer_deadline)
-        self._ask_policy = handles.Poll(self._policy, "stats")
+        self._poll_policy = handles.Poller(self._policy, "stats")
         asked = [found(each, "environment") for each in environments]
-        self._ask_environments = [handles.Poll(each, "stats") for each in asked]
+        self._poll_environments = [handles.Poller(each, "stats") for each in asked]
         self._evaluator = asked[0]
         self._learner_stats = {"learner_steps": 0, "params_version": 0}
         self._policy_stats: dict[str, Any] = {}  # the policy server's newest stats
@@ -56,16 +56,16 @@ class LanguageMonitor(Monitor):
     def _is_done(self) -> bool:
         return self._learner_stats["learner_steps"] >= self._session.until
 
-    def _ask_nodes(self) -> None:
-        self._learner_stats = self._ask_learner() or self._learner_stats
-        self._policy_stats = self._ask_policy() or self._policy_stats
-        for ask in self._ask_environments:
+    def _poll_nodes(self) -> None:
+        self._learner_stats = self._poll_learner() or self._learner_stats
+        self._policy_stats = self._poll_policy() or self._policy_stats
+        for ask in self._poll_environments:
             if (stats := ask()) is not None:
                 self._env_metrics[stats["rank"]] = stats["metrics"]
 
     def _evaluate(self, *, final: bool) -> Logs:
         self._wait_for_policy()
-        values = self._ask_for_evaluation(final=final)
+        values = self._request_evaluation(final=final)
         if not final:
             wait_until_saved(self._learner, self._session.directory.checkpoints, self._stop)
         return values
@@ -83,7 +83,7 @@ class LanguageMonitor(Monitor):
                 )
             self._pause("the policy server had taken over the last version")
 
-    def _ask_for_evaluation(self, *, final: bool) -> Logs:
+    def _request_evaluation(self, *, final: bool) -> Logs:
         """Ask the first environment to evaluate, and return the values."""
         # From the clock: a number that an earlier monitor has used would name an earlier evaluation.
         number, deadline = time.time_ns(), time.monotonic() + _EVALUATE_WITHIN
@@ -111,7 +111,7 @@ class LanguageMonitor(Monitor):
         values["tokens_per_second"] = max(0.0, tokens - self._row_tokens) / self._rows.seconds
         self._row_tokens = tokens
         for rank, metrics in self._env_metrics.items():
-            prefix = f"env_{rank}/" if len(self._ask_environments) > 1 else ""
+            prefix = f"env_{rank}/" if len(self._poll_environments) > 1 else ""
             values.update({f"{prefix}{name}": value for name, value in metrics.items()})
         return {**values, **{f"policy_{name}": value for name, value in self._policy_stats.items()}}
 

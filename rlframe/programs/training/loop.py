@@ -12,14 +12,14 @@ import numpy as np
 
 from rlframe.actors import Actor
 from rlframe.engines.stopping import StopSignal
-from rlframe.errors import CheckpointError, CutShortError, EnvError
+from rlframe.errors import CheckpointError, EnvError, ForcedExitError
 from rlframe.inferencers import Inferencer
 from rlframe.learners import Learner
 from rlframe.metrics.rows import ActorCounts, evaluation_row
 from rlframe.programs.policies.evaluation import EvaluationOutcome, Evaluations, try_evaluation
-from rlframe.programs.session import Ending, Schedule, Session
+from rlframe.programs.session import EarlyStop, Schedule, Session
 from rlframe.programs.training.row_writer import RowWriter
-from rlframe.programs.training.updates import warn_if_none
+from rlframe.programs.training.updates import warn_if_no_updates
 from rlframe.replay.replay_files import ReplayFiles
 from rlframe.types import Logs
 
@@ -36,7 +36,7 @@ class TrainingLoop:
 
     `run` calls `_train` until the session ends, saves, and evaluates:
 
-        _train  actor.step, _learn, and _do_what_is_due: _write_row, _evaluate, _save
+        _train  actor.step, _learn, and _run_due_tasks: _write_row, _evaluate, _save
         then    _write_row, _save, _evaluate
 
     Args:
@@ -66,7 +66,7 @@ class TrainingLoop:
         self._session, self._directory, self._env_builder = session, session.directory, env_builder
         experiment = self._experiment = session.experiment
         self._evaluations = Evaluations(experiment, session.agent, learner)
-        self._stop, self._ending = StopSignal(session.quiet), Ending(session)
+        self._stop, self._early_stop = StopSignal(session.quiet), EarlyStop(session)
         spec = replay_buffer.spec
         self._learns_once = spec.samples_per_insert is None and spec.kind != "queue"
         self._learner_logs: Logs | None = None  # of the newest update since the last row
@@ -124,18 +124,18 @@ class TrainingLoop:
         except KeyboardInterrupt:
             if self._saved_env_steps == self.actor.env_steps:
                 raise
-            raise CutShortError(f"Cut short before it had saved. {self._directory.what_is_saved()}") from None
+            raise ForcedExitError(f"Cut short before it had saved. {self._directory.describe_checkpoint()}") from None
         finally:
             self._rows.close()
         env_steps, number = self.actor.env_steps, self._stop.number
-        stopped_by = session.last_step_reason if env_steps >= session.until else self._ending.by or "interrupt"
+        stopped_by = session.last_step_reason if env_steps >= session.until else self._early_stop.by or "interrupt"
         learned = {"learner_steps": self.learner.learner_steps, "params_version": self.learner.params_version}
         self._directory.write_result(self._rows.result(env_steps, learned, evaluation, stopped_by, signal=number))
         return number
 
     def end(self, by: str, evaluate: bool = True) -> None:
-        """End `run()` after the step under way, as at its last step. Any thread may call it; see `Ending.ask`."""
-        self._ending.ask(by, evaluate)
+        """End `run()` after the step under way, as at its last step. Any thread may call it; see `EarlyStop.request`."""
+        self._early_stop.request(by, evaluate)
 
     def stop(self) -> None:
         """Do nothing: signals end the loop."""
@@ -148,22 +148,22 @@ class TrainingLoop:
     def _train_and_evaluate(self) -> EvaluationOutcome:
         """Train to the end, save and evaluate. The evaluation is not made after a signal, or if none is wanted."""
         profile, trace_dir = self._session.profile, self._directory.path / "trace"
-        self._rows.note_step(self._first_step)
+        self._rows.record_step(self._first_step)
         try:
-            with contextlib.nullcontext() if profile is None else profile.measures(self, trace_dir):
+            with contextlib.nullcontext() if profile is None else profile.measure(self, trace_dir):
                 self._train(self._session.until)
         except EnvError:
             self._save_all(with_envs=False, final=True)
             raise
-        self._rows.note_step(self.actor.env_steps)
+        self._rows.record_step(self.actor.env_steps)
         self._write_row()
         if self._stop.is_repeated:
             raise KeyboardInterrupt
         self._save(final=True)
-        if self._stop.number is not None or not self._ending.evaluates:
+        if self._stop.number is not None or not self._early_stop.evaluates:
             return EvaluationOutcome(self.actor.env_steps)
         spec, num_envs = self.replay_buffer.spec, self._experiment.num_envs
-        warn_if_none(spec, self.learner.learner_steps, self.actor.env_steps, num_envs)
+        warn_if_no_updates(spec, self.learner.learner_steps, self.actor.env_steps, num_envs)
         if not self._experiment.topology_config.evaluates:
             return EvaluationOutcome(self.actor.env_steps)
         return self._evaluate(final=True)
@@ -178,7 +178,7 @@ class TrainingLoop:
             self._learn()
             now = actor.env_steps
             if self._next_due <= now < until:  # at the end, all is done in any case
-                self._do_what_is_due(now)
+                self._run_due_tasks(now)
             if progress is not None and time.monotonic() - shown > _PROGRESS_SECONDS:
                 shown = time.monotonic()
                 progress.write(now, {})
@@ -192,9 +192,9 @@ class TrainingLoop:
             batch = None if is_last else self.replay_buffer.sample()
 
     def _must_end(self) -> bool:
-        return self._ending.decide(self.learner.learner_steps, self._rows.eval_return) is not None
+        return self._early_stop.check_limits(self.learner.learner_steps, self._rows.eval_return) is not None
 
-    def _do_what_is_due(self, now: int) -> None:
+    def _run_due_tasks(self, now: int) -> None:
         """Write a row, evaluate, save: each if its schedule says so. Set the step at which to ask them again."""
         if self._row_schedule.advance_to(now):
             self._write_row()
@@ -251,7 +251,7 @@ class TrainingLoop:
             self._save_all(with_envs=True, final=final)
         except CheckpointError as error:
             if final:
-                raise CheckpointError(f"{error} {self._directory.what_is_saved()}") from error
+                raise CheckpointError(f"{error} {self._directory.describe_checkpoint()}") from error
             _log.warning("%s The run goes on; the next checkpoint is another try.", error)
 
     def _save_all(self, *, with_envs: bool, final: bool) -> None:

@@ -17,8 +17,8 @@ from rlframe.interprocess.phases import Phase
 from rlframe.metrics.rows import evaluation_row
 from rlframe.programs.policies.evaluation import EvaluationOutcome, try_evaluation
 from rlframe.programs.run_dir.directory import Result
-from rlframe.programs.session import Ending, Schedule, Session
-from rlframe.programs.training.progress import Progress
+from rlframe.programs.session import EarlyStop, Schedule, Session
+from rlframe.programs.training.progress import ProgressFile
 from rlframe.programs.training.row_writer import RowWriter
 from rlframe.types import Logs
 
@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 
 PendingEvaluation = futures.Future[EvaluationOutcome]
 
-ASK_EVERY = 0.1  # seconds between two rounds of questions to the nodes
-_ASKING = Phase("looking at the others", 300.0)
+POLL_SECONDS = 0.1  # seconds between two rounds of questions to the nodes
+_POLLING = Phase("looking at the others", 300.0)
 _FINISH_WITHIN = 3600.0  # seconds that the learner has for its last update and checkpoint, or to come back for them
 
 
@@ -40,7 +40,7 @@ class Monitor(abc.ABC):
 
     `run` calls `_watch` until the session ends, and then `_finish`. Evaluations run in a thread beside them:
 
-        _watch   _ask_nodes, _write_row, _begin_evaluation, _write_evaluation: ten times a second, what is due
+        _watch   _poll_nodes, _write_row, _begin_evaluation, _write_evaluation: ten times a second, what is due
         _finish  _let_learner_finish, _write_row, _evaluate_finished_learner
 
     Args:
@@ -52,18 +52,18 @@ class Monitor(abc.ABC):
         self._session, self._experiment = session, session.experiment
         self._stop = threading.Event()
         self._learner = handles.resolve(learner, "learner", deadline=session.peer_deadline, stop=self._stop)
-        self._ask_learner = handles.Poll(self._learner, "stats")
-        self._tell_learner = handles.Poll(self._learner, "finish")
+        self._poll_learner = handles.Poller(self._learner, "stats")
+        self._poll_finish = handles.Poller(self._learner, "finish")
         self._learner_stats: dict[str, Any] = {}  # the newest; one that has just restarted has none
-        self._progress = Progress(session.directory.progress, session.session_id)
-        self._ending = Ending(session, self._progress.ended)
+        self._progress = ProgressFile(session.directory.progress, session.session_id)
+        self._early_stop = EarlyStop(session, self._progress.ended)
         # An evaluation that was due when the monitor was killed is due still.
         self._evaluation_schedule = Schedule(self._experiment.eval_every, self._progress.evaluated or 0)
         self._evaluation: PendingEvaluation | None = None  # under way
 
     def run(self) -> None:
         """Watch the program until the session's last step, and evaluate the final policy; or until `stop()`."""
-        with handles.stopped_by_program(self.stop):
+        with handles.stop_with_program(self.stop):
             try:
                 self._begin()
             except StoppedError:
@@ -87,8 +87,8 @@ class Monitor(abc.ABC):
         self._stop.set()
 
     def end(self, by: str, evaluate: bool = True) -> None:
-        """End `run()` as at the last step. Any thread or node may call it, again and again; see `Ending.ask`."""
-        self._ending.ask(by, evaluate)
+        """End `run()` as at the last step. Any thread or node may call it, again and again; see `EarlyStop.request`."""
+        self._early_stop.request(by, evaluate)
 
     @property
     @abc.abstractmethod
@@ -96,7 +96,7 @@ class Monitor(abc.ABC):
         """Steps so far, with those of earlier sessions, in the unit of the logs."""
 
     @abc.abstractmethod
-    def _ask_nodes(self) -> None:
+    def _poll_nodes(self) -> None:
         """Ask every node for its progress, without waiting for answers."""
 
     @abc.abstractmethod
@@ -117,10 +117,10 @@ class Monitor(abc.ABC):
     def _begin(self) -> None:  # noqa: B027
         """Prepare for the first questions."""
 
-    def _hold_actors(self) -> None:  # noqa: B027
+    def _pause_actors(self) -> None:  # noqa: B027
         """Keep nodes from collecting more, once the session ends. Call it repeatedly: it never waits."""
 
-    def _warn_of_missing_updates(self) -> None:  # noqa: B027
+    def _warn_about_missing_updates(self) -> None:  # noqa: B027
         """Warn if the learner made fewer updates than it should."""
 
     def _values(self) -> dict[str, Any]:
@@ -134,16 +134,16 @@ class Monitor(abc.ABC):
         """Write rows and evaluate, until the session ends. Return why it does, as `Result.stopped_by`."""
         at_start = self.step
         row_schedule = Schedule(self._experiment.row_every, at_start)
-        while not self._stop.wait(ASK_EVERY):
-            with _ASKING:
-                self._ask_nodes()
+        while not self._stop.wait(POLL_SECONDS):
+            with _POLLING:
+                self._poll_nodes()
             now = self.step
             if now > at_start:
-                self._rows.note_step(now)
+                self._rows.record_step(now)
             if self._is_done():
                 return self._session.last_step_reason
             learner_steps = self._learner_stats.get("learner_steps", 0)
-            if (by := self._ending.decide(learner_steps, self._rows.eval_return)) is not None:
+            if (by := self._early_stop.check_limits(learner_steps, self._rows.eval_return)) is not None:
                 self._progress.ended = by  # before the learner is told: this node may be restarted
                 self._progress.try_to_save()
                 return by
@@ -151,20 +151,20 @@ class Monitor(abc.ABC):
                 self._write_row()
             if self._evaluation is None:
                 if self._evaluation_schedule.advance_to(now):
-                    self._begin_evaluation(final=False)
+                    self._start_evaluation(final=False)
             elif self._evaluation.done():
                 self._write_evaluation(self._evaluation)
-        self._ask_nodes()
+        self._poll_nodes()
         self._write_row()
         raise StoppedError("Told to stop before the last step.")
 
     def _finish(self) -> EvaluationOutcome:
         """Let the learner finish, then evaluate its last policy, if that is wanted."""
-        self._let_learner_finish()
+        self._finish_learner()
         self._write_row()
-        if not self._ending.evaluates:
+        if not self._early_stop.evaluates:
             return EvaluationOutcome(self.step)
-        self._warn_of_missing_updates()
+        self._warn_about_missing_updates()
         if self._evaluation is not None:
             self._write_evaluation(self._wait_for(self._evaluation))
         if not self._session.topology_config.evaluates:
@@ -179,13 +179,13 @@ class Monitor(abc.ABC):
         """
         while True:
             learner_steps = self._learner_stats["learner_steps"]
-            evaluation = self._wait_for(self._begin_evaluation(final=True))
-            self._let_learner_finish()
+            evaluation = self._wait_for(self._start_evaluation(final=True))
+            self._finish_learner()
             if self._learner_stats["learner_steps"] == learner_steps:
                 return self._write_evaluation(evaluation)
             _log.warning("The learner came back during the evaluation, and learned on: its end is evaluated again.")
 
-    def _let_learner_finish(self) -> None:
+    def _finish_learner(self) -> None:
         """Tell the learner to finish, wait for it, and take its stats. Hold the actors meanwhile.
 
         Raises:
@@ -193,29 +193,29 @@ class Monitor(abc.ABC):
             StoppedError: `stop()` was called before.
         """
         deadline = time.monotonic() + _FINISH_WITHIN
-        self._hold_actors()
+        self._pause_actors()
         while not (stats := self._learner.stats())["finished"]:
             self._learner.finish()
             if time.monotonic() > deadline:
                 raise PeerError(f"The learner had not finished {_FINISH_WITHIN:g} s after it was told to.")
             self._pause("the learner had finished")
-            self._hold_actors()
+            self._pause_actors()
         self._learner_stats = stats
 
-    def _begin_evaluation(self, *, final: bool) -> PendingEvaluation:
+    def _start_evaluation(self, *, final: bool) -> PendingEvaluation:
         evaluate = functools.partial(self._evaluate, final=final)
-        self._evaluation = _in_thread(functools.partial(try_evaluation, evaluate, self.step, final=final))
+        self._evaluation = _evaluate_in_thread(functools.partial(try_evaluation, evaluate, self.step, final=final))
         return self._evaluation
 
     def _wait_for(self, evaluation: PendingEvaluation) -> PendingEvaluation:
         while not evaluation.done():
-            self._tell_learner()  # again: a restarted learner would continue to learn
-            self._hold_actors()
+            self._poll_finish()  # again: a restarted learner would continue to learn
+            self._pause_actors()
             self._pause("the final policy was evaluated")
         return evaluation
 
     def _pause(self, until: str) -> None:
-        if self._stop.wait(ASK_EVERY):
+        if self._stop.wait(POLL_SECONDS):
             raise StoppedError(f"Told to stop before {until}.")
 
     def _write_row(self) -> None:
@@ -232,7 +232,7 @@ class Monitor(abc.ABC):
         return outcome
 
 
-def _in_thread(evaluate: Callable[[], EvaluationOutcome]) -> PendingEvaluation:
+def _evaluate_in_thread(evaluate: Callable[[], EvaluationOutcome]) -> PendingEvaluation:
     """Evaluate in a thread, which does not keep the process from ending."""
     result: PendingEvaluation = futures.Future()
 

@@ -46,7 +46,7 @@ class Profile:
         self._total = 0.0
 
     @contextlib.contextmanager
-    def measures(self, loop: TrainingLoop, trace_dir: pathlib.Path) -> Iterator[None]:
+    def measure(self, loop: TrainingLoop, trace_dir: pathlib.Path) -> Iterator[None]:
         """Time the calls between the parts of the run, until the context ends. A trace goes to `trace_dir`."""
         env = loop.pool
         self._clock(env, "step" if env.is_sync else "recv", "environment")

@@ -14,7 +14,7 @@ from rlframe.metrics.rows import COUNTERS, ActorCounts
 _log = logging.getLogger(__name__)
 
 
-class Progress:
+class ProgressFile:
     """What a program has counted: a restarted monitor, and the next session, continue from it.
 
     Args:

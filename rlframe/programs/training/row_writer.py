@@ -25,7 +25,7 @@ class RowWriter:
     """Writes the rows of a session, and measures its speed.
 
     Rows go to the files of the run directory, and to `session.loggers` (trackers, the progress, callbacks). If the
-    program has several processes, these loggers are in the launcher's process, and `following` passes rows to them.
+    program has several processes, these loggers are in the launcher's process, and `forward_rows` passes rows to them.
 
     Args:
         session: the session.
@@ -44,7 +44,7 @@ class RowWriter:
         self._last = (0.0, 0)
         self.eval_return: float | None = None
 
-    def note_step(self, step: int) -> None:
+    def record_step(self, step: int) -> None:
         """Take the step of training now. Its speed is measured from the first note to the last."""
         self._last = time.monotonic(), step
         self._first = self._first or self._last
@@ -131,7 +131,7 @@ class RowWriter:
 
 
 @contextlib.contextmanager
-def following(path: pathlib.Path, loggers: list[Logger], callbacks: Callbacks) -> Iterator[None]:
+def forward_rows(path: pathlib.Path, loggers: list[Logger], callbacks: Callbacks) -> Iterator[None]:
     """Pass each row that another process writes to a file to the loggers, until the context ends.
 
     Args:
@@ -155,7 +155,7 @@ def following(path: pathlib.Path, loggers: list[Logger], callbacks: Callbacks) -
     def follow() -> None:
         while not over.wait(_LOOK_EVERY):
             read()
-            callbacks.tell()
+            callbacks.request_end()
 
     thread = threading.Thread(target=follow, name="rlframe rows", daemon=True)
     if loggers:

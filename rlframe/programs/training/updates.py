@@ -34,7 +34,7 @@ def updates_between(spec: ReplaySpec, first: int, last: int, num_envs: int) -> i
     return total_learner_steps(spec, last, num_envs) - total_learner_steps(spec, first, num_envs)
 
 
-def least_updates(spec: ReplaySpec, steps: int, num_envs: int) -> int:
+def min_updates(spec: ReplaySpec, steps: int, num_envs: int) -> int:
     """Return the least number of updates that a program has made after `steps` environment steps, if it lost nothing.
 
     It is less than `total_learner_steps`: writers may be ahead, the first sequence of an environment takes longer than
@@ -45,7 +45,7 @@ def least_updates(spec: ReplaySpec, steps: int, num_envs: int) -> int:
     return int(0.9 * (total_learner_steps(spec, max(steps - late, 0), num_envs) - ahead))
 
 
-def first_update(spec: ReplaySpec, num_envs: int) -> int:
+def steps_until_first_update(spec: ReplaySpec, num_envs: int) -> int:
     """Return the environment steps until there are enough items for the first update.
 
     It may come earlier: the last items of episodes are shorter, and steps whose action is ignored are items too.
@@ -58,14 +58,14 @@ def first_update(spec: ReplaySpec, num_envs: int) -> int:
     return steps * num_envs
 
 
-def warn_if_none(spec: ReplaySpec, made: int, steps: int, num_envs: int) -> None:
+def warn_if_no_updates(spec: ReplaySpec, made: int, steps: int, num_envs: int) -> None:
     """Warn if a run made no update in its environment steps."""
     if made == 0:
         _log.warning(
             "No update was made in %d environment steps: the first one needs %d. Run for more steps, or let learning "
             "begin earlier.",
             steps,
-            first_update(spec, num_envs),
+            steps_until_first_update(spec, num_envs),
         )
 
 
@@ -80,7 +80,7 @@ def check_updates(experiment: Experiment, agent: Agent) -> str:
     _check_explores(experiment, agent)
     agent.check_num_envs(experiment.num_envs)
     spec = agent.replay_spec
-    first = first_update(spec, experiment.num_envs)
+    first = steps_until_first_update(spec, experiment.num_envs)
     if experiment.steps <= first - experiment.num_envs:  # a run takes a step in each environment, up to its last one
         known = {field.name for field in dataclasses.fields(experiment.agent_config)}
         asked = ("unroll_length", "batch_size") if spec.kind == "queue" else ("min_replay_size",)

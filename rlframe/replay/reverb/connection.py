@@ -32,10 +32,10 @@ _JOIN_WITHIN = 10.0  # seconds; a sampler that is closed lets its thread go at o
 
 
 @functools.cache
-def load() -> tuple[Any, Any]:
+def import_reverb() -> tuple[Any, Any]:
     """Return the modules (reverb, tensorflow)."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    with extras.needed("ReverbReplayBuffer", "reverb"):
+    with extras.explain_import_error("ReverbReplayBuffer", "reverb"):
         import reverb
         import tensorflow
     return reverb, tensorflow
@@ -60,7 +60,7 @@ class ReverbConnection:
         """Reverb's own client, made at the first call: a constructor must not wait for TensorFlow."""
         with self._lock:
             if self._made is None:
-                self._made = load()[0].pybind.Client(self.address)
+                self._made = import_reverb()[0].pybind.Client(self.address)
             return self._made
 
     def info(self, call: str, stop: threading.Event | None = None) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class ReverbConnection:
         answers = self.info("server_info")
         if table not in answers:
             return None
-        info = load()[0].reverb_types.TableInfo.from_serialized_proto(answers[table].SerializeToString())
+        info = import_reverb()[0].reverb_types.TableInfo.from_serialized_proto(answers[table].SerializeToString())
         return next(iter(info.signature.values())) if info.signature else None
 
     def draw(self, table: str, count: int, seconds: float) -> list[list[np.ndarray]]:
@@ -205,7 +205,7 @@ class ReverbInserter:
 
     def __init__(self, connection: ReverbConnection, table: str, patience: float) -> None:
         self._connection, self._table, self._patience = connection, table, patience
-        pybind = load()[0].pybind
+        pybind = import_reverb()[0].pybind
         self._writer = connection.client.NewTrajectoryWriter(pybind.ConstantChunkerOptions(1, 1), None)
         # A writer that is dropped unclosed waits in its destructor, without end, for a server that is gone.
         self.close = weakref.finalize(self, self._writer.Close)

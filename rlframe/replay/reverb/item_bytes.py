@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.replay.base import WAKE, Dataset
+from rlframe.replay.base import WAKE_INTERVAL, Dataset
 from rlframe.replay.layout import TreeLayout
 from rlframe.replay.reverb.connection import REPLAY, ReverbConnection, Samplers
 from rlframe.types import AgentSpecs, Batch, Sequence, SequenceBatch, Transition, TransitionBatch, Tree, specs
@@ -220,11 +220,11 @@ class ReverbDataset(Dataset):
         # A sampler waits, without a deadline, for a server that is not there: so ask first.
         if self._samplers is None and self._connection.look() is None:
             return None
-        if not self._count or time.monotonic() > self._counted + WAKE:
+        if not self._count or time.monotonic() > self._counted + WAKE_INTERVAL:
             self._count, self._counted = self._buffer.batch_size(), time.monotonic()
         count = self._count
         if not count:
-            self._stop.wait(WAKE)
+            self._stop.wait(WAKE_INTERVAL)
             return None
         missing = self._buffer.missing(count)
         if self._samplers is None:
@@ -243,7 +243,7 @@ class ReverbDataset(Dataset):
         if self._stop.is_set():  # maybe before there were samplers to close
             return
         try:
-            self._buffer.keep(samplers.draw(least, missing, WAKE))
+            self._buffer.keep(samplers.draw(least, missing, WAKE_INTERVAL))
         except RuntimeError as error:
             if self._stop.is_set():
                 return

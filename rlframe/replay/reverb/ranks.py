@@ -48,7 +48,7 @@ class RankRegistry:
 
         A claim that failed because the server had gone may be repeated, and continues.
         """
-        pauses = retry.pauses(0.05, 2.0, self._patience, since=time.monotonic(), jitter=1.0)
+        pauses = retry.backoff(0.05, 2.0, self._patience, since=time.monotonic(), jitter=1.0)
         with self._lock:
             while True:
                 claims = self._claims()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rlframe.errors import UsageError
 from rlframe.replay.rate_limiter import RateLimiter, items_kept
-from rlframe.replay.reverb.connection import CLAIMS, HIGHEST, REPLAY, load
+from rlframe.replay.reverb.connection import CLAIMS, HIGHEST, REPLAY, import_reverb
 from rlframe.replay.reverb.item_bytes import ItemRows
 from rlframe.types import AgentSpecs
 
@@ -50,7 +50,7 @@ class ReverbTables:
 
     def __call__(self) -> list[Any]:
         """Fresh `reverb.Table`s: one of items, one of ranks, and one for the highest priority."""
-        reverb, tf = load()
+        reverb, tf = import_reverb()
         selectors, limiters = reverb.selectors, reverb.rate_limiters
         spec, rows = self.agent.replay_spec, ItemRows(self.agent)
         sampler = {

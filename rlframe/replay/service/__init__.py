@@ -3,8 +3,8 @@
     service = engine.add("replay", ReplayService, agent, directory)    # server.py: holds a `ReplayBuffer`
     replay = ServiceReplayBuffer(agent, [service])                     # client.py, in actors and in the learner
     replay.add(env_ids, step)                   # in an actor
-      Outbox.put                                # copies the step into a `Stage`, and returns
-      Outbox's thread -> ReplayService.add      # sends what was gathered as a `Stack`: each observation once
+      StepSender.put                                # copies the step into a `SendBuffer`, and returns
+      StepSender's thread -> ReplayService.add      # sends what was gathered as a `StepStack`: each observation once
     batch = replay.sample()                     # in the learner
       ReplayService.sample                      # draws; with several services, from each by its share of the weight
 

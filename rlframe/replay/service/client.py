@@ -23,7 +23,7 @@ from rlframe.interprocess.phases import waiting_for
 from rlframe.replay.base import BaseReplayBuffer, ReplayClosedError
 from rlframe.replay.layout import check_added, check_step, step_layouts
 from rlframe.replay.rate_limiter import ROUNDS_AHEAD, items_of_rounds
-from rlframe.replay.service.server import Stage, WriterId
+from rlframe.replay.service.server import SendBuffer, WriterId
 from rlframe.replay.steps import Writers
 from rlframe.types import AgentSpecs, Batch, Step, global_env_ids
 
@@ -37,7 +37,7 @@ _WEIGH_EVERY = 0.2  # seconds between two looks at how much each shard holds
 _log = logging.getLogger(__name__)
 
 
-class Outbox:
+class StepSender:
     """Sends the steps of one writer in order, by a thread, one message at a time.
 
     Args:
@@ -57,7 +57,7 @@ class Outbox:
         self._most_steps = _MOST_STEPS if most_steps is None else min(most_steps, _MOST_STEPS)
         self.checked = False
         self._moved = threading.Condition()
-        self._stages: collections.deque[Stage] = collections.deque()  # of steps that have yet to arrive
+        self._stages: collections.deque[SendBuffer] = collections.deque()  # of steps that have yet to arrive
         self._waiting = self._bytes = 0  # these steps
         self._number = 0  # of the first one
         self._why = ""  # the service holds the writer back
@@ -70,7 +70,7 @@ class Outbox:
         with self._moved:
             self._wait(self._takes_more)
             if not self._stages or not self._stages[-1].takes(env_ids, step):
-                self._stages.append(Stage(env_ids, step, self._stages[-1] if self._stages else None))
+                self._stages.append(SendBuffer(env_ids, step, self._stages[-1] if self._stages else None))
             stage = self._stages[-1]
             stage.put(step)
             self._waiting += 1
@@ -199,7 +199,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
                 f"hold: use --replay-shards 1, got {len(self._handles)}."
             )
         self._lock, self._reading = threading.RLock(), threading.Lock()
-        self._writers: Writers[Outbox] = Writers()
+        self._writers: Writers[StepSender] = Writers()
         self._added = threading.local()  # the outbox that each thread added to last
         self._layouts = step_layouts(agent.step_spec)
         self._claimed: dict[int, int] = {}  # rank -> its incarnation here
@@ -238,7 +238,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
         ahead = items_of_rounds(self.spec, num_envs, ROUNDS_AHEAD)
         with self._lock:
             service.open(writer)
-            self._writers.put(Outbox(service, writer, None if ahead is None else -(-ahead // num_envs)))
+            self._writers.put(StepSender(service, writer, None if ahead is None else -(-ahead // num_envs)))
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         """Add one step of the environments `env_ids`; see `ReplayWriter`. It may wait; see the class.

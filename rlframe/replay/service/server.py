@@ -17,11 +17,11 @@ import numpy as np
 
 from rlframe.errors import CheckpointError, StoppedError
 from rlframe.interprocess.phases import SAVING
-from rlframe.program_end import stopped_by_program
 from rlframe.replay import replay_files
 from rlframe.replay.base import override
 from rlframe.replay.local import ReplayBuffer
 from rlframe.replay.rate_limiter import RateLimiter, default_run_ahead, items_kept
+from rlframe.shutdown import stop_with_program
 from rlframe.types import AgentSpecs, Batch, Step, TimeStep
 
 _STEPS, _BYTES = 256, 8 * 2**20  # of a stage
@@ -33,7 +33,7 @@ _READERS = 8  # whose last answer is kept for a repeated call
 _log = logging.getLogger(__name__)
 
 
-class Stack(NamedTuple):
+class StepStack(NamedTuple):
     """K steps of the same environments, each of which begins where the one before ended."""
 
     env_ids: np.ndarray  # [B] int64
@@ -42,7 +42,7 @@ class Stack(NamedTuple):
     versions: tuple[Any, ...]  # K parameters' versions
 
 
-class Stage:
+class SendBuffer:
     """Where the steps of the same environments are copied to, one after another, until they have arrived elsewhere.
 
     What is added may be the environments' own arrays, which they write to again.
@@ -58,7 +58,7 @@ class Stage:
         nbytes: of one step.
     """
 
-    def __init__(self, env_ids: np.ndarray, step: Step, before: Stage | None = None) -> None:
+    def __init__(self, env_ids: np.ndarray, step: Step, before: SendBuffer | None = None) -> None:
         self._id_bytes, self._env_ids = env_ids.tobytes(), np.array(env_ids, np.int64)
         timestep, self._timestep_def = _flatten(step.timestep)
         rest, self._rest_def = _flatten((step.agent_output, step.agent_state))
@@ -89,15 +89,15 @@ class Stage:
         self._next = step.next_timestep
         self.count = at + 1
 
-    def stack(self, until: int) -> Stack:
+    def stack(self, until: int) -> StepStack:
         """Return the steps from those that arrived up to the number `until`, as views."""
         low = self.arrived
         timesteps = self._timestep_def.unflatten([rows[low : until + 1] for rows in self._timesteps])
         rest = self._rest_def.unflatten([rows[low:until] for rows in self._rest])
-        return Stack(self._env_ids, timesteps, rest, tuple(self._versions[low:until]))
+        return StepStack(self._env_ids, timesteps, rest, tuple(self._versions[low:until]))
 
 
-def unstacked(stack: Stack, skip: int = 0) -> Iterator[Step]:
+def unstack(stack: StepStack, skip: int = 0) -> Iterator[Step]:
     """Return the steps of a stack but the first `skip`, as views."""
     leaves, treedef = _flatten(stack.timesteps)
     others, other_treedef = _flatten(stack.rest)
@@ -186,7 +186,7 @@ class ReplayService:
         with self._adding[writer.rank]:
             self._open(writer, 0)
 
-    def add(self, writer: WriterId, number: int, stacks: list[Stack], waits: bool = True) -> tuple[int, str]:
+    def add(self, writer: WriterId, number: int, stacks: list[StepStack], waits: bool = True) -> tuple[int, str]:
         """Add the steps of a writer, of which the first one has this number. Wait for room, for half a second.
 
         Args:
@@ -206,7 +206,7 @@ class ReplayService:
             held, until = "", time.monotonic() + _HOLD * waits
             for stack in stacks:
                 skip = max(self._next[writer] - number, 0)  # came with a call before this one
-                for step in unstacked(stack, skip):
+                for step in unstack(stack, skip):
                     if held := self._wait_for_room(until):
                         return self._next[writer], held
                     self._buffer.add(stack.env_ids, step)
@@ -291,8 +291,8 @@ class ReplayService:
 
     def run(self) -> None:
         """Save now and then, until the program ends or `stop` is called, and once more then."""
-        with stopped_by_program(self.stop):
-            replay_files.save_now_and_then(self._save, self._stop, self._seconds, self._at_end)
+        with stop_with_program(self.stop):
+            replay_files.save_periodically(self._save, self._stop, self._seconds, self._at_end)
 
     def stop(self) -> None:
         """End `run`, and the waiting of writers."""

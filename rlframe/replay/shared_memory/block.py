@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlframe.errors import RlframeError, UsageError
-from rlframe.interprocess.memory import SUPPORTED, Fields, Name, Seqlock, SharedArrays
+from rlframe.interprocess.memory import SUPPORTED, Fields, MemoryName, Seqlock, SharedArrays
 from rlframe.interprocess.processes import ProcessId
 from rlframe.interprocess.waiting import Futex, fence
 from rlframe.replay import steps
@@ -92,13 +92,13 @@ class Block:
         BufferGoneError: the process that made it has ended.
     """
 
-    def __init__(self, name: Name, num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec):
+    def __init__(self, name: MemoryName, num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec):
         self.num_writers, self.rows, self._name, self.token = num_writers, rows, name, name.token
         try:
             self._shared = SharedArrays.attach(name, _FILE, _fields(num_writers, rows, spec, step_spec))
         except PermissionError as error:
             raise UsageError(
-                f"The shared replay buffer of process {name.maker.pid} cannot be opened: {error}. "
+                f"The shared replay buffer of process {name.creator.pid} cannot be opened: {error}. "
                 "All its processes must run as the same user, in the same container or on the same Ray node; --replay "
                 "service needs no such memory."
             ) from None
@@ -129,7 +129,7 @@ class Block:
         )
         return self._shared.lock(_CLAIM_TIMEOUT, overdue)
 
-    def check_maker(self) -> None:
+    def check_creator(self) -> None:
         """Raise `BufferGoneError` once the process that made the buffer has ended."""
         if not self._shared.creator_is_alive:
             raise self._gone()
@@ -154,7 +154,7 @@ class Block:
 
     def _gone(self) -> BufferGoneError:
         return BufferGoneError(
-            f"The process {self._name.maker.pid} that made this shared replay buffer has ended or closed it. "
+            f"The process {self._name.creator.pid} that made this shared replay buffer has ended or closed it. "
             "Its memory ends with it: start the program anew."
         )
 

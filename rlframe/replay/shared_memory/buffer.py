@@ -19,7 +19,7 @@ from rlframe.errors import UsageError
 from rlframe.interprocess.memory import SharedArrays
 from rlframe.interprocess.processes import this_process
 from rlframe.replay import steps
-from rlframe.replay.base import Draw, KeyedReplayBuffer, check_keys, override, replace_gone
+from rlframe.replay.base import Draw, KeyedReplayBuffer, check_keys, override, replace_evicted
 from rlframe.replay.rate_limiter import ROUNDS_AHEAD
 from rlframe.replay.shared_memory import block, saving
 from rlframe.replay.shared_memory.block import Block
@@ -49,7 +49,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         timeout: seconds that `add` waits at most.
         in_threads: writers are threads beside the sampler's, so that they can wait for it in the same process as well.
         rounds_ahead: batches (or steps of all environments) that writers may be ahead of `samples_per_insert`.
-        come_and_go: a batch of one item per environment waits for none of the writers that have yet to come.
+        elastic_writers: a batch of one item per environment waits for none of the writers that have yet to come.
         overrides: fields of `ReplaySpec` to change.
 
     Raises:
@@ -69,7 +69,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         timeout: float = 600.0,
         in_threads: bool = False,
         rounds_ahead: int = ROUNDS_AHEAD,
-        come_and_go: bool = False,
+        elastic_writers: bool = False,
         **overrides: Any,
     ):
         for option, value in (("num_writers", num_writers), ("max_envs", max_envs), ("rounds_ahead", rounds_ahead)):
@@ -79,12 +79,12 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         steps.check_fits(spec, agent.step_spec, spec.capacity)
         rows = block.segment_rows(spec, num_writers, max_envs)
         self._created = block.create(num_writers, rows, spec, agent.step_spec)
-        name, waits = self._created.name, (timeout, in_threads, rounds_ahead, come_and_go)
+        name, waits = self._created.name, (timeout, in_threads, rounds_ahead, elastic_writers)
         assert name is not None
         self.__setstate__(BufferPlan(name, spec, agent.step_spec, num_writers, max_envs, rows, seed, *waits))
 
     def __getstate__(self) -> BufferPlan:
-        if this_process() == self._plan.name.maker:
+        if this_process() == self._plan.name.creator:
             _LENT.add(self)
         return self._plan
 
@@ -187,7 +187,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             batch, gone = view.fetcher.fetch(keys, probabilities)
         if self.spec.kind == "queue":
             return None if gone.any() else batch
-        return batch if replace_gone(batch, gone) else None
+        return batch if replace_evicted(batch, gone) else None
 
     def release(self, keys: np.ndarray) -> None:
         """See `KeyedReplayBuffer`. In the sampler's process."""
@@ -287,7 +287,7 @@ class _View:
         self.memory = Block(plan.name, plan.num_writers, plan.rows, spec, step_spec)
         self.lock, self.fetching = threading.RLock(), threading.Lock()
         self.writers = SegmentWriters(plan, self.memory, self.lock)
-        self.sampler = Sampler(self.memory, spec, step_spec, plan.seed, come_and_go=plan.come_and_go)
+        self.sampler = Sampler(self.memory, spec, step_spec, plan.seed, elastic_writers=plan.elastic_writers)
         self.fetcher = SegmentReader(self.memory, spec, step_spec, "uniform")  # it follows no log
 
 

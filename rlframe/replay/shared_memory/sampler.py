@@ -36,10 +36,12 @@ class Sampler:
         is_sampler: whether this process is the one that samples; else it reads uniformly.
     """
 
-    def __init__(self, memory: Block, spec: ReplaySpec, step_spec: StepSpec, seed: int, *, come_and_go: bool = False):
+    def __init__(
+        self, memory: Block, spec: ReplaySpec, step_spec: StepSpec, seed: int, *, elastic_writers: bool = False
+    ):
         self._memory, self._spec, self._step_spec = memory, spec, step_spec
         self._control = memory.control
-        self._come_and_go = come_and_go
+        self._come_and_go = elastic_writers
         self.is_sampler = False
         self.sampled = 0
         self.rng = np.random.Generator(np.random.PCG64(seed))

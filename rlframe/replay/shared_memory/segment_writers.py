@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlframe.errors import RlframeError, StoppedError, UsageError
-from rlframe.interprocess.memory import Name
+from rlframe.interprocess.memory import MemoryName
 from rlframe.interprocess.processes import this_process
 from rlframe.replay import steps
 from rlframe.replay.layout import check_added
@@ -33,7 +33,7 @@ class WriterTimeoutError(RlframeError, TimeoutError):
 class BufferPlan(NamedTuple):
     """The description of a buffer that all its processes share: where its memory is, and its layout."""
 
-    name: Name
+    name: MemoryName
     spec: ReplaySpec
     step_spec: StepSpec
     num_writers: int
@@ -43,7 +43,7 @@ class BufferPlan(NamedTuple):
     timeout: float
     in_threads: bool
     rounds_ahead: int
-    come_and_go: bool
+    elastic_writers: bool
 
 
 class SegmentWriters:
@@ -60,7 +60,7 @@ class SegmentWriters:
         self._limiter = RateLimiter(plan.spec)
         self._waits_for_room = plan.spec.kind == "queue" or self._limiter.ratio is not None
         self._pid = this_process().pid
-        self._is_makers = plan.name.maker == this_process()
+        self._is_creator = plan.name.creator == this_process()
         self._incarnations: dict[int, int] = {}  # of the ranks that this process claimed
         self._segments: dict[int, SegmentWriter] = {}
         self._writers = Writers[WriterFragments]()
@@ -177,7 +177,7 @@ class SegmentWriters:
             return True
         if sampler == self._pid:
             return False
-        return sampler != 0 or not self._is_makers
+        return sampler != 0 or not self._is_creator
 
     def end_waits(self, rank: int) -> None:
         """End what the writer `rank` of this process waits for."""
@@ -216,7 +216,7 @@ class SegmentWriters:
                     return
                 if rank in self._stopped_ranks:
                     raise StoppedError(f"Writer {rank} of the replay buffer was told to stop while it waited {what}.")
-                memory.check_maker()
+                memory.check_creator()
                 if time.monotonic() > deadline:
                     sampler = memory.sampler
                     state = f"process {sampler.pid}, which " + ("still runs" if sampler.is_alive else "has ended")

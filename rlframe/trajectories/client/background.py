@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rlframe.replay.base import WAKE, Dataset
+from rlframe.replay.base import WAKE_INTERVAL, Dataset
 from rlframe.trajectories.client.client import TrajectoryClient
 from rlframe.types import Batch
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _PATIENCE = 2.0  # seconds
 
 
-class Prefetched(Dataset):
+class PrefetchingDataset(Dataset):
     """An endless iterator of batches. Use it as a context manager, or close it.
 
     Exactly `prefetch` batches are leased ahead of the one that the reader has: each one more is a batch older when it
@@ -57,9 +57,9 @@ class Prefetched(Dataset):
         self._client.close()
 
     def _draw(self) -> Batch | None:
-        if not self._room.acquire(timeout=WAKE):
+        if not self._room.acquire(timeout=WAKE_INTERVAL):
             return None
-        batch = self._trajectories.draw(self._client, WAKE)
+        batch = self._trajectories.draw(self._client, WAKE_INTERVAL)
         if batch is None:
             self._room.release()
             return None
@@ -71,7 +71,7 @@ class Prefetched(Dataset):
         self._client.stop()
 
 
-class Renewal:
+class LeaseRenewal:
     """Has leases go on for as long as whoever holds them lives: calls a method now and then, until `close`, or until
     the method's object is gone.
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from rlframe.errors import RlframeError, UsageError
 from rlframe.replay.base import STATS, BaseReplayBuffer
-from rlframe.trajectories.client.background import Prefetched, Renewal
+from rlframe.trajectories.client.background import LeaseRenewal, PrefetchingDataset
+from rlframe.trajectories.client.base_client import new_key
 from rlframe.trajectories.client.client import TrajectoryClient
-from rlframe.trajectories.client.exchange import new_key
 from rlframe.trajectories.client.groups import Group, GroupWarnings, ServedBatch
 from rlframe.trajectories.client.padding import bucket_lengths, pad
 from rlframe.trajectories.messages import IGNORED
@@ -102,7 +102,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
         self._drawing = threading.Lock()  # a consumer asks for one batch at a time
         self._request = new_key()  # of the next batch; kept where it is not known whether one was given
         self._unanswered = False  # whether that is so
-        self._renewal: Renewal | None = None  # from the first batch on
+        self._renewal: LeaseRenewal | None = None  # from the first batch on
         self._lock = threading.Lock()  # of all below
         self._version: int | None = None
         self._out: set[int] = set()  # batches that were drawn and are not done with
@@ -138,13 +138,13 @@ class TrajectoryBuffer(BaseReplayBuffer):
             self._read = None if batch is None else int(batch.keys[0, 1])
         return batch
 
-    def make_dataset(self, prefetch: int = 1, timeout: float | None = None) -> Prefetched:
+    def make_dataset(self, prefetch: int = 1, timeout: float | None = None) -> PrefetchingDataset:
         """Return an endless iterator of batches, `prefetch` of which a thread draws ahead.
 
         A batch is done with when the next one is asked for. Each `next` waits at most `timeout` seconds; None:
         see `Dataset`. Close the dataset (or the buffer) to end it: what was drawn ahead is given back.
         """
-        dataset = Prefetched(self, self._connect(), prefetch, timeout)
+        dataset = PrefetchingDataset(self, self._connect(), prefetch, timeout)
         self._datasets.append(dataset)
         return dataset
 
@@ -205,7 +205,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
                 self._out.add(served.batch_id)
                 self._count(served, data, cut)
             if self._renewal is None and not self._closed:
-                self._renewal = Renewal(self._renew, self._lease / 3)
+                self._renewal = LeaseRenewal(self._renew, self._lease / 3)
             return _batch(served, data)
 
     def finish(self, batch_id: int | None) -> None:

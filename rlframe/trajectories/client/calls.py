@@ -10,7 +10,7 @@ import msgspec
 
 from rlframe import retry
 from rlframe.errors import UnavailableError, UsageError
-from rlframe.trajectories.client.exchange import (
+from rlframe.trajectories.client.base_client import (
     JSON,
     LONGEST_POLL,
     MSGPACK,
@@ -20,7 +20,7 @@ from rlframe.trajectories.client.exchange import (
     new_key,
     post_request,
 )
-from rlframe.trajectories.client.groups import Group, Posted, ServedBatch
+from rlframe.trajectories.client.groups import Group, PostResult, ServedBatch
 from rlframe.trajectories.messages import EnvStatus, Info, Registered, RegisteredEnv, RunStatus, WandbInfo
 
 _LONGEST_WAIT = 60.0  # seconds that the service holds a request for a batch
@@ -66,22 +66,22 @@ class TrainerCalls(BaseClient):
         settings = {name: value for name, value in locals().items() if name not in ("self", "timeout")}
         optional = ("max_staleness", "stale", "lapse_after", "mix", "run_key")
         sent = {name: value for name, value in settings.items() if name not in optional or value is not None}
-        return await self._ask(post_request("/register", sent), Registered, timeout)
+        return await self._send_as(post_request("/register", sent), Registered, timeout)
 
     @client_method
     async def info(self, *, timeout: float | None = None) -> Info:
         """What the trainer registered."""
-        return await self._ask(HttpRequest("GET", "/info"), Info, timeout)
+        return await self._send_as(HttpRequest("GET", "/info"), Info, timeout)
 
     @client_method
     async def wandb_info(self, *, timeout: float | None = None) -> WandbInfo:
         """Where the trainer logs."""
-        return await self._ask(HttpRequest("GET", "/wandb_info"), WandbInfo, timeout)
+        return await self._send_as(HttpRequest("GET", "/wandb_info"), WandbInfo, timeout)
 
     @client_method
     async def status(self, *, timeout: float | None = None) -> RunStatus:
         """How much waits, and for what."""
-        return await self._ask(HttpRequest("GET", "/status"), RunStatus, timeout)
+        return await self._send_as(HttpRequest("GET", "/status"), RunStatus, timeout)
 
     @client_method
     async def wait_for_step(self, step: int, *, wait: float = 600.0, timeout: float | None = None) -> RunStatus:
@@ -109,7 +109,9 @@ class TrainerCalls(BaseClient):
                 )
             return last >= step
 
-        status = await self._poll(lambda: self._ask(HttpRequest("GET", "/status"), RunStatus, timeout), reached, wait)
+        status = await self._poll(
+            lambda: self._send_as(HttpRequest("GET", "/status"), RunStatus, timeout), reached, wait
+        )
         if status.current_step < step:
             raise UnavailableError(
                 f"{self.url}: step {step} did not come within {wait:g} s; the run is at step {last}, with "
@@ -153,8 +155,8 @@ class TrainerCalls(BaseClient):
             "policy_version": policy_version,
         }
         params = {name: value for name, value in params.items() if value is not None}
-        asked = HttpRequest("GET", "/batch", params, {"Accept": MSGPACK}, patience=wait)
-        content = await self._tell(asked, timeout)
+        asked = HttpRequest("GET", "/batch", params, {"Accept": MSGPACK}, server_wait=wait)
+        content = await self._send_accepted(asked, timeout)
         if content.get("batch") is None:
             return None
         groups = [Group.from_item(item) for item in content["batch"]]
@@ -181,25 +183,25 @@ class TrainerCalls(BaseClient):
     @client_method
     async def set_policy_version(self, version: int, *, timeout: float | None = None) -> None:
         """Say which version of the parameters the trainer has now; `batch` can say it, too."""
-        await self._tell(post_request("/policy-version", {"policy_version": version}), timeout)
+        await self._send_accepted(post_request("/policy-version", {"policy_version": version}), timeout)
 
     @client_method
     async def pause(self, *, timeout: float | None = None) -> None:
         """Have every environment hold, for an evaluation say, until `resume`."""
-        await self._tell(post_request("/pause", {}), timeout)
+        await self._send_accepted(post_request("/pause", {}), timeout)
 
     @client_method
     async def resume(self, *, timeout: float | None = None) -> None:
         """End `pause`."""
-        await self._tell(post_request("/resume", {}), timeout)
+        await self._send_accepted(post_request("/resume", {}), timeout)
 
     async def _settle(self, what: str, batch_id: int, told: dict[str, Any], timeout: float | None) -> bool:
         request = HttpRequest("POST", f"/batch/{batch_id}/{what}", told)
-        reply = await self._exchange(request, timeout)
+        reply = await self._send_with_retries(request, timeout)
         content = reply.content
         if reply.status == 404 and isinstance(content, dict) and content.get("status") == "failure":
             return False
-        self._accepted(request, reply)
+        self._accepted_content(request, reply)
         return True
 
 
@@ -243,7 +245,7 @@ class EnvironmentCalls(BaseClient):
 
         def ask() -> Any:
             # A key for each look: what is sent again because an answer was lost has the same one.
-            return self._tell(post_request("/register-env", settings, {"Idempotency-Key": new_key()}), timeout)
+            return self._send_accepted(post_request("/register-env", settings, {"Idempotency-Key": new_key()}), timeout)
 
         content = await self._poll(ask, lambda content: content.get("status") == "success", wait)
         if content.get("status") != "success":
@@ -256,17 +258,17 @@ class EnvironmentCalls(BaseClient):
     @client_method
     async def disconnect_env(self, env_id: int, *, timeout: float | None = None) -> None:
         """Leave the run; what was sent stays."""
-        await self._tell(post_request("/disconnect-env", {"env_id": env_id}), timeout)
+        await self._send_accepted(post_request("/disconnect-env", {"env_id": env_id}), timeout)
 
     @client_method
     async def heartbeat(self, env_id: int, *, timeout: float | None = None) -> None:
         """A sign of life for an environment that is silent for long; a group is one, and so is `env_status`."""
-        await self._tell(post_request("/heartbeat", {"env_id": env_id}), timeout)
+        await self._send_accepted(post_request("/heartbeat", {"env_id": env_id}), timeout)
 
     @client_method
     async def env_status(self, env_id: int, *, timeout: float | None = None) -> EnvStatus:
         """How much waits, as the environment should see it."""
-        return await self._ask(HttpRequest("GET", "/status-env", {"env_id": env_id}), EnvStatus, timeout)
+        return await self._send_as(HttpRequest("GET", "/status-env", {"env_id": env_id}), EnvStatus, timeout)
 
     @client_method
     async def wait_until_wanted(
@@ -285,7 +287,7 @@ class EnvironmentCalls(BaseClient):
             return status.queue_size <= max_queued and not status.hold
 
         asked = HttpRequest("GET", "/status-env", {"env_id": env_id})
-        status = await self._poll(lambda: self._ask(asked, EnvStatus, timeout), wanted, wait)
+        status = await self._poll(lambda: self._send_as(asked, EnvStatus, timeout), wanted, wait)
         if not wanted(status):
             raise UnavailableError(
                 f"{self.url}: environment {env_id} still has to hold after {wait:g} s: {status.queue_size} groups "
@@ -301,7 +303,7 @@ class EnvironmentCalls(BaseClient):
         binary: bool = True,
         key: str | None = None,
         timeout: float | None = None,
-    ) -> Posted:
+    ) -> PostResult:
         """Send a group, or several in one request. Once it returns, they outlive a crash of the service.
 
         Args:
@@ -313,7 +315,7 @@ class EnvironmentCalls(BaseClient):
             What was kept: of several groups, those that are too old already are not.
 
         Raises:
-            TooOldError: there is none that the trainer still takes.
+            StaleGroupError: there is none that the trainer still takes.
             UnavailableError: the service is full, or the groups would be too old by their turn, until the deadline (or
                 as every call).
         """
@@ -338,10 +340,10 @@ class EnvironmentCalls(BaseClient):
             body, headers["Content-Encoding"] = zstandard.ZstdCompressor().compress(body), "zstd"
         request = HttpRequest("POST", "/scored_data" if one else "/scored_data_list", {}, headers, body)
         deadline, began = self._timeout if timeout is None else timeout, time.monotonic()
-        pauses = retry.pauses(LONGEST_POLL, LONGEST_POLL, deadline, since=began)
+        pauses = retry.backoff(LONGEST_POLL, LONGEST_POLL, deadline, since=began)
         while True:
-            reply = await self._exchange(request, began + deadline - time.monotonic())
-            content = self._accepted(request, reply)
+            reply = await self._send_with_retries(request, began + deadline - time.monotonic())
+            content = self._accepted_content(request, reply)
             if not (refused := content.get("refused", 0)):
                 break
             if (pause := next(pauses, None)) is None:
@@ -353,4 +355,4 @@ class EnvironmentCalls(BaseClient):
         size = content.get("buffer_size", content.get("last_buffer_size"))
         status = "buffered" if content.get("buffered") else str(content.get("status"))
         taken = content.get("groups_processed", 1)
-        return Posted(status, taken, size, reply.headers.get("idempotent-replayed") == "true")
+        return PostResult(status, taken, size, reply.headers.get("idempotent-replayed") == "true")

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import anyio
 import httpx
 
-from rlframe.program_end import Closing
+from rlframe.shutdown import Closeable
+from rlframe.trajectories.client.base_client import HttpReply, HttpRequest
 from rlframe.trajectories.client.calls import EnvironmentCalls, TrainerCalls
-from rlframe.trajectories.client.exchange import HttpReply, HttpRequest
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ _CONNECT_TIMEOUT = 5.0  # seconds
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=20)
 
 
-class TrajectoryClient(TrainerCalls, EnvironmentCalls, Closing):
+class TrajectoryClient(TrainerCalls, EnvironmentCalls, Closeable):
     """A client whose calls block. Any thread may call it. Use it as a context manager, or close it.
 
     While the service cannot be reached, does not answer or says that it cannot now, a call is repeated, with pauses

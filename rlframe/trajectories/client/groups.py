@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlframe.errors import UsageError
-from rlframe.trajectories.messages import ANY_LENGTH, FLOATS, IGNORED, INTS, LARGEST
+from rlframe.trajectories.messages import ANY_LENGTH_FIELD, FLOAT_FIELDS, IGNORED, INT_FIELDS, MAX_FLOAT32
 
 _CARRIED = ("messages", "generation_params", "overrides", "group_overrides", "images")
 _DISTILL = ("distill_token_ids", "distill_logprobs")
@@ -24,7 +24,7 @@ _KINDS = {
 _LISTS = (list, tuple, np.ndarray)
 _ROWS = (*_LISTS, type(None))
 _LEAST_TEMPERATURE = 0.01
-_NAMES = (*INTS, "scores", *FLOATS, *_CARRIED, "env_id", *_DISTILL, "policy_version")
+_NAMES = (*INT_FIELDS, "scores", *FLOAT_FIELDS, *_CARRIED, "env_id", *_DISTILL, "policy_version")
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,17 +65,17 @@ class Group:
     policy_version: int | None = None
 
     def __post_init__(self) -> None:
-        for name in INTS:
+        for name in INT_FIELDS:
             object.__setattr__(self, name, _rows(name, getattr(self, name), np.dtype(np.int32)))
         if not self.tokens:
             raise UsageError("A group has at least one sequence; this one has no tokens.")
         if 0 in map(len, self.tokens):
             raise UsageError("A sequence has at least one token; one of this group is empty.")
-        for name in FLOATS:
+        for name in FLOAT_FIELDS:
             if getattr(self, name) is not None:
-                optional = name == ANY_LENGTH
+                optional = name == ANY_LENGTH_FIELD
                 object.__setattr__(self, name, _rows(name, getattr(self, name), np.dtype(np.float32), optional))
-        for name in ("masks", *FLOATS):
+        for name in ("masks", *FLOAT_FIELDS):
             self._check_rows(name)
         object.__setattr__(self, "scores", _row("scores", self.scores, np.dtype(np.float64)))
         if self.overrides is not None:
@@ -116,7 +116,7 @@ class Group:
     def to_dict(self, *, binary: bool) -> dict[str, Any]:
         """What is sent: the fields that are not None, rows as lists of numbers, or (binary) as bytes, end to end."""
         fields = {name: getattr(self, name) for name in _NAMES if getattr(self, name) is not None}
-        for name in (*INTS, *FLOATS):
+        for name in (*INT_FIELDS, *FLOAT_FIELDS):
             if name in fields:
                 rows = fields[name]
                 whole = binary and all(row is not None for row in rows)
@@ -151,15 +151,15 @@ class Group:
         # The published clients send [] for what a group has not.
         fields = {name: None if isinstance(value, list) and not value else value for name, value in fields.items()}
         lengths = item.get("lengths")
-        for name in (*INTS, *FLOATS):
+        for name in (*INT_FIELDS, *FLOAT_FIELDS):
             if isinstance(fields[name], bytes):
                 if not isinstance(lengths, bytes):
                     raise UsageError(f"The {name} of a group came as bytes, and no lengths to divide them by.")
                 fields[name] = _divided(name, fields[name], np.frombuffer(lengths, "<i4"))
         if isinstance(fields["scores"], bytes):
             fields["scores"] = np.frombuffer(fields["scores"], "<f4")
-        if (rows := fields[ANY_LENGTH]) is not None:
-            fields[ANY_LENGTH] = _fitting(rows, fields["tokens"])
+        if (rows := fields[ANY_LENGTH_FIELD]) is not None:
+            fields[ANY_LENGTH_FIELD] = _fitting(rows, fields["tokens"])
         return cls(**fields)
 
     def _check_rows(self, name: str) -> None:
@@ -174,7 +174,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Posted:
+class PostResult:
     """To groups: `status` is "received", or "buffered" where one is not of its environment's group size."""
 
     status: str
@@ -217,7 +217,7 @@ def _row(name: str, row: Any, dtype: np.dtype) -> np.ndarray:
             raise UsageError(f"{name} is a row of {dtype}; got numbers from {array.min()} to {array.max()}.")
     with np.errstate(over="ignore"):  # what is too large for float32 is refused as infinite
         converted = array.astype(dtype, copy=False)
-    if dtype.kind == "f" and not (fits := np.abs(converted) <= LARGEST).all():  # NaN does not, either
+    if dtype.kind == "f" and not (fits := np.abs(converted) <= MAX_FLOAT32).all():  # NaN does not, either
         position = int(np.argmin(fits))
         raise UsageError(f"{name} must be finite float32; got {array[position]} at position {position}.")
     return converted
@@ -261,7 +261,7 @@ def finite_temperature(given: Any) -> float | None:
         number = float(given)
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if abs(number) <= LARGEST else None
+    return number if abs(number) <= MAX_FLOAT32 else None
 
 
 def _temperature(sources: Iterable[dict[str, Any] | None]) -> float:
@@ -272,7 +272,7 @@ def _temperature(sources: Iterable[dict[str, Any] | None]) -> float:
 
 
 def _divided(name: str, data: bytes, lengths: np.ndarray) -> list[np.ndarray]:
-    flat = np.frombuffer(data, "<i4" if name in INTS else "<f4")
+    flat = np.frombuffer(data, "<i4" if name in INT_FIELDS else "<f4")
     ends = np.cumsum(lengths)
     if lengths.min(initial=0) < 0 or (ends[-1] if len(ends) else 0) != len(flat):
         raise UsageError(f"A group has {len(flat)} {name}, and lengths that sum to {int(lengths.sum())}.")

@@ -3,8 +3,8 @@
 `Queue` has the commands of one run, `Epoch` all that starts afresh with a registration. With `batch_size` 8:
 
 1. `queue.add(...)`: environment 0, whose groups have 4 sequences, sends a group of 4. It goes into the lane of
-   environment 0 and size 4 (`lanes.Lanes`). A group of 3 would wait in `lanes.OddGroups` until others complete a 4.
-2. `queue.take(...)`: the trainer asks. `lanes.fillable` says that no sum of sizes is 8 yet: the answer is None.
+   environment 0 and size 4 (`lanes.UnitQueues`). A group of 3 would wait in `lanes.UndersizedGroups` until others complete a 4.
+2. `queue.take(...)`: the trainer asks. `lanes.can_fill` says that no sum of sizes is 8 yet: the answer is None.
 3. Environment 1 sends a group of 4. `queue.take(now, lease_seconds=60, consumer="trainer")`: `batching.form` takes the
    minimum shares first, then the oldest units, until there are exactly 8, and the answer is a `leases.LeasedBatch`.
 4. `queue.ack(batch_id)`: the trainer has learned from it; the caller may delete the payloads of `epoch.forgotten`.

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from rlframe.trajectories.queue.lanes import Lane, Lanes, QueuedGroup, fillable, oldest_fitting
+from rlframe.trajectories.queue.unit_queues import QueuedGroup, UnitQueue, UnitQueues, can_fill, oldest_fitting_size
 
 
 class MinimumShare(NamedTuple):
@@ -17,7 +17,7 @@ class MinimumShare(NamedTuple):
     sequences: int
 
 
-class Taken(NamedTuple):
+class TakenUnit(NamedTuple):
     env_id: int | None
     size: int
     unit: QueuedGroup
@@ -31,7 +31,7 @@ def scaled(batch_size: int, shares: Sequence[MinimumShare]) -> list[MinimumShare
     return [share._replace(sequences=share.sequences * batch_size // total) for share in shares]
 
 
-def awaited(batch_size: int, lanes: Lanes, shares: Sequence[MinimumShare]) -> list[MinimumShare]:
+def awaited(batch_size: int, lanes: UnitQueues, shares: Sequence[MinimumShare]) -> list[MinimumShare]:
     """The shares that a batch waits for: of environments that have nothing in the queue which fits into one.
 
     An environment of which nothing would ever fit is not waited for, nor is the rest of a share of which there is some:
@@ -40,19 +40,19 @@ def awaited(batch_size: int, lanes: Lanes, shares: Sequence[MinimumShare]) -> li
     missing = []
     for share in shares:
         sizes = {lane.size for lane in lanes.of_env(share.env_id)}
-        if share.sequences and not any(fillable(batch_size - size, lanes.counts, spent=size) for size in sizes):
+        if share.sequences and not any(can_fill(batch_size - size, lanes.counts, spent=size) for size in sizes):
             missing.append((share, {*sizes, share.unit_size}))
     coming = {**lanes.counts, **dict.fromkeys((size for _, sizes in missing for size in sizes), batch_size)}
-    return [share for share, sizes in missing if any(fillable(batch_size - size, coming, spent=size) for size in sizes)]
+    return [share for share, sizes in missing if any(can_fill(batch_size - size, coming, spent=size) for size in sizes)]
 
 
 def form(
     batch_size: int,
-    lanes: Lanes,
+    lanes: UnitQueues,
     shares: Sequence[MinimumShare],
     too_old: Callable[[QueuedGroup], bool],
-    weights: WeightedShares | None = None,
-) -> tuple[list[Taken] | None, list[Taken]]:
+    weights: StartTimeFairQueue | None = None,
+) -> tuple[list[TakenUnit] | None, list[TakenUnit]]:
     """Take exactly `batch_size` sequences out of `lanes`, or leave them as they were but for what is too old.
 
     Args:
@@ -61,11 +61,11 @@ def form(
     Returns:
         (the units of the batch, oldest first; None where none can be formed, units on the way that were too old).
     """
-    dropped: list[Taken] = []
+    dropped: list[TakenUnit] = []
     shares = scaled(batch_size, shares)
-    while fillable(batch_size, lanes.counts) and not awaited(batch_size, lanes, shares):
+    while can_fill(batch_size, lanes.counts) and not awaited(batch_size, lanes, shares):
         known = len(dropped)
-        attempt = _Attempt(batch_size, lanes, too_old, dropped, weights and weights.copy())
+        attempt = _BatchBuilder(batch_size, lanes, too_old, dropped, weights and weights.copy())
         attempt.minimums(shares)
         filled = attempt.rest() if attempt.weights is None else attempt.rest_by_weight(attempt.weights)
         if filled and len(dropped) == known:  # else a share may be empty now
@@ -80,16 +80,16 @@ def form(
     return None, dropped
 
 
-class _Attempt:
+class _BatchBuilder:
     def __init__(
         self,
         batch_size: int,
-        lanes: Lanes,
+        lanes: UnitQueues,
         too_old: Callable[[QueuedGroup], bool],
-        dropped: list[Taken],
-        weights: WeightedShares | None,
+        dropped: list[TakenUnit],
+        weights: StartTimeFairQueue | None,
     ) -> None:
-        self.taken: list[Taken] = []
+        self.taken: list[TakenUnit] = []
         self.weights = weights
         self._lanes = lanes
         self._too_old = too_old
@@ -99,13 +99,13 @@ class _Attempt:
     def rest(self) -> bool:
         """Fill what is left, oldest first. False where that is impossible."""
         while self._left:
-            size = oldest_fitting(self._left, self._lanes.counts, lambda size: self._lanes.oldest(size).head.id)
+            size = oldest_fitting_size(self._left, self._lanes.counts, lambda size: self._lanes.oldest(size).head.id)
             if size is None:
                 return False
             self._take(self._lanes.oldest(size))
         return True
 
-    def rest_by_weight(self, weights: WeightedShares) -> bool:
+    def rest_by_weight(self, weights: StartTimeFairQueue) -> bool:
         """Fill what is left, whose turn it is first. False where that is impossible."""
         turns = [
             (weights.turn(env_id), env_id is None, env_id or 0) for env_id in {lane.env_id for lane in self._lanes}
@@ -141,17 +141,17 @@ class _Attempt:
                         break
                     got[share.env_id] += self._take(lane)
 
-    def _oldest_fitting(self, env_id: int | None, room: int) -> Lane | None:
+    def _oldest_fitting(self, env_id: int | None, room: int) -> UnitQueue | None:
         """The lane with the oldest unit of an environment, at most so large, after which the batch can be filled."""
         lanes = sorted(self._lanes.of_env(env_id), key=lambda lane: lane.head.id)
         counts = self._lanes.counts
-        fits = (lane for lane in lanes if lane.size <= room and fillable(self._left - lane.size, counts, lane.size))
+        fits = (lane for lane in lanes if lane.size <= room and can_fill(self._left - lane.size, counts, lane.size))
         return next(fits, None)
 
-    def _take(self, lane: Lane) -> int:
+    def _take(self, lane: UnitQueue) -> int:
         """Take the oldest unit of a lane that is not too old. Returns its sequences, 0 where there is none."""
         while lane.units:
-            taken = Taken(lane.env_id, lane.size, self._lanes.pop(lane))
+            taken = TakenUnit(lane.env_id, lane.size, self._lanes.pop(lane))
             if self._too_old(taken.unit):
                 self._dropped.append(taken)
                 continue
@@ -163,7 +163,7 @@ class _Attempt:
         return 0
 
 
-class WeightedShares:
+class StartTimeFairQueue:
     """Start-time fair queueing (Goyal, Vin and Cheng, 1996): those who have something queued are served in proportion
     to their weights. Who has nothing takes no part, and has no claim to it later.
 
@@ -178,9 +178,9 @@ class WeightedShares:
         self._now = 0.0
         self._served_until: dict[int | None, float] = {}
 
-    def copy(self) -> WeightedShares:
+    def copy(self) -> StartTimeFairQueue:
         """The same, which goes on by itself."""
-        copied = WeightedShares(self._weight_of)
+        copied = StartTimeFairQueue(self._weight_of)
         copied.set_state(self.to_state())
         return copied
 

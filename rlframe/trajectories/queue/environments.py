@@ -13,7 +13,7 @@ import msgspec
 
 
 @dataclass(kw_only=True)
-class EnvFacts:
+class EnvSummary:
     """What anybody may know of an environment. Live: connected, and heard of within the last `lapse_after` seconds."""
 
     env_id: int
@@ -31,7 +31,7 @@ class EnvFacts:
 
 
 @dataclass(kw_only=True)
-class Env(EnvFacts):
+class Env(EnvSummary):
     """One environment that registered."""
 
     desired_name: str
@@ -53,7 +53,7 @@ class Env(EnvFacts):
         self.largest_group = max(self.largest_group, sequences)
 
 
-class Envs:
+class Environments:
     """All environments of one epoch; ids count from 0.
 
     Attributes:
@@ -146,7 +146,7 @@ class Envs:
         return [[copy.copy(env) for env in self.all], list(self._heard)]
 
     @classmethod
-    def from_state(cls, state: list[Any]) -> Envs:
+    def from_state(cls, state: list[Any]) -> Environments:
         envs = cls()
         envs.all = msgspec.convert(state[0], list[Env])
         for env in envs.all:

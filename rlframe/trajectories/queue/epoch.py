@@ -10,10 +10,10 @@ import msgspec
 
 from rlframe.trajectories.messages import Registration
 from rlframe.trajectories.queue import reports
-from rlframe.trajectories.queue.batching import Taken, WeightedShares, form
-from rlframe.trajectories.queue.environments import Env, Envs
-from rlframe.trajectories.queue.lanes import Lanes, OddGroups, QueuedGroup
-from rlframe.trajectories.queue.leases import Added, KnownKeys, LeasedBatch, Leases
+from rlframe.trajectories.queue.batching import StartTimeFairQueue, TakenUnit, form
+from rlframe.trajectories.queue.environments import Env, Environments
+from rlframe.trajectories.queue.leases import AddResult, IdempotencyKeys, LeasedBatch, Leases
+from rlframe.trajectories.queue.unit_queues import QueuedGroup, UndersizedGroups, UnitQueues
 
 _PLAIN = ("uuid", "step", "policy_version", "started", "paused", "stored_bytes", "barren")
 
@@ -41,13 +41,13 @@ class Epoch:
         self.stored_bytes = 0
         self.barren = False
         self.forgotten: list[int] = []
-        self.envs = Envs()
-        self.lanes = Lanes()
-        self.odd: dict[int, OddGroups] = {}
+        self.envs = Environments()
+        self.lanes = UnitQueues()
+        self.odd: dict[int, UndersizedGroups] = {}
         self.leases = Leases()
-        self.keys = KnownKeys()
+        self.keys = IdempotencyKeys()
         self.tally = reports.Tally()
-        self.weights = WeightedShares(lambda env_id: self.envs.weight_of(self.envs.get(env_id)))
+        self.weights = StartTimeFairQueue(lambda env_id: self.envs.weight_of(self.envs.get(env_id)))
 
     @property
     def settings(self) -> Registration:
@@ -98,7 +98,7 @@ class Epoch:
 
     # Groups.
 
-    def add(self, group: QueuedGroup, env_id: int | None, tokens: int) -> Added:
+    def add(self, group: QueuedGroup, env_id: int | None, tokens: int) -> AddResult:
         """A group that is not refused."""
         self.stored_bytes += group.size_bytes
         self.tally.groups_added += 1
@@ -113,9 +113,9 @@ class Epoch:
                 self.hear(env, env.last_heard)
         self.enqueue(env_id, group)
         if env is None or group.sequences == env.group_size:
-            return Added("received", group.id)
+            return AddResult("received", group.id)
         odd = self.odd.get(env.env_id)
-        return Added("buffered", group.id, odd.sequences if odd else 0)
+        return AddResult("buffered", group.id, odd.sequences if odd else 0)
 
     def enqueue(self, env_id: int | None, group: QueuedGroup) -> None:
         """Put a group into its lane, or to the odd ones of its environment where it is no unit by itself."""
@@ -130,7 +130,7 @@ class Epoch:
         ):
             self.lanes.push(env_id, group.sequences, group)
             return
-        unit = self.odd.setdefault(env.env_id, OddGroups()).add(group, env.group_size)
+        unit = self.odd.setdefault(env.env_id, UndersizedGroups()).add(group, env.group_size)
         if unit is not None:
             self.lanes.push(env_id, env.group_size, unit)
 
@@ -143,7 +143,7 @@ class Epoch:
             batch = self.leases.recall(consumer, request)
             if batch is not None and batch.batch_id not in self.leases.returned:
                 return batch
-            for answered in self.leases.forget_answers(consumer):
+            for answered in self.leases.drop_answers(consumer):
                 self.forget(answered.group_ids, answered.size_bytes)
         batch = batch or next(iter(self.leases.returned.values()), None)
         if batch is not None:
@@ -161,7 +161,7 @@ class Epoch:
 
     def _form(self, batch_id: int) -> LeasedBatch | None:
         """The next batch, counted as served, or None."""
-        units: list[Taken] | None = None
+        units: list[TakenUnit] | None = None
         while not self.barren and units is None:
             self.barren = True  # unless a group that shared a unit with one too old is queued again
             weights = self.weights if self.settings.mix == "weight" else None
@@ -194,7 +194,7 @@ class Epoch:
             else:
                 self.enqueue(env_id, group)
 
-    def _served(self, batch_id: int, units: list[Taken]) -> LeasedBatch:
+    def _served(self, batch_id: int, units: list[TakenUnit]) -> LeasedBatch:
         for env_id, size, unit in units:
             env = self.envs.get(env_id)
             if env is not None:
@@ -241,12 +241,12 @@ class Epoch:
         for name in _PLAIN:
             setattr(epoch, name, state[name])
         epoch.registration = msgspec.convert(state["registration"], Registration | None)
-        epoch.envs = Envs.from_state(state["envs"])
-        epoch.lanes = Lanes.from_state(state["lanes"])
+        epoch.envs = Environments.from_state(state["envs"])
+        epoch.lanes = UnitQueues.from_state(state["lanes"])
         odd = msgspec.convert(state["odd"], list[tuple[int, list[QueuedGroup]]])
-        epoch.odd = {env_id: OddGroups.of(groups) for env_id, groups in odd}
+        epoch.odd = {env_id: UndersizedGroups.of(groups) for env_id, groups in odd}
         epoch.leases = Leases.from_state(state["leases"])
-        epoch.keys = KnownKeys.from_state(state["keys"])
+        epoch.keys = IdempotencyKeys.from_state(state["keys"])
         epoch.tally = reports.Tally(**state["tally"])
         if "weights" in state:  # not in a snapshot of before there were any
             epoch.weights.set_state(state["weights"])

@@ -56,7 +56,7 @@ class Leases:
         self._answered: OrderedDict[str, _Answered] = OrderedDict()
 
     @property
-    def unsettled(self) -> list[LeasedBatch]:
+    def unacknowledged(self) -> list[LeasedBatch]:
         """Batches that are leased or came back."""
         return [*self.out.values(), *self.returned.values()]
 
@@ -77,7 +77,7 @@ class Leases:
     def answer(self, consumer: str, request: str, batch: LeasedBatch, now: float) -> None:
         self._answered[consumer] = (request, batch, now)
 
-    def forget_answers(self, consumer: str) -> list[LeasedBatch]:
+    def drop_answers(self, consumer: str) -> list[LeasedBatch]:
         """Forget the consumer's last request, and those of who has not asked for longest where they are too many.
 
         Returns the batches without a lease that were only kept for these.
@@ -136,7 +136,7 @@ class Leases:
 
     def held(self) -> Iterator[int]:
         """The groups of all batches that may be asked for (again)."""
-        return (group_id for batch in (*self.unsettled, *self.kept) for group_id in batch.group_ids)
+        return (group_id for batch in (*self.unacknowledged, *self.kept) for group_id in batch.group_ids)
 
     def _held(self, batch_id: int, consumer: str | None) -> LeasedBatch | None:
         """Return a leased batch if this consumer (None: anyone) holds it."""
@@ -175,7 +175,7 @@ MAX_AGE = 3600.0  # seconds
 _Kept = dict[str, Union[int, None]]  # sequences left in the buffer, None where the group was received
 
 
-class Added(NamedTuple):
+class AddResult(NamedTuple):
     """`status` is "received", "buffered" (not of its environment's group size) or "refused" (nothing was kept).
 
     A repeated idempotency key gets the first answer again, with `duplicate` set and without the id.
@@ -190,7 +190,7 @@ class Added(NamedTuple):
     too_old: bool = False  # refused, and it gets no younger
 
 
-class KnownKeys:
+class IdempotencyKeys:
     """key -> answer, for the last `MAX_KEYS` keys of the last `MAX_AGE` seconds, and for some before these.
 
     They are forgotten by the generation: all that are older than the younger one, which is as long as that.
@@ -201,17 +201,17 @@ class KnownKeys:
         self._older: _Kept = {}
         self._since = 0.0  # when the younger one began, in seconds
 
-    def get(self, key: str, now: float) -> Added | None:
+    def get(self, key: str, now: float) -> AddResult | None:
         age = now - self._since
         if age >= MAX_AGE:
             self._turn(now, self._younger if age < 2 * MAX_AGE else {})
         for kept in (self._younger, self._older):
             if key in kept:
                 left = kept[key]
-                return Added("received" if left is None else "buffered", buffer_size=left, duplicate=True)
+                return AddResult("received" if left is None else "buffered", buffer_size=left, duplicate=True)
         return None
 
-    def put(self, key: str, answer: Added, now: float) -> None:
+    def put(self, key: str, answer: AddResult, now: float) -> None:
         if len(self._younger) >= MAX_KEYS:
             self._turn(now, self._younger)
         self._younger[key] = answer.buffer_size
@@ -222,7 +222,7 @@ class KnownKeys:
         return [[[list(kept), list(kept.values())] for kept in generations], self._since]
 
     @classmethod
-    def from_state(cls, state: list[Any]) -> KnownKeys:
+    def from_state(cls, state: list[Any]) -> IdempotencyKeys:
         known = cls()
         known._older, known._younger = (dict(zip(keys, values)) for keys, values in state[0])
         known._since = state[1]

@@ -18,8 +18,8 @@ from rlframe.errors import UsageError
 from rlframe.trajectories.messages import EnvStatus, RegisteredEnv, Registration, RunStatus
 from rlframe.trajectories.queue import reports
 from rlframe.trajectories.queue.epoch import Epoch
-from rlframe.trajectories.queue.lanes import QueuedGroup
-from rlframe.trajectories.queue.leases import Added, LeasedBatch
+from rlframe.trajectories.queue.leases import AddResult, LeasedBatch
+from rlframe.trajectories.queue.unit_queues import QueuedGroup
 
 
 class Queue:
@@ -150,7 +150,7 @@ class Queue:
         policy_version: int | None,
         key: str | None,
         now: float,
-    ) -> Added:
+    ) -> AddResult:
         """One group.
 
         Args:
@@ -253,7 +253,7 @@ class Queue:
             return False
         if consumer is not None and epoch.leases.recall(consumer, request) is not None:
             return True
-        return bool(epoch.leases.returned) or self.due(now) or (not epoch.barren and reports.formable(epoch))
+        return bool(epoch.leases.returned) or self.due(now) or (not epoch.barren and reports.can_form_batch(epoch))
 
     def status(self) -> RunStatus:
         return reports.status(self.epoch)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from rlframe.trajectories.messages import EnvStatus, RunStatus
 from rlframe.trajectories.queue.batching import MinimumShare, awaited, scaled
-from rlframe.trajectories.queue.environments import Env, EnvFacts
-from rlframe.trajectories.queue.lanes import Lane, QueuedGroup, fillable, usable
-from rlframe.trajectories.queue.leases import Added
+from rlframe.trajectories.queue.environments import Env, EnvSummary
+from rlframe.trajectories.queue.leases import AddResult
+from rlframe.trajectories.queue.unit_queues import QueuedGroup, UnitQueue, can_fill, usable_sizes
 
 if TYPE_CHECKING:
     from rlframe.trajectories.queue.epoch import Epoch
@@ -61,7 +61,7 @@ class Tally(Counts):
 
 
 @dataclass(kw_only=True)
-class EnvReport(EnvFacts):
+class EnvReport(EnvSummary):
     """`weight` is its part, as in EnvStatus."""
 
     served_share: float  # of all sequences served in this epoch
@@ -130,43 +130,43 @@ def age(epoch: Epoch, group: QueuedGroup) -> int | None:
     return epoch.policy_version - group.policy_version
 
 
-def formable(epoch: Epoch) -> bool:
+def can_form_batch(epoch: Epoch) -> bool:
     """Whether the units that are queued can fill a batch, minimum shares and staleness aside."""
-    return epoch.registration is not None and fillable(epoch.registration.batch_size, epoch.lanes.counts)
+    return epoch.registration is not None and can_fill(epoch.registration.batch_size, epoch.lanes.counts)
 
 
-def flowing(epoch: Epoch) -> list[int]:
+def batchable_sizes(epoch: Epoch) -> list[int]:
     """The unit sizes in the queue that can be part of an exact batch, with as many as may come of what is sent."""
     counts = epoch.lanes.counts
     if epoch.registration is None:
         return list(counts)
     batch_size = epoch.registration.batch_size
-    coming = usable(batch_size, dict.fromkeys([*counts, *epoch.envs.sizes], batch_size))
+    coming = usable_sizes(batch_size, dict.fromkeys([*counts, *epoch.envs.sizes], batch_size))
     return [size for size in counts if size in coming]
 
 
-def refusal(epoch: Epoch, env_id: int | None, sequences: int, policy_version: int | None) -> Added | None:
+def refusal(epoch: Epoch, env_id: int | None, sequences: int, policy_version: int | None) -> AddResult | None:
     """Why a group should not be queued, or None. Staleness is foreseen with one new version per batch."""
     registration = epoch.registration
     if registration is None:
         return None
     if sequences > registration.batch_size:
         reason = f"The group has {sequences} sequences, a batch {registration.batch_size}: it can never be served."
-        return Added("refused", reason=reason, too_large=True)
+        return AddResult("refused", reason=reason, too_large=True)
     if registration.max_staleness is None or policy_version is None or epoch.policy_version is None:
         return None
     limit = f"the trainer takes at most {registration.max_staleness}"
     versions = epoch.policy_version - policy_version
     if versions > registration.max_staleness:
-        return Added("refused", reason=f"The group is {versions} policy versions old; {limit}.", too_old=True)
+        return AddResult("refused", reason=f"The group is {versions} policy versions old; {limit}.", too_old=True)
     versions += _batches_ahead(epoch, env_id)
     if versions <= registration.max_staleness:
         return None
-    return Added("refused", reason=f"By its turn the group would be {versions} policy versions old; {limit}.")
+    return AddResult("refused", reason=f"By its turn the group would be {versions} policy versions old; {limit}.")
 
 
 def status(epoch: Epoch) -> RunStatus:
-    sizes = set(flowing(epoch))
+    sizes = set(batchable_sizes(epoch))
     groups = epoch.lanes.groups
     return RunStatus(
         current_step=epoch.step,
@@ -174,7 +174,7 @@ def status(epoch: Epoch) -> RunStatus:
         set_aside=sum(groups[size] for size in groups if size not in sizes),
         waiting_for=[_sentence(epoch, one) for one in waiting(epoch)],
         buffered=sum(map(len, epoch.odd.values())),
-        leased=sum(len(batch.group_ids) for batch in epoch.leases.unsettled),
+        leased=sum(len(batch.group_ids) for batch in epoch.leases.unacknowledged),
         epoch=epoch.number,
         paused=epoch.paused,
         policy_version=epoch.policy_version,
@@ -189,9 +189,9 @@ def env_status(epoch: Epoch, env_id: int, hold: bool) -> EnvStatus | None:
     if env is None or registration is None:
         return None
     batch_size = registration.batch_size
-    sizes = flowing(epoch)
+    sizes = batchable_sizes(epoch)
     total = _sequences(epoch, sizes)
-    full = formable(epoch)
+    full = can_form_batch(epoch)
     largest = max(sizes, default=1)
     own = sum(lane.sequences for lane in epoch.lanes.of_env(env_id))
     # What others sent does not make this environment wait where, for all that is there, no batch can be formed: the
@@ -244,9 +244,9 @@ def _batches_ahead(epoch: Epoch, env_id: int | None) -> int:
     for this very sender: none can be formed of all that is there, or it has a minimum share (and may have to send more
     than that, for the batch to be exact)."""
     batch_size = epoch.settings.batch_size
-    sizes = flowing(epoch)
+    sizes = batchable_sizes(epoch)
     own = sum(lane.sequences for lane in epoch.lanes.of_env(env_id) if lane.size in sizes)
-    total = _sequences(epoch, sizes) if formable(epoch) else 0
+    total = _sequences(epoch, sizes) if can_form_batch(epoch) else 0
     ahead = max(own, total) // batch_size
     share = share_of(epoch, epoch.envs.all[env_id]) if env_id in epoch.envs.sharing else 0
     return min(ahead, own // share if own >= batch_size else 0) if share else ahead
@@ -266,7 +266,7 @@ def _ahead_of_trainer(epoch: Epoch, env: Env, own: int, total: int) -> bool:
 def _env_report(epoch: Epoch, env: Env, now: float) -> EnvReport:
     lanes = epoch.lanes.of_env(env.env_id)
     odd = epoch.odd.get(env.env_id)
-    facts = {fact.name: getattr(env, fact.name) for fact in fields(EnvFacts)}
+    facts = {fact.name: getattr(env, fact.name) for fact in fields(EnvSummary)}
     return EnvReport(
         **{**facts, "weight": epoch.envs.weight_of(env)},
         served_share=env.served_sequences / max(1, epoch.tally.sequences_served),
@@ -288,8 +288,8 @@ def waiting(epoch: Epoch) -> list[Waiting]:
     for share in awaited(batch_size, epoch.lanes, scaled(batch_size, shares(epoch))):
         why = f"every batch waits for its minimum share of {share.sequences} sequences: it has none queued that fit"
         found.append(Waiting(share.env_id, share.unit_size, 0, why))
-    aside = epoch.lanes.of_sizes(sorted(set(epoch.lanes.counts) - set(flowing(epoch))))
-    for lane in heapq.nsmallest(MAX_WAITING, aside, key=Lane.key):
+    aside = epoch.lanes.of_sizes(sorted(set(epoch.lanes.counts) - set(batchable_sizes(epoch))))
+    for lane in heapq.nsmallest(MAX_WAITING, aside, key=UnitQueue.key):
         why = f"groups of {lane.size} are set aside: with the sizes that are sent, no sum is batch_size {batch_size}"
         if lane.size > batch_size:
             why = f"groups of {lane.size} are set aside: they are larger than batch_size {batch_size}"
@@ -307,9 +307,9 @@ def _holding_back(epoch: Epoch) -> Iterator[str]:
         yield "the run is paused: every environment holds (POST /resume)"
     if not epoch.started:
         yield "environments wait to register: the trainer has not asked for a batch yet (GET /batch)"
-    if epoch.leases.returned or formable(epoch):
+    if epoch.leases.returned or can_form_batch(epoch):
         return
-    batch_size, queued = epoch.settings.batch_size, _sequences(epoch, flowing(epoch))
+    batch_size, queued = epoch.settings.batch_size, _sequences(epoch, batchable_sizes(epoch))
     if queued < batch_size:
         yield f"the next batch waits for sequences: {queued} of {batch_size} are in the queue"
     else:

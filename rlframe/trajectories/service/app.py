@@ -20,16 +20,16 @@ from rlframe import handles
 from rlframe.errors import PeerError, StoreError, UnavailableError, UsageError, suggest
 from rlframe.http.app import make_app as make_base_app
 from rlframe.http.bodies import answer, retry_later
-from rlframe.http.config import read_token, warn_of_no_token
+from rlframe.http.config import read_token, warn_no_token
 from rlframe.http.serving import ServerThread
 from rlframe.trajectories.config import Settings
 from rlframe.trajectories.service.endpoints import (
     REFUSED,
     batches,
+    check_run_name,
     groups,
     invalid,
     live,
-    named_run,
     registration,
     service_of,
 )
@@ -39,7 +39,7 @@ from rlframe.trajectories.service.service import Service
 from rlframe.trajectories.service.validation import InvalidGroupError
 from rlframe.trajectories.stores import open_store
 
-VARIABLES = "RLFRAME_TRAJECTORIES_"  # of the environment, under uvicorn
+VARIABLE_PREFIX = "RLFRAME_TRAJECTORIES_"  # of the environment, under uvicorn
 PAGE = pathlib.Path(__file__).with_name("page.html")  # asks for /report and /previews
 _CHANGING = ("/batch", "/reset_data")  # by GET
 _DESCRIPTION = """Stands between environments, which send groups of sequences, and trainers, which pull batches of them.
@@ -90,18 +90,18 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
     # What is asked for most often comes first: the others are looked at one by one until one matches.
     for router in (groups.router, batches.router, registration.env_router, registration.router, live.router):
         app.include_router(router, responses=REFUSED)
-        app.include_router(router, prefix="/runs/{run}", dependencies=[Depends(named_run)], responses=REFUSED)
+        app.include_router(router, prefix="/runs/{run}", dependencies=[Depends(check_run_name)], responses=REFUSED)
     return app
 
 
 def app_from_environment() -> FastAPI:
     """The application of `rlframe.trajectories.server`, with the settings of `RLFRAME_TRAJECTORIES_STORE` and so on."""
-    settings = settings_of(os.environ)
-    warn_of_no_token(settings.no_token, settings.can)
+    settings = settings_from_variables(os.environ)
+    warn_no_token(settings.no_token, settings.can)
     return make_app(settings)
 
 
-def settings_of(variables: Mapping[str, str]) -> Settings:
+def settings_from_variables(variables: Mapping[str, str]) -> Settings:
     """The settings that environment variables have, but for those of the address, which are uvicorn's.
 
     Raises:
@@ -111,11 +111,11 @@ def settings_of(variables: Mapping[str, str]) -> Settings:
     of_uvicorn = ("host", "port", "max_connections")
     names, hints = {f.name: f for f in fields(Settings) if f.name not in of_uvicorn}, get_type_hints(Settings)
     for variable, text in variables.items():
-        if not variable.startswith(VARIABLES):
+        if not variable.startswith(VARIABLE_PREFIX):
             continue
-        name = variable[len(VARIABLES) :].lower()
+        name = variable[len(VARIABLE_PREFIX) :].lower()
         if name not in names:
-            known = [VARIABLES + known.upper() for known in names]
+            known = [VARIABLE_PREFIX + known.upper() for known in names]
             raise UsageError(f"{variable} names no setting of the trajectory service.{suggest(variable, known)}")
         split = [part.strip() for part in text.split(",") if part.strip()]
         try:
@@ -181,9 +181,15 @@ class TrajectoryServer:
         self._service.on_failure = self.stop  # the store failed: who watches over the process can start it again
         self._found = list(_found(self._service))
         try:
-            app, let_go = make_app(settings, self._service), self._service.stop_waiting
+            app, on_shutdown = make_app(settings, self._service), self._service.stop_waiting
             self._server = ServerThread(
-                app, settings.host, settings.port, settings.max_connections, let_go=let_go, ended=self.stop, end=_END
+                app,
+                settings.host,
+                settings.port,
+                settings.max_connections,
+                on_shutdown=on_shutdown,
+                ended=self.stop,
+                end=_END,
             )
         except BaseException:
             self._service.store.close()
@@ -196,10 +202,10 @@ class TrajectoryServer:
         Raises:
             StoreError: the store failed: what was acknowledged is in it.
         """
-        warn_of_no_token(self._settings.no_token, self._settings.can)
+        warn_no_token(self._settings.no_token, self._settings.can)
         lines = [f"Trajectories at {self.url}  (endpoints: /docs)", self._service.store.durability, *self._found]
         print("\n".join(lines), flush=True)
-        with handles.stopped_by_program(self.stop):
+        with handles.stop_with_program(self.stop):
             self._stop.wait()
         self.close()
         if failure := self._service.failed or self._server.failure:

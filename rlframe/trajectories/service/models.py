@@ -8,15 +8,15 @@ from typing import Annotated, Any, Literal, Union
 import msgspec
 from pydantic import BaseModel, Field, WithJsonSchema
 
-from rlframe.trajectories.messages import INT64, TEXT, RegisteredEnv, Registration, RunStatus
+from rlframe.trajectories.messages import INT64_LIMITS, TEXT_LIMITS, RegisteredEnv, Registration, RunStatus
 from rlframe.trajectories.queue.reports import Report
 from rlframe.trajectories.service.previews import GroupPreview
 from rlframe.trajectories.service.wire import JsonGroup
 
-Int64 = Annotated[int, Field(**INT64)]
+Int64 = Annotated[int, Field(**INT64_LIMITS)]
 Version = Annotated[int, Field(ge=-(2**53), le=2**53)]  # what JSON carries everywhere; differences have 64 bits too
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-Text = Annotated[str, Field(**TEXT)]
+Text = Annotated[str, Field(**TEXT_LIMITS)]
 
 
 class RegisterEnv(BaseModel):

@@ -141,7 +141,7 @@ def load_decode(name: str | None) -> Decode | None:
 
         return _of_known_ids(ByteTokenizer().decode, ByteTokenizer.vocab_size)
     path = f"{name}/tokenizer.json" if os.path.isdir(name) else name
-    with extras.needed("--tokenizer", "tokenizers"):
+    with extras.explain_import_error("--tokenizer", "tokenizers"):
         from tokenizers import Tokenizer
     try:
         tokenizer = Tokenizer.from_file(path)

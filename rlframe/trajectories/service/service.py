@@ -22,13 +22,13 @@ from rlframe.errors import PeerError, RlframeError, StoreError, UnavailableError
 from rlframe.trajectories.queue.leases import LeasedBatch
 from rlframe.trajectories.queue.queue import Queue
 from rlframe.trajectories.service.state_machine import (
-    BEGINNING,
-    Applied,
+    RUN_CREATING_COMMANDS,
+    CommandResult,
     StateMachine,
     decode_command,
     encode_command,
     encode_state,
-    read_on,
+    read_next,
 )
 from rlframe.trajectories.stores import SharedStore, Store
 
@@ -46,7 +46,7 @@ _TIMED = frozenset(("register", "reset", "register_env", "heartbeat", "add", "ta
 _logger = logging.getLogger(__name__)
 
 
-class _Submitted(NamedTuple):
+class _PendingCommand(NamedTuple):
     """A command that is not applied yet."""
 
     run: str
@@ -54,7 +54,7 @@ class _Submitted(NamedTuple):
     arguments: Mapping[str, Any]
     payload: bytes | None
     size: int  # bytes of its record
-    answer: asyncio.Future[Applied]
+    answer: asyncio.Future[CommandResult]
 
 
 class Service:
@@ -95,7 +95,7 @@ class Service:
         self._machine = StateMachine()
         self._origin = secrets.token_hex(6)
         self._numbers = itertools.count()
-        self._submitted: dict[int, _Submitted] = {}
+        self._submitted: dict[int, _PendingCommand] = {}
         self._durable: deque[tuple[concurrent.futures.Future[int], int]] = deque()
         self._draining = False
         self._changes: dict[str, asyncio.Event] = {}  # of the runs where somebody waits for one
@@ -109,8 +109,8 @@ class Service:
         """Bring back what the store holds, before `start`; `fresh`: reset every run. Raise as `load` of a store."""
         self._snapshot_due -= self._machine.restore(self.store)
         if fresh:
-            self._machine.begin_anew(self.store)
-        self._left = self._machine.unneeded(self.store)
+            self._machine.reset_all_runs(self.store)
+        self._left = self._machine.orphaned_payloads(self.store)
 
     async def start(self) -> None:
         """Begin to take commands."""
@@ -149,7 +149,7 @@ class Service:
         """Log a command of `Queue` and return its answer, once it is durable and applied.
 
         Args:
-            run: it begins with the first of `BEGINNING`. To the others one that is not there is empty.
+            run: it begins with the first of `RUN_CREATING_COMMANDS`. To the others one that is not there is empty.
             payload: of an `add`.
             arguments: without `now`.
 
@@ -191,16 +191,18 @@ class Service:
         except RlframeError as error:
             _logger.warning("%s in run %r: %s", command, run, error)
 
-    async def _submit(self, run: str, command: str, told: Mapping[str, Any], payload: bytes | None = None) -> Applied:
+    async def _submit(
+        self, run: str, command: str, told: Mapping[str, Any], payload: bytes | None = None
+    ) -> CommandResult:
         if self.failed is not None:
             raise self.failed
         arguments = {**told, "now": time.time()} if command in _TIMED else told
         queues = self._machine.queues
-        if command in BEGINNING and run not in queues and len(queues) >= MAX_RUNS:
+        if command in RUN_CREATING_COMMANDS and run not in queues and len(queues) >= MAX_RUNS:
             raise UnavailableError(f"There are {MAX_RUNS} runs already. Use one of them, or another store.")
         number = next(self._numbers)
         record = encode_command((run, command, arguments, self._origin, number))
-        submitted = _Submitted(run, command, arguments, payload, len(record), self._loop.create_future())
+        submitted = _PendingCommand(run, command, arguments, payload, len(record), self._loop.create_future())
         self._submitted[number] = submitted
         self.pending_bytes += len(payload or b"")
         try:
@@ -234,7 +236,7 @@ class Service:
         return self._machine.stored_bytes
 
     @property
-    def most_bytes(self) -> int:
+    def byte_limit(self) -> int:
         """Bytes of groups that may be kept: `max_bytes`, or what the store's disk has room for."""
         left = self.store.room()
         return self._max_bytes if left is None else min(self._max_bytes, self.stored_bytes + left)
@@ -242,7 +244,7 @@ class Service:
     @property
     def nearly_full(self) -> bool:
         """Whether environments should hold."""
-        return self.stored_bytes + self.pending_bytes >= _NEARLY * self.most_bytes
+        return self.stored_bytes + self.pending_bytes >= _NEARLY * self.byte_limit
 
     def check_room(self, size: int) -> None:
         """Raise `UnavailableError` if there is no room for so many bytes of groups more."""
@@ -325,7 +327,7 @@ class Service:
             if change := self._changes.pop(run, None):
                 change.set()
 
-    def _settle(self, number: int) -> _Submitted | None:
+    def _settle(self, number: int) -> _PendingCommand | None:
         """Take out what is pending under this number. Return it if somebody waits for it."""
         submitted = self._submitted.pop(number, None)
         if submitted is None:
@@ -381,7 +383,7 @@ class Service:
             try:
                 if not await asyncio.to_thread(store.wait, after, wait):
                     continue
-                snapshot, records = await asyncio.to_thread(read_on, store, after)
+                snapshot, records = await asyncio.to_thread(read_next, store, after)
             except StoreError as error:
                 self._fail(error)
                 return

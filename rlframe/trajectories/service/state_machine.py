@@ -20,7 +20,7 @@ LATEST_BYTES = 64 << 20  # in memory, of all runs together; the newest group is 
 _FORMAT = 3  # of snapshots
 
 # What a run begins with. To the other commands one that is not there is empty: a mistyped path leaves nothing behind.
-BEGINNING = frozenset(("register", "register_env", "add", "pause", "set_policy_version"))
+RUN_CREATING_COMMANDS = frozenset(("register", "register_env", "add", "pause", "set_policy_version"))
 
 _logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ encode_command = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(tuple[str, str, dict[str, Any], str, int]).decode
 
 
-class Applied(NamedTuple):
+class CommandResult(NamedTuple):
     """What a command led to.
 
     Attributes:
@@ -43,7 +43,7 @@ class Applied(NamedTuple):
 
 class StateMachine:
     """Attributes:
-    queues: of the runs, by name; a run begins with the first of `BEGINNING`. The id of a group is the position of its
+    queues: of the runs, by name; a run begins with the first of `RUN_CREATING_COMMANDS`. The id of a group is the position of its
         payload.
     position: up to which the log is applied.
     snapshot_position: of the last snapshot.
@@ -73,27 +73,27 @@ class StateMachine:
             for position, record in records:
                 self.apply(position, *decode_command(record)[:3])
                 read += len(record)
-            snapshot, records = read_on(store, self.position)
+            snapshot, records = read_next(store, self.position)
             if snapshot is None and not records:
                 return read
 
-    def begin_anew(self, store: Store) -> None:
+    def reset_all_runs(self, store: Store) -> None:
         """Reset every run, after `restore`. Raises as it does."""
         for run in sorted(self.queues):
             store.append(encode_command((run, "reset", {"now": time.time()}, "", 0))).result()
         self.restore(store)
 
-    def unneeded(self, store: Store) -> list[int]:
+    def orphaned_payloads(self, store: Store) -> list[int]:
         """Positions of payloads that the store holds, and that nobody will ask for: what a crash left behind."""
         needed = {position for queue in self.queues.values() for position in queue.epoch.held()}
         return [at for at in store.held() if at <= self.position and at not in needed]
 
     def apply(
         self, position: int, run: str, command: str, arguments: Mapping[str, Any], payload: bytes | None = None
-    ) -> Applied:
+    ) -> CommandResult:
         """Apply the command at a position of the log. `payload`: of an `add`, where it is at hand."""
         queue = self.queues.get(run) or Queue()
-        if command in BEGINNING:
+        if command in RUN_CREATING_COMMANDS:
             self.queues[run] = queue
         before, epoch = queue.epoch.stored_bytes, queue.epoch
         adds = command == "add"
@@ -113,7 +113,7 @@ class StateMachine:
             freed = [position, *freed]
         self.stored_bytes += queue.epoch.stored_bytes - before
         self.position = position
-        return Applied(answer, freed)
+        return CommandResult(answer, freed)
 
     def get_state(self) -> dict[str, Any]:
         """Of all runs, as data that no later command changes: for `encode_state`, in any thread."""
@@ -142,7 +142,7 @@ def encode_state(runs: dict[str, Any]) -> bytes:
     return msgspec.msgpack.encode({"format": _FORMAT, "runs": runs})
 
 
-def read_on(store: Store, after: int) -> tuple[tuple[int, bytes] | None, list[tuple[int, bytes]]]:
+def read_next(store: Store, after: int) -> tuple[tuple[int, bytes] | None, list[tuple[int, bytes]]]:
     """What follows a position of the log: (a snapshot, where it took the place of the records; the records)."""
     try:
         return None, store.read(after)

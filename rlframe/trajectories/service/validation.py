@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import UNSET
 
 from rlframe.errors import UsageError
-from rlframe.trajectories.messages import ANY_LENGTH, FLOATS, INTS, LARGEST
+from rlframe.trajectories.messages import ANY_LENGTH_FIELD, FLOAT_FIELDS, INT_FIELDS, MAX_FLOAT32
 
 MAX_DEPTH = 32  # of what is in `messages`, `images` and the like; Python's parsers fail at some hundreds
 
@@ -53,7 +53,7 @@ def lengths_of(group: Any) -> list[int]:
     """Tokens of each sequence."""
     if isinstance(group.tokens, list):
         lengths = [len(sequence) for sequence in group.tokens]
-        if any(isinstance(getattr(group, name), bytes) for name in ("masks", *FLOATS)) and (
+        if any(isinstance(getattr(group, name), bytes) for name in ("masks", *FLOAT_FIELDS)) and (
             not isinstance(group.lengths, bytes) or _array("lengths", group.lengths, _INT32).tolist() != lengths
         ):
             raise InvalidGroupError(("lengths",), "Binary arrays need lengths: int32, the tokens of each sequence.")
@@ -112,12 +112,14 @@ def check(group: Any, lengths: list[int]) -> None:
         raise InvalidGroupError(("tokens",), "A group has at least one sequence; this one is empty.", "too_short")
     if 0 in lengths:
         raise InvalidGroupError(("tokens", lengths.index(0)), "A sequence has at least one token.", "too_short")
-    for name in INTS + FLOATS:
+    for name in INT_FIELDS + FLOAT_FIELDS:
         value = getattr(group, name)
         if isinstance(value, bytes):
             _check_binary(name, value, lengths)
-        elif isinstance(value, list) and (value or name in INTS):  # [] is what the published BaseEnv sends for none
-            _check_lists(name, value, None if name == ANY_LENGTH else lengths)
+        elif isinstance(value, list) and (
+            value or name in INT_FIELDS
+        ):  # [] is what the published BaseEnv sends for none
+            _check_lists(name, value, None if name == ANY_LENGTH_FIELD else lengths)
     scores = group.scores
     if isinstance(scores, bytes):
         scores = _array("scores", scores, _FLOAT32).tolist()
@@ -131,10 +133,10 @@ def check(group: Any, lengths: list[int]) -> None:
 
 
 def _check_binary(name: str, value: bytes, lengths: list[int]) -> None:
-    array = _array(name, value, _INT32 if name in INTS else _FLOAT32)
+    array = _array(name, value, _INT32 if name in INT_FIELDS else _FLOAT32)
     if len(array) != sum(lengths):
         raise InvalidGroupError((name,), f"The lengths sum to {sum(lengths)} tokens, but {name} holds {len(array)}.")
-    if name in FLOATS and not np.isfinite(array).all():
+    if name in FLOAT_FIELDS and not np.isfinite(array).all():
         raise InvalidGroupError((name,), f"{name} holds NaN or an infinity.", "finite_number")
 
 
@@ -146,7 +148,7 @@ def _check_lists(name: str, value: list[list[Any]], lengths: list[int] | None) -
         if lengths is not None and len(sequence) != lengths[i]:
             message = f"Sequence {i} has {lengths[i]} tokens, but {len(sequence)} values in {name}."
             raise InvalidGroupError((name, i), message)
-        if name in FLOATS:
+        if name in FLOAT_FIELDS:
             _check_finite((name, i), sequence)
 
 
@@ -156,10 +158,10 @@ def _check_count(name: str, value: list[Any], sequences: int) -> None:
 
 
 def _check_finite(loc: tuple[str | int, ...], values: list[float]) -> None:
-    if not values or (math.isfinite(sum(values)) and min(values) >= -LARGEST and max(values) <= LARGEST):
+    if not values or (math.isfinite(sum(values)) and min(values) >= -MAX_FLOAT32 and max(values) <= MAX_FLOAT32):
         return
     for i, value in enumerate(values):
-        if not abs(value) <= LARGEST:
+        if not abs(value) <= MAX_FLOAT32:
             raise InvalidGroupError((*loc, i), f"{loc[0]} holds finite float32 numbers; got {value}.", "finite_number")
 
 
@@ -247,7 +249,7 @@ def _field_not_finite(body: bytes, message: str) -> tuple[str, ...] | None:
     byte = re.search(r"\(byte (\d+)\)", message)
     if byte is None or not re.compile(rb"-?(NaN|Infinity)").match(body, int(byte[1])):
         return None
-    names = (*INTS, *FLOATS, "scores", "distill_logprobs", *_FREE)
+    names = (*INT_FIELDS, *FLOAT_FIELDS, "scores", "distill_logprobs", *_FREE)
     place, name = max((body.rfind(b'"%s"' % name.encode(), 0, int(byte[1])), name) for name in names)
     return (name,) if place >= 0 else ()
 

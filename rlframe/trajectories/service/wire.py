@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from rlframe.trajectories.messages import ANY_LENGTH, FLOATS, INTS
+from rlframe.trajectories.messages import ANY_LENGTH_FIELD, FLOAT_FIELDS, INT_FIELDS
 from rlframe.trajectories.service.validation import (
     InvalidGroupError,
     check,
@@ -103,7 +103,7 @@ _PACKED = _encoding(msgspec.msgpack, PackedGroup, PackedGroup)
 _decode_numbers = msgspec.json.Decoder(JsonGroup).decode  # of JSON, whose arrays `_JSON.group` leaves as text
 
 
-class Parsed(NamedTuple):
+class ParsedGroup(NamedTuple):
     """What the queue has to know of a group, and what is stored of it."""
 
     sequences: int
@@ -113,7 +113,7 @@ class Parsed(NamedTuple):
     payload: bytes
 
 
-def parse_group(body: bytes, packed: bool) -> Parsed:
+def parse_group(body: bytes, packed: bool) -> ParsedGroup:
     """Decode and check one group.
 
     Args:
@@ -130,7 +130,7 @@ def parse_group(body: bytes, packed: bool) -> Parsed:
         raise not_unicode(error) from None
 
 
-def parse_groups(body: bytes, packed: bool) -> Iterator[Parsed]:
+def parse_groups(body: bytes, packed: bool) -> Iterator[ParsedGroup]:
     """Decode and check a list of groups, one after the other; as `parse_group`, with its place before each path."""
     try:
         items = (_PACKED if packed else _JSON).items(body)
@@ -147,7 +147,7 @@ def parse_groups(body: bytes, packed: bool) -> Iterator[Parsed]:
             raise InvalidGroupError((i, *error.loc), str(error), error.kind) from None
 
 
-def _parse(body: bytes, encoding: _Encoding) -> Parsed:
+def _parse(body: bytes, encoding: _Encoding) -> ParsedGroup:
     packed = encoding is _PACKED
     try:
         group = encoding.group(body)
@@ -174,7 +174,7 @@ def _parse(body: bytes, encoding: _Encoding) -> Parsed:
         body = b"".join((memoryview(body)[:-1], nulls.encode(), b"}"))  # one copy
     env_id = None if group.env_id is UNSET else group.env_id
     version = None if group.policy_version is UNSET else group.policy_version
-    return Parsed(len(lengths), sum(lengths), env_id, version, body)
+    return ParsedGroup(len(lengths), sum(lengths), env_id, version, body)
 
 
 def _lengths_of_text(group: Any) -> list[int] | None:
@@ -182,13 +182,13 @@ def _lengths_of_text(group: Any) -> list[int] | None:
     lengths = text_lengths(bytes(group.tokens), integers=True)
     if lengths is None or text_lengths(bytes(group.masks), integers=True) != lengths:
         return None
-    for name in FLOATS:
+    for name in FLOAT_FIELDS:
         value = getattr(group, name)
         text = b"null" if value is UNSET else bytes(value)  # a `Raw` is equal to nothing
         if text in (b"null", b"[]"):
             continue
         found = text_lengths(text, integers=False)
-        if found is None or (found != lengths and name != ANY_LENGTH):
+        if found is None or (found != lengths and name != ANY_LENGTH_FIELD):
             return None
     return lengths
 
@@ -230,7 +230,7 @@ def as_json(payload: bytes) -> bytes:
     for name in KEYS:
         value = getattr(group, name)
         if isinstance(value, bytes):
-            numbers = np.frombuffer(value, "<i4" if name in INTS else "<f4").tolist()
+            numbers = np.frombuffer(value, "<i4" if name in INT_FIELDS else "<f4").tolist()
             value = numbers if name == "scores" else _split(numbers, lengths)
         item[name] = None if value is UNSET else value
     if group.policy_version is not UNSET:

@@ -48,7 +48,7 @@ def open_store(url: str) -> Store:
             raise UsageError(f"The store sqlite:{path} has the option sync=on or sync=off, not {option!r}.")
         return SQLiteStore(path, sync=option != "sync=off")
     if kind in ("redis", "rediss") and rest:
-        with extras.needed("A store in Redis", "trajectories"):
+        with extras.explain_import_error("A store in Redis", "trajectories"):
             from rlframe.trajectories.stores.redis import RedisStore
 
         return RedisStore(url)

@@ -46,7 +46,7 @@ class Commit:
         self.refused.append((append, error))
 
 
-class CommittingStore(abc.ABC):
+class GroupCommitStore(abc.ABC):
     """The part of `Store` that writes: one thread passes appends, forgotten positions and snapshots to `_write`.
 
     Args:

@@ -29,7 +29,7 @@ _RESERVED = 64 << 20  # bytes of its disk, or half of a smaller one, that it lea
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
 
 
-class Place(NamedTuple):
+class PayloadLocation(NamedTuple):
     """Where a value lies, and the CRC-32C of its bytes."""
 
     offset: int
@@ -55,14 +55,14 @@ class PayloadFile:
         except BaseException:
             os.close(self._fd)
             raise
-        self._extents = Extents(BLOCK)
+        self._extents = ExtentAllocator(BLOCK)
         self._size = os.fstat(self._fd).st_size
 
-    def occupy(self, places: Iterable[tuple[int, int]]) -> None:
+    def set_used(self, places: Iterable[tuple[int, int]]) -> None:
         """Say what is in use, as offsets and lengths, ascending; everything else is free."""
-        self._extents = Extents(BLOCK, places)
+        self._extents = ExtentAllocator(BLOCK, places)
 
-    def write(self, value: bytes) -> Place:
+    def write(self, value: bytes) -> PayloadLocation:
         """Write a value where there is room. It is durable after `sync`.
 
         Raises:
@@ -79,7 +79,7 @@ class PayloadFile:
             os.ftruncate(self._fd, self._size)  # where the disk took a part
             raise
         self._size = max(self._size, offset + len(value))
-        return Place(offset, len(value), crc32c.crc32c(value))
+        return PayloadLocation(offset, len(value), crc32c.crc32c(value))
 
     def room(self) -> int:
         """Bytes of values that it can take. A long one may find no place among the values that were given back."""
@@ -108,12 +108,12 @@ class PayloadFile:
             "queue. Trainers have to take some groups first; or make room on the disk."
         )
 
-    def read(self, place: Place) -> bytes | None:
+    def read(self, place: PayloadLocation) -> bytes | None:
         """The value at a place; None if it is not what was written there."""
         value = os.pread(self._fd, place.length, place.offset)
         return value if len(value) == place.length and crc32c.crc32c(value) == place.crc else None
 
-    def give_back(self, place: Place) -> None:
+    def give_back(self, place: PayloadLocation) -> None:
         """Let other values be written to a place."""
         self._extents.give_back(place.offset, place.length)
         if self._size > self._extents.end + _SPARE:
@@ -160,7 +160,7 @@ class PayloadFile:
 BLOCK = 4096  # bytes: what a file system writes at least
 
 
-class Extents:
+class ExtentAllocator:
     """The free parts of a file between `start` and `end`, `free` bytes together. Nothing is free behind `end`: the file
     may grow there.
 

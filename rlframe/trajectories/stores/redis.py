@@ -17,7 +17,7 @@ from redis.retry import Retry
 from rlframe import retry
 from rlframe.errors import PeerError, RlframeError, StoreError, UnavailableError, UsageError
 from rlframe.trajectories.stores.base import RecordsDroppedError, UnlimitedStore
-from rlframe.trajectories.stores.group_commit import Append, Commit, CommittingStore
+from rlframe.trajectories.stores.group_commit import Append, Commit, GroupCommitStore
 
 DEADLINE = 15.0  # seconds: a server that is restarted is back by then, and HTTP clients still wait
 _ATTEMPT = 5.0  # seconds for the server to send or take in the next bytes
@@ -93,7 +93,7 @@ _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
 
-class RedisStore(UnlimitedStore, CommittingStore):  # Redis refuses commands when its memory is full
+class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands when its memory is full
     """The contract of `Store` for several processes. The server's persistence decides what survives its death.
 
     Calls are repeated while the server does not answer, until a deadline; an append is applied once all the same.
@@ -254,7 +254,7 @@ class RedisStore(UnlimitedStore, CommittingStore):  # Redis refuses commands whe
         _logger.warning("%s: %s. %s", self._name, lost, advice)
         return f"What was acknowledged survives the death of the service; {lost}."
 
-    # Writing: on the thread of `CommittingStore`
+    # Writing: on the thread of `GroupCommitStore`
 
     def _write(self, commit: Commit) -> int:
         first = self._newest + 1
@@ -288,7 +288,7 @@ class RedisStore(UnlimitedStore, CommittingStore):  # Redis refuses commands whe
     def _call(self, what: str, call: Callable[[], _T], since: float | None = None) -> _T:
         """Repeat a call until the server answers; at least once, and until the deadline after `since`."""
         start = time.monotonic() if since is None else since
-        pauses = retry.pauses(_PAUSE, _LONGEST_PAUSE, self._deadline, since=start)
+        pauses = retry.backoff(_PAUSE, _LONGEST_PAUSE, self._deadline, since=start)
         while True:
             try:
                 return call()

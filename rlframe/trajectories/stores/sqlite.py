@@ -18,8 +18,8 @@ import crc32c
 
 from rlframe.errors import StoreError, UnavailableError, UsageError
 from rlframe.trajectories.stores.base import check_range
-from rlframe.trajectories.stores.group_commit import Commit, CommittingStore
-from rlframe.trajectories.stores.payload_file import PayloadFile, Place
+from rlframe.trajectories.stores.group_commit import Commit, GroupCommitStore
+from rlframe.trajectories.stores.payload_file import PayloadFile, PayloadLocation
 
 _APPLICATION_ID = 0x726C7472  # "rltr": whose database it is, in its header
 _FORMAT = 2
@@ -38,7 +38,7 @@ PRAGMA user_version = {_FORMAT};
 _log = logging.getLogger(__name__)
 
 
-class SQLiteStore(CommittingStore):
+class SQLiteStore(GroupCommitStore):
     """The contract of `Store` for one service process. What was acknowledged survives its kill -9.
 
     Args:
@@ -130,12 +130,12 @@ class SQLiteStore(CommittingStore):
         self._writer.close()  # the last connection: SQLite removes its log
         self._file.close()
 
-    def _places(self, positions: Sequence[int]) -> dict[int, Place]:
+    def _places(self, positions: Sequence[int]) -> dict[int, PayloadLocation]:
         """Where the payloads lie of these that have one. Not in memory: there are as many as groups wait."""
         with self._reading:
             return _find(self._reader, [position for position in positions if position not in self._forgotten])
 
-    def _payload(self, position: int, place: Place | None) -> bytes | None:
+    def _payload(self, position: int, place: PayloadLocation | None) -> bytes | None:
         value = self._file.read(place) if place else None
         # Another value may lie there where it was forgotten meanwhile.
         if place and value is None and self._places([position]).get(position) == place:
@@ -182,15 +182,15 @@ class SQLiteStore(CommittingStore):
     def _recover(self) -> None:
         """Find out what is there."""
         self._forgotten: set[int] = set()  # positions of payloads whose rows are still to be deleted
-        self._file.occupy(self._writer.execute('SELECT "offset", length FROM payloads ORDER BY 1'))
+        self._file.set_used(self._writer.execute('SELECT "offset", length FROM payloads ORDER BY 1'))
         newest = "SELECT max(position) FROM (SELECT position FROM log UNION ALL SELECT position FROM snapshot)"
         self._last = self._writer.execute(newest).fetchone()[0] or 0
 
-    # Writing: on the thread of `CommittingStore`
+    # Writing: on the thread of `GroupCommitStore`
 
     def _write(self, commit: Commit) -> int:
         first = self._last + 1
-        new: dict[int, Place] = {}
+        new: dict[int, PayloadLocation] = {}
         try:
             position = first
             for append in tuple(commit.appends):
@@ -218,7 +218,7 @@ class SQLiteStore(CommittingStore):
                 self._file.give_back(place)
         return first
 
-    def _commit(self, records: Iterable[tuple[int, bytes]], new: dict[int, Place], commit: Commit) -> None:
+    def _commit(self, records: Iterable[tuple[int, bytes]], new: dict[int, PayloadLocation], commit: Commit) -> None:
         one, many = self._writer.execute, self._writer.executemany
         many("INSERT INTO log VALUES (?, ?)", records)
         many("INSERT INTO payloads VALUES (?, ?, ?, ?)", [(at, *place) for at, place in new.items()])
@@ -251,7 +251,7 @@ class SQLiteStore(CommittingStore):
         return StoreError(f"{self._name} failed, and takes nothing more: {error}. Restart the service.")
 
 
-def _find(database: sqlite3.Connection, positions: Sequence[int]) -> dict[int, Place]:
+def _find(database: sqlite3.Connection, positions: Sequence[int]) -> dict[int, PayloadLocation]:
     """Where the payloads of these positions lie, of those that have one."""
     query = "SELECT * FROM payloads WHERE position IN (SELECT value FROM json_each(?))"  # 0.5 us for each
-    return {row[0]: Place(*row[1:]) for row in database.execute(query, (json.dumps(list(positions)),))}
+    return {row[0]: PayloadLocation(*row[1:]) for row in database.execute(query, (json.dumps(list(positions)),))}

@@ -16,12 +16,12 @@ from tests.waiting import wait_until
 
 needs("trajectories")
 from rlframe.coordinator.control.app import serve_control
-from rlframe.coordinator.control.calls import AT_ONCE, STATUS_AGE
+from rlframe.coordinator.control.calls import MAX_CALLS, STATUS_MAX_AGE
 from rlframe.coordinator.control.client import ControlClient
 from rlframe.coordinator.states import JobState
 from rlframe.errors import ConflictError, PeerError, UnavailableError, UsageError
 from rlframe.http.serving import ServerThread
-from tests.coordinator.control.coordinators import MAX_ACTORS, ScriptedCoordinator
+from tests.coordinator.control.scripted_coordinator import MAX_ACTORS, ScriptedCoordinator
 
 DEADLINE = 30.0  # seconds for any answer, on a machine that is busy
 
@@ -88,7 +88,7 @@ def test_however_many_pages_are_open_the_coordinator_is_asked_once(coordinator, 
     for thread in threads:
         thread.join(DEADLINE)
     assert answers == [200] * 20
-    assert coordinator.asked <= 2 + (time.monotonic() - began) / STATUS_AGE  # 20 without the cache
+    assert coordinator.asked <= 2 + (time.monotonic() - began) / STATUS_MAX_AGE  # 20 without the cache
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_a_coordinator_that_hangs_is_503_within_seconds(coordinator, http, monke
 def test_calls_that_hang_do_not_pile_up(coordinator, http):
     coordinator.gate.clear()
     answers: queue.Queue[httpx.Response] = queue.Queue()
-    threads = [threading.Thread(target=lambda: answers.put(http.post("/evaluate"))) for _ in range(AT_ONCE + 1)]
+    threads = [threading.Thread(target=lambda: answers.put(http.post("/evaluate"))) for _ in range(MAX_CALLS + 1)]
     for thread in threads:
         thread.start()
     refused = answers.get(timeout=DEADLINE)  # the others hang

@@ -17,18 +17,24 @@ from tests.extras import needs
 needs("trajectories")
 
 from rlframe.cli import main
-from rlframe.cli.live_runs import has_reachable_coordinator
-from rlframe.coordinator.control.address import control_file, make_token, read_control, status_file, write_control
+from rlframe.cli.run_control import has_reachable_coordinator
+from rlframe.coordinator.control.address import (
+    control_file,
+    final_status_file,
+    make_token_file,
+    read_control,
+    write_control,
+)
 from rlframe.coordinator.control.app import serve_control
 from rlframe.coordinator.states import JobState
 from rlframe.errors import UnavailableError
 from rlframe.http.serving import ServerThread
 from rlframe.programs import make_experiment
-from rlframe.programs.run_dir.control import ControlAddress, serve_control_of
+from rlframe.programs.run_dir.control import ControlAddress, serve_run_control
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.run_dir.lock import NAME, RunLock
 from rlframe.programs.run_dir.status import StatusFile
-from tests.coordinator.control.coordinators import ScriptedCoordinator
+from tests.coordinator.control.scripted_coordinator import ScriptedCoordinator
 
 
 @pytest.fixture
@@ -178,8 +184,8 @@ def test_something_else_listens(capsys):
 
 
 def test_a_run_directory_knows_where_its_control_is_and_its_token(coordinator, tmp_path, capsys):
-    token = make_token(tmp_path)
-    assert make_token(tmp_path) == token  # a run that is resumed keeps its secret
+    token = make_token_file(tmp_path)
+    assert make_token_file(tmp_path) == token  # a run that is resumed keeps its secret
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
     with serve_control(coordinator, port=0, token_file=token) as server:
         write_control(tmp_path, server.url, token)
@@ -193,11 +199,11 @@ def test_a_run_directory_knows_where_its_control_is_and_its_token(coordinator, t
 
 
 def test_a_run_that_has_ended_names_no_control_whose_port_may_be_anothers(tmp_path, capsys):
-    with serve_control_of(tmp_path, ControlAddress(), "localhost:1"):
+    with serve_run_control(tmp_path, ControlAddress(), "localhost:1"):
         assert read_control(tmp_path).pid == os.getpid()
     capsys.readouterr()
     assert "is over (then" in refused(capsys, "pause", str(tmp_path))
-    with serve_control_of(tmp_path, ControlAddress(), "localhost:1"):
+    with serve_run_control(tmp_path, ControlAddress(), "localhost:1"):
         content = control_file(tmp_path).read_text().replace(f'"pid": {os.getpid()}', '"pid": 1')
         control_file(tmp_path).write_text(content)  # of a session that came later
     assert read_control(tmp_path).pid == 1
@@ -206,9 +212,9 @@ def test_a_run_that_has_ended_names_no_control_whose_port_may_be_anothers(tmp_pa
 def test_the_status_of_a_run_that_is_over_is_its_last(coordinator, tmp_path, capsys):
     coordinator.become(JobState.DRAINING)
     coordinator.become(JobState.CLOSED, "100,000 environment steps")
-    status_file(tmp_path).parent.mkdir()
-    with serve_control_of(tmp_path, ControlAddress(), "localhost:1"):
-        status_file(tmp_path).write_text(json.dumps(coordinator.status()))
+    final_status_file(tmp_path).parent.mkdir()
+    with serve_run_control(tmp_path, ControlAddress(), "localhost:1"):
+        final_status_file(tmp_path).write_text(json.dumps(coordinator.status()))
     capsys.readouterr()
     assert main(["status", str(tmp_path), "--watch"]) == 0
     shown = capsys.readouterr()
@@ -222,11 +228,11 @@ def test_a_run_whose_control_was_killed_when_it_was_over_has_its_last_status(coo
     with serve_control(coordinator, port=0) as server:
         write_control(tmp_path, server.url, None)
     os.utime(control_file(tmp_path), (1, 1))
-    status_file(tmp_path).parent.mkdir()
-    status_file(tmp_path).write_text(json.dumps(coordinator.status()))
+    final_status_file(tmp_path).parent.mkdir()
+    final_status_file(tmp_path).write_text(json.dumps(coordinator.status()))
     assert main(["status", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == coordinator.status()
-    os.utime(status_file(tmp_path), (0, 0))  # of the session before the one that was killed
+    os.utime(final_status_file(tmp_path), (0, 0))  # of the session before the one that was killed
     assert refused(capsys, "status", str(tmp_path)).startswith("There is no run in")
 
 
@@ -253,8 +259,8 @@ def test_watch_ends_well_with_a_run_whose_control_ends_before_that_is_seen(coord
         goes_on.close()
         coordinator.become(JobState.DRAINING)
         coordinator.become(JobState.CLOSED, "done")
-        status_file(directory.path).parent.mkdir()
-        status_file(directory.path).write_text(json.dumps(coordinator.status()))
+        final_status_file(directory.path).parent.mkdir()
+        final_status_file(directory.path).write_text(json.dumps(coordinator.status()))
         lock.__exit__(None, None, None)
 
     coordinator.status = status

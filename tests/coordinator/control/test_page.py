@@ -18,7 +18,7 @@ from rlframe.coordinator.states import JobState
 from rlframe.errors import PeerError
 from rlframe.http.serving import ServerThread
 from tests.chromium import NEEDS_CHROMIUM, checked_pages, running_browser
-from tests.coordinator.control.coordinators import MAX_ACTORS, ScriptedCoordinator
+from tests.coordinator.control.scripted_coordinator import MAX_ACTORS, ScriptedCoordinator
 
 pytestmark = NEEDS_CHROMIUM
 MARKUP = "<img/src=x/onerror=window.injected=true>"

@@ -16,28 +16,28 @@ from rlframe.coordinator.core.machine import advance
 from rlframe.coordinator.messages import Alive, CallRefused, Collected, Failed, Started, StartTask, WorkerInfo
 from rlframe.coordinator.states import JobState, TaskState, WorkerState
 from rlframe.stop_conditions import StopReason
-from tests.coordinator.core.world import LIMITS, World
+from tests.coordinator.core.simulation import LIMITS, Simulation
 
 ENDLESS = TrainOne(env_steps=10**9)
 
 
-def running(collectors: int = 2, **kwargs: object) -> World:
-    world = World(collectors=collectors, commander=kwargs.pop("commander", ENDLESS), **kwargs)  # type: ignore[arg-type]
+def running(collectors: int = 2, **kwargs: object) -> Simulation:
+    world = Simulation(collectors=collectors, commander=kwargs.pop("commander", ENDLESS), **kwargs)  # type: ignore[arg-type]
     assert world.run(30.0, lambda: at_work(world) == collectors and world.m.accounts.learned > 3)
     return world
 
 
-def at_work(world: World) -> int:
+def at_work(world: Simulation) -> int:
     return sum(task.state is TaskState.RUNNING for task in world.m.tasks.open("collect"))
 
 
-def learner(world: World):
+def learner(world: Simulation):
     return world.live("learner")[0]
 
 
 @pytest.mark.parametrize("by_key", [True, False])
 def test_a_job_ends_at_its_limit_with_its_last_version_evaluated(by_key: bool) -> None:
-    world = World(by_key=by_key, commander=TrainOne(env_steps=1000, eval_every=300))
+    world = Simulation(by_key=by_key, commander=TrainOne(env_steps=1000, eval_every=300))
     assert world.run(200.0, lambda: world.is_over)
     accounts = world.m.accounts
     assert not world.over[0].failed and world.over[0].reason == "1,000 of 1,000 environment steps were taken"
@@ -51,7 +51,7 @@ def test_a_job_ends_at_its_limit_with_its_last_version_evaluated(by_key: bool) -
 
 @pytest.mark.parametrize("by_key", [True, False])
 def test_an_evaluation_during_a_job_is_of_a_version_that_a_checkpoint_holds(by_key: bool) -> None:
-    world = World(by_key=by_key, commander=TrainOne(env_steps=1000, eval_every=100))
+    world = Simulation(by_key=by_key, commander=TrainOne(env_steps=1000, eval_every=100))
     assert world.run(200.0, lambda: world.is_over)
     versions = [version for _, _, version in world.m.accounts.evaluations]
     assert len(versions) >= 4 and set(versions[:-1]) <= world.saved and versions[-1] == world.checkpoint[1]
@@ -60,9 +60,9 @@ def test_an_evaluation_during_a_job_is_of_a_version_that_a_checkpoint_holds(by_k
 @pytest.mark.parametrize("by_key", [True, False])
 def test_the_learner_of_a_paused_job_saves_for_an_evaluation(by_key: bool) -> None:
     world = running(by_key=by_key)
-    world.deliver(ev.PauseAsked(True))
+    world.deliver(ev.PauseRequested(True))
     world.run(10.0)
-    world.deliver(ev.EvaluationAsked())
+    world.deliver(ev.EvaluationRequested())
     assert world.run(30.0, lambda: bool(world.m.accounts.evaluations))
     assert world.m.accounts.evaluations[-1][2] in world.saved
     assert world.m.state is JobState.PAUSED and world.m.accounts.lost == 0
@@ -70,7 +70,7 @@ def test_the_learner_of_a_paused_job_saves_for_an_evaluation(by_key: bool) -> No
 
 def test_an_evaluation_waits_for_the_learner_that_replaces_a_dead_one() -> None:
     world = running()
-    world.deliver(ev.EvaluationAsked())
+    world.deliver(ev.EvaluationRequested())
     world.kill(learner(world))
     assert world.run(60.0, lambda: bool(world.m.accounts.evaluations))
     assert world.m.accounts.evaluations[-1][2] in world.saved
@@ -79,14 +79,14 @@ def test_an_evaluation_waits_for_the_learner_that_replaces_a_dead_one() -> None:
 @pytest.mark.parametrize("fault", ["dies and is not replaced", "hangs and is not lost for that"])
 def test_an_evaluation_waits_for_a_learner_that_saves_no_longer_than_its_deadline(fault: str) -> None:
     world = running(limits=dataclasses.replace(LIMITS, lost_after=math.inf, lost_after_starting=math.inf))
-    world.deliver(ev.EvaluationAsked())
+    world.deliver(ev.EvaluationRequested())
     assert world.run(60.0, lambda: not world.m.tasks.open("evaluate"))
     if fault == "hangs and is not lost for that":
         world.stop(learner(world))
     else:
         world.operator.is_out = True
         world.kill(learner(world))
-    world.deliver(ev.EvaluationAsked())
+    world.deliver(ev.EvaluationRequested())
     began = world.now
     assert world.run(300.0, lambda: len(world.m.accounts.evaluations) == 2)
     assert LIMITS.progress_deadline <= world.now - began < LIMITS.progress_deadline + 20.0
@@ -95,7 +95,7 @@ def test_an_evaluation_waits_for_a_learner_that_saves_no_longer_than_its_deadlin
 
 
 def test_calls_are_made_in_the_order_of_the_diagram() -> None:
-    world = World(commander=TrainOne(env_steps=100))
+    world = Simulation(commander=TrainOne(env_steps=100))
     assert world.run(200.0, lambda: world.is_over)
     asked = methods(world, "learner")
     assert (asked[0], asked[-1], methods(world, "collector")[-1]) == ("start_task", "close_task", "close_task")
@@ -104,10 +104,13 @@ def test_calls_are_made_in_the_order_of_the_diagram() -> None:
     assert set(methods(world, "collector")[1:-1]) == {"get_data"}
     assert methods(world, "evaluator") == ["start_task", "get_data", "close_task"]
     first = next(send for send in world.sent if send.header is not None and send.worker_id == "collector/0")
-    assert (first.method, world.sent[0].method) == ("start_task", "ping")  # `World` checks that a learner had started
+    assert (first.method, world.sent[0].method) == (
+        "start_task",
+        "ping",
+    )  # `Simulation` checks that a learner had started
 
 
-def methods(world: World, role: str) -> list[str]:
+def methods(world: Simulation, role: str) -> list[str]:
     """Of each new call."""
     found, seqs = [], set()
     for send in world.sent:
@@ -119,9 +122,9 @@ def methods(world: World, role: str) -> list[str]:
 
 def test_collectors_are_scaled_up_and_down_while_it_trains() -> None:
     world = running(1)
-    world.deliver(ev.ScaleAsked("collector", 4))
+    world.deliver(ev.ScaleRequested("collector", 4))
     assert world.run(30.0, lambda: at_work(world) == 4)
-    world.deliver(ev.ScaleAsked("collector", 2))
+    world.deliver(ev.ScaleRequested("collector", 2))
     assert world.run(10.0, lambda: len(world.live("collector")) == 2 and at_work(world) == 2)
     closed = [send for send in world.sent if send.method == "close_task"]
     assert {send.worker_id for send in closed} == {"collector/2", "collector/3"}
@@ -155,7 +158,7 @@ def test_a_worker_at_whose_address_another_answers_is_lost_and_its_task_has_not_
     (task,) = world.m.tasks.open("collect")
     key = (worker.worker_id, worker.incarnation)
     assert worker.call is not None
-    header, reply = worker.call.header, CallRefused("The call is for another.", is_another=True)
+    header, reply = worker.call.header, CallRefused("The call is for another.", is_misdirected=True)
     if method == "ping":
         header, reply = None, Alive(worker.worker_id, worker.incarnation + 1, "idle")
     world.deliver(ev.Replied(*key, method, header, reply))
@@ -173,7 +176,7 @@ def test_a_worker_that_hangs_is_suspect_first_and_comes_back() -> None:
     assert world.m.accounts.restarts == 0
 
 
-def state(world: World, worker_id: str) -> WorkerState:
+def state(world: Simulation, worker_id: str) -> WorkerState:
     worker = world.m.roster.newest(worker_id)
     assert worker is not None
     return worker.state
@@ -198,7 +201,7 @@ def test_training_goes_on_while_the_operator_is_away_and_is_reconciled_after() -
     world.run(40.0)
     assert world.m.accounts.env_steps > steps and world.m.operator.problem
     assert at_work(world) == 1  # nobody replaces it
-    world.deliver(ev.ScaleAsked("collector", 3))
+    world.deliver(ev.ScaleRequested("collector", 3))
     world.operator.is_out = False
     assert world.run(30.0, lambda: at_work(world) == 3)
     assert world.m.operator.problem == ""
@@ -206,13 +209,13 @@ def test_training_goes_on_while_the_operator_is_away_and_is_reconciled_after() -
 
 def test_a_pause_stops_collecting_and_learning_until_it_is_resumed() -> None:
     world = running(2)
-    world.deliver(ev.PauseAsked(True))
+    world.deliver(ev.PauseRequested(True))
     world.run(3.0)
     accounts = world.m.accounts
     before = accounts.env_steps
     world.run(200.0)  # longer than the deadline on progress
     assert (world.m.state, accounts.env_steps, accounts.restarts) == (JobState.PAUSED, before, 0)
-    world.deliver(ev.PauseAsked(False))
+    world.deliver(ev.PauseRequested(False))
     world.run(3.0)
     assert world.m.state is JobState.RUNNING and accounts.env_steps > before
 
@@ -220,20 +223,20 @@ def test_a_pause_stops_collecting_and_learning_until_it_is_resumed() -> None:
 @pytest.mark.parametrize("after", [0.0, 0.3, 1.5, 4.0, 20.0])
 @pytest.mark.parametrize("is_out", [True, False])
 def test_a_job_can_be_cancelled_at_any_time_and_ends_soon(after: float, is_out: bool) -> None:
-    world = World(commander=ENDLESS)
+    world = Simulation(commander=ENDLESS)
     world.operator.is_out = is_out
     world.run(after)
-    world.deliver(ev.EndAsked(StopReason("interrupt", "enough"), within=6.0))
+    world.deliver(ev.EndRequested(StopReason("interrupt", "enough"), within=6.0))
     assert world.run(20.0, lambda: world.is_over)
     assert (world.over[0].failed, world.over[0].reason) == (False, "enough")
 
 
 def test_a_stop_is_sticky() -> None:
     world = running(1)
-    world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
-    world.deliver(ev.PauseAsked(False))
-    world.deliver(ev.ScaleAsked("collector", 3))
-    world.deliver(ev.EndAsked(StopReason("interrupt", "another reason")))
+    world.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
+    world.deliver(ev.PauseRequested(False))
+    world.deliver(ev.ScaleRequested("collector", 3))
+    world.deliver(ev.EndRequested(StopReason("interrupt", "another reason")))
     world.kill_coordinator()
     world.start_coordinator()
     assert world.m.ending is not None
@@ -295,7 +298,7 @@ def test_workers_that_ended_are_counted_by_a_coordinator_whose_predecessor_had_n
 
 def test_a_restart_in_the_ending_still_takes_the_closing_results() -> None:
     world = running(2)
-    world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
+    world.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
     world.kill_coordinator()
     world.start_coordinator()
     assert world.run(60.0, lambda: world.is_over)
@@ -306,7 +309,7 @@ def test_a_restart_in_the_ending_still_takes_the_closing_results() -> None:
 
 def test_an_evaluation_whose_worker_dies_is_done_again_at_the_same_version() -> None:
     world = running(1)
-    world.deliver(ev.EvaluationAsked())
+    world.deliver(ev.EvaluationRequested())
     assert world.run(30.0, lambda: any(t.state is TaskState.RUNNING for t in world.m.tasks.open("evaluate")))
     version = world.m.tasks.open("evaluate")[0].start.options["params_version"]
     world.kill(world.live("evaluator")[0])
@@ -321,7 +324,7 @@ def test_connections_are_closed_before_the_operator_is_left() -> None:
     effects: list[object] = []
     execute = world._execute
     world._execute = lambda effect: (effects.append(effect), execute(effect))  # type: ignore[method-assign]
-    world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
+    world.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
     assert world.run(60.0, lambda: world.is_over)
     left = next(index for index, effect in enumerate(effects) if isinstance(effect, ev.EndWorkers))
     shut = [effect.worker_id for effect in effects[:left] if isinstance(effect, ev.Disconnect)]
@@ -334,7 +337,7 @@ def test_connections_are_closed_before_the_operator_is_left() -> None:
 
 def test_a_learner_lost_while_the_job_drains_comes_back_and_saves() -> None:
     world = running(1)
-    world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
+    world.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
     world.kill(learner(world))
     assert world.run(60.0, lambda: world.is_over)
     assert not world.over[0].failed
@@ -345,15 +348,15 @@ def test_a_learner_lost_while_the_job_drains_comes_back_and_saves() -> None:
 
 def test_a_failure_for_good_fails_the_job_at_once() -> None:
     world = running(1)
-    learner(world).fails = Failed("UsageError", "no such agent", for_good=True)
+    learner(world).fails = Failed("UsageError", "no such agent", is_permanent=True)
     assert world.run(60.0, lambda: world.is_over)
     assert world.over == [ev.Over(True, "learn/1 failed: UsageError: no such agent")]
 
 
 def test_a_learner_that_cannot_save_in_the_ending_fails_the_job() -> None:
     world = running(1)
-    world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
-    learner(world).fails = Failed("CheckpointError", "no room", for_good=True)
+    world.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
+    learner(world).fails = Failed("CheckpointError", "no room", is_permanent=True)
     assert world.run(60.0, lambda: world.is_over)
     assert world.over == [ev.Over(True, "enough; but learn/1 failed: CheckpointError: no room")]
 
@@ -372,7 +375,7 @@ def test_a_task_that_fails_too_often_fails_the_job() -> None:
 
 
 def test_workers_that_never_come_fail_the_job() -> None:
-    world = World(limits=Limits(starting_deadline=60.0, max_failures=2), commander=ENDLESS)
+    world = Simulation(limits=Limits(starting_deadline=60.0, max_failures=2), commander=ENDLESS)
     world.operator.never_comes.add("learner")
     assert world.run(300.0, lambda: world.is_over)
     assert world.over[0].failed and "learner/0 did not come up 3 times in a row" in world.over[0].reason
@@ -380,7 +383,7 @@ def test_workers_that_never_come_fail_the_job() -> None:
 
 @pytest.mark.parametrize("role", ["learner", "collector"])
 def test_a_job_whose_operator_lists_nobody_of_a_role_fails(role: str) -> None:
-    world = World(commander=ENDLESS)
+    world = Simulation(commander=ENDLESS)
     world.operator.never_starts.add(role)
     assert not world.run(LIMITS.starting_deadline - 1.0, lambda: world.is_over)
     assert world.run(3.0 + LIMITS.close_deadline, lambda: world.is_over)
@@ -389,7 +392,7 @@ def test_a_job_whose_operator_lists_nobody_of_a_role_fails(role: str) -> None:
 
 
 def test_a_job_whose_operator_never_answers_fails() -> None:
-    world = World(commander=ENDLESS)
+    world = Simulation(commander=ENDLESS)
     world.operator.is_out = True
     assert not world.run(LIMITS.starting_deadline - 1.0, lambda: world.is_over)
     assert world.run(15.0, lambda: world.is_over)
@@ -428,7 +431,7 @@ def test_a_replay_buffer_that_raises_is_asked_again_and_not_for_ever() -> None:
 
 
 def test_wall_time_ends_a_job_to_which_nobody_comes() -> None:
-    world = World(commander=TrainOne(seconds=20.0))
+    world = Simulation(commander=TrainOne(seconds=20.0))
     world.operator.is_out = True
     assert world.run(60.0, lambda: world.is_over)
     assert world.over == [ev.Over(False, "20 of 20 s are over")]
@@ -437,7 +440,7 @@ def test_wall_time_ends_a_job_to_which_nobody_comes() -> None:
 def test_a_learner_told_to_restore_starts_again_above_the_versions_that_were() -> None:
     world = running(1)
     newest = world.store.newest
-    world.deliver(ev.RestoreAsked())
+    world.deliver(ev.RestoreRequested())
     assert world.run(20.0, lambda: world.m.state is JobState.RUNNING and learner(world).task == ("learn/1", 1))
     assert world.run(20.0, lambda: learner(world).started is not None and world.store.newest > newest)
     assert world.m.accounts.restarts == 0

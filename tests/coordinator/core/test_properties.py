@@ -1,4 +1,4 @@
-"""The machine over random schedules. What must always hold is checked by `world.World` with every event."""
+"""The machine over random schedules. What must always hold is checked by `world.Simulation` with every event."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.messages import Failed, StartTask
 from rlframe.coordinator.states import JobState, TaskState, WorkerState, is_over
 from rlframe.stop_conditions import StopReason
-from tests.coordinator.core.world import World
+from tests.coordinator.core.simulation import Simulation
 
 # RLFRAME_SCHEDULES=2000 for a long look.
 SCHEDULES = int(os.environ.get("RLFRAME_SCHEDULES", "8"))
@@ -47,7 +47,7 @@ class Schedules(RuleBasedStateMachine):
     def begin(self, seed: int, by_key: bool, trouble: float, steps: int, every: int, kind: type[TrainOne]) -> None:
         self.endless, self.cancelled = steps == ENDLESS, False
         commander = kind(env_steps=steps, eval_every=every)
-        self.world = World(seed=seed, by_key=by_key, trouble=trouble, commander=commander)
+        self.world = Simulation(seed=seed, by_key=by_key, trouble=trouble, commander=commander)
 
     @rule(seconds=st.sampled_from([0.02, 0.3, 1.0, 4.0, 12.0]))
     def wait(self, seconds: float) -> None:
@@ -74,15 +74,19 @@ class Schedules(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 5))
     def scale(self, n: int) -> None:
-        self.world.deliver(ev.ScaleAsked("collector", n))
+        self.world.deliver(ev.ScaleRequested("collector", n))
 
-    @rule(event=st.sampled_from([*map(ev.PauseAsked, (True, False)), ev.EvaluationAsked(), ev.CheckpointAsked()]))
+    @rule(
+        event=st.sampled_from(
+            [*map(ev.PauseRequested, (True, False)), ev.EvaluationRequested(), ev.CheckpointRequested()]
+        )
+    )
     def ask(self, event: object) -> None:
         self.world.deliver(event)
 
     @rule()
     def restore(self) -> None:
-        self.world.deliver(ev.RestoreAsked())
+        self.world.deliver(ev.RestoreRequested())
 
     @rule(n=which)
     def say_an_old_answer_again(self, n: int) -> None:
@@ -106,14 +110,14 @@ class Schedules(RuleBasedStateMachine):
     def cancel(self, chance: int) -> None:
         if chance == 0 and self.world.job is not None:
             self.cancelled = True
-            self.world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
+            self.world.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
             check_that_it_recovers(self.world, endless=self.endless, cancelled=self.cancelled)
 
 
-def check_that_it_recovers(world: World, *, endless: bool, cancelled: bool) -> None:
+def check_that_it_recovers(world: Simulation, *, endless: bool, cancelled: bool) -> None:
     """Once nothing goes wrong any more the job works, and ends as it should."""
     world.operator.is_out, world.trouble, world.loses_effects = False, 0.0, False
     resumed = [worker for worker in world.all_workers if worker.is_stopped]
@@ -122,12 +126,12 @@ def check_that_it_recovers(world: World, *, endless: bool, cancelled: bool) -> N
     for worker in world.all_workers:
         worker.fails = None
     world.start_coordinator()
-    world.deliver(ev.PauseAsked(False))
+    world.deliver(ev.PauseRequested(False))
     if endless and not cancelled and world.m.ending is None:
         world.run(90.0, lambda: world.is_over)
         if not world.is_over and world.m.ending is None:
             check_that_it_works(world)
-        world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
+        world.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
     assert world.run(400.0, lambda: world.is_over), what_there_is(world)
     over = world.over[-1]
     assert len(world.over) == 1
@@ -142,7 +146,7 @@ def check_that_it_recovers(world: World, *, endless: bool, cancelled: bool) -> N
             assert world.updates == world.m.accounts.learned
 
 
-def check_that_it_works(world: World) -> None:
+def check_that_it_works(world: Simulation) -> None:
     job = world.m
     assert job.state is JobState.RUNNING, what_there_is(world)
     (learn,) = job.tasks.open("learn")
@@ -154,7 +158,7 @@ def check_that_it_works(world: World) -> None:
     assert job.accounts.env_steps > steps and job.accounts.learned > learned, what_there_is(world)
 
 
-def what_there_is(world: World) -> str:
+def what_there_is(world: Simulation) -> str:
     job = world.m
     tasks = [(task.task_id, task.state.name, task.worker_id, task.attempt) for task in job.tasks if not task.is_over]
     workers = [(w.worker_id, w.incarnation, w.state.name, w.call and w.call.method) for w in job.roster]

@@ -29,11 +29,11 @@ from rlframe.coordinator.messages import (
 from rlframe.coordinator.states import JobState, TaskState, WorkerState
 from rlframe.metrics.rows import ActorCounts, add_point
 from rlframe.stop_conditions import StopReason
+from tests.coordinator.core.simulation import LIMITS, Simulation, SimWorker
 from tests.coordinator.core.test_machine import at_work, learner, running, state
-from tests.coordinator.core.world import LIMITS, SimWorker, World
 
 
-def calls(world: World, worker_id: str, since: int = 0) -> list[str]:
+def calls(world: Simulation, worker_id: str, since: int = 0) -> list[str]:
     return [s.method for s in world.sent[since:] if s.worker_id == worker_id and s.header is not None]
 
 
@@ -42,11 +42,11 @@ def calls(world: World, worker_id: str, since: int = 0) -> list[str]:
 
 def test_a_collector_that_comes_in_a_pause_waits_for_its_end() -> None:
     world = running(1)
-    world.deliver(ev.PauseAsked(True))
-    world.deliver(ev.ScaleAsked("collector", 2))
+    world.deliver(ev.PauseRequested(True))
+    world.deliver(ev.ScaleRequested("collector", 2))
     world.run(20.0)
     assert state(world, "collector/1") is WorkerState.IDLE and not calls(world, "collector/1")
-    world.deliver(ev.PauseAsked(False))
+    world.deliver(ev.PauseRequested(False))
     assert world.run(10.0, lambda: at_work(world) == 2)
 
 
@@ -55,7 +55,7 @@ def test_a_learner_that_is_to_go_closes_once_its_batches_are_drawn() -> None:
     (task,) = world.m.tasks.open("learn")
     assert world.run(20.0, lambda: task.drawing is not None)
     sent = len(world.sent)
-    world.deliver(ev.ScaleAsked("learner", 0))
+    world.deliver(ev.ScaleRequested("learner", 0))
     world.run(10.0)
     assert set(calls(world, "learner/0", sent)[:2]) <= {"learn", "close_task"}
     assert "learn" not in calls(world, "learner/0", sent)[calls(world, "learner/0", sent).index("close_task") :]
@@ -69,7 +69,9 @@ def test_what_is_drawn_for_a_learner_that_was_lost_meanwhile_is_settled() -> Non
     assert world.run(20.0, lambda: task.drawing is not None and len(world.buffer.items) >= enough)
     header, lost = task.drawing, world.m.accounts.lost
     world.kill(learner(world))
-    worker_tracking.take_list(world.m, world.operator.list_workers())  # which misses it before the batches are here
+    worker_tracking.update_from_list(
+        world.m, world.operator.list_workers()
+    )  # which misses it before the batches are here
     batch = world.buffer.draw()
     assert batch is not None and header is not None
     world.deliver(ev.BatchesDrawn(header, (batch,)))
@@ -89,7 +91,7 @@ def test_an_answer_that_comes_twice_is_asked_for_once() -> None:
     assert calls(world, "collector/0", sent) == [worker.call.method]
 
 
-def starving(by_key: bool) -> World:
+def starving(by_key: bool) -> Simulation:
     """The learner waits for data: nothing that is collected reaches the buffer."""
     world = running(1, by_key=by_key)
     world.buffer.add = lambda count, source: None  # type: ignore[method-assign]
@@ -110,7 +112,7 @@ def test_who_waits_for_data_is_not_stuck(by_key: bool) -> None:
 def test_a_grant_that_nothing_came_of_is_taken_back_when_the_job_ends() -> None:
     world = starving(by_key=False)
     assert world.m.tasks.open("learn")[0].granted > 0
-    world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
+    world.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
     assert world.run(20.0, lambda: world.is_over)
     accounts = world.m.accounts
     assert accounts.lost == 0 and accounts.granted == accounts.learned + accounts.dropped
@@ -121,7 +123,7 @@ def test_nothing_is_drawn_once_the_job_is_paused() -> None:
     worker = world.m.roster.get("learner/0")
     assert worker is not None
     assert world.run(20.0, lambda: worker.call is not None and worker.call.method == "data_demand")
-    world.deliver(ev.PauseAsked(True))
+    world.deliver(ev.PauseRequested(True))
     drawn = world.buffer.drawn
     world.run(5.0)
     assert world.buffer.drawn == drawn
@@ -175,9 +177,9 @@ def test_a_learners_epoch_and_attempt_rise_with_each_that_follows_another() -> N
     world.kill(learner(world))
     world.start_coordinator()
     assert world.run(60.0, lambda: world.m.state is JobState.RUNNING)
-    world.deliver(ev.ScaleAsked("learner", 0))  # the task is closed: the next one's attempts begin anew
+    world.deliver(ev.ScaleRequested("learner", 0))  # the task is closed: the next one's attempts begin anew
     assert world.run(30.0, lambda: not world.m.tasks.open("learn"))
-    world.deliver(ev.ScaleAsked("learner", 1))
+    world.deliver(ev.ScaleRequested("learner", 1))
     assert world.run(60.0, lambda: world.m.state is JobState.RUNNING)
     starts = {}
     for send in world.sent:
@@ -198,7 +200,7 @@ def test_a_learner_is_granted_so_many_batches_at_once() -> None:
 def test_a_checkpoint_that_was_asked_for_is_written_once() -> None:
     world = running(1)
     sent = len(world.sent)
-    world.deliver(ev.CheckpointAsked())
+    world.deliver(ev.CheckpointRequested())
     world.run(10.0)
     learns: dict[int, Learn] = {s.header.seq: s.args[0] for s in world.sent[sent:] if s.method == "learn" and s.header}
     assert [learn.save for learn in learns.values()].count(True) == 1 and len(learns) > 2
@@ -209,7 +211,7 @@ def test_there_is_one_learner_for_each_policy() -> None:
         def task(self, role: Any, index: int, view: Any) -> StartTask | None:
             return StartTask("learn" if role == "learner" else "collect", "main")
 
-    world = World(commander=Eager(env_steps=10**9))
+    world = Simulation(commander=Eager(env_steps=10**9))
     world._wanted["learner"] = 2
     world.kill_coordinator()
     world.journal = None
@@ -239,7 +241,7 @@ def test_a_lost_worker_is_reported_and_one_that_is_not_wanted_is_released() -> N
     world.kill(world.live("collector")[0])
     assert world.run(10.0, lambda: bool(told)) and told == [("replace", ("collector/0", 0))]
     assert world.run(30.0, lambda: at_work(world) == 2)
-    world.deliver(ev.ScaleAsked("collector", 1))
+    world.deliver(ev.ScaleRequested("collector", 1))
     assert world.run(10.0, lambda: len(told) == 2) and told[1] == ("release", ("collector/1", 0))
 
 
@@ -253,7 +255,7 @@ def test_workers_are_pinged_every_few_seconds() -> None:
 
 def test_a_worker_that_has_an_address_and_never_answers_there_is_replaced() -> None:
     world = running(1)
-    world.deliver(ev.ScaleAsked("collector", 2))
+    world.deliver(ev.ScaleRequested("collector", 2))
     assert world.run(10.0, lambda: len(world.live("collector")) == 2)
     world.stop(world.live("collector")[1])
     assert world.run(LIMITS.lost_after_starting + 5.0, lambda: world.m.accounts.restarts == 1)
@@ -262,7 +264,7 @@ def test_a_worker_that_has_an_address_and_never_answers_there_is_replaced() -> N
 
 def test_a_worker_may_be_silent_for_longer_while_its_task_starts() -> None:
     world = running(1)
-    world.deliver(ev.ScaleAsked("collector", 2))
+    world.deliver(ev.ScaleRequested("collector", 2))
     assert world.run(20.0, lambda: bool(calls(world, "collector/1")))
     worker = world.live("collector")[1]
     world.stop(worker)
@@ -333,7 +335,7 @@ def test_a_learner_that_hangs_in_every_life_fails_the_job() -> None:
 
 def test_an_evaluation_of_another_version_is_none() -> None:
     world = running(1)
-    world.deliver(ev.EvaluationAsked())
+    world.deliver(ev.EvaluationRequested())
 
     def working() -> bool:
         worker = world.m.roster.get("evaluator/0")
@@ -405,7 +407,7 @@ def test_each_step_of_the_ending_has_a_deadline(what: str) -> None:
 
 def test_a_last_evaluation_that_fails_does_not_fail_the_job(monkeypatch) -> None:
     world = running(1, commander=TrainOne(env_steps=400))
-    monkeypatch.setattr(SimWorker, "_evaluate", lambda worker: Failed("EnvError", "no license", for_good=True))
+    monkeypatch.setattr(SimWorker, "_evaluate", lambda worker: Failed("EnvError", "no license", is_permanent=True))
     assert world.run(400.0, lambda: world.is_over)
     (over,) = world.over
     assert not over.failed and over.reason.endswith("; but the last evaluation failed: EnvError: no license")
@@ -417,7 +419,7 @@ def test_a_job_without_evaluations_ends_after_its_learner(by: str) -> None:
     world = running(1, commander=TrainOne(env_steps=400))
     world.m.evaluates = False
     if by == "callback":
-        world.deliver(ev.EndAsked(StopReason(by, "a callback stopped it"), evaluates=True))
+        world.deliver(ev.EndRequested(StopReason(by, "a callback stopped it"), evaluates=True))
     assert world.run(400.0, lambda: world.is_over)
     (over,) = world.over
     assert not over.failed and not any("return_mean" in row.values for row in world.rows)
@@ -428,7 +430,7 @@ def test_a_job_without_evaluations_ends_after_its_learner(by: str) -> None:
 def test_who_is_in_a_hurry_waits_no_longer_than_that() -> None:
     world = running(1)
     world.stop(world.live("collector")[0])
-    world.deliver(ev.EndAsked(StopReason("interrupt", "enough"), within=2.0))
+    world.deliver(ev.EndRequested(StopReason("interrupt", "enough"), within=2.0))
     assert world.run(6.0, lambda: world.is_over)
 
 
@@ -437,15 +439,15 @@ def test_an_operator_that_never_lets_go_does_not_keep_the_job_from_ending() -> N
     world.operator.disconnect = lambda: None  # type: ignore[method-assign]
     deliver = world.deliver
     world.deliver = lambda event: None if isinstance(event, ev.WorkersEnded) else deliver(event)  # type: ignore
-    world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
+    world.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
     assert world.run(LIMITS.close_deadline + 10.0, lambda: world.is_over)
     assert any("did not answer within 30 s" in note.text for note in world.notes)
 
 
 def test_nobody_is_scaled_once_the_job_ends() -> None:
     world = running(1)
-    world.deliver(ev.EndAsked(StopReason("interrupt", "enough")))
-    world.deliver(ev.ScaleAsked("collector", 5))
+    world.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
+    world.deliver(ev.ScaleRequested("collector", 5))
     assert world.m.requests.wanted["collector"] == 1
 
 
@@ -509,7 +511,7 @@ def test_of_tasks_that_are_over_the_newest_are_kept() -> None:
 
 def test_an_operator_that_breaks_fails_the_job_and_names_what_it_raised() -> None:
     world = running(1)
-    world.deliver(ev.OperatorFailed("AttributeError: no such thing", for_good=True))
+    world.deliver(ev.OperatorFailed("AttributeError: no such thing", is_permanent=True))
     assert world.run(100.0, lambda: world.is_over)
     assert world.m.state is JobState.FAILED and "AttributeError: no such thing" in world.m.reason
 
@@ -517,8 +519,8 @@ def test_an_operator_that_breaks_fails_the_job_and_names_what_it_raised() -> Non
 def test_an_evaluation_that_is_asked_for_while_one_is_under_way_is_that_one() -> None:
     world = running(1)
     world.run(5.0)
-    world.deliver(ev.EvaluationAsked())
-    world.deliver(ev.EvaluationAsked())
+    world.deliver(ev.EvaluationRequested())
+    world.deliver(ev.EvaluationRequested())
     assert len(world.m.tasks.open("evaluate")) == 1
 
 
@@ -526,7 +528,7 @@ def test_a_lost_collectors_open_fragments_are_counted() -> None:
     world = running(2)
     worker = world.m.roster.get("collector/1")
     assert worker is not None
-    worker.rollouts.num_envs = 8
+    worker.progress.num_envs = 8
     worker_tracking.lose(world.m, worker, "it was killed")
     assert world.m.accounts.discarded == 8
 
@@ -543,5 +545,5 @@ def test_a_learner_publishes_above_what_the_job_before_it_had() -> None:
 def test_what_is_written_down_of_a_job_does_not_change_with_it() -> None:
     world = running(1)
     before = world.m.to_json()
-    world.deliver(ev.ScaleAsked("collector", 2))
+    world.deliver(ev.ScaleRequested("collector", 2))
     assert (before["requests"]["wanted"]["collector"], world.m.to_json()["requests"]["wanted"]["collector"]) == (1, 2)

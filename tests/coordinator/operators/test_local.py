@@ -24,8 +24,8 @@ from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.errors import UsageError
 from rlframe.transport.sockets import SocketTransport
 from tests.coordinator.operators import workers
-from tests.coordinator.operators.driven import Driven
-from tests.waiting import still_runs, wait_until
+from tests.coordinator.operators.operator_driver import OperatorDriver
+from tests.waiting import is_process_alive, wait_until
 
 HERE = pathlib.Path(__file__).parent
 AT_ONCE = Backoff(first=0.01)
@@ -39,7 +39,7 @@ class Local:
         self.output = io.StringIO()
         self.owned = LocalOperator(makers, output=self.output, backoff=backoff, **options)
         self.handle = pickle.dumps(self.owned)
-        self.operator = Driven(pickle.loads(self.handle))
+        self.operator = OperatorDriver(pickle.loads(self.handle))
 
     def up(self, role: str, n: int, but: tuple[WorkerInfo, ...] = ()) -> list[WorkerInfo]:
         """Waits until `n` workers of the role serve, other than these, and returns them."""
@@ -73,7 +73,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def are_gone(processes: list[psutil.Process]) -> bool:
-    return not any(map(still_runs, processes))
+    return not any(map(is_process_alive, processes))
 
 
 def pid(info: WorkerInfo) -> int:

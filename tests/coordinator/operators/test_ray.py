@@ -22,7 +22,7 @@ from rlframe.engines.supervision.nodes import pickle_node
 from rlframe.errors import UsageError
 from rlframe.transport.ray import RayTransport
 from tests.coordinator.operators import workers
-from tests.coordinator.operators.driven import Driven
+from tests.coordinator.operators.operator_driver import OperatorDriver
 from tests.extras import needs
 from tests.ray_home import ray_home
 from tests.waiting import wait_until
@@ -82,7 +82,7 @@ def is_gone(pid: int) -> bool:
 def test_workers_are_replaced_adopted_and_ended(operator):
     owned, output = operator
     handle = pickle.dumps(owned)  # as a coordinator's process has it
-    operator = Driven(pickle.loads(handle))
+    operator = OperatorDriver(pickle.loads(handle))
     assert operator.connect() == []
     operator.scale("collector", 2)
     first, second = serving(operator, ("collector/0", 0), ("collector/1", 0))
@@ -99,7 +99,7 @@ def test_workers_are_replaced_adopted_and_ended(operator):
     before = serving(operator, ("collector/0", 1), ("collector/1", 1))
     operator.disconnect(end_workers=False)
 
-    successor = Driven(pickle.loads(handle))
+    successor = OperatorDriver(pickle.loads(handle))
     successor.connect()
     assert serving(successor, ("collector/0", 1), ("collector/1", 1)) == before
     successor.scale("collector", 1)
@@ -116,7 +116,7 @@ def test_workers_are_replaced_adopted_and_ended(operator):
 
 def test_one_that_cannot_be_made_says_why_and_one_of_no_role_is_refused(operator):
     owned, output = operator
-    operator = Driven(pickle.loads(pickle.dumps(owned)))
+    operator = OperatorDriver(pickle.loads(pickle.dumps(owned)))
     operator.connect()
     operator.scale("learner", 1)
     wait_until(

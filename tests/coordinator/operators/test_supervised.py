@@ -56,7 +56,7 @@ class Worker(RunningNode):
     def wait(self) -> None:
         assert self.code is not None
 
-    def lived(self) -> float:
+    def uptime(self) -> float:
         return self.world.time.now - self.began
 
 

@@ -16,7 +16,7 @@ from rlframe.coordinator.workers.collector_worker import CollectorWorker
 from rlframe.envs import SyncEnv
 from rlframe.errors import EnvError, StoppedError
 from rlframe.replay import ReplayBuffer
-from tests.coordinator.workers.calling import Caller
+from tests.coordinator.workers.caller import Caller
 from tests.fakes import CountingEnv, RecordingBuffer, counting_agent
 from tests.waiting import wait_until
 
@@ -204,7 +204,7 @@ def test_an_environment_that_fails_is_an_answer_and_the_next_attempt_a_new_actor
 
     made[0]._steppers[0].env.step = fail
     failed = call.until_done("get_data", GetData(steps=2, seconds=60.0))
-    assert (failed.error, failed.message, failed.for_good) == ("EnvError", "environment 1 fell over", False)
+    assert (failed.error, failed.message, failed.is_permanent) == ("EnvError", "environment 1 fell over", False)
     call.attempt = 1
     call.until_done("start_task", COLLECT)
     stats = call.until_done("get_data", GetData(steps=2, seconds=60.0)).stats

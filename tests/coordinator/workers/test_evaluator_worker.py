@@ -15,7 +15,7 @@ from rlframe.coordinator.workers.evaluator_worker import EvaluatorWorker
 from rlframe.errors import StoppedError
 from rlframe.programs.options.make_experiment import make_experiment
 from rlframe.programs.policies.evaluation import Evaluations
-from tests.coordinator.workers.calling import Caller
+from tests.coordinator.workers.caller import Caller
 from tests.coordinator.workers.test_collector_worker import cartpole_params
 from tests.fakes import counting_agent
 from tests.waiting import wait_until
@@ -101,7 +101,7 @@ def test_an_evaluation_is_made_once_however_often_it_is_asked_for(evaluator):
 
 def test_a_version_that_is_gone_cannot_be_evaluated(evaluator):
     failed = evaluator.until_done("start_task", evaluate(7))
-    assert (failed.error, failed.for_good) == ("VersionGoneError", True)
+    assert (failed.error, failed.is_permanent) == ("VersionGoneError", True)
     assert failed.message.startswith("Version 7 of policy 'main' cannot be evaluated: the param store has 1, 2.")
 
 
@@ -124,8 +124,8 @@ def test_an_evaluation_that_goes_on_makes_progress_and_can_be_closed(endless):
     call = endless
     call.until_done("start_task", evaluate(3))
     assert call.say("get_data", GetData()) == NotReady()
-    before = call.worker._how_far()
-    wait_until(lambda: call.worker._how_far() > before)
+    before = call.worker._progress_marker()
+    wait_until(lambda: call.worker._progress_marker() > before)
     assert call.until_done("close_task", False) == Closed({})
     call.attempt = 1  # and the next one begins
     call.until_done("start_task", evaluate(3))

@@ -27,7 +27,7 @@ from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import LearnerConfig
 from rlframe.params.reader import ParamReader
 from rlframe.replay import ReplayBuffer
-from tests.coordinator.workers.calling import PATIENCE, Caller
+from tests.coordinator.workers.caller import PATIENCE, Caller
 from tests.fakes import CountingEnv, FixedParams, counting_agent
 from tests.waiting import wait_until
 
@@ -322,7 +322,7 @@ def test_a_loss_that_is_not_finite_fails_for_good_and_is_not_published(make, sto
     start(call)
     buffer.is_damaged = True
     failed = call.until_done("learn", by_key([buffer.draw()]))
-    assert (failed.error, failed.for_good) == ("NonFiniteLossError", True)
+    assert (failed.error, failed.is_permanent) == ("NonFiniteLossError", True)
     assert store.versions(POLICY) == [1]
 
 
@@ -374,7 +374,7 @@ def test_of_a_learner_that_wakes_up_in_a_grant_after_its_successor_began_nothing
     versions, files = store.versions(POLICY), everything_in(tmp_path)
     buffer.go.set()
     failed = old.again("learn", grant(5), header)
-    assert (failed.error, failed.for_good) == ("FencedError", False)
+    assert (failed.error, failed.is_permanent) == ("FencedError", False)
     assert "Attempt 0 of epoch 0 is fenced off" in failed.message
     assert (store.versions(POLICY), everything_in(tmp_path)) == (versions, files)
     assert old.worker.ping().phase == "idle"
@@ -436,7 +436,7 @@ def test_what_a_restarted_store_has_lost_is_put_again_while_there_is_no_data(mak
 @pytest.mark.system
 def test_a_process_that_was_stopped_and_goes_on_after_its_successor_began_writes_nothing(make, store, tmp_path):
     (tmp_path / "store").write_bytes(pickle.dumps(store))
-    command = [sys.executable, "-m", "tests.coordinator.workers.old_learner", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.coordinator.workers.learner_process", str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as old:
         try:
             assert hear(old) == "started"
@@ -476,7 +476,7 @@ def test_an_attempt_of_a_later_epoch_is_newer_whatever_its_number_is(make, store
     store.check_not_fenced(POLICY, Attempt(2_000, 0))
     first.attempt = 5
     failed = first.until_done("start_task", StartTask("learn", POLICY, {"epoch": 1_000}))
-    assert (failed.error, failed.for_good) == ("FencedError", False)
+    assert (failed.error, failed.is_permanent) == ("FencedError", False)
     assert first.worker.ping().phase == "idle"
     assert session.until_done("learn", grant(1)).params_version == store.newest_version(POLICY)
 
@@ -550,6 +550,6 @@ def test_progress_rises_while_many_updates_go_on(make):
     call = make(filled())
     start(call)
     assert call.say("learn", Learn(10**6, seconds=1e6)) == NotReady()
-    before = call.worker._how_far()
-    wait_until(lambda: call.worker._how_far() > before)
+    before = call.worker._progress_marker()
+    wait_until(lambda: call.worker._progress_marker() > before)
     assert call.until_done("close_task", False).result["learner_steps"] > 0

@@ -15,12 +15,12 @@ from rlframe.coordinator.param_store import ParamStore
 from rlframe.coordinator.workers.collector_worker import CollectorWorker
 from rlframe.coordinator.workers.evaluator_worker import EvaluatorWorker
 from rlframe.coordinator.workers.learner_worker import LearnerWorker
-from rlframe.coordinator.workers.overrides import ActsBy, with_config
+from rlframe.coordinator.workers.overrides import FixedParamsAgent, with_config
 from rlframe.envs import SyncEnv
 from rlframe.errors import UsageError
 from rlframe.learners import LearnerConfig
 from rlframe.replay import ReplayBuffer
-from tests.coordinator.workers.calling import Caller
+from tests.coordinator.workers.caller import Caller
 from tests.fakes import ACTION_SPEC, OBSERVATION_SPEC, CountingEnv, RecordingBuffer, counting_agent
 
 POLICY = "main"
@@ -146,7 +146,7 @@ def test_another_task_of_a_learner_goes_on_from_what_the_one_before_saved(call, 
 )
 def test_what_a_learner_cannot_apply_ends_its_task_for_good(call, overrides, message):
     failed = call("learner").until_done("start_task", learn(**overrides))
-    assert isinstance(failed, Failed) and failed.for_good and failed.error == "UsageError"
+    assert isinstance(failed, Failed) and failed.is_permanent and failed.error == "UsageError"
     assert message in failed.message
 
 
@@ -173,7 +173,7 @@ def test_overrides_reach_the_agent_inside_of_a_transform():
     acting = agent.actor_params(params, agent.initial_learner_state(params))
     timestep, key = SyncEnv(CountingEnv, 64, "loop").reset(), np.array([0, 7], np.uint32)
     greedy = agent.eval_step(key, acting, timestep, ())[0].action
-    never = agent.with_inner(lambda inner: ActsBy(inner, {"epsilon": 1e-9}))
+    never = agent.with_inner(lambda inner: FixedParamsAgent(inner, {"epsilon": 1e-9}))
     assert acting.params.epsilon == 1.0
     np.testing.assert_array_equal(never.actor_step(key, acting, timestep, ())[0].action, greedy)
 
@@ -200,21 +200,21 @@ def test_collectors_explore_by_the_epsilon_that_each_was_told():
     timestep = SyncEnv(CountingEnv, 64, "loop").reset()
     key = np.array([0, 7], np.uint32)
     greedy = agent.eval_step(key, acting, timestep, ())[0].action
-    never = ActsBy(agent, {"epsilon": 1e-9}).actor_step(key, acting, timestep, ())[0].action
-    half = ActsBy(agent, {"epsilon": 0.5}).actor_step(key, acting, timestep, ())[0].action
+    never = FixedParamsAgent(agent, {"epsilon": 1e-9}).actor_step(key, acting, timestep, ())[0].action
+    half = FixedParamsAgent(agent, {"epsilon": 0.5}).actor_step(key, acting, timestep, ())[0].action
     assert np.array_equal(never, greedy) and 8 < np.sum(np.asarray(half) != np.asarray(greedy)) < 40
-    assert ActsBy(agent, {"epsilon": 0.5}).replay_spec == agent.replay_spec
+    assert FixedParamsAgent(agent, {"epsilon": 0.5}).replay_spec == agent.replay_spec
 
 
 def test_numbers_that_an_agent_does_not_act_by_are_refused_by_name():
     dqn = DQN(DQNConfig(), OBSERVATION_SPEC, ACTION_SPEC)
     with pytest.raises(UsageError, match="'epsilom' cannot be overridden.*there are epsilon. Did you mean 'epsilon'"):
-        ActsBy(dqn, {"epsilom": 0.5})
+        FixedParamsAgent(dqn, {"epsilom": 0.5})
     with pytest.raises(UsageError, match="The collector override epsilon must be a number, got 'much'"):
-        ActsBy(dqn, {"epsilon": "much"})
+        FixedParamsAgent(dqn, {"epsilon": "much"})
     impala = IMPALA(IMPALAConfig(), OBSERVATION_SPEC, ACTION_SPEC)
     with pytest.raises(UsageError, match="'epsilon' cannot be overridden .* what IMPALA acts by; there are none"):
-        ActsBy(impala, {"epsilon": 0.5})
+        FixedParamsAgent(impala, {"epsilon": 0.5})
 
 
 def test_environments_that_cannot_be_told_are_refused_by_name(call, store):
@@ -223,7 +223,7 @@ def test_environments_that_cannot_be_told_are_refused_by_name(call, store):
     failed = call("collector", lambda inferencer, rank: actor(buffer, inferencer, rank)).until_done(
         "start_task", collect(env={"length": 5})
     )
-    assert failed.for_good and "environments cannot be told {'length': 5}" in failed.message
+    assert failed.is_permanent and "environments cannot be told {'length': 5}" in failed.message
     unknown = call("collector", functools.partial(actor, buffer)).until_done("start_task", collect(env={"lenght": 5}))
     assert isinstance(unknown, Failed) and "lenght" in unknown.message
 

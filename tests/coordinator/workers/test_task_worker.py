@@ -26,7 +26,7 @@ from rlframe.coordinator.workers import task_worker
 from rlframe.coordinator.workers.task_worker import TaskWorker
 from rlframe.errors import EnvError, UsageError
 from rlframe.interprocess.phases import ThreadProgress
-from tests.coordinator.workers.calling import Caller
+from tests.coordinator.workers.caller import Caller
 from tests.waiting import wait_until
 
 COLLECT = StartTask("collect", "policy")
@@ -64,7 +64,7 @@ class Held(TaskWorker):
     def _data_demand(self):
         return NotReady("data") if not self.go.is_set() else Demand(1)
 
-    def _steps_within(self):
+    def _progress_count(self):
         return self.steps
 
     def _waiting_for(self):
@@ -226,7 +226,7 @@ def test_a_call_for_another_worker_or_incarnation_is_refused(worker, worker_id, 
     reply = worker.start_task(Header("task", 0, worker_id, incarnation, 1), COLLECT)
     assert reply == CallRefused(
         f"The call is for {worker_id}, incarnation {incarnation}; this is collector/1, incarnation 2.",
-        is_another=True,
+        is_misdirected=True,
     )
     assert worker.did == []
 
@@ -315,12 +315,14 @@ def test_closing_a_task_ends_what_its_work_waits_for(worker, call):
 # --- failures
 
 
-@pytest.mark.parametrize(("error", "for_good"), [(EnvError("it fell over"), False), (UsageError("no such env"), True)])
-def test_an_exception_in_the_work_is_an_answer(worker, call, error, for_good):
+@pytest.mark.parametrize(
+    ("error", "is_permanent"), [(EnvError("it fell over"), False), (UsageError("no such env"), True)]
+)
+def test_an_exception_in_the_work_is_an_answer(worker, call, error, is_permanent):
     call.until_done("start_task", COLLECT)
     worker.raises = error
     reply = call.until_done("get_data", GetData())
-    assert (reply.error, reply.message, reply.for_good) == (type(error).__name__, str(error), for_good)
+    assert (reply.error, reply.message, reply.is_permanent) == (type(error).__name__, str(error), is_permanent)
     assert "in _hold\n" in reply.traceback
     worker.raises = None
     assert call.until_done("get_data", GetData()) == Collected({"env_steps": 2.0}, 1)
@@ -346,7 +348,7 @@ def test_a_close_that_fails_says_so_and_the_task_is_over(worker, call):
 
 def test_a_worker_that_does_not_do_such_work_says_so(worker, call):
     reply = call.until_done("start_task", StartTask("evaluate", "policy"))
-    assert isinstance(reply, Failed) and reply.for_good
+    assert isinstance(reply, Failed) and reply.is_permanent
     assert reply.message == "collector/1 cannot evaluate: it works at collect alone."
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from rlframe.errors import UsageError
 from rlframe.language.environments import APIServerConfig, BaseEnvConfig, EvalHandlingEnum, ServerBaseline, cli
-from rlframe.language.environments.collecting import FRUITLESS
+from rlframe.language.environments.collecting import MAX_ITEMS_WITHOUT_GROUP
 from tests.language.environments.letters import CommandLine
 from tests.language.environments.model import Model, serving
 from tests.language.environments.running import DEADLINE, pull, trainer
@@ -70,7 +70,7 @@ def test_process_writes_groups_and_a_page_and_needs_no_service(tmp_path, model):
 def test_process_ends_where_no_item_gives_a_group(tmp_path, model):
     """And says why, in a few lines."""
     printed = finish(start(model, tmp_path, "process", "--env.total_steps", "1", "--env.fruitless", "true"), 1)
-    assert f"EnvError: {FRUITLESS} items in a row gave no group" in printed
+    assert f"EnvError: {MAX_ITEMS_WITHOUT_GROUP} items in a row gave no group" in printed
     assert "0 of 1 groups" not in printed and not (tmp_path / "data").exists()
 
 

@@ -11,7 +11,7 @@ import pytest
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.language.environments import BaseEnvConfig, collecting, files
 from rlframe.language.environments.collecting import CollectAttempt, Gate
-from rlframe.language.environments.groups import put_together, to_send
+from rlframe.language.environments.groups import group_from_items, to_trajectory_group
 from rlframe.language.environments.metrics import CollectStatistics, length_metrics
 from rlframe.language.environments.serving import Membership
 
@@ -66,7 +66,7 @@ def test_what_only_some_sequences_have_is_left_out():
         {"tokens": [1], "masks": [1], "scores": 1.0, "advantages": [0.5], "group_overrides": {"a": 1}},
         {"tokens": [2], "masks": [2], "scores": 0.0, "advantages": None, "group_overrides": {"b": 2}},
     ]
-    assert put_together(items) == {
+    assert group_from_items(items) == {
         "tokens": [[1], [2]],
         "masks": [[1], [2]],
         "scores": [1.0, 0.0],
@@ -81,16 +81,16 @@ def test_overrides_of_some_sequences_are_kept():
         {"tokens": [2], "masks": [2], "scores": False, "overrides": zero},
         {"tokens": [3], "masks": [3], "scores": False, "overrides": None},
     ]
-    group = put_together(items)
+    group = group_from_items(items)
     assert group["overrides"] == [{}, zero, {}]
-    sent = to_send({**group, "overrides": [None, zero, {}]}, env_id=0, policy_version=None)
+    sent = to_trajectory_group({**group, "overrides": [None, zero, {}]}, env_id=0, policy_version=None)
     assert sent.overrides == [{}, zero, {}] and sent.scores.tolist() == [1.0, 0.0, 0.0]
 
 
 def test_a_message_that_calls_tools_may_come_without_content():
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     chat = [{"role": "assistant", "tool_calls": calls}, {"role": "tool", "tool_call_id": "1", "content": "4"}]
-    sent = to_send({"tokens": [[1]], "masks": [[1]], "scores": [1.0], "messages": [chat]}, 0, None).messages
+    sent = to_trajectory_group({"tokens": [[1]], "masks": [[1]], "scores": [1.0], "messages": [chat]}, 0, None).messages
     assert sent == [[{"role": "assistant", "tool_calls": calls, "content": None}, chat[1]]]
 
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rlframe.language.environments import APIServerConfig, ServerManager
-from rlframe.language.environments.model_server import seeded_part
+from rlframe.language.environments.model_server import options_with_derived_seed
 from rlframe.language.model.tokenizers import ByteTokenizer
 from tests.language.environments.model import Model, serving
 from tests.language.server.serving import DEADLINE, serving_policy
@@ -89,5 +89,8 @@ def test_requests_for_the_same_question_have_seeds_of_their_own(way, ignored):
 
 
 def test_requests_without_a_seed_get_none():
-    assert seeded_part({"n": 4}, 8) == {"n": 4}
-    assert seeded_part({"seed": None, "extra_body": {"top_k": 1}}, 8) == {"seed": None, "extra_body": {"top_k": 1}}
+    assert options_with_derived_seed({"n": 4}, 8) == {"n": 4}
+    assert options_with_derived_seed({"seed": None, "extra_body": {"top_k": 1}}, 8) == {
+        "seed": None,
+        "extra_body": {"top_k": 1},
+    }

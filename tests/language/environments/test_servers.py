@@ -23,8 +23,8 @@ from rlframe.language.environments import (
 )
 from rlframe.language.environments.collecting import CollectAttempt, Gate, current_attempt
 from rlframe.language.environments.files import to_json
-from rlframe.language.environments.groups import to_send
-from rlframe.language.environments.server_manager import servers_of
+from rlframe.language.environments.groups import to_trajectory_group
+from rlframe.language.environments.server_manager import resolve_servers
 from rlframe.language.model.tokenizers import load_tokenizer
 from tests.language.environments.model import Model, serving
 from tests.ports import free_port
@@ -324,7 +324,7 @@ def test_a_message_of_an_answer_is_a_turn_of_the_next_question(model):
     assert [mask for mask in node.masked_tokens if mask != -100] == [65, 66]
     assert [message["content"] for message in model.requests[-1]["messages"]] == ["hi", "A", "so?", "B", "so?"]
     group = {"tokens": [[1]], "masks": [[1]], "scores": [1.0], "messages": [chat]}
-    sent = to_send(group, env_id=0, policy_version=0)
+    sent = to_trajectory_group(group, env_id=0, policy_version=0)
     assert sent.messages[0][1] == {"role": "assistant", "content": "A"}
     assert json.loads(to_json(group))["messages"][0][1]["content"] == "A"
 
@@ -418,19 +418,19 @@ def test_masks_of_a_chat(model):
 
 
 def test_servers_of_this_machine_and_of_a_slurm_job(tmp_path, monkeypatch):
-    urls = [config.base_url for config in servers_of(ServerBaseline(), slurm=False)]
+    urls = [config.base_url for config in resolve_servers(ServerBaseline(), slurm=False)]
     assert urls == [f"http://localhost:{port}/v1" for port in (9004, 9005, 9006, 9007)]
     one = APIServerConfig(base_url="http://x/v1", model_name="m")
-    assert servers_of(one, slurm=False) == [one]
+    assert resolve_servers(one, slurm=False) == [one]
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
-    assert servers_of([one], slurm=True) == [one]
+    assert resolve_servers([one], slurm=True) == [one]
     scontrol = tmp_path / "scontrol"
     scontrol.write_text("#!/bin/sh\nprintf 'n1\\nn2\\n'\n")
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     monkeypatch.setenv("INFER_TP", "4")
-    found = servers_of([one], slurm=True)
+    found = resolve_servers([one], slurm=True)
     assert [config.base_url for config in found] == ["http://n2:9000/v1", "http://n2:9001/v1"]
     assert {config.model_name for config in found} == {"m"}
 

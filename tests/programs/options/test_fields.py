@@ -91,7 +91,7 @@ def test_every_option_of_the_command_is_one_of_the_function_or_is_named_as_none(
             assert isinstance(values[name], bool), flag
         found.add(name)
         value = values[name]
-        if name in api.COMMAND_ONLY:
+        if name in api.COMMAND_LINE_ONLY:
             with pytest.raises(UsageError, match=f"^{name} is an option of the command line, and not of rlframe.train"):
                 rlframe.train(agent, **{name: value})
             assert f"`{name}`" in rlframe.train.__doc__
@@ -291,7 +291,7 @@ def test_the_values_of_a_whole_config_are_checked_too():
 
 
 def test_options_of_several_runs_are_the_commands_alone():
-    assert set(field_names(TrainOptions)) - set(field_names(SessionOptions)) == set(api.COMMAND_ONLY)
+    assert set(field_names(TrainOptions)) - set(field_names(SessionOptions)) == set(api.COMMAND_LINE_ONLY)
 
 
 # --- JSON, and annotations

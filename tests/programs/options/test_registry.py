@@ -7,7 +7,7 @@ import sys
 import cloudpickle
 import pytest
 
-from rlframe.envs import registered
+from rlframe.envs import gymnasium_registry
 from rlframe.envs.names import check_name
 from rlframe.errors import UsageError
 from rlframe.programs.options.object_names import absolute_name
@@ -122,7 +122,7 @@ def test_a_name_that_means_nothing_is_explained(agent_file, tmp_path, name, mess
     [
         ("class class\n", "Cannot import 'unloadable' for '{name}': SyntaxError: invalid syntax (line 1)."),
         ("import sys\nsys.exit()\n", "Cannot import 'unloadable' for '{name}': SystemExit."),
-        ("from rlframe import extras\nraise extras.missing('A maze', 'box2d')\n", "A maze needs the extra"),
+        ("from rlframe import extras\nraise extras.missing_extra_error('A maze', 'box2d')\n", "A maze needs the extra"),
     ],
 )
 def test_a_module_that_cannot_be_imported_is_explained_wherever_it_is_named(tmp_path, monkeypatch, text, message):
@@ -131,7 +131,7 @@ def test_a_module_that_cannot_be_imported_is_explained_wherever_it_is_named(tmp_
     for load in (
         env_name_or_builder,
         check_name,
-        lambda name: registered.make(name, {}),
+        lambda name: gymnasium_registry.make(name, {}),
         agent_class,
     ):
         with pytest.raises(UsageError) as raised:

@@ -12,7 +12,7 @@ from rlframe.cli import main
 from rlframe.errors import EnvError, UsageError
 from rlframe.metrics import read_jsonl
 from rlframe.programs import make_experiment
-from rlframe.programs.policies.evaluation import describe_evaluation, most_of
+from rlframe.programs.policies.evaluation import describe_evaluation, make_largest
 from rlframe.programs.run_dir.directory import Result, RunDir
 
 # An environment of which `most` may be open at a time, as with licenses. With `fails` it does not start in evaluations,
@@ -95,7 +95,7 @@ def test_the_most_environments_that_start_are_found(works, wanted):
         def close(self) -> None:
             open_now.remove(self)
 
-    pool, problem = most_of(Pool, wanted)
+    pool, problem = make_largest(Pool, wanted)
     assert pool.size == min(works, wanted) and (problem is None) == (works >= wanted)
 
 
@@ -104,7 +104,7 @@ def test_where_no_environment_starts_the_first_error_is_raised():
         raise EnvError(f"no {size}")
 
     with pytest.raises(EnvError, match="no 20"):
-        most_of(fail, 20)
+        make_largest(fail, 20)
 
 
 @pytest.mark.parametrize("topology", [{}, pytest.param(THREADS, marks=pytest.mark.system)])

@@ -16,7 +16,7 @@ from rlframe.programs.options import registry
 from rlframe.programs.options.make_experiment import make_experiment
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.types import FIRST, LAST
-from tests.programs.running import ROOT
+from tests.programs.running_program import ROOT
 
 EPISODES, SEED = 3, 5
 SMALL_CNN = NatureCNNConfig(channels=(4,), kernels=(8,), strides=(4,), hidden=(16,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlframe.programs.options.make_experiment import make_experiment
-from rlframe.programs.policies.video import Film
+from rlframe.programs.policies.video import VideoRecorder
 from tests.extras import needs
 
 OPTIONS = {"env_kwargs": {"reward_clip": True, "lives": 3}, "eval_env_kwargs": {"reward_clip": False}}
@@ -18,7 +18,7 @@ def filmed(tmp_path):
     films = []
 
     def env_of(**fields):
-        films.append(Film(make_experiment(preset="none", **fields), tmp_path / "film.mp4"))
+        films.append(VideoRecorder(make_experiment(preset="none", **fields), tmp_path / "film.mp4"))
         return films[-1].make_pool(seed=1)._pool._groups[0].envs[0].env._env.unwrapped
 
     yield env_of

@@ -19,11 +19,11 @@ from rlframe.cli import main
 from rlframe.coordinator.control.address import read_control
 from rlframe.engines.base import NodeStatus
 from rlframe.programs import make_experiment, run_experiment
-from rlframe.programs.run_dir.control import ControlAddress, RunTarget, serve_control_of
+from rlframe.programs.run_dir.control import ControlAddress, LocalRunTarget, serve_run_control
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.run_dir.lock import RunLock
 from rlframe.programs.run_dir.status import StatusFile
-from tests.coordinator.control.coordinators import ScriptedCoordinator
+from tests.coordinator.control.scripted_coordinator import ScriptedCoordinator
 
 DESCRIBED = make_experiment("dqn", steps=1_000)
 
@@ -59,7 +59,7 @@ def client(run_dir: pathlib.Path) -> httpx.Client:
 def test_a_run_is_shown_over_http_and_offers_its_stop_alone(directory, monkeypatch):
     killed = []
     monkeypatch.setattr("rlframe.programs.run_dir.control.os.kill", lambda pid, number: killed.append(number))
-    with serve_control_of(directory.path, ControlAddress()), client(directory.path) as http:
+    with serve_run_control(directory.path, ControlAddress()), client(directory.path) as http:
         assert http.get("/healthz", headers={"Authorization": ""}).json() == {"status": "ok"}
         assert http.get("/status", headers={"Authorization": ""}).status_code == 401
         status = http.get("/status").json()
@@ -83,13 +83,13 @@ def test_a_run_is_shown_over_http_and_offers_its_stop_alone(directory, monkeypat
 
 
 def test_only_a_terminal_gets_a_link_with_the_token(directory, monkeypatch, capsys):
-    with serve_control_of(directory.path, ControlAddress()):
+    with serve_run_control(directory.path, ControlAddress()):
         token = (directory.path / "token").read_text().strip()
     assert token not in capsys.readouterr().err
     ours, theirs = pty.openpty()
     with open(ours) as terminal, open(theirs, "w", buffering=1) as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
-        with serve_control_of(directory.path, ControlAddress()):
+        with serve_run_control(directory.path, ControlAddress()):
             told = re.search(r"(http://\S+)/#token=(\S+) \(token: ", terminal.readline())
             assert told is not None and told[2] == token
             asked = httpx.get(f"{told[1]}/status", headers={"Authorization": f"Bearer {told[2]}"}, timeout=60.0)
@@ -101,7 +101,7 @@ def test_the_control_of_a_run_refuses_who_has_no_token_or_a_wrong_one(directory,
     killed = []  # a stop that is heard would end this process
     monkeypatch.setattr("rlframe.programs.run_dir.control.os.kill", lambda pid, number: killed.append(number))
     coordinator = ScriptedCoordinator() if has_coordinator else None
-    with serve_control_of(directory.path, ControlAddress(), coordinator):
+    with serve_run_control(directory.path, ControlAddress(), coordinator):
         known = read_control(directory.path)
         secret = pathlib.Path(known.token_file)
         assert secret == directory.path / "token" and secret.stat().st_mode & 0o777 == 0o600
@@ -116,7 +116,7 @@ def test_the_control_of_a_run_refuses_who_has_no_token_or_a_wrong_one(directory,
 
 def test_a_service_that_is_asked_before_the_run_has_begun_says_so(directory):
     directory.status.unlink()
-    with serve_control_of(directory.path, ControlAddress()), client(directory.path) as http:
+    with serve_run_control(directory.path, ControlAddress()), client(directory.path) as http:
         answer = http.get("/status")
         assert answer.status_code == 503 and "The run begins" in answer.json()["error"]["message"]
 
@@ -124,7 +124,7 @@ def test_a_service_that_is_asked_before_the_run_has_begun_says_so(directory):
 def test_those_who_ask_at_the_same_time_see_each_row_once(directory):
     rows = [{"step": step, "episode_return": 1.0} for step in range(400)]
     directory.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    target = RunTarget(directory.path)
+    target = LocalRunTarget(directory.path)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -167,7 +167,7 @@ def test_the_page_shows_what_a_run_has_and_offers_what_it_can(directory):
     if chromium.CHROMIUM is None:
         pytest.skip("The page's tests need Chromium: apt-get install chromium, or make chromium")
     with (
-        serve_control_of(directory.path, ControlAddress()),
+        serve_run_control(directory.path, ControlAddress()),
         chromium.running_browser() as browser,
         chromium.checked_pages(browser) as new_page,
     ):

@@ -14,7 +14,7 @@ from rlframe.programs import make_experiment, run_experiment
 from rlframe.programs.run_dir.directory import Result, RunDir
 from rlframe.programs.run_dir.lock import RunLock, holder_of
 from rlframe.programs.run_dir.status import StatusFile, StatusReader
-from tests.programs.running import RunningProgram
+from tests.programs.running_program import RunningProgram
 
 DESCRIBED = make_experiment("dqn", steps=1_000)
 ROW = {"episode_return": 20.0, "steps_per_second": 100.0, "staleness": 1.0, "learner_steps": 9, "params_version": 10}
@@ -90,10 +90,10 @@ def test_a_status_tells_how_a_run_ended(directory):
     )  # nobody has its lock
     status.end(result)
     assert (job(directory)["state"], job(directory)["reason"]) == ("CLOSED", "stopped by SIGTERM")
-    with pytest.raises(KeyboardInterrupt), status.until_the_end():
+    with pytest.raises(KeyboardInterrupt), status.record_failure():
         raise KeyboardInterrupt
     assert (job(directory)["state"], job(directory)["reason"]) == ("FAILED", "it was interrupted")
-    with pytest.raises(ProgramError), status.until_the_end():
+    with pytest.raises(ProgramError), status.record_failure():
         raise ProgramError("The node actor/0 failed.\nIts last lines")
     assert (job(directory)["state"], job(directory)["reason"]) == ("FAILED", "The node actor/0 failed.")
 

@@ -28,7 +28,7 @@ from rlframe.programs.run_dir.directory import Result, RunDir
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.makers import make_agent, make_pool
 from rlframe.programs.training.game_monitor import GameMonitor
-from rlframe.programs.training.progress import Progress
+from rlframe.programs.training.progress import ProgressFile
 from rlframe.replay import ReplayBuffer
 
 # An evaluation's environments are there once the gate is.
@@ -177,7 +177,9 @@ def test_an_evaluation_that_was_under_way_when_a_monitor_died_is_made_by_the_nex
         with running(GameMonitor(session, node.learner, [StoppedActor(350)])):
             wait_until(lambda: evaluated_at(session))
     assert evaluated_at(session) == [350]
-    assert Progress(RunDir(session.path).progress, session.session_id).evaluated == 350  # the next one is due at 600
+    assert (
+        ProgressFile(RunDir(session.path).progress, session.session_id).evaluated == 350
+    )  # the next one is due at 600
 
 
 def test_a_monitor_that_has_just_restarted_says_nothing_of_a_learner_that_it_has_not_heard(tmp_path):

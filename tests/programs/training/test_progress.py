@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rlframe.errors import CheckpointError
-from rlframe.programs.training.progress import Progress
+from rlframe.programs.training.progress import ProgressFile
 
 
 def stats(rank: int, incarnation: int, steps: int, **logged: list[float]) -> dict[str, object]:
@@ -12,26 +12,26 @@ def stats(rank: int, incarnation: int, steps: int, **logged: list[float]) -> dic
 
 
 def test_a_restarted_monitor_goes_on_counting_the_same_actors(tmp_path):
-    progress = Progress(tmp_path / "progress.json", "first")
+    progress = ProgressFile(tmp_path / "progress.json", "first")
     progress.counts.add(stats(0, 0, 10, a=[1.0, 2.0]))
     progress.counts.add(stats(1, 0, 5, a=[4.0, 3.0]))
     progress.save()
-    again = Progress(tmp_path / "progress.json", "first")
+    again = ProgressFile(tmp_path / "progress.json", "first")
     assert again.counts.total_logged() == {"a": [5.0, 5.0]}
     again.counts.add(stats(0, 0, 12, a=[2.0, 3.0]))
     assert again.counts.env_steps == 17 and again.counts.total_logged() == {"a": [6.0, 6.0]}
 
 
 def test_when_the_newest_evaluation_began_is_kept(tmp_path):
-    progress = Progress(tmp_path / "progress.json", "first")
+    progress = ProgressFile(tmp_path / "progress.json", "first")
     assert progress.evaluated is None
     progress.evaluated = 300
     progress.save()
-    assert Progress(tmp_path / "progress.json", "second").evaluated == 300
+    assert ProgressFile(tmp_path / "progress.json", "second").evaluated == 300
 
 
 def test_a_file_that_cannot_be_written_is_told_of_once_and_when_it_can_again(tmp_path, caplog):
-    progress = Progress(tmp_path / "there" / "progress.json", "first")
+    progress = ProgressFile(tmp_path / "there" / "progress.json", "first")
     for _ in range(3):
         progress.try_to_save()
     (tmp_path / "there").mkdir()
@@ -42,11 +42,11 @@ def test_a_file_that_cannot_be_written_is_told_of_once_and_when_it_can_again(tmp
 
 
 def test_actors_of_a_resumed_run_are_others_although_their_ranks_are_the_same(tmp_path):
-    progress = Progress(tmp_path / "progress.json", "first")
+    progress = ProgressFile(tmp_path / "progress.json", "first")
     progress.counts.add(stats(0, 0, 10, a=[1.0, 2.0]))
     progress.counts.add(stats(1, 0, 10, a=[4.0, 3.0]))
     progress.save()
-    resumed = Progress(tmp_path / "progress.json", "second").counts
+    resumed = ProgressFile(tmp_path / "progress.json", "second").counts
     assert resumed.env_steps == 20
     resumed.add(stats(0, 0, 5, a=[10.0, 1.0]))
     assert resumed.total() == {"env_steps": 25, "episodes": 3, "return_sum": 50.0, "length_sum": 25}
@@ -61,19 +61,19 @@ def test_actors_of_a_resumed_run_are_others_although_their_ranks_are_the_same(tm
 def test_a_damaged_file_is_named_with_what_to_do(tmp_path, content):
     (tmp_path / "progress.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"progress\.json is damaged: .*or remove it: .* counted from 0"):
-        Progress(tmp_path / "progress.json", "first")
+        ProgressFile(tmp_path / "progress.json", "first")
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
-    progress = Progress(tmp_path / "gone" / "progress.json", "first")
+    progress = ProgressFile(tmp_path / "gone" / "progress.json", "first")
     with pytest.raises(CheckpointError, match=r"Cannot write .*progress\.json: No such file or directory"):
         progress.save()
 
 
 def test_why_a_session_ends_early_is_kept_for_a_monitor_that_is_restarted_but_not_for_the_next_session(tmp_path):
-    progress = Progress(tmp_path / "progress.json", "first")
+    progress = ProgressFile(tmp_path / "progress.json", "first")
     assert progress.ended is None
     progress.ended = "until_return"
     progress.save()
-    assert Progress(tmp_path / "progress.json", "first").ended == "until_return"
-    assert Progress(tmp_path / "progress.json", "second").ended is None
+    assert ProgressFile(tmp_path / "progress.json", "first").ended == "until_return"
+    assert ProgressFile(tmp_path / "progress.json", "second").ended is None

@@ -12,7 +12,7 @@ from rlframe.errors import UsageError
 from rlframe.programs.options.make_experiment import make_experiment
 from rlframe.programs.runner import run_experiment
 from rlframe.programs.topologies.makers import make_agent
-from rlframe.programs.training.updates import check_updates, first_update, least_updates
+from rlframe.programs.training.updates import check_updates, min_updates, steps_until_first_update
 from rlframe.types import ReplaySpec, Sequence, Transition
 
 UNROLLS = ReplaySpec("queue", Sequence(32), None, 1000)
@@ -30,16 +30,16 @@ SAID = r"About ([\d,]+) updates? of ([\d,]+) items each, the first after ([\d,]+
     ],
 )
 def test_the_first_update_comes_once_there_are_items_enough(spec, num_envs, steps):
-    assert first_update(spec, num_envs) == steps
+    assert steps_until_first_update(spec, num_envs) == steps
 
 
 def test_the_least_updates_leave_out_what_writers_are_ahead_by_and_first_sequences():
     every_step = ReplaySpec("uniform", Transition(1), 32, 10_000, min_size=1000, samples_per_insert=32.0)
-    assert least_updates(every_step, 11_000, 1) == int(0.9 * (10_000 - 2))
-    assert least_updates(every_step, 11_000, 8) == int(0.9 * (10_000 - 2 * 8))
+    assert min_updates(every_step, 11_000, 1) == int(0.9 * (10_000 - 2))
+    assert min_updates(every_step, 11_000, 8) == int(0.9 * (10_000 - 2 * 8))
     sequences = ReplaySpec("uniform", Sequence(20, 5), 32, 10_000, min_size=10, samples_per_insert=8.0)
     due = (10_000 - 8 * 15) / 5 - 10  # items, of 8 samples each
-    assert least_updates(sequences, 10_000, 8) == int(0.9 * (int(due * 8 / 32) - 2 * 8 * 8 / 32))
+    assert min_updates(sequences, 10_000, 8) == int(0.9 * (int(due * 8 / 32) - 2 * 8 * 8 / 32))
 
 
 @pytest.mark.parametrize(

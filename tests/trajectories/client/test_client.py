@@ -10,9 +10,9 @@ import uuid
 import numpy as np
 import pytest
 
-from rlframe.errors import PeerError, StoppedError, TooOldError, UnavailableError, UsageError
+from rlframe.errors import PeerError, StaleGroupError, StoppedError, UnavailableError, UsageError
 from rlframe.trajectories import AsyncTrajectoryClient, Group, TrajectoryClient
-from rlframe.trajectories.client import exchange
+from rlframe.trajectories.client import base_client
 from tests.trajectories.client.test_groups import FULL, a_group, same
 from tests.trajectories.flaky_proxy import flaky_proxy
 from tests.trajectories.serving import DEADLINE, running_service
@@ -207,12 +207,14 @@ def test_an_environment_holds_while_too_much_waits(client):
 
 
 def test_groups_that_would_be_too_old_by_their_turn_wait_for_the_trainer(client, monkeypatch):
-    monkeypatch.setattr(exchange, "_LEAST", DEADLINE)
+    monkeypatch.setattr(base_client, "_LEAST", DEADLINE)
     client.register(**SETTINGS, max_staleness=1)
     client.batch(policy_version=5)
-    with pytest.raises(TooOldError, match=r"POST .*/scored_data: .*refused it: .* 2 policy versions old; .*at most 1"):
+    with pytest.raises(
+        StaleGroupError, match=r"POST .*/scored_data: .*refused it: .* 2 policy versions old; .*at most 1"
+    ):
         client.post(numbered(1, policy_version=3))
-    with pytest.raises(TooOldError, match="2 policy versions old"):
+    with pytest.raises(StaleGroupError, match="2 policy versions old"):
         client.post([numbered(1, policy_version=3)] * 2)
     # Of several, those that can be taken are, and the others once there is room; none of them twice.
     groups = [numbered(number, policy_version=5) for number in range(4)]
@@ -306,7 +308,7 @@ def test_closing_ends_what_waits(service, run):
 
 
 def test_a_token_is_asked_for_and_a_full_service_takes_groups_again_once_there_is_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(exchange, "_LEAST", DEADLINE)
+    monkeypatch.setattr(base_client, "_LEAST", DEADLINE)
     (tmp_path / "token").write_text("secret\n")
     arguments = ("--token-file", str(tmp_path / "token"), "--max-queue-mb", "1", "--store", "memory")
     with running_service(tmp_path, *arguments) as service:
@@ -373,7 +375,7 @@ def test_an_environment_is_registered_once_whatever_is_lost(service, client, run
 
 
 def test_the_service_says_when_to_come_again(service, run, monkeypatch):
-    monkeypatch.setattr(exchange, "_LEAST", DEADLINE)
+    monkeypatch.setattr(base_client, "_LEAST", DEADLINE)
     with (
         flaky_proxy(service.url, retry_after="0.7") as proxy,
         TrajectoryClient(proxy.url, run=run, timeout=DEADLINE) as client,

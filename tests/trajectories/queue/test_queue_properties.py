@@ -342,20 +342,23 @@ class AnyOrder(RuleBasedStateMachine):
         twin = Twin(self.queue)
         for env_id, groups in twin.buffers.items():
             assert twin.envs[env_id]["group_size"] not in sums_of(group[1] for group in groups)
-        flowing = set(reports.flowing(self.queue.epoch))
+        batchable_sizes = set(reports.batchable_sizes(self.queue.epoch))
         aside = sum(
-            len(ids_in(unit)) for (_, size), units in twin.lanes.items() for unit in units if size not in flowing
+            len(ids_in(unit))
+            for (_, size), units in twin.lanes.items()
+            for unit in units
+            if size not in batchable_sizes
         )
         assert self.queue.status().set_aside == aside
-        largest = max(flowing, default=1)
-        total = sum(size for size in twin.sizes() if size in flowing)
+        largest = max(batchable_sizes, default=1)
+        total = sum(size for size in twin.sizes() if size in batchable_sizes)
         count_others = total < self.batch_size or self.batch_size in sums_of(twin.sizes())
         for env in twin.envs:
             own = others = 0
             for (env_id, size), units in twin.lanes.items():
                 if env_id == env["env_id"]:
                     own += size * len(units)
-                elif size in flowing:
+                elif size in batchable_sizes:
                     other = twin.envs[env_id] if env_id is not None and env_id < len(twin.envs) else None
                     minimum = 0
                     if other is not None and other["live"] and other["group_size"] == size:

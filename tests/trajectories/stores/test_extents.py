@@ -3,11 +3,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlframe.trajectories.stores.payload_file import BLOCK, Extents
+from rlframe.trajectories.stores.payload_file import BLOCK, ExtentAllocator
 
 
 def test_the_smallest_part_that_suffices_is_used_again():
-    extents = Extents(BLOCK)
+    extents = ExtentAllocator(BLOCK)
     large, _, small, _ = (extents.take(blocks * BLOCK) for blocks in (5, 1, 2, 1))
     extents.give_back(large, 5 * BLOCK)
     extents.give_back(small, 2 * BLOCK)
@@ -18,7 +18,7 @@ def test_the_smallest_part_that_suffices_is_used_again():
 
 
 def test_neighbors_become_one_and_the_end_moves_back():
-    extents = Extents(0)
+    extents = ExtentAllocator(0)
     first, second, third, last = (extents.take(BLOCK) for _ in range(4))
     for offset in (first, third, second):
         extents.give_back(offset, BLOCK)
@@ -31,7 +31,7 @@ def test_neighbors_become_one_and_the_end_moves_back():
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40_000)), max_size=60))
 def test_what_is_in_use_never_overlaps_and_can_be_told_again(steps):
-    extents, used = Extents(BLOCK), {}
+    extents, used = ExtentAllocator(BLOCK), {}
     for take, number in steps:
         if take or not used:
             offset = extents.take(number)
@@ -42,6 +42,6 @@ def test_what_is_in_use_never_overlaps_and_can_be_told_again(steps):
         else:
             offset = sorted(used)[number % len(used)]
             extents.give_back(offset, used.pop(offset))
-    told = Extents(BLOCK, sorted(used.items()))
+    told = ExtentAllocator(BLOCK, sorted(used.items()))
     assert told.end == extents.end
     assert told._by_size == extents._by_size

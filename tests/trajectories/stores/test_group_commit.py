@@ -6,12 +6,12 @@ import pytest
 
 from rlframe.errors import StoreError, UnavailableError
 from rlframe.trajectories.stores import group_commit
-from rlframe.trajectories.stores.group_commit import CommittingStore
+from rlframe.trajectories.stores.group_commit import GroupCommitStore
 
 DEADLINE = 60.0
 
 
-class Disk(CommittingStore):
+class Disk(GroupCommitStore):
     """Writes when it may, and remembers what."""
 
     def __init__(self):

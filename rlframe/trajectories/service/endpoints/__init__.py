@@ -36,7 +36,7 @@ def service_of(request: Request) -> Service:
     return request.app.state.service
 
 
-async def named_run(
+async def check_run_name(
     run: Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="A namespace of its own.")],
 ) -> None:
     """Refuse what cannot be the name of a run."""

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from rlframe.http.bodies import MSGPACK, answer, retry_later
-from rlframe.trajectories.queue.leases import Added
+from rlframe.trajectories.queue.leases import AddResult
 from rlframe.trajectories.service import models
 from rlframe.trajectories.service.endpoints import (
     REPLAYED,
@@ -22,7 +22,7 @@ from rlframe.trajectories.service.endpoints import (
 )
 from rlframe.trajectories.service.service import Service
 from rlframe.trajectories.service.validation import InvalidGroupError
-from rlframe.trajectories.service.wire import Parsed, parse_group, parse_groups
+from rlframe.trajectories.service.wire import ParsedGroup, parse_group, parse_groups
 
 router = APIRouter(tags=["groups"])
 RAW = ("/scored_data", "/scored_data_list")  # paths that read their bodies themselves
@@ -65,7 +65,7 @@ async def scored_data_list(request: Request, key: IdempotencyKey = None) -> Resp
     """Several groups: all are checked before the first is taken. The i-th has the key KEY/i."""
     service, run = service_of(request), run_of(request)
     body = await request.body()
-    groups: list[Parsed] = []
+    groups: list[ParsedGroup] = []
     async with service.decoding:
         for i, group in enumerate(parse_groups(body, _is_packed(request))):
             _check_size(service, run, group, i)
@@ -94,7 +94,7 @@ def _is_packed(request: Request) -> bool:
     return request.headers.get("content-type", "").startswith(MSGPACK)
 
 
-def _check_size(service: Service, run: str, group: Parsed, *loc: int) -> None:
+def _check_size(service: Service, run: str, group: ParsedGroup, *loc: int) -> None:
     """Refuse what no batch can hold, before it is stored."""
     trainer = service.queue(run).epoch.registration
     if trainer is not None and group.sequences > trainer.batch_size:
@@ -102,7 +102,7 @@ def _check_size(service: Service, run: str, group: Parsed, *loc: int) -> None:
         raise InvalidGroupError((*loc, "tokens"), message, "too_long")
 
 
-async def _add(service: Service, run: str, group: Parsed, key: str | None) -> Added:
+async def _add(service: Service, run: str, group: ParsedGroup, key: str | None) -> AddResult:
     service.check_room(len(group.payload))
     return await service.submit(
         run,
@@ -117,7 +117,7 @@ async def _add(service: Service, run: str, group: Parsed, key: str | None) -> Ad
     )
 
 
-def _refused(added: Added) -> Response:
+def _refused(added: AddResult) -> Response:
     reason = added.reason or ""
     if added.too_large:
         return invalid(("body", "tokens"), reason, "too_long")

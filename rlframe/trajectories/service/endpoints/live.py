@@ -143,7 +143,7 @@ def _of_service(service: Service) -> models.ServiceReport:
         durability=service.store.durability,
         stored_bytes=service.stored_bytes + service.pending_bytes,
         writing_bytes=service.pending_bytes,
-        max_bytes=service.most_bytes,
+        max_bytes=service.byte_limit,
         nearly_full=service.nearly_full,
         failed=None if service.failed is None else str(service.failed),
     )

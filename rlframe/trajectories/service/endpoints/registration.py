@@ -135,7 +135,7 @@ async def disconnect_env(env: models.EnvIdentifier, request: Request) -> Respons
 @env_router.post("/heartbeat", response_model=Union[models.Success, models.Failure], responses=WRITES)
 async def heartbeat(env: models.EnvIdentifier, request: Request) -> Response:
     """A sign of life; groups and /status-env are one too."""
-    known = _hear(service_of(request), run_of(request), env.env_id)
+    known = _note_heartbeat(service_of(request), run_of(request), env.env_id)
     return answer({"status": "success"} if known else _unknown(env.env_id))
 
 
@@ -161,11 +161,11 @@ async def status_env(
     status = service.queue(run).env_status(env_id, hold=service.nearly_full)
     if status is None:
         return answer(_unknown(env_id), 404)
-    _hear(service, run, env_id)
+    _note_heartbeat(service, run, env_id)
     return answer(status)
 
 
-def _hear(service: Service, run: str, env_id: int) -> bool:
+def _note_heartbeat(service: Service, run: str, env_id: int) -> bool:
     """Log a sign of life, now and then. False where there is no such environment."""
     epoch = service.queue(run).epoch
     env = epoch.envs.get(env_id)

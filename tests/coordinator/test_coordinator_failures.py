@@ -14,7 +14,7 @@ from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.messages import NotReady
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.metrics.rows import ActorCounts
-from tests.coordinator.fakes import Scene
+from tests.coordinator.fakes import FakeCluster
 from tests.waiting import wait_until
 
 
@@ -41,35 +41,37 @@ class KilledAtTheEnd(Coordinator):
         self._replay.close()
 
 
-def make(cls: type[Coordinator], path: pathlib.Path, scene: Scene, results: Results, **until: Any) -> Coordinator:
+def make(
+    cls: type[Coordinator], path: pathlib.Path, cluster: FakeCluster, results: Results, **until: Any
+) -> Coordinator:
     cfg = CoordinatorConfig(str(path))
-    return cls(TrainOne(**until), scene.operator, scene.replay, scene.store, cfg, results)
+    return cls(TrainOne(**until), cluster.operator, cluster.replay, cluster.store, cfg, results)
 
 
 def test_the_result_of_a_job_is_written_by_the_next_coordinator_where_the_last_one_was_killed_before(
     tmp_path: pathlib.Path,
 ) -> None:
-    scene, results = Scene(), Results()
-    make(KilledAtTheEnd, tmp_path, scene, results, learner_steps=20).run()
+    cluster, results = FakeCluster(), Results()
+    make(KilledAtTheEnd, tmp_path, cluster, results, learner_steps=20).run()
     assert not results.finished and not (tmp_path / "status.json").exists()
 
-    make(Coordinator, tmp_path, scene, results, learner_steps=20).run()
+    make(Coordinator, tmp_path, cluster, results, learner_steps=20).run()
     (result,) = results.finished
     assert result["evaluation"]["return_mean"] == 7.0 and result["learner_steps"] >= 20
     assert results.env_steps == result["env_steps"] > 0 and not result["failed"]
     status = json.loads((tmp_path / "status.json").read_text())
-    assert (status["job"]["state"], status["replay"]["added"]) == ("CLOSED", scene.replay.added)
+    assert (status["job"]["state"], status["replay"]["added"]) == ("CLOSED", cluster.replay.added)
 
-    make(Coordinator, tmp_path, scene, results, learner_steps=20).run()
+    make(Coordinator, tmp_path, cluster, results, learner_steps=20).run()
     assert len(results.finished) == 1
 
 
 def test_a_job_that_ends_refuses_what_it_would_not_do_any_more(tmp_path: pathlib.Path) -> None:
-    scene = Scene()
-    coordinator = make(Coordinator, tmp_path, scene, Results(), env_steps=10**9)
+    cluster = FakeCluster()
+    coordinator = make(Coordinator, tmp_path, cluster, Results(), env_steps=10**9)
     coordinator.submit()
-    wait_until(lambda: scene.steps > 5, "training")
-    scene.worker("learner/0").scripts["close_task"] = lambda: NotReady()
+    wait_until(lambda: cluster.steps > 5, "training")
+    cluster.worker("learner/0").scripts["close_task"] = lambda: NotReady()
     coordinator.cancel("enough")
     wait_until(lambda: coordinator.status()["job"]["state"] == "DRAINING", "the ending")
     for ask in (coordinator.pause, coordinator.evaluate_now, coordinator.checkpoint, coordinator.restore):
@@ -78,7 +80,7 @@ def test_a_job_that_ends_refuses_what_it_would_not_do_any_more(tmp_path: pathlib
     with pytest.raises(UsageError, match="about to end"):
         coordinator.scale("collector", 2)
     coordinator.cancel("once more")  # that is no change
-    scene.worker("learner/0").scripts.clear()
+    cluster.worker("learner/0").scripts.clear()
     wait_until(lambda: coordinator.wait(1.0), "the end")
     coordinator.close()
 
@@ -88,7 +90,7 @@ def test_who_waits_hears_that_the_coordinator_itself_failed(tmp_path: pathlib.Pa
         def begin(self, env_steps: int) -> None:
             raise CheckpointError("there is no room")
 
-    coordinator = make(Coordinator, tmp_path, Scene(), FullDisk(), learner_steps=20)
+    coordinator = make(Coordinator, tmp_path, FakeCluster(), FullDisk(), learner_steps=20)
     coordinator.submit()
     with pytest.raises(CheckpointError, match="there is no room"):
         wait_until(lambda: coordinator.wait(1.0), "the failure")

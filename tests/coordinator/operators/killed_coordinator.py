@@ -7,10 +7,10 @@ import pickle
 import sys
 import threading
 
-from tests.coordinator.operators.driven import Driven
+from tests.coordinator.operators.operator_driver import OperatorDriver
 
 if __name__ == "__main__":
-    operator = Driven(pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()))
+    operator = OperatorDriver(pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()))
     operator.connect()
     operator.scale("collector", 2)
     while sum(worker.address is not None for worker in operator.list_workers()) < 2:

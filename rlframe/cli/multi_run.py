@@ -2,8 +2,8 @@
 
 A command of several runs calls, in this order:
 
-    check_options_of_several_runs(experiment, options, "--seeds")       # raises for options of a single run
-    with lock_several_runs(directory, experiment, options):             # no other process writes to the directory
+    check_multi_run_options(experiment, options, "--seeds")       # raises for options of a single run
+    with lock_multi_run(directory, experiment, options):             # no other process writes to the directory
         run_all(next_run, ended, at_once)                               # `next_run` returns a `SeedRun`, or None
 
 Each `SeedRun` is a process `rlframe train --config DIRECTORY/config.json --seed N --run-dir DIRECTORY/seed-N`.
@@ -52,10 +52,10 @@ def parse_seeds(text: str) -> list[int]:
     return seeds
 
 
-def check_options_of_several_runs(experiment: Experiment, options: TrainOptions, by: str) -> None:
+def check_multi_run_options(experiment: Experiment, options: TrainOptions, by: str) -> None:
     """Raise UsageError for options that several runs cannot share. `by` names the option or command of several runs."""
     for field in dataclasses.fields(TrainOptions):
-        if "several_runs" not in field.metadata and getattr(options, field.name) != field.default:
+        if "multi_run" not in field.metadata and getattr(options, field.name) != field.default:
             raise UsageError(f"--{field.name.replace('_', '-')} is of one run; {by} makes several.")
     if options.take_over and not options.resume:
         raise UsageError("--take-over continues runs: it needs --resume.")
@@ -72,7 +72,7 @@ def check_options_of_several_runs(experiment: Experiment, options: TrainOptions,
 
 
 @contextlib.contextmanager
-def lock_several_runs(directory: RunDir, experiment: Experiment, options: TrainOptions) -> Iterator[None]:
+def lock_multi_run(directory: RunDir, experiment: Experiment, options: TrainOptions) -> Iterator[None]:
     """Hold the lock of a directory of several runs. Unless they are resumed, create it, with their config.
 
     The process that holds the lock waits until its runs have saved.
@@ -154,7 +154,7 @@ class SeedRun:
             command += ["--config", str(self.path.parent / "config.json"), "--seed", str(self.seed)]
         for field in dataclasses.fields(TrainOptions):
             value = getattr(self._options, field.name)
-            if field.metadata.get("several_runs") == "each" and value != field.default:
+            if field.metadata.get("multi_run") == "each" and value != field.default:
                 name = f"--{field.name.replace('_', '-')}"
                 command += [name] if value is True else [name, str(value)]
         self.log.parent.mkdir(exist_ok=True)

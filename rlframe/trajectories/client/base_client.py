@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rlframe import retry
-from rlframe.errors import PeerError, RemoteError, StoppedError, TooOldError, UnavailableError, UsageError
+from rlframe.errors import PeerError, RemoteError, StaleGroupError, StoppedError, UnavailableError, UsageError
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
@@ -46,7 +46,7 @@ class HttpRequest:
     params: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
-    patience: float = 0.0  # seconds that the service is asked to take
+    server_wait: float = 0.0  # seconds that the service is asked to take
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class BaseClient:
         if self._stopped.is_set():
             raise StoppedError(f"The client of {self.url} was stopped or closed.")
 
-    async def _exchange(self, request: HttpRequest, timeout: float | None) -> HttpReply:
+    async def _send_with_retries(self, request: HttpRequest, timeout: float | None) -> HttpReply:
         """Send a request until there is an answer other than "not now".
 
         Args:
@@ -137,14 +137,14 @@ class BaseClient:
             UnavailableError: at the deadline the service answered that it cannot now, or will not before.
             PeerError: at the deadline it did not answer.
         """
-        deadline = (self._timeout if timeout is None else timeout) + request.patience
+        deadline = (self._timeout if timeout is None else timeout) + request.server_wait
         began, attempts = time.monotonic(), 0
         # Jitter keeps clients that lost the service together from coming back together.
-        pauses = retry.pauses(_PAUSE, _LONGEST_PAUSE, deadline, since=began, jitter=0.5)
+        pauses = retry.backoff(_PAUSE, _LONGEST_PAUSE, deadline, since=began, jitter=0.5)
         while True:
             left = began + deadline - time.monotonic()
             attempts += 1
-            answer = await self._send(request, min(max(left, _LEAST), self._attempt_timeout + request.patience))
+            answer = await self._send(request, min(max(left, _LEAST), self._attempt_timeout + request.server_wait))
             if isinstance(answer, HttpReply) and answer.status not in _NOT_NOW:
                 return answer
             left = began + deadline - time.monotonic()
@@ -154,41 +154,45 @@ class BaseClient:
                 raise _failure(f"{request.method} {self.url}{request.path}", waited, answer)
             await self._pause(min(least + grown, left))
 
-    def _accepted(self, request: HttpRequest, reply: HttpReply) -> dict[str, Any]:
+    def _accepted_content(self, request: HttpRequest, reply: HttpReply) -> dict[str, Any]:
         """Return the content of an answer that says yes.
 
         Raises:
-            UsageError: the service refused the request, and would again (TooOldError: of a group).
+            UsageError: the service refused the request, and would again (StaleGroupError: of a group).
             UnavailableError: something has to happen first.
             RemoteError: the service failed at it.
             PeerError: that is no trajectory service's answer.
         """
         call, content = f"{request.method} {self.url}{request.path}", reply.content
         if reply.status >= 500:
-            raise RemoteError(f"{call}: the trajectory service failed with status {reply.status}: {_told(content)}")
+            raise RemoteError(
+                f"{call}: the trajectory service failed with status {reply.status}: {_error_text(content)}"
+            )
         if reply.status == 409:
-            raise TooOldError(f"{call}: the trajectory service refused it: {_told(content)}")
+            raise StaleGroupError(f"{call}: the trajectory service refused it: {_error_text(content)}")
         if 400 <= reply.status < 500:
             hint = " Give the client the service's token." if reply.status == 401 else ""
-            raise UsageError(f"{call}: the trajectory service refused it ({reply.status}): {_told(content)}{hint}")
+            raise UsageError(
+                f"{call}: the trajectory service refused it ({reply.status}): {_error_text(content)}{hint}"
+            )
         if reply.status != 200 or not isinstance(content, dict):
             raise PeerError(
                 f"{call}: a JSON object was expected from a trajectory service, and this came with status "
-                f"{reply.status}: {_told(content)} Is the URL right?"
+                f"{reply.status}: {_error_text(content)} Is the URL right?"
             )
         if content.get("status") == "failure":
-            raise UsageError(f"{call}: the trajectory service refused it: {_told(content)}")
+            raise UsageError(f"{call}: the trajectory service refused it: {_error_text(content)}")
         if content.get("status") == "error":
-            raise UnavailableError(f"{call}: the trajectory service cannot yet: {_told(content)}")
+            raise UnavailableError(f"{call}: the trajectory service cannot yet: {_error_text(content)}")
         return content
 
-    async def _tell(self, request: HttpRequest, timeout: float | None) -> dict[str, Any]:
+    async def _send_accepted(self, request: HttpRequest, timeout: float | None) -> dict[str, Any]:
         """Send a request until it is accepted."""
-        return self._accepted(request, await self._exchange(request, timeout))
+        return self._accepted_content(request, await self._send_with_retries(request, timeout))
 
-    async def _ask(self, request: HttpRequest, reply_type: type[Any], timeout: float | None) -> Any:
-        """As `_tell`; the answer as a `reply_type`."""
-        return self._convert(await self._tell(request, timeout), reply_type)
+    async def _send_as(self, request: HttpRequest, reply_type: type[Any], timeout: float | None) -> Any:
+        """As `_send_accepted`; the answer as a `reply_type`."""
+        return self._convert(await self._send_accepted(request, timeout), reply_type)
 
     def _convert(self, content: Any, reply_type: type[T]) -> T:
         """Make a dataclass of an answer; fields that it has not are left out."""
@@ -199,7 +203,7 @@ class BaseClient:
 
     async def _poll(self, ask: Callable[[], Awaitable[T]], enough: Callable[[T], bool], wait: float) -> T:
         """Ask until the answer is enough, or for `wait` seconds. Return the last answer."""
-        pauses = retry.pauses(_POLL, LONGEST_POLL, wait)
+        pauses = retry.backoff(_POLL, LONGEST_POLL, wait)
         while not enough(answer := await ask()) and (pause := next(pauses, None)) is not None:
             await self._pause(pause)
         return answer
@@ -219,11 +223,11 @@ def _failure(call: str, waited: str, answer: HttpReply | str) -> PeerError | Una
             f"{call}: no answer after {waited}; at last: {answer}. "
             "Does `rlframe serve trajectories` run there, and is the URL right?"
         )
-    told = _told(answer.content)
+    told = _error_text(answer.content)
     return UnavailableError(f"{call}: not accepted after {waited}; at last it answered {answer.status}: {told}")
 
 
-def _told(content: Any) -> str:
+def _error_text(content: Any) -> str:
     """What an answer says is wrong, as text."""
     if isinstance(content, dict):
         detail = content.get("detail")

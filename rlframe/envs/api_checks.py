@@ -15,20 +15,20 @@ import dm_env
 import numpy as np
 from dm_env import specs
 
-from rlframe.envs.codec import FITS_FLOAT32
+from rlframe.envs.codec import FLOAT32_MAX_SQUARED
 from rlframe.envs.layout import Layout
 from rlframe.errors import UsageError
 
-LARGEST = float(np.finfo(np.float32).max)  # rewards and discounts are float32
+FLOAT32_MAX = float(np.finfo(np.float32).max)  # rewards and discounts are float32
 _OLD = "This looks like the API of Gym before 0.26."
 
 
-class WrongAnswerError(UsageError):
+class EnvApiError(UsageError):
     """An environment returned something unusable. The message lacks its subject: the pool adds "Environment 3"."""
 
 
 def number(name: str, value: Any) -> float:
-    """Return `value` as a float. Raises WrongAnswerError unless it is one real number that fits in float32."""
+    """Return `value` as a float. Raises EnvApiError unless it is one real number that fits in float32."""
     real = value
     if not isinstance(value, (float, int)):
         try:
@@ -36,11 +36,11 @@ def number(name: str, value: Any) -> float:
         except Exception:  # an object that is not a number may raise anything
             array = np.asarray(None)
         if array.ndim or array.dtype.kind not in "biuf":
-            raise WrongAnswerError(f"gave {value!r} as its {name}: expected one number.")
+            raise EnvApiError(f"gave {value!r} as its {name}: expected one number.")
         real = array.item()
-    if abs(real) > LARGEST and abs(real) != float("inf"):  # infinity and NaN: see `checks.FiniteCheck`
-        raise WrongAnswerError(
-            f"gave {reprlib.repr(value)} as its {name}: expected at most {LARGEST:.3g}, the limit of float32."
+    if abs(real) > FLOAT32_MAX and abs(real) != float("inf"):  # infinity and NaN: see `checks.FiniteCheck`
+        raise EnvApiError(
+            f"gave {reprlib.repr(value)} as its {name}: expected at most {FLOAT32_MAX:.3g}, the limit of float32."
         )
     return float(real)
 
@@ -55,79 +55,79 @@ def as_numbers(values: list[Any]) -> np.ndarray | None:
         return None
     if array.dtype.kind == "f":
         wide = array.astype(np.float64, copy=False)
-        return array if wide.dot(wide) < FITS_FLOAT32 else None
+        return array if wide.dot(wide) < FLOAT32_MAX_SQUARED else None
     return array
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return `value` as a bool. Raises WrongAnswerError unless it is True, False, 1 or 0."""
+    """Return `value` as a bool. Raises EnvApiError unless it is True, False, 1 or 0."""
     if type(value) is bool or type(value) is np.bool_:
         return bool(value)
     array = np.asarray(value)
     if array.ndim or array.dtype.kind not in "biuf" or array.item() not in (0, 1):
-        raise WrongAnswerError(f"gave {value!r} as {name!r}: expected True or False.")
+        raise EnvApiError(f"gave {value!r} as {name!r}: expected True or False.")
     return bool(array.item())
 
 
 def check_gymnasium_step(result: Any) -> None:
-    """Raise WrongAnswerError unless `step` returned five values."""
+    """Raise EnvApiError unless `step` returned five values."""
     if isinstance(result, (tuple, list)) and len(result) == 5:
         return
-    came = f"{len(result)} values" if isinstance(result, (tuple, list)) else type(result).__name__
-    old = f" {_OLD} Replace `done` by `terminated, truncated`." if came == "4 values" else ""
-    raise WrongAnswerError(
-        f"returned {came} from step(): expected (observation, reward, terminated, truncated, info).{old}"
+    received = f"{len(result)} values" if isinstance(result, (tuple, list)) else type(result).__name__
+    old = f" {_OLD} Replace `done` by `terminated, truncated`." if received == "4 values" else ""
+    raise EnvApiError(
+        f"returned {received} from step(): expected (observation, reward, terminated, truncated, info).{old}"
     )
 
 
 def check_gymnasium_reset(result: Any) -> None:
-    """Raise WrongAnswerError unless `reset` returned an observation and a dict."""
+    """Raise EnvApiError unless `reset` returned an observation and a dict."""
     if isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], Mapping):
         return
-    came, old = type(result).__name__, f" {_OLD}"
+    received, old = type(result).__name__, f" {_OLD}"
     if isinstance(result, (tuple, list)) and len(result) == 2:
-        came = f"(observation, {reprlib.repr(result[1])})"
+        received = f"(observation, {reprlib.repr(result[1])})"
     elif isinstance(result, tuple):
-        came, old = f"{len(result)} value{'' if len(result) == 1 else 's'}", ""
-    raise WrongAnswerError(
-        f"returned {came} from reset(): expected (observation, info) with a dict as info.{old} "
+        received, old = f"{len(result)} value{'' if len(result) == 1 else 's'}", ""
+    raise EnvApiError(
+        f"returned {received} from reset(): expected (observation, info) with a dict as info.{old} "
         "Return `observation, {}`."
     )
 
 
 def check_info(info: Any) -> None:
-    """Raise WrongAnswerError unless the info of a step is a dict or None."""
+    """Raise EnvApiError unless the info of a step is a dict or None."""
     if info is not None and not isinstance(info, Mapping):
-        raise WrongAnswerError(
+        raise EnvApiError(
             f"gave {reprlib.repr(info)} as the info of a step: expected a dict. Return {{}} if there is none."
         )
 
 
 def check_takes_seed(env: Any, error: TypeError) -> None:
-    """Raise WrongAnswerError if `reset` raised `error` as it, or that of a wrapped environment, takes no seed."""
-    for layer in layers(env) if "keyword argument" in str(error) else ():
+    """Raise EnvApiError if `reset` raised `error` as it, or that of a wrapped environment, takes no seed."""
+    for layer in wrapper_chain(env) if "keyword argument" in str(error) else ():
         if not _takes(layer.reset, "seed"):
-            raise WrongAnswerError(
+            raise EnvApiError(
                 f"has a reset() without `seed` ({type(layer).__name__}): expected "
                 f"`def reset(self, *, seed=None, options=None)`. {_OLD} There, seeds went to env.seed()."
             )
 
 
 def check_dm_env_answer(call: str, result: Any) -> None:
-    """Raise WrongAnswerError unless `reset` or `step` returned a `dm_env.TimeStep`, and FIRST only from `reset`."""
+    """Raise EnvApiError unless `reset` or `step` returned a `dm_env.TimeStep`, and FIRST only from `reset`."""
     if type(result) is not dm_env.TimeStep and not (
         isinstance(result, tuple) and len(result) == 4 and hasattr(result, "step_type")
     ):
-        raise WrongAnswerError(f"returned {type(result).__name__} from {call}(): expected a dm_env.TimeStep.")
+        raise EnvApiError(f"returned {type(result).__name__} from {call}(): expected a dm_env.TimeStep.")
     if call == "step" and int(result.step_type) == 0:
-        raise WrongAnswerError("returned FIRST from step() in the middle of an episode: expected MID or LAST.")
+        raise EnvApiError("returned FIRST from step() in the middle of an episode: expected MID or LAST.")
 
 
 def discount(value: Any) -> float:
-    """Return a discount as a float. Raises WrongAnswerError unless it is a number in [0, 1], or not finite."""
+    """Return a discount as a float. Raises EnvApiError unless it is a number in [0, 1], or not finite."""
     real = number("discount", value)
-    if real < 0.0 or 1.0 < real <= LARGEST:
-        raise WrongAnswerError(f"gave {value!r} as its discount: expected a number from 0 to 1.")
+    if real < 0.0 or 1.0 < real <= FLOAT32_MAX:
+        raise EnvApiError(f"gave {value!r} as its discount: expected a number from 0 to 1.")
     return real
 
 
@@ -156,7 +156,7 @@ def check_not_empty(spec: Any, path: str) -> None:
             )
 
 
-def layers(env: Any) -> Iterator[Any]:
+def wrapper_chain(env: Any) -> Iterator[Any]:
     """Yield an environment and those that it holds in its attributes, as wrappers do; the outermost first."""
     found, seen = [env], set()
     for one in found:

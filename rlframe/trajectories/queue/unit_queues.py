@@ -21,7 +21,7 @@ import msgspec
 _Counts = tuple[tuple[int, int], ...]
 
 
-def fillable(target: int, counts: Mapping[int, int], spent: int | None = None) -> bool:
+def can_fill(target: int, counts: Mapping[int, int], spent: int | None = None) -> bool:
     """Whether units sum to `target` exactly.
 
     Args:
@@ -43,15 +43,15 @@ def fillable(target: int, counts: Mapping[int, int], spent: int | None = None) -
     return _fillable(target // unit, tuple((size // unit, count) for size, count in capped))
 
 
-def usable(target: int, counts: Mapping[int, int]) -> frozenset[int]:
+def usable_sizes(target: int, counts: Mapping[int, int]) -> frozenset[int]:
     """The sizes that take part in at least one exact filling of `target`."""
     return _usable(target, _capped(target, counts, None))
 
 
-def oldest_fitting(target: int, counts: Mapping[int, int], age: Callable[[int], int]) -> int | None:
+def oldest_fitting_size(target: int, counts: Mapping[int, int], age: Callable[[int], int]) -> int | None:
     """The size to take next: of those that leave what can still be filled, that with the smallest `age`; or None."""
     for size in sorted((size for size, count in counts.items() if count and size <= target), key=age):
-        if fillable(target - size, counts, spent=size):
+        if can_fill(target - size, counts, spent=size):
             return size
     return None
 
@@ -145,7 +145,7 @@ _packed = msgspec.msgpack.Encoder().encode
 _unpacked = msgspec.msgpack.Decoder(QueuedGroup).decode
 
 
-class Lane:
+class UnitQueue:
     """The units of one size from one environment, oldest first. `env_id` is None where the sender did not say."""
 
     __slots__ = ("env_id", "groups", "size", "units")
@@ -170,7 +170,7 @@ class Lane:
         return len(self.units) * self.size
 
 
-class Lanes:
+class UnitQueues:
     """All lanes, none of them empty.
 
     Attributes:
@@ -181,21 +181,21 @@ class Lanes:
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
         self.groups: dict[int, int] = {}
-        self._of_env: dict[int | None, dict[int, Lane]] = {}
-        self._of_size: dict[int, dict[int | None, Lane]] = {}
+        self._of_env: dict[int | None, dict[int, UnitQueue]] = {}
+        self._of_size: dict[int, dict[int | None, UnitQueue]] = {}
         # Per size a heap of (id of a lane's head, env_id); entries of what is no longer a head are skipped at the top.
         self._heads: dict[int, list[tuple[int, int | None]]] = {}
         self._reserved: dict[tuple[int | None, int], int] = {}
         # packed[largest][size]: the sum over the lanes of that size of `_packed`, for each `largest` ever asked for.
         self._packed: dict[int, dict[int, int]] = {}
 
-    def of_env(self, env_id: int | None) -> list[Lane]:
+    def of_env(self, env_id: int | None) -> list[UnitQueue]:
         return list(self._of_env.get(env_id, {}).values())
 
-    def of_sizes(self, sizes: Iterable[int]) -> Iterator[Lane]:
+    def of_sizes(self, sizes: Iterable[int]) -> Iterator[UnitQueue]:
         return (lane for size in sizes for lane in self._of_size[size].values())
 
-    def __iter__(self) -> Iterator[Lane]:
+    def __iter__(self) -> Iterator[UnitQueue]:
         return (lane for lanes in self._of_env.values() for lane in lanes.values())
 
     def ids(self) -> Iterator[int]:
@@ -213,7 +213,7 @@ class Lanes:
         if again or len(lane.units) == 1:
             self._note_head(lane)
 
-    def pop(self, lane: Lane) -> QueuedGroup:
+    def pop(self, lane: UnitQueue) -> QueuedGroup:
         """Take the oldest unit of a lane."""
         unit = _unpacked(lane.units.popleft())
         self._count(lane, -1, -len(unit.groups))
@@ -223,7 +223,7 @@ class Lanes:
             self._drop(lane)
         return unit
 
-    def oldest(self, size: int) -> Lane:
+    def oldest(self, size: int) -> UnitQueue:
         """The lane whose head is the oldest unit of this size, of which there is one."""
         heads = self._heads[size]
         while True:
@@ -257,32 +257,32 @@ class Lanes:
 
     def to_state(self) -> list[Any]:
         """Quick, however much waits: the units as they are, packed."""
-        return [[lane.env_id, lane.size, list(lane.units)] for lane in sorted(self, key=Lane.key)]
+        return [[lane.env_id, lane.size, list(lane.units)] for lane in sorted(self, key=UnitQueue.key)]
 
     @classmethod
-    def from_state(cls, state: list[Any]) -> Lanes:
+    def from_state(cls, state: list[Any]) -> UnitQueues:
         lanes = cls()
         for env_id, size, units in state:
             for unit in units:
                 lanes.push(env_id, size, _unpacked(unit))
         return lanes
 
-    def _lane(self, env_id: int | None, size: int) -> Lane:
+    def _lane(self, env_id: int | None, size: int) -> UnitQueue:
         lane = self._of_env.get(env_id, {}).get(size)
         if lane is None:
-            lane = Lane(env_id, size)
+            lane = UnitQueue(env_id, size)
             self._of_env.setdefault(env_id, {})[size] = lane
             self._of_size.setdefault(size, {})[env_id] = lane
         return lane
 
-    def _drop(self, lane: Lane) -> None:
+    def _drop(self, lane: UnitQueue) -> None:
         del self._of_env[lane.env_id][lane.size], self._of_size[lane.size][lane.env_id]
         if not self._of_env[lane.env_id]:
             del self._of_env[lane.env_id]
         if not self._of_size[lane.size]:
             del self._of_size[lane.size], self._heads[lane.size], self.counts[lane.size], self.groups[lane.size]
 
-    def _count(self, lane: Lane, units: int, groups: int) -> None:
+    def _count(self, lane: UnitQueue, units: int, groups: int) -> None:
         size = lane.size
         self.counts[size] = self.counts.get(size, 0) + units
         self.groups[size] = self.groups.get(size, 0) + groups
@@ -291,15 +291,15 @@ class Lanes:
             now = len(lane.units)
             sums[size] += self._packs(lane, largest) - self._packs(lane, largest, now - units)
 
-    def _repack(self, lane: Lane, sign: int) -> None:
+    def _repack(self, lane: UnitQueue, sign: int) -> None:
         for largest, sums in self._packed.items():
             sums[lane.size] += sign * self._packs(lane, largest)
 
-    def _packs(self, lane: Lane, largest: int, units: int | None = None) -> int:
+    def _packs(self, lane: UnitQueue, largest: int, units: int | None = None) -> int:
         sequences = (len(lane.units) if units is None else units) * lane.size
         return max(0, -(-sequences // largest) * largest - self._reserved.get((lane.env_id, lane.size), 0))
 
-    def _note_head(self, lane: Lane) -> None:
+    def _note_head(self, lane: UnitQueue) -> None:
         heads = self._heads.setdefault(lane.size, [])
         lanes = self._of_size[lane.size]
         if len(heads) > 2 * len(lanes) + 64:  # mostly leftovers of units that were taken and put back
@@ -309,7 +309,7 @@ class Lanes:
             heapq.heappush(heads, (lane.head.id, lane.env_id))
 
 
-class OddGroups:
+class UndersizedGroups:
     """The groups of one environment that are smaller than its unit size. No subset of them sums to it."""
 
     def __init__(self) -> None:
@@ -329,11 +329,11 @@ class OddGroups:
         """
         self._of_size.setdefault(group.sequences, deque()).append(group)
         counts = {size: len(groups) for size, groups in self._of_size.items()}
-        if not fillable(unit_size, counts):
+        if not can_fill(unit_size, counts):
             return None
         parts = []
         while unit_size:
-            size = oldest_fitting(unit_size, counts, lambda size: self._of_size[size][0].id)
+            size = oldest_fitting_size(unit_size, counts, lambda size: self._of_size[size][0].id)
             assert size is not None
             parts.append(self._of_size[size].popleft())
             counts[size] -= 1
@@ -345,7 +345,7 @@ class OddGroups:
         return sorted((group for groups in self._of_size.values() for group in groups), key=lambda group: group.id)
 
     @classmethod
-    def of(cls, groups: Iterable[QueuedGroup]) -> OddGroups:
+    def of(cls, groups: Iterable[QueuedGroup]) -> UndersizedGroups:
         """Those that `oldest_first` gave."""
         odd = cls()
         for group in groups:

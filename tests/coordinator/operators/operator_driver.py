@@ -12,7 +12,7 @@ from rlframe.coordinator.operators import Operator, OperatorError
 from tests.waiting import wait_until
 
 
-class Driven:
+class OperatorDriver:
     """What is wanted of an operator, and what it says."""
 
     def __init__(self, operator: Operator) -> None:

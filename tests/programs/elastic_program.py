@@ -14,7 +14,7 @@ import psutil
 
 from rlframe.coordinator.control.client import ControlClient
 from rlframe.errors import PeerError, UnavailableError, UsageError
-from tests.programs.running import RunningProgram
+from tests.programs.running_program import RunningProgram
 
 
 class ElasticProgram(RunningProgram):
@@ -106,7 +106,7 @@ class ElasticProgram(RunningProgram):
         self.ask(lambda client: client.scale("collector", count))
         self.wait_for_collectors(count)
 
-    def strike(self, worker_id: str, number: int = signal.SIGKILL) -> None:
+    def kill_and_wait(self, worker_id: str, number: int = signal.SIGKILL) -> None:
         """Signals a worker, and waits for the one that takes its place."""
         struck = self.worker(worker_id)
         os.kill(struck["pid"], number)

@@ -22,7 +22,7 @@ from rlframe.coordinator.journal import Journal
 from rlframe.coordinator.messages import Collected, Failed, Learned
 from rlframe.errors import UsageError
 from rlframe.stop_conditions import StopReason
-from tests.coordinator.fakes import Scene
+from tests.coordinator.fakes import FakeCluster
 from tests.small_disk import small_disk
 from tests.waiting import wait_until
 
@@ -47,13 +47,13 @@ class Stage:
     """Makes coordinators in one folder, and ends them."""
 
     def __init__(self, path: pathlib.Path) -> None:
-        self.path, self.scene = path, Scene()
+        self.path, self.cluster = path, FakeCluster()
         self.made: list[Coordinator] = []
 
     def coordinator(self, *, collectors: int = 1, **limits: Any) -> Coordinator:
         commander = TrainOne(**(limits or {"env_steps": 10**9}))
         cfg = CoordinatorConfig(str(self.path), collectors=collectors, limits=LIMITS)
-        made = Coordinator(commander, self.scene.operator, self.scene.replay, self.scene.store, cfg)
+        made = Coordinator(commander, self.cluster.operator, self.cluster.replay, self.cluster.store, cfg)
         made._job.requests.count_is_manual = True  # nobody scales but the test
         self.made.append(made)
         made.submit()
@@ -81,8 +81,8 @@ class Stage:
 def stage(tmp_path: pathlib.Path) -> Iterator[Stage]:
     stage = Stage(tmp_path)
     yield stage
-    stage.scene.operator.is_out = False
-    for worker in stage.scene.operator.workers.values():
+    stage.cluster.operator.is_out = False
+    for worker in stage.cluster.operator.workers.values():
         worker.goes_on.set()
     for coordinator in stage.made:
         coordinator.close()
@@ -104,35 +104,35 @@ def finish(coordinator: Coordinator) -> dict[str, Any]:
 
 def test_messages_come_in_the_order_of_the_diagram(stage: Stage) -> None:
     assert finish(stage.coordinator(learner_steps=40))["state"] == "CLOSED"
-    learner, collector = stage.scene.calls("learner/0"), stage.scene.calls("collector/0")
+    learner, collector = stage.cluster.calls("learner/0"), stage.cluster.calls("collector/0")
     assert (learner[0], learner[-1]) == ("start_task", "close_task")
     assert all(before == "data_demand" for before, method in itertools.pairwise(learner) if method == "learn")
     assert set(learner[1:-1]) == {"data_demand", "learn"}
     assert (collector[0], collector[-1], set(collector[1:-1])) == ("start_task", "close_task", {"get_data"})
-    assert stage.scene.calls("evaluator/0") == ["start_task", "get_data", "close_task"]
-    closes = [called.worker_id for called in stage.scene.trace if called.method == "close_task"]
+    assert stage.cluster.calls("evaluator/0") == ["start_task", "get_data", "close_task"]
+    closes = [called.worker_id for called in stage.cluster.trace if called.method == "close_task"]
     assert closes == ["collector/0", "learner/0", "evaluator/0"]
-    assert stage.scene.operator.disconnects == 1
+    assert stage.cluster.operator.disconnects == 1
 
 
 def test_no_collector_starts_before_the_learners_buffer_is_there(stage: Stage) -> None:
-    stage.scene.operator.held = {"learner"}
+    stage.cluster.operator.held = {"learner"}
     coordinator = stage.coordinator(collectors=3)
     wait_until(lambda: state_of(coordinator, "collector/2") == ("IDLE", 0), "collectors")
-    assert not stage.scene.trace and job(coordinator)["state"] == "WAITING"
-    stage.scene.operator.held = set()
-    wait_until(lambda: len(stage.scene.replay.writers) > 3, "collecting")
-    assert stage.scene.trace[0][:2] == ("learner/0", "start_task")
+    assert not stage.cluster.trace and job(coordinator)["state"] == "WAITING"
+    stage.cluster.operator.held = set()
+    wait_until(lambda: len(stage.cluster.replay.writers) > 3, "collecting")
+    assert stage.cluster.trace[0][:2] == ("learner/0", "start_task")
 
 
 def test_each_learned_batch_gives_one_update_and_the_last_one_does_too(stage: Stage) -> None:
     coordinator = stage.coordinator(learner_steps=50)
     finish(coordinator)
     coordinator.close()
-    learned = [called.reply for called in stage.scene.trace if isinstance(called.reply, Learned)]
+    learned = [called.reply for called in stage.cluster.trace if isinstance(called.reply, Learned)]
     batches = [int(update.keys[0, 0]) for reply in learned for update in reply.updates]
-    assert [key for keys, _ in stage.scene.replay.updates for key in keys] == batches
-    assert len(set(batches)) == len(batches) >= 50 and not stage.scene.replay.out
+    assert [key for keys, _ in stage.cluster.replay.updates for key in keys] == batches
+    assert len(set(batches)) == len(batches) >= 50 and not stage.cluster.replay.out
     accounts = coordinator.status()["accounts"]
     assert accounts["learned"] == len(batches) == job(coordinator)["learner_steps"]
     assert accounts["learns"] == len(learned) and accounts["granted"] == len(batches)
@@ -147,11 +147,11 @@ def test_the_closing_result_of_a_collector_reaches_the_history(stage: Stage) -> 
 
 
 def test_late_workers_are_picked_up(stage: Stage) -> None:
-    stage.scene.operator.held = {"collector"}
+    stage.cluster.operator.held = {"collector"}
     coordinator = stage.coordinator()
     wait_until(lambda: job(coordinator)["state"] == "RUNNING", "the learner")
     assert job(coordinator)["env_steps"] == 0 and job(coordinator)["waits_for"] in ("data", None)
-    stage.scene.operator.held = set()
+    stage.cluster.operator.held = set()
     wait_until(lambda: job(coordinator)["learner_steps"] > 5, "training")
 
 
@@ -166,7 +166,7 @@ def test_late_workers_are_picked_up(stage: Stage) -> None:
 )
 def test_a_worker_that_dies_or_hangs_frees_its_slot(stage: Stage, role: str, how: str) -> None:
     coordinator = stage.running()
-    worker = stage.scene.worker(role)
+    worker = stage.cluster.worker(role)
     if how == "kill":
         worker.is_dead = True
     else:
@@ -177,14 +177,14 @@ def test_a_worker_that_dies_or_hangs_frees_its_slot(stage: Stage, role: str, how
     wait_until(
         lambda: job(coordinator)["env_steps"] > steps and job(coordinator)["learner_steps"] > learned, "training"
     )
-    assert job(coordinator)["restarts"] == 1 and stage.scene.operator.made.count((role, 1)) == 1
+    assert job(coordinator)["restarts"] == 1 and stage.cluster.operator.made.count((role, 1)) == 1
 
 
 @pytest.mark.parametrize("role", ["collector/0", "learner/0"])
 def test_a_task_that_raises_is_tried_again(stage: Stage, role: str) -> None:
     coordinator = stage.running()
     method = "get_data" if role == "collector/0" else "data_demand"
-    stage.scene.worker(role).scripts[method] = lambda: Failed("ValueError", "boom")
+    stage.cluster.worker(role).scripts[method] = lambda: Failed("ValueError", "boom")
     wait_until(lambda: job(coordinator)["retries"] == 1, "another try")
     steps, learned = job(coordinator)["env_steps"], job(coordinator)["learner_steps"]
     wait_until(
@@ -197,16 +197,16 @@ def test_a_task_that_raises_is_tried_again(stage: Stage, role: str) -> None:
 def test_an_idle_and_a_busy_worker_can_be_removed(stage: Stage) -> None:
     coordinator = stage.running(collectors=2)
     coordinator.scale("collector", 1)
-    wait_until(lambda: "collector/1" not in stage.scene.operator.workers, "the busy one's end")
-    assert stage.scene.calls("collector/1")[-1] == "close_task"
-    stage.scene.operator.held = {"learner"}
-    stage.scene.worker("learner/0").is_dead = True
+    wait_until(lambda: "collector/1" not in stage.cluster.operator.workers, "the busy one's end")
+    assert stage.cluster.calls("collector/1")[-1] == "close_task"
+    stage.cluster.operator.held = {"learner"}
+    stage.cluster.worker("learner/0").is_dead = True
     coordinator.pause()
     wait_until(lambda: job(coordinator)["state"] == "PAUSED", "the pause")
     coordinator.scale("collector", 2)
     wait_until(lambda: state_of(coordinator, "collector/1") == ("IDLE", 1), "an idle one")
     coordinator.scale("collector", 1)
-    wait_until(lambda: "collector/1" not in stage.scene.operator.workers, "the idle one's end")
+    wait_until(lambda: "collector/1" not in stage.cluster.operator.workers, "the idle one's end")
     assert state_of(coordinator, "collector/1") is None
 
 
@@ -218,19 +218,19 @@ def test_a_failure_that_is_reported_twice_gives_one_replacement(stage: Stage) ->
     coordinator._operator.put(ev.Replace("collector/0", 0))
     steps = job(coordinator)["env_steps"]
     wait_until(lambda: job(coordinator)["env_steps"] > steps + 5, "training")
-    assert stage.scene.operator.made.count(("collector/0", 1)) == 1
-    assert ("collector/0", 2) not in stage.scene.operator.made and job(coordinator)["restarts"] == 1
+    assert stage.cluster.operator.made.count(("collector/0", 1)) == 1
+    assert ("collector/0", 2) not in stage.cluster.operator.made and job(coordinator)["restarts"] == 1
 
 
 def test_training_goes_on_while_the_operator_is_away_and_it_is_reconciled_after(stage: Stage) -> None:
     coordinator = stage.running()
-    stage.scene.operator.is_out = True
+    stage.cluster.operator.is_out = True
     wait_until(lambda: not coordinator.status()["operator"]["connected"], "the outage")
     coordinator.scale("collector", 3)
     steps = job(coordinator)["learner_steps"]
     wait_until(lambda: job(coordinator)["learner_steps"] > steps + 10, "training")
     assert state_of(coordinator, "collector/2") is None
-    stage.scene.operator.is_out = False
+    stage.cluster.operator.is_out = False
     wait_until(lambda: state_of(coordinator, "collector/2") == ("BUSY", 0), "what was asked for meanwhile")
     operator = coordinator.status()["operator"]
     assert operator == {"kind": "FakeOperator", "connected": True, "problem": "", "problems": {}}
@@ -240,9 +240,9 @@ def test_a_stop_is_sticky(stage: Stage) -> None:
     coordinator = stage.running()
     coordinator.cancel("enough")
     wait_until(lambda: job(coordinator)["state"] in ("DRAINING", "CLOSED"), "the ending")
-    coordinator._events.put(ev.PauseAsked(False))
-    coordinator._events.put(ev.ScaleAsked("collector", 4))
-    coordinator._events.put(ev.EndAsked(StopReason("interrupt", "another reason")))
+    coordinator._events.put(ev.PauseRequested(False))
+    coordinator._events.put(ev.ScaleRequested("collector", 4))
+    coordinator._events.put(ev.EndRequested(StopReason("interrupt", "another reason")))
     assert (finish(coordinator)["state"], job(coordinator)["reason"]) == ("CLOSED", "enough")
     with pytest.raises(UsageError, match=r"over: CLOSED \(enough\)"):
         coordinator.unpause()
@@ -255,17 +255,17 @@ def test_a_stop_is_sticky(stage: Stage) -> None:
 def test_close_is_bounded_and_idempotent_and_leaves_no_thread(stage: Stage, is_out: bool) -> None:
     before = set(threading.enumerate())
     coordinator = stage.running()
-    stage.scene.worker("collector/0").goes_on.clear()  # it will not close
-    stage.scene.operator.is_out = is_out
+    stage.cluster.worker("collector/0").goes_on.clear()  # it will not close
+    stage.cluster.operator.is_out = is_out
     began = time.monotonic()
     coordinator.close()
     coordinator.close()
     assert time.monotonic() - began < 60.0
-    stage.scene.trace.clear()
-    for worker in stage.scene.operator.workers.values():
+    stage.cluster.trace.clear()
+    for worker in stage.cluster.operator.workers.values():
         worker.goes_on.set()
     if not is_out:
-        assert job(coordinator)["state"] == "CLOSED" and not stage.scene.operator.workers
+        assert job(coordinator)["state"] == "CLOSED" and not stage.cluster.operator.workers
     wait_until(
         lambda: not [t for t in set(threading.enumerate()) - before if not t.name.startswith("node ")],
         "the threads' end",
@@ -276,12 +276,12 @@ def test_evaluations_are_of_one_version_and_never_write_to_the_buffer(stage: Sta
     coordinator = stage.running()
     coordinator.evaluate_now()
     wait_until(lambda: job(coordinator)["evaluated_version"] is not None, "an evaluation")
-    started = next(c for c in stage.scene.trace if c[:2] == ("evaluator/0", "start_task"))
+    started = next(c for c in stage.cluster.trace if c[:2] == ("evaluator/0", "start_task"))
     assert started.header is not None
-    assert job(coordinator)["evaluated_version"] == stage.scene.worker("evaluator/0").start.options["params_version"]
-    assert job(coordinator)["evaluated_version"] == stage.scene.saved  # the learner saved it first
-    assert set(stage.scene.replay.writers) == {"collector/0"}
-    wait_until(lambda: not stage.scene.store.pins, "its version to be let go")
+    assert job(coordinator)["evaluated_version"] == stage.cluster.worker("evaluator/0").start.options["params_version"]
+    assert job(coordinator)["evaluated_version"] == stage.cluster.saved  # the learner saved it first
+    assert set(stage.cluster.replay.writers) == {"collector/0"}
+    wait_until(lambda: not stage.cluster.store.pins, "its version to be let go")
 
 
 def test_counters_do_not_go_back_when_the_coordinator_is_restarted(stage: Stage) -> None:
@@ -297,7 +297,7 @@ def test_counters_do_not_go_back_when_the_coordinator_is_restarted(stage: Stage)
     assert after["coordinator_restarts"] == 1 and after["evaluated_version"] == before["evaluated_version"]
     wait_until(lambda: job(second)["learner_steps"] > before["learner_steps"] + 10, "training")
     assert all(second.status()["accounts"][name] >= value for name, value in accounts.items())
-    assert {worker.incarnation for worker in stage.scene.operator.workers.values()} == {0}  # they went on
+    assert {worker.incarnation for worker in stage.cluster.operator.workers.values()} == {0}  # they went on
     assert second.status()["wanted"]["collector"] == 2
     assert second.events(numbers[-1])[0]["number"] == numbers[-1] + 1
 
@@ -309,8 +309,8 @@ def test_stale_and_repeated_answers_change_nothing(stage: Stage) -> None:
     machine = coordinator._job
     wait_until(lambda: all(worker.call is None for worker in machine.roster), "the last answers")
     wait_until(lambda: machine.accounts.to_json() == coordinator._journaled_accounts, "them to be written down")
-    learned = [called for called in list(stage.scene.trace) if isinstance(called.reply, Learned)]
-    collected = [called for called in list(stage.scene.trace) if isinstance(called.reply, Collected)]
+    learned = [called for called in list(stage.cluster.trace) if isinstance(called.reply, Learned)]
+    collected = [called for called in list(stage.cluster.trace) if isinstance(called.reply, Collected)]
     before = {name: value for name, value in coordinator.status()["accounts"].items() if name != "stale"}
     steps, version = job(coordinator)["env_steps"], job(coordinator)["params_version"]
     assert learned and collected
@@ -325,7 +325,7 @@ def test_stale_and_repeated_answers_change_nothing(stage: Stage) -> None:
     after = {name: value for name, value in coordinator.status()["accounts"].items() if name != "stale"}
     assert after == before and job(coordinator)["params_version"] == version
     assert job(coordinator)["env_steps"] == steps
-    assert np.all(np.diff(stage.scene.store.versions) > 0)
+    assert np.all(np.diff(stage.cluster.store.versions) > 0)
 
 
 @pytest.mark.system

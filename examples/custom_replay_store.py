@@ -1,6 +1,6 @@
-"""A replay store of your own on a page: `python examples/own_replay_store.py` checks it, and trains DQN from it.
+"""A replay store of your own on a page: `python examples/custom_replay_store.py` checks it, and trains DQN from it.
 
-So does `rlframe train --agent dqn --replay examples/own_replay_store.py:ListReplay`. The stores of rlframe are faster.
+So does `rlframe train --agent dqn --replay examples/custom_replay_store.py:ListReplay`. The stores of rlframe are faster.
 This one keeps whole items in a list, to do with as you like; it lives in one process.
 """
 

@@ -1,6 +1,6 @@
 """A learner in a process of its own, which learns and saves once for each line that it reads, and says what came of it.
 
-python -m tests.coordinator.workers.old_learner DIRECTORY
+python -m tests.coordinator.workers.learner_process DIRECTORY
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from rlframe.coordinator.messages import Learn
 from rlframe.coordinator.workers.learner_worker import LearnerWorker
 from rlframe.learners import LearnerConfig
-from tests.coordinator.workers.calling import Caller
+from tests.coordinator.workers.caller import Caller
 from tests.coordinator.workers.test_learner_worker import filled, start
 from tests.fakes import counting_agent
 

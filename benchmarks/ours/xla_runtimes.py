@@ -1,12 +1,12 @@
 """Times small networks by XLA's older CPU runtime and by the default one, for sizes of their layers and batches.
 
-`is_small` in `rlframe/compilation.py` rests on these figures. Acting: a call of one network (two layers, four
+`suits_older_runtime` in `rlframe/compilation.py` rests on these figures. Acting: a call of one network (two layers, four
 outputs), numpy to numpy, in microseconds, the least of five turns. Learning: an update of two networks (17 inputs, two
 layers, one output) with Adam, as one call and as sixteen updates in a scan, in milliseconds of an update, medians of
 five turns.
 Prints the two tables of docs/performance.md, or the one that is named.
 
-python -m benchmarks.ours.products [acting|learning]
+python -m benchmarks.ours.xla_runtimes [acting|learning]
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class Work:
 class SimWorker:
     """One process. Work is done when somebody looks, and is as far as the time is then."""
 
-    def __init__(self, world: World, worker_id: str, role: str, index: int, incarnation: int) -> None:
+    def __init__(self, world: Simulation, worker_id: str, role: str, index: int, incarnation: int) -> None:
         self.world, self.worker_id, self.role, self.index, self.incarnation = world, worker_id, role, index, incarnation
         self.address: str | None = None
         self.is_dead = self.is_stopped = self.is_doomed = False
@@ -332,7 +332,7 @@ class SimWorker:
 class SimOperator:
     """Starts the dead again, the same index and the next incarnation; ends what is released or reported."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Simulation) -> None:
         self.world = world
         self.wanted: dict[str, int] = {}
         self.slots: dict[str, SimWorker | None] = {}  # None: it is being started
@@ -409,7 +409,7 @@ class SimOperator:
         self.world.later(self.world.rng.uniform(0.1, 1.0), up)
 
 
-class World:
+class Simulation:
     """Everything around one job's machine, and the checks of what must always hold."""
 
     def __init__(
@@ -550,7 +550,7 @@ class World:
             self._tell_operator(effect, life)
         elif isinstance(effect, ev.DrawBatches):
             self._soon(lambda: self._drawn(effect), life)
-        elif isinstance(effect, ev.Settle):
+        elif isinstance(effect, ev.FinishBatches):
             self.buffer.settle(effect.batches)
             self.updates += len(effect.updates)
         elif isinstance(effect, ev.Pin):
@@ -740,4 +740,4 @@ def _reachable(state: Any) -> set[Any]:
     return found
 
 
-__all__ = ["LIMITS", "JobState", "SimWorker", "TaskState", "WorkerState", "World"]
+__all__ = ["LIMITS", "JobState", "SimWorker", "Simulation", "TaskState", "WorkerState"]

@@ -1,7 +1,7 @@
 """The end of a program, in its nodes.
 
-`stop_program` ends the program of this node. Then `stopped_by_program(stop)` calls `stop` in each of its nodes, whose
-objects free what they hold (`Closing`).
+`stop_program` ends the program of this node. Then `stop_with_program(stop)` calls `stop` in each of its nodes, whose
+objects free what they hold (`Closeable`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Program:
 _program: _Program | None = None
 
 
-def join_program(stop: threading.Event, end: Callable[[], None]) -> None:
+def register_program(stop: threading.Event, end: Callable[[], None]) -> None:
     """Say that this process is a node of a program.
 
     Args:
@@ -40,7 +40,7 @@ def join_program(stop: threading.Event, end: Callable[[], None]) -> None:
     _program = _Program(stop, end)
 
 
-def program_stop() -> threading.Event | None:
+def program_stop_event() -> threading.Event | None:
     """Return the event that is set when the program of this node is to end; None: there is no program."""
     if _program is not None:
         return _program.stop
@@ -51,9 +51,9 @@ def program_stop() -> threading.Event | None:
         return None
 
 
-def is_told_to_end() -> bool:
-    """Return whether the program here is to end: known a moment before `stopped_by_program` calls `stop`."""
-    event = program_stop()
+def is_program_stopping() -> bool:
+    """Return whether the program here is to end: known a moment before `stop_with_program` calls `stop`."""
+    event = program_stop_event()
     return event is not None and event.is_set()
 
 
@@ -61,14 +61,14 @@ def stop_program() -> None:
     """End the program, where there is one."""
     if _program is not None:
         _program.end()
-    elif program_stop() is not None:
+    elif program_stop_event() is not None:
         sys.modules["launchpad"].stop()
 
 
 @contextlib.contextmanager
-def stopped_by_program(stop: Callable[[], None]) -> Iterator[None]:
+def stop_with_program(stop: Callable[[], None]) -> Iterator[None]:
     """Call `stop()`, in another thread, when the program of this node ends."""
-    event = program_stop()
+    event = program_stop_event()
     if event is None:
         yield
         return
@@ -89,7 +89,7 @@ def stopped_by_program(stop: Callable[[], None]) -> Iterator[None]:
         watcher.join()
 
 
-class Closing(abc.ABC):
+class Closeable(abc.ABC):
     """A context manager whose end is `close()`."""
 
     @abc.abstractmethod

@@ -16,8 +16,8 @@ import time
 import psutil
 import pytest
 
-from tests.programs.elastic import ElasticProgram
-from tests.programs.running import IMPALA, RunningProgram, options_of
+from tests.programs.elastic_program import ElasticProgram
+from tests.programs.running_program import IMPALA, RunningProgram, options_of
 from tests.programs.test_hanging_nodes import ENV, MORE
 
 pytest.importorskip("fastapi", reason="the control needs fastapi: pip install rlframe[trajectories]")

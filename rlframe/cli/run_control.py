@@ -68,7 +68,7 @@ def connect(options: Any, prog: str) -> ControlClient:
     return ControlClient(known.url, read_token(options.token_file or known.token_file))
 
 
-def check_names_one_run(options: Any) -> None:
+def check_one_run_is_named(options: Any) -> None:
     """Raise `UsageError` unless one run is named."""
     if (options.run_dir is None) == (options.url is None):
         raise UsageError("Name one run, by RUN_DIR or by the --url of its control.")
@@ -97,12 +97,12 @@ def _is_elsewhere(run_dir: str, url: str) -> bool:
     return address.is_loopback or address.is_unspecified
 
 
-def status_by_files(run_dir: str) -> Callable[[], dict[str, Any]]:
+def file_status_reader(run_dir: str) -> Callable[[], dict[str, Any]]:
     """Return a function that reads the status of a run from its directory: the coordinator's last, or the current."""
-    from rlframe.coordinator.control.address import status_when_over
+    from rlframe.coordinator.control.address import read_final_status
     from rlframe.programs.run_dir.status import StatusReader
 
-    last = status_when_over(run_dir)
+    last = read_final_status(run_dir)
     return StatusReader(run_dir) if last is None else lambda: last
 
 
@@ -158,7 +158,7 @@ def scale(arguments: list[str]) -> int:
 
 def _call(prog: str, options: Any, call: Callable[[ControlClient], Any], message: str) -> int:
     """Make one call to the coordinator of a run, and print the message."""
-    check_names_one_run(options)
+    check_one_run_is_named(options)
     if options.run_dir is not None:
         _check_goes_on(options.run_dir, prog)
     with connect(options, prog) as client:
@@ -176,7 +176,7 @@ def _check_goes_on(run_dir: str, prog: str) -> None:
     if topology not in (None, "elastic"):
         raise UsageError(f"`{prog}` is for the topology elastic: the run in {run_dir} is of {topology}.")
     if topology is not None and holder_of(pathlib.Path(run_dir)) is None:
-        job = status_by_files(run_dir)()["job"]
+        job = file_status_reader(run_dir)()["job"]
         raise UsageError(
             f"The run in {run_dir} is not going ({job['state']} at {job['env_steps']:,} env steps: {job['reason']}): "
             f"`{prog}` has nobody to tell."
@@ -197,7 +197,7 @@ class StopOptions(RunOptions):
 def stop(arguments: list[str]) -> int:
     """Run `rlframe stop` and return its exit code."""
     options = parse(StopOptions, arguments, _STOP, _STOP_DESCRIPTION)
-    check_names_one_run(options)
+    check_one_run_is_named(options)
     if options.run_dir is None:
         _ask_coordinator_to_stop(options)
         ended = {"status": "ok"}
@@ -220,16 +220,16 @@ def _stop_in_directory(options: StopOptions, run_dir: str) -> tuple[dict[str, An
 
     directory = RunDir(run_dir)
     holder = holder_of(directory.path)
-    if holder is None or directory.holds is None:
-        directory.check_holds()
+    if holder is None or directory.kind is None:
+        directory.check_kind()
     if holder is None:
-        job = status_by_files(run_dir)()["job"]
+        job = file_status_reader(run_dir)()["job"]
         raise UsageError(f"The run in {run_dir} is over ({job['state']}: {job['reason']}): there is nothing to stop.")
     _end_process(options, run_dir, holder)
-    if directory.holds != RUN:
+    if directory.kind != RUN:
         saved = f"What its runs did is saved. Go on: {directory.resume_command}"
         return {"status": "ok", "saved": saved}, f"It has ended. {saved}"
-    job, saved = status_by_files(run_dir)()["job"], directory.what_is_saved()
+    job, saved = file_status_reader(run_dir)()["job"], directory.describe_checkpoint()
     status = "failed" if job["state"] == "FAILED" else "ok"
     at = f"{job['env_steps']:,} {job.get('unit') or 'env steps'}"
     message = f"It has ended at {at} ({job['state']}: {job['reason']}). {saved}"

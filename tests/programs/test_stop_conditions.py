@@ -85,4 +85,4 @@ def test_the_first_limit_that_is_reached_is_named():
     }.items():
         reason = limits.reached(**reached)
         assert reason is not None and reason.by == name and reason.text
-    assert not StopConditions().are_set and limits.are_set
+    assert not StopConditions().has_limits and limits.has_limits

@@ -18,29 +18,29 @@ from rlframe.errors import UsageError, suggest
 from rlframe.user_code.files import import_module
 
 # Ours, registered with Gymnasium when its ids are first read: id -> where its class is, and its time limit.
-OURS = {"PositionOnlyCartPole-v1": ("rlframe.envs.position_only:PositionOnlyCartPole", 500)}
+RLFRAME_ENVS = {"PositionOnlyCartPole-v1": ("rlframe.envs.position_only:PositionOnlyCartPole", 500)}
 
 
 def gymnasium_ids() -> Collection[str]:
     """The ids registered with Gymnasium now; none if it is not installed."""
     if not extras.has("gymnasium"):
         return ()
-    with extras.needed("An environment of Gymnasium", "gymnasium"):
+    with extras.explain_import_error("An environment of Gymnasium", "gymnasium"):
         import gymnasium
-    for name, (entry_point, max_steps) in OURS.items():
+    for name, (entry_point, max_steps) in RLFRAME_ENVS.items():
         if name not in gymnasium.registry:
             gymnasium.register(name, entry_point, max_episode_steps=max_steps)
     return gymnasium.registry.keys()
 
 
-def users_spec(task: str) -> Any:
+def user_spec(task: str) -> Any:
     """The `gymnasium.EnvSpec` of `Id` or `module:Id` if the user registered it; None for any other name.
 
     Gymnasium's own ids, ours, and those of plugins that Gymnasium loads by itself are not the user's, unless they were
     registered again with anything changed.
     """
     spec = spec_of(task)
-    if spec is None or _fields(spec) == _original_fields(spec.id):
+    if spec is None or _fields(spec) == _default_fields(spec.id):
         return None
     package = describe(spec).partition(":")[0].partition(".")[0]
     return None if package in _plugins() else spec
@@ -59,7 +59,7 @@ def spec_of(task: str) -> Any:
 
 
 def restore(spec: Any) -> None:
-    """Register an environment as another process had it: a spec from `users_spec`. None does nothing."""
+    """Register an environment as another process had it: a spec from `user_spec`. None does nothing."""
     if spec is not None:
         gymnasium_ids()
         import gymnasium
@@ -83,22 +83,24 @@ def _fields(spec: Any) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _original_fields(env_id: str) -> str | None:
+def _default_fields(env_id: str) -> str | None:
     """The fields of an id as Gymnasium, or rlframe, registers it; None for any other id."""
-    if env_id not in _originals():
+    if env_id not in _default_registrations():
         return None
     from gymnasium.envs.registration import EnvSpec
 
-    args, kwargs = _originals()[env_id]
+    args, kwargs = _default_registrations()[env_id]
     return _fields(EnvSpec(env_id, *args, **kwargs))
 
 
 @functools.lru_cache(maxsize=1)
-def _originals() -> dict[str, tuple[Any, Any]]:
+def _default_registrations() -> dict[str, tuple[Any, Any]]:
     """Run what Gymnasium runs when it is imported, but note what is registered: its registry may be changed by now."""
     from gymnasium.envs import registration
 
-    noted = {name: ((entry_point,), {"max_episode_steps": limit}) for name, (entry_point, limit) in OURS.items()}
+    noted = {
+        name: ((entry_point,), {"max_episode_steps": limit}) for name, (entry_point, limit) in RLFRAME_ENVS.items()
+    }
 
     def register(id: str, *args: Any, **kwargs: Any) -> None:
         noted[id] = args, kwargs

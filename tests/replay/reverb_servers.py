@@ -17,7 +17,7 @@ class Servers:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.replay.serve"],
+            [sys.executable, "-m", "tests.replay.reverb_servers"],
             cwd=_ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

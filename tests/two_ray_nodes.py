@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlframe.transport.messages import Parts
-from rlframe.transport.ray import RayTransport, Station, join
+from rlframe.transport.ray import RaySockets, RayTransport, join
 from rlframe.transport.sockets import SocketClient, SocketServer, SocketTransport
 
 
 @dataclasses.dataclass(frozen=True)
-class TwoStations(RayTransport):
+class TwoRayNodes(RayTransport):
     """Serves there, and calls from here."""
 
-    there: Station
-    here: Station
+    there: RaySockets
+    here: RaySockets
 
     def serve(self, methods: Mapping[str, Callable[..., Any]], address: str | None = None) -> SocketServer:
         """See `Transport`."""
@@ -30,9 +30,9 @@ class TwoStations(RayTransport):
 
 
 @contextlib.contextmanager
-def two_stations(directory: pathlib.Path) -> Iterator[TwoStations]:
+def two_ray_nodes(directory: pathlib.Path) -> Iterator[TwoRayNodes]:
     """Both, with their sockets below `directory`, whose path is short."""
-    there, here = Station(f"{directory}/there", "relay"), Station(f"{directory}/here", "relay")
+    there, here = RaySockets(f"{directory}/there", "relay"), RaySockets(f"{directory}/here", "relay")
 
     def relay(node: str, packed: Parts) -> Parts:
         return SocketClient(there.socket(node)).exchange(packed)
@@ -48,4 +48,4 @@ def two_stations(directory: pathlib.Path) -> Iterator[TwoStations]:
         opened.callback(server.stop)
         join(here)
         opened.callback(join, None)
-        yield TwoStations(there, here)
+        yield TwoRayNodes(there, here)

@@ -7,7 +7,13 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlframe.trajectories.queue.lanes import OddGroups, QueuedGroup, fillable, oldest_fitting, usable
+from rlframe.trajectories.queue.unit_queues import (
+    QueuedGroup,
+    UndersizedGroups,
+    can_fill,
+    oldest_fitting_size,
+    usable_sizes,
+)
 
 counts_of_sizes = st.dictionaries(st.integers(1, 9), st.integers(0, 4), max_size=4)
 
@@ -21,36 +27,36 @@ def fillings(target, counts):
 
 
 def test_a_target_is_filled_exactly_or_not_at_all():
-    assert fillable(8, {3: 1, 5: 1})
-    assert not fillable(8, {3: 2, 4: 1})  # 3, 4, 6, 7, 10
-    assert not fillable(8, {5: 100})
-    assert fillable(0, {})
-    assert not fillable(-1, {1: 1})
+    assert can_fill(8, {3: 1, 5: 1})
+    assert not can_fill(8, {3: 2, 4: 1})  # 3, 4, 6, 7, 10
+    assert not can_fill(8, {5: 100})
+    assert can_fill(0, {})
+    assert not can_fill(-1, {1: 1})
 
 
 def test_a_spent_unit_is_not_there():
-    assert fillable(8, {3: 1, 5: 1})
-    assert not fillable(8, {3: 1, 5: 1}, spent=5)
+    assert can_fill(8, {3: 1, 5: 1})
+    assert not can_fill(8, {3: 1, 5: 1}, spent=5)
 
 
 def test_sizes_that_no_filling_uses_are_not_usable():
-    assert usable(8, {3: 1, 5: 1, 7: 9}) == {3, 5}
-    assert usable(8, {16: 3}) == set()
+    assert usable_sizes(8, {3: 1, 5: 1, 7: 9}) == {3, 5}
+    assert usable_sizes(8, {16: 3}) == set()
 
 
 def test_the_oldest_goes_first_unless_the_rest_could_not_be_filled():
     age = {3: 1, 4: 2, 5: 3}.__getitem__
-    assert oldest_fitting(8, {3: 1, 4: 2}, age) == 4  # with 3, only 4 of the 5 left could be filled
-    assert oldest_fitting(8, {3: 1, 4: 2, 5: 1}, age) == 3
-    assert oldest_fitting(7, {4: 1}, age) is None
+    assert oldest_fitting_size(8, {3: 1, 4: 2}, age) == 4  # with 3, only 4 of the 5 left could be filled
+    assert oldest_fitting_size(8, {3: 1, 4: 2, 5: 1}, age) == 3
+    assert oldest_fitting_size(7, {4: 1}, age) is None
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 24), counts_of_sizes)
 def test_fillable_and_usable_agree_with_trying_everything(target, counts):
     found = list(fillings(target, counts))
-    assert fillable(target, counts) == bool(found)
-    assert usable(target, counts) == {size for filling in found for size, n in filling.items() if n}
+    assert can_fill(target, counts) == bool(found)
+    assert usable_sizes(target, counts) == {size for filling in found for size, n in filling.items() if n}
 
 
 @settings(max_examples=300, deadline=None)
@@ -58,12 +64,12 @@ def test_fillable_and_usable_agree_with_trying_everything(target, counts):
 def test_oldest_fitting_agrees_with_trying_everything(target, counts, ages):
     fitting = [size for filling in fillings(target, counts) for size, n in filling.items() if n]
     expected = min(fitting, key=lambda size: ages[size - 1], default=None)
-    assert oldest_fitting(target, counts, lambda size: ages[size - 1]) == expected
+    assert oldest_fitting_size(target, counts, lambda size: ages[size - 1]) == expected
 
 
 def test_a_million_of_a_size_cost_what_fits():
-    assert fillable(1000, {7: 10**6, 13: 10**6})
-    assert not fillable(1000, {14: 10**6, 21: 10**6})
+    assert can_fill(1000, {7: 10**6, 13: 10**6})
+    assert not can_fill(1000, {14: 10**6, 21: 10**6})
 
 
 def group(i, sequences):
@@ -71,7 +77,7 @@ def group(i, sequences):
 
 
 def test_odd_groups_complete_a_unit_oldest_first():
-    odd = OddGroups()
+    odd = UndersizedGroups()
     assert [odd.add(group(i, size), 8) for i, size in enumerate([3, 3, 1])] == [None] * 3
     unit = odd.add(group(3, 4), 8)  # 3 + 1 + 4
     assert [part.id for part in unit.groups] == [0, 2, 3]
@@ -81,7 +87,7 @@ def test_odd_groups_complete_a_unit_oldest_first():
 @settings(max_examples=200, deadline=None)
 @given(st.integers(2, 12), st.lists(st.integers(1, 11), max_size=25))
 def test_no_subset_that_completes_a_unit_stays_apart(unit_size, sizes):
-    odd = OddGroups()
+    odd = UndersizedGroups()
     inside = {}
     for i, size in enumerate(min(size, unit_size - 1) for size in sizes):
         inside[i] = size
@@ -95,4 +101,4 @@ def test_no_subset_that_completes_a_unit_stays_apart(unit_size, sizes):
             sums |= {total + waiting for total in sums}
         assert unit_size not in sums
         assert (len(odd), odd.sequences) == (len(inside), sum(inside.values()))
-    assert [waiting.id for waiting in OddGroups.of(odd.oldest_first()).oldest_first()] == sorted(inside)
+    assert [waiting.id for waiting in UndersizedGroups.of(odd.oldest_first()).oldest_first()] == sorted(inside)

@@ -20,7 +20,7 @@ NUM_ACTORS = {"heavy_env": 2, "distributed": 1}  # each process with TensorFlow 
 NUM_ENVS = 4
 
 
-class TellingLearner(Learner):
+class ProgressPrintingLearner(Learner):
     """Says how far it is: learner steps, version, items that were ever added to its replay."""
 
     def tell(self, what: str) -> None:
@@ -67,7 +67,7 @@ def make_program(topology: str, directory: pathlib.Path, steps: int) -> tuple[lp
         with program.group("replay"):
             replay = program.add_node(CheckpointedReverbNode(tables, directory / "replay", seconds=0.5))
     with program.group("learner"):
-        learner = program.add_node(lp.CourierNode(TellingLearner, learner_cfg, agent, replay))
+        learner = program.add_node(lp.CourierNode(ProgressPrintingLearner, learner_cfg, agent, replay))
     inferencer: Any = Inferencer(InferencerConfig(), agent, learner)
     if topology == "distributed":
         with program.group("inferencer"):

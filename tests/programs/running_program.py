@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.extras import needs
-from tests.waiting import still_runs
+from tests.waiting import is_process_alive
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -97,7 +97,7 @@ class RunningProgram:
     def alive(self) -> dict[str, psutil.Process]:
         """As `nodes`, with those that were seen before and have outlived who started them."""
         self.nodes()
-        return _by_title([process for process in self._seen.values() if still_runs(process)])
+        return _by_title([process for process in self._seen.values() if is_process_alive(process)])
 
     def node(self, name: str) -> psutil.Process:
         """The node of this name, once it runs."""
@@ -151,7 +151,7 @@ class RunningProgram:
     def check_nothing_is_left(self) -> None:
         """No process, no block of shared memory; with the processes go their ports."""
         deadline = time.monotonic() + 120.0  # Ray takes its time on a busy machine
-        while alive := [child for child in self._seen.values() if still_runs(child)]:
+        while alive := [child for child in self._seen.values() if is_process_alive(child)]:
             assert time.monotonic() < deadline, f"{[(child.pid, _cmdline(child)) for child in alive]} are left"
             time.sleep(0.05)
         assert not [block for block in self._blocks if os.path.exists(block)]
