@@ -26,17 +26,17 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("train:run", "train an agent on an environment"),
     "sweep": Command("sweep:run", "search the options of train for values that learn best"),
-    "evaluate": Command("results:evaluate", "play episodes with a trained agent, or write a video of one"),
-    "plot": Command("results:plot", "draw the learning curves of runs"),
+    "evaluate": Command("finished_runs:evaluate", "play episodes with a trained agent, or write a video of one"),
+    "plot": Command("finished_runs:plot", "draw the learning curves of runs"),
     "envs": Command("listings:envs", "list the environments that can be named"),
     "agents": Command("listings:agents", "list the agents, their options and their presets"),
     "serve": Command("serve:run", "serve trajectories, or a language model that learns, over HTTP"),
     "status": Command("status:run", "show how a run is"),
-    "scale": Command("live_runs:scale", "change how many collectors a run of the topology elastic has"),
-    "pause": Command("live_runs:pause", "pause such a run"),
-    "unpause": Command("live_runs:unpause", "end the pause of such a run"),
-    "stop": Command("live_runs:stop", "end a run in good order"),
-    "bench": Command("results:bench", "measure this project and its peers, side by side in one run"),
+    "scale": Command("run_control:scale", "change how many collectors a run of the topology elastic has"),
+    "pause": Command("run_control:pause", "pause such a run"),
+    "unpause": Command("run_control:unpause", "end the pause of such a run"),
+    "stop": Command("run_control:stop", "end a run in good order"),
+    "bench": Command("finished_runs:bench", "measure this project and its peers, side by side in one run"),
 }
 
 INTERRUPTED = 130  # what a shell gives for a program that SIGINT ended: 128 + the signal's number
