@@ -4,7 +4,7 @@ The objects of the loop:    agents, envs, actors, inferencers, learners, replay,
 Runs:                       cli (the command), programs (from options to a result), engines (processes of a program),
                             coordinator (only for the topology elastic), metrics (loggers)
 Language models:            language, trajectories (the service between environments and trainers)
-Between processes:          handles, transport, interprocess (one machine), http, program_end (who ends what),
+Between processes:          handles, transport, interprocess (one machine), http, shutdown (who ends what),
                             launchpad_nodes (guards of the nodes of plain lp.launch)
 For every package:          types (TimeStep, Batch), errors, retry (pauses), compilation (jit on a CPU),
                             stop_conditions (limits at which a run ends early)

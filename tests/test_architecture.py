@@ -41,7 +41,7 @@ BOXES = {
     "transport": "sockets, Courier, Ray",
     "launchpad_nodes": "guards of plain lp.launch",
     "interprocess": "shared memory, processes",
-    "basics": "files beside the packages: types, errors, extras, retry, program_end, stop_conditions",
+    "basics": "files beside the packages: types, errors, extras, retry, shutdown, stop_conditions",
     "user_code": "files and modules that a user names",
 }
 _UNSEEN = ("__main__", "testing")  # not imported by the rest

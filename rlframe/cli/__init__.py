@@ -12,7 +12,7 @@ With `--seeds`, `seeds.py: run_seeds` makes a run for each seed. `sweep.py` does
 reads which options the trials vary, and `trials.py` makes the trials. Both start the runs as processes, with
 `multi_run.py`.
 
-Commands about a run that is under way (pause, scale, stop) are in `live_runs.py`, which finds the run for `status.py`
+Commands about a run that is under way (pause, scale, stop) are in `run_control.py`, which finds the run for `status.py`
 too. Commands about what was learned, and how fast (evaluate, plot, bench), are in `results.py`.
 """
 
