@@ -1,4 +1,4 @@
-"""Programs whose nodes tests/programs/test_recovery.py kills: `python recovering.py TOPOLOGY DIRECTORY STEPS`."""
+"""Programs whose nodes tests/programs/test_recovery.py kills: `python recovery_program.py TOPOLOGY DIRECTORY STEPS`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python adopted.py HANDLE`: a coordinator that has two collectors started, and waits to be killed."""
+"""`python killed_coordinator.py HANDLE`: a coordinator that has two collectors started, and waits to be killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python owner.py`: a process that has an operator with two workers, names their processes, and waits to be killed."""
+"""`python killed_launcher.py`: a process that has an operator with two workers, names their processes, and waits to be killed."""
 
 from __future__ import annotations
 

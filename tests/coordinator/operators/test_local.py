@@ -150,7 +150,7 @@ def test_workers_outlive_a_coordinator_that_is_killed_and_its_successor_finds_th
     one = local()
     (tmp_path / "handle").write_bytes(one.handle)
     coordinator = subprocess.Popen(
-        [sys.executable, HERE / "adopted.py", tmp_path / "handle"],
+        [sys.executable, HERE / "killed_coordinator.py", tmp_path / "handle"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdout=subprocess.PIPE,
         text=True,
@@ -172,7 +172,7 @@ def test_workers_outlive_a_coordinator_that_is_killed_and_its_successor_finds_th
 
 def test_workers_end_with_the_process_that_has_the_operator():
     owner = subprocess.Popen(
-        [sys.executable, HERE / "owner.py"],
+        [sys.executable, HERE / "killed_launcher.py"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdout=subprocess.PIPE,
         text=True,
