@@ -7,17 +7,20 @@ import dataclasses
 import io
 import json
 import re
-import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from rlframe.cli.help import OptionField, format_help, option_fields
 from rlframe.errors import UsageError, suggest
 from rlframe.programs.options.fields import option
 
 T = TypeVar("T")
+# A function (fields, prog, description, width) that returns the text of `--help`.
+HelpFormat = Callable[[Sequence[OptionField], str, str, int], str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,7 @@ def parse(
     *,
     default: Any = None,
     describe_owner: Callable[[str], str] = lambda name: "",
+    help_format: HelpFormat = format_help,
 ) -> T:
     """Build `options` from the command line.
 
@@ -46,9 +50,16 @@ def parse(
         default: an instance of `options` that gives every default.
         elsewhere: a sentence on who has an option (`--x`) that is unknown here; "" where nobody has.
 
+        help_format: how the text of `--help` is written.
+
     Raises:
         UsageError: an option is unknown or its value does not fit.
+        SystemExit: `--help` was given, and printed.
     """
+    fields = list(option_fields(options if default is None else default))
+    if {"-h", "--help"} & {*arguments}:
+        print(help_format(fields, prog, description, shutil.get_terminal_size((100, 24)).columns))
+        raise SystemExit(0)
     errors = io.StringIO()
     extra = {} if default is None else {"default": default}
     try:
@@ -63,12 +74,10 @@ def parse(
                 registry=_registry(),
                 **extra,
             )
-    except SystemExit as stop:
-        if stop.code in (0, None):  # --help
-            raise
+    except SystemExit:
         raise UsageError(f"{_sentence(errors.getvalue())} See `{prog} --help`.") from None
     if unknown:
-        raise UsageError(_unknown(unknown, list(flags(options)), prog, describe_owner))
+        raise UsageError(_unknown(unknown, [flag for field in fields for flag in field.flags], prog, describe_owner))
     return parsed
 
 
@@ -96,27 +105,6 @@ def make_options(name: str, fields: Mapping[str, tuple[Any, Any]]) -> Any:
     """
     made = dataclasses.make_dataclass(name, [(field, hint) for field, (hint, _) in fields.items()], frozen=True)
     return made(**{field: default for field, (_, default) in fields.items()})
-
-
-def flags(options: type, prefix: str = "") -> Iterable[str]:
-    """Every option that a dataclass gives, as `--learning-rate`."""
-    for name, hint in typing.get_type_hints(options, include_extras=True).items():
-        marks = getattr(hint, "__metadata__", ())
-        plain = getattr(hint, "__origin__", hint)
-        if tyro.conf.Positional in marks or tyro.conf.Suppress in marks:
-            continue
-        own = name
-        for mark in marks:
-            given = getattr(mark, "name", None)
-            own = own if given is None else given  # "" is no prefix
-            if mark is tyro.conf.OmitArgPrefixes:
-                own = ""
-        if isinstance(plain, type) and dataclasses.is_dataclass(plain):
-            yield from flags(plain, f"{prefix}{own}." if own else prefix)
-        else:
-            yield f"--{prefix}{own}".replace("_", "-")
-            if plain is bool:
-                yield f"--{prefix}no-{own}".replace("_", "-")
 
 
 def _unknown(unknown: list[str], known: list[str], prog: str, describe_owner: Callable[[str], str]) -> str:

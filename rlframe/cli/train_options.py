@@ -23,6 +23,7 @@ from typing import Annotated, Any, Union
 import tyro
 from tyro.extras import literal_type_from_choices as literal
 
+from rlframe.cli.help import OptionField, format_help
 from rlframe.cli.parsing import CommandOptions, make_options, parse, raw_option_values
 from rlframe.errors import UsageError
 from rlframe.programs.api import SessionOptions, base_experiment, with_absolute_paths
@@ -55,6 +56,33 @@ class TrainOptions(CommandOptions, SessionOptions):
     at_once: int = option(1, multi_run="command")  # with --seeds: how many runs at a time
     # print the result as one JSON object, the last line of stdout
     json: bool = option(False, multi_run="command")
+
+
+# The groups of `--help`, and the options in each, in this order. "*" stands for all other options: those of the agent.
+HELP_GROUPS = {
+    "Run": (
+        *("steps", "seed", "seeds", "at_once", "preset", "config", "run_dir", "resume", "resume_from", "take_over"),
+        *("stop_at", "until_return", "until_learner_steps", "until_seconds", "checkpoint_every"),
+        *("replay_checkpoint_every", "eval_every", "eval_episodes", "eval_num_envs", "eval_max_episode_length"),
+        "eval_env_kwargs",
+    ),
+    "Environment": (
+        *("env", "num_envs", "env_kwargs", "env_type", "num_workers", "async", "wait_num", "answer_timeout"),
+        *("check_finite", "frame_stack", "action_repeat", "clip_rewards"),
+    ),
+    "Processes": (
+        *("topology", "engine", "num_actors", "num_inferencers", "num_pools", "replay", "replay_shards"),
+        *("max_restarts", "hang_timeout", "grace_seconds", "slots", "service_port", "policy_port"),
+    ),
+    "Elastic and cluster": (
+        *("operator", "min_actors", "max_actors", "mean_staleness", "ray_address", "accelerators"),
+    ),
+    "Logging": (
+        *("log_every", "wandb", "trackio", "project", "http", "http_host", "token_file", "quiet", "profile"),
+        *("profile_trace", "json", "traceback"),
+    ),
+    "Agent": ("agent", "learning_rate", "network", "*"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,12 +138,36 @@ def read_arguments(
     tyro_defaults = _tyro_defaults(defaults, early, options_cls)
     describe_owner = functools.partial(_where_is, defaults.agent)
     parsed: Any = parse(
-        type(tyro_defaults), arguments, prog, description, default=tyro_defaults, describe_owner=describe_owner
+        type(tyro_defaults),
+        arguments,
+        prog,
+        description,
+        default=tyro_defaults,
+        describe_owner=describe_owner,
+        help_format=functools.partial(_format_help, defaults, early),
     )
     experiment = change_options(defaults, _given_options(tyro_defaults, parsed, early))
     if parsed.session.resume and parsed.session.run_dir is None:
         raise UsageError("--resume needs --run-dir: the directory of the run to go on with.")
     return experiment, with_absolute_paths(parsed.session, here), preset
+
+
+def _format_help(
+    defaults: Experiment, early: EarlyOptions, fields: Sequence[OptionField], prog: str, description: str, width: int
+) -> str:
+    """Write the help of the options that the topology uses, in groups."""
+    topologies = config_classes(defaults.agent, defaults.topology_config.name, early.texts.get("topology"))
+    chosen = early.texts.get("topology") or defaults.topology_config.name
+    used = {*field_names(topologies[chosen])} if chosen in topologies else None
+    every = {name for cls in topologies.values() for name in field_names(cls)}
+    shown = [each for each in fields if used is None or _field_name(each) not in every - used]
+    others = ", ".join(name for name in topologies if name != chosen)
+    last = f"More options with another --topology: {others}." if len(shown) < len(fields) else ""
+    return format_help(shown, prog, description, width, HELP_GROUPS, last)
+
+
+def _field_name(field: OptionField) -> str:
+    return "async_envs" if field.name == "async" else field.name
 
 
 def _defaults(early: EarlyOptions) -> tuple[Experiment, Preset | None]:

@@ -1,0 +1,233 @@
+"""The text of `--help`: options in groups, one line each, with their defaults.
+
+The text of an option is the comment beside its field, or above it:
+
+    steps: int = 100_000  # Environment steps of the run.      --steps INT    Environment steps of the run. [100000]
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import io
+import json
+import textwrap
+import tokenize
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import tyro
+
+_NAMES = {int: "INT", float: "FLOAT", str: "TEXT", dict: "JSON", bool: "True|False"}
+_LONGEST_CHOICES = 24  # characters: longer lists of choices move into the text
+_COLUMN = 30  # where texts begin
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionField:
+    """One option of a command: a field of a dataclass, which may be a part of another one.
+
+    Attributes:
+        name: in Python, with a dot for a part: `head.num_atoms`.
+        flag: on the command line: `--head.num-atoms`.
+        hint: annotation, without its marks.
+        marks: of tyro.
+        default: value of the field; `dataclasses.MISSING` if there is none.
+        text: comment beside the field.
+    """
+
+    name: str
+    flag: str
+    hint: Any
+    marks: tuple[Any, ...]
+    default: Any
+    text: str
+
+    @property
+    def is_positional(self) -> bool:
+        """True for an argument without a flag."""
+        return tyro.conf.Positional in self.marks
+
+    @property
+    def flags(self) -> list[str]:
+        """Every way to write the option: a switch has a second one, which turns it off."""
+        if self.is_positional:
+            return []
+        start, _, last = self.flag.rpartition(".") if "." in self.flag else ("", "", self.flag.removeprefix("--"))
+        no = f"{start}.no-{last}" if start else f"--no-{last}"
+        return [self.flag, no] if self.hint is bool else [self.flag]
+
+    def invocation(self) -> str:
+        """The option with a placeholder for its value: `--steps INT`, `--[no-]resume`."""
+        if self.hint is bool:
+            return self.flag.replace("--", "--[no-]", 1)
+        value = next((mark.metavar for mark in self.marks if getattr(mark, "metavar", None)), None)
+        if self.is_positional:
+            name = self.name.upper()
+            return value or (name if self.default is dataclasses.MISSING else f"[{name}]")
+        return f"{self.flag} {value or self.value_name()}"
+
+    def value_name(self) -> str:
+        """The placeholder for a value: `INT`, or the choices if they are few."""
+        choices = "|".join(self.choices())
+        members = [self.hint, *typing.get_args(self.hint)]
+        name = next((found for each in members if (found := _NAMES.get(typing.get_origin(each) or each))), None)
+        if choices:
+            return "NAME" if len(choices) > _LONGEST_CHOICES else choices if name is None else f"{choices}|{name}"
+        is_list = typing.get_origin(self.hint) in (tuple, list)
+        return f"{name or 'VALUE'}{'...' * is_list}"
+
+    def choices(self) -> list[str]:
+        """The values of a Literal."""
+        hints = [self.hint, *typing.get_args(self.hint)]
+        literal = next((each for each in hints if typing.get_origin(each) is Literal), None)
+        return [str(value) for value in typing.get_args(literal)] if literal is not None else []
+
+    def description(self) -> str:
+        """The text of the help: comment, choices if they are many, and the default."""
+        text, choices = self.text, self.choices()
+        if choices and "|".join(choices) not in self.invocation():
+            text = f"{text.rstrip('.')}: {', '.join(choices)}." if text else f"{', '.join(choices)}."
+        default = _shown(self.default)
+        return f"{text} [{default}]".strip() if default else text
+
+
+def _shown(default: Any) -> str:
+    """A default as the command line takes it; "" for a value that needs no mention."""
+    if default is dataclasses.MISSING or default is None or default is False or default in ("", (), {}):
+        return ""
+    if default is True:
+        return "on"
+    if isinstance(default, (tuple, list)):
+        return " ".join(map(str, default))
+    return json.dumps(default) if isinstance(default, dict) else str(default)
+
+
+def option_fields(options: Any, prefix: str = "") -> Iterator[OptionField]:
+    """Every option of a dataclass, or of an instance of one, which gives the defaults."""
+    cls = options if isinstance(options, type) else type(options)
+    texts = field_comments(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for name, annotated in typing.get_type_hints(cls, include_extras=True).items():
+        if name not in fields or not fields[name].init:
+            continue
+        marks, hint = _split(annotated)
+        if tyro.conf.Suppress in marks:
+            continue
+        own = name
+        for mark in marks:
+            given = getattr(mark, "name", None)
+            own = own if given is None else given  # "" is no prefix
+            own = "" if mark is tyro.conf.OmitArgPrefixes else own
+        default = fields[name].default if options is cls else getattr(options, name)
+        if default is dataclasses.MISSING and fields[name].default_factory is not dataclasses.MISSING:
+            default = fields[name].default_factory()
+        part = default if dataclasses.is_dataclass(default) else hint
+        if dataclasses.is_dataclass(part):
+            yield from option_fields(part, f"{prefix}{own}." if own else prefix)
+            continue
+        text = next((mark.help for mark in marks if getattr(mark, "help", None)), None) or texts.get(name, "")
+        path = prefix + own
+        yield OptionField(path.replace("-", "_"), f"--{path}".replace("_", "-"), hint, marks, default, text)
+
+
+def _split(annotated: Any) -> tuple[tuple[Any, ...], Any]:
+    """The marks of an annotation and the annotation without them."""
+    marks: tuple[Any, ...] = ()
+    while hasattr(annotated, "__metadata__"):
+        marks, annotated = (*marks, *annotated.__metadata__), annotated.__origin__
+    return marks, annotated
+
+
+@functools.cache
+def field_comments(cls: type) -> dict[str, str]:
+    """The comments of a dataclass's fields, those of its bases included, by the name of the field."""
+    found: dict[str, str] = {}
+    for each in reversed(cls.__mro__):
+        try:
+            source = textwrap.dedent(inspect.getsource(each)) if dataclasses.is_dataclass(each) else ""
+        except (OSError, TypeError):  # a class without a source: made at run time, or in a notebook
+            continue
+        found |= _comments(source)
+    return found
+
+
+def _comments(source: str) -> dict[str, str]:
+    tree = ast.parse(source)
+    comments: dict[int, tuple[str, bool]] = {}  # line -> text, and whether code precedes it
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and not token.string.startswith(("# ---", "# type:", "# noqa")):
+            text = token.string.lstrip("# ").partition("  # ")[0]
+            comments[token.start[0]] = text, bool(token.line[: token.start[1]].strip())
+    found = {}
+    body = tree.body[0].body if tree.body and isinstance(tree.body[0], ast.ClassDef) else []
+    for node in body:
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+            continue
+        above, line = [], node.lineno - 1
+        while line in comments and not comments[line][1]:
+            above.insert(0, comments[line][0])
+            line -= 1
+        beside = [comments[line][0] for line in range(node.lineno, (node.end_lineno or 0) + 1) if line in comments]
+        if above or beside:
+            found[node.target.id] = " ".join([*above, *beside])
+    return found
+
+
+def format_help(
+    fields: Sequence[OptionField],
+    prog: str,
+    description: str,
+    width: int,
+    groups: Mapping[str, Sequence[str]] | None = None,
+    last: str = "",
+) -> str:
+    """Return the text of `--help`.
+
+    Args:
+        fields: every option that is shown.
+        prog: name of the command.
+        description: what it does.
+        width: columns of the terminal.
+        groups: title -> names of options, for commands with many. Options in none of them are in the last group that
+            names "*". The shortest group comes first.
+        last: a line after all options.
+    """
+    positional = [field for field in fields if field.is_positional]
+    usage = " ".join([f"usage: {prog}", "[OPTIONS]", *(field.invocation() for field in positional)])
+    lines = [usage, "", *textwrap.wrap(description, width)]
+    options = [field for field in fields if not field.is_positional]
+    options.sort(key=lambda field: field.name == "traceback")  # which every command has, and few need
+    by_group = {"Options": options}
+    if groups is not None:
+        rest = next(title for title, names in groups.items() if "*" in names)
+        title_of = {name: title for title, names in groups.items() for name in names}
+        by_group = {}
+        for field in options:
+            by_group.setdefault(title_of.get(field.name, rest), []).append(field)
+        order = {name: place for place, name in enumerate(title_of)}
+        for members in by_group.values():
+            members.sort(key=lambda field: order.get(field.name, len(order)))
+    arguments = [("Arguments", positional)] if positional else []
+    for title, members in [*arguments, *sorted(by_group.items(), key=lambda item: len(item[1]))]:
+        lines += ["", f"{title}:"]
+        for field in members:
+            lines += _rows(field, width)
+    return "\n".join([*lines, *(["", *textwrap.wrap(last, width)] if last else [])])
+
+
+def _rows(field: OptionField, width: int) -> list[str]:
+    start = f"  {field.invocation()}"
+    start = f"{start}  " if len(start) + 2 > _COLUMN else start.ljust(_COLUMN)
+    room = max(width, 60)
+    return textwrap.wrap(
+        start + field.description(),
+        room,
+        subsequent_indent=" " * _COLUMN,
+        break_on_hyphens=False,
+        break_long_words=False,
+        drop_whitespace=True,
+    ) or [start]
