@@ -122,9 +122,9 @@ def option_fields(options: Any, prefix: str = "") -> Iterator[OptionField]:
             given = getattr(mark, "name", None)
             own = own if given is None else given  # "" is no prefix
             own = "" if mark is tyro.conf.OmitArgPrefixes else own
-        default = fields[name].default if options is cls else getattr(options, name)
-        if default is dataclasses.MISSING and fields[name].default_factory is not dataclasses.MISSING:
-            default = fields[name].default_factory()
+        factory = fields[name].default_factory
+        default = fields[name].default if factory is dataclasses.MISSING else factory()
+        default = default if options is cls else getattr(options, name)
         part = default if dataclasses.is_dataclass(default) else hint
         if dataclasses.is_dataclass(part):
             yield from option_fields(part, f"{prefix}{own}." if own else prefix)
@@ -167,7 +167,8 @@ def _comments(source: str) -> dict[str, str]:
     for node in body:
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
             continue
-        above, line = [], node.lineno - 1
+        above: list[str] = []
+        line = node.lineno - 1
         while line in comments and not comments[line][1]:
             above.insert(0, comments[line][0])
             line -= 1
