@@ -67,11 +67,12 @@ results: $(ALL) ## train what docs/results.md lacks, and write it (RESULTS_ARGS=
 results-long: $(ALL) ## the same, and SAC on HalfCheetah for a million steps
 	$(BIN)/python -m benchmarks.results --long $(RESULTS_ARGS)
 
-lint: $(ALL) ## ruff, mypy, and the layers of the design
+lint: $(ALL) ## ruff, mypy, the layers of the design, and plain English
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.plain_english
 
 format: $(ALL) ## let ruff lay the code out
 	$(BIN)/ruff check --fix-only --select I .

@@ -1,0 +1,55 @@
+"""`same_code` ignores text and names, and finds every other change."""
+
+import subprocess
+
+import pytest
+
+from tests.same_code import differences
+
+OLD = '''
+def area(width, height):
+    """What the area is."""
+    if width < 0:
+        raise ValueError(f"a width of {width}, and a height of {height}, cannot be")
+    return width * height
+'''
+
+SAME = """
+def rectangle_area(w, h):
+    if w < 0:
+        raise ValueError(f"The height is {h}: expected a positive width, got {w}.")
+    return w * h
+"""
+
+
+@pytest.fixture
+def change(tmp_path, monkeypatch):
+    """Commit one source, write another, and return their differences."""
+    monkeypatch.chdir(tmp_path)
+
+    def differences_of(old, new):
+        path = tmp_path / "module.py"
+        path.write_text(old)
+        git = ["git", "-c", "user.name=test", "-c", "user.email=test@example.com"]
+        for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "old"]):
+            subprocess.run([*git, *command], check=True)
+        path.write_text(new)
+        return differences("HEAD", None, ["module.py"])
+
+    return differences_of
+
+
+def test_changed_names_messages_and_docstrings_are_the_same_code(change):
+    assert change(OLD, SAME) == []
+
+
+def test_a_changed_operator_is_another_code(change):
+    found = change(OLD, SAME.replace("w * h", "w + h"))
+    assert found == [
+        "module.py: rectangle_area: new or changed",
+        "module.py: area: gone or changed (old name)",
+    ]
+
+
+def test_a_value_that_is_missing_from_a_message_is_another_code(change):
+    assert len(change(OLD, SAME.replace("{h}", "negative"))) == 2
