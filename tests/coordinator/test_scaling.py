@@ -8,7 +8,7 @@ import pytest
 from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.scaling import Load, Scaling
-from tests.coordinator.core.simulation import World
+from tests.coordinator.core.simulation import Simulation
 
 
 def window(
@@ -77,18 +77,18 @@ class Judge(Scaling):
 
 
 @pytest.fixture
-def world() -> World:
-    world = World(collectors=2, commander=TrainOne(env_steps=10**9))
+def world() -> Simulation:
+    world = Simulation(collectors=2, commander=TrainOne(env_steps=10**9))
     assert world.run(60.0, lambda: world.m.accounts.learned > 3 and world.m.collectors.seconds > 0.5)
     return world
 
 
-def look(world: World, judge: Judge, seconds: float) -> int | None:
+def look(world: Simulation, judge: Judge, seconds: float) -> int | None:
     world.run(seconds)
     return judge.wanted(world.m, world.now)
 
 
-def test_a_window_is_judged_by_what_happened_in_it(world: World):
+def test_a_window_is_judged_by_what_happened_in_it(world: Simulation):
     judge = Judge(3)
     assert judge.wanted(world.m, world.now) is None
     steps, waited, seconds = (
@@ -110,13 +110,13 @@ def test_a_window_is_judged_by_what_happened_in_it(world: World):
     assert look(world, judge, 5.1) is None  # there are as many
 
 
-def test_nothing_is_judged_once_a_person_has_said_how_many_there_are(world: World):
+def test_nothing_is_judged_once_a_person_has_said_how_many_there_are(world: Simulation):
     judge = Judge(3)
     world.deliver(ev.ScaleRequested("collector", 1))
     assert [look(world, judge, 6.0) for _ in range(4)] == [None] * 4 and judge.seen == []
 
 
-def test_nothing_is_judged_while_the_job_stands_still_or_collectors_are_on_their_way(world: World):
+def test_nothing_is_judged_while_the_job_stands_still_or_collectors_are_on_their_way(world: Simulation):
     judge = Judge(1)
     judge.wanted(world.m, world.now)
     world.deliver(ev.PauseRequested(True))
@@ -128,6 +128,6 @@ def test_nothing_is_judged_while_the_job_stands_still_or_collectors_are_on_their
     assert [look(world, judge, 6.0) for _ in range(2)] == [None] * 2 and judge.seen == []
 
 
-def test_a_scaling_by_load_is_no_persons_word(world: World):
+def test_a_scaling_by_load_is_no_persons_word(world: Simulation):
     world.deliver(ev.ScaleRequested("collector", 3, "load"))
     assert world.m.requests.wanted["collector"] == 3 and not world.m.requests.count_is_manual

@@ -15,7 +15,7 @@ from rlframe.coordinator.control import endpoints
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.accounts import Rates
 from rlframe.stop_conditions import StopReason
-from tests.coordinator.core.simulation import World
+from tests.coordinator.core.simulation import Simulation
 
 PAGE = pathlib.Path(statuses.__file__).parent / "control" / "page.html"
 DESCRIBES = {"id": "a", "agent": "dqn", "env": "CartPole-v1", "run_dir": "/runs/a", "until": 100}
@@ -36,13 +36,13 @@ def test_rates_are_of_the_last_seconds() -> None:
 
 
 @pytest.fixture
-def world() -> World:
-    world = World(collectors=2, commander=TrainOne("mine", env_steps=10**9))
+def world() -> Simulation:
+    world = Simulation(collectors=2, commander=TrainOne("mine", env_steps=10**9))
     assert world.run(60.0, lambda: world.m.accounts.learned > 3 and world.m.accounts.env_steps > 100)
     return world
 
 
-def status(world: World) -> dict[str, Any]:
+def status(world: Simulation) -> dict[str, Any]:
     found = statuses.status(
         world.m,
         world.m.accounts.to_json(),
@@ -57,7 +57,7 @@ def status(world: World) -> dict[str, Any]:
     return found
 
 
-def test_it_tells_of_job_workers_and_tasks(world: World) -> None:
+def test_it_tells_of_job_workers_and_tasks(world: Simulation) -> None:
     found, job = status(world), status(world)["job"]
     assert {name: job[name] for name in DESCRIBES} == DESCRIBES
     assert (job["state"], job["policy_id"], job["reason"]) == ("RUNNING", "mine", "")
@@ -82,7 +82,7 @@ def test_it_tells_of_job_workers_and_tasks(world: World) -> None:
     assert workers["learner/0"]["env_steps_per_second"] is None
 
 
-def test_it_tells_what_the_learner_waits_for(world: World) -> None:
+def test_it_tells_what_the_learner_waits_for(world: Simulation) -> None:
     def waits() -> Any:
         return status(world)["job"]["waits_for"]
 
@@ -105,7 +105,7 @@ def test_it_tells_what_the_learner_waits_for(world: World) -> None:
     assert world.run(60.0, lambda: world.is_over) and waits() is None
 
 
-def test_it_tells_of_an_evaluation_and_of_a_lost_worker(world: World) -> None:
+def test_it_tells_of_an_evaluation_and_of_a_lost_worker(world: Simulation) -> None:
     world.deliver(ev.EvaluationRequested())
     assert world.run(60.0, lambda: bool(world.m.accounts.evaluations))
     version = world.m.accounts.evaluations[-1][2]
@@ -117,7 +117,7 @@ def test_it_tells_of_an_evaluation_and_of_a_lost_worker(world: World) -> None:
     assert [w["state"] for w in status(world)["workers"] if w["worker_id"] == "collector/0"] == ["LOST"]
 
 
-def test_it_tells_that_the_operator_is_away_and_that_a_person_scales(world: World) -> None:
+def test_it_tells_that_the_operator_is_away_and_that_a_person_scales(world: Simulation) -> None:
     assert status(world)["operator"] == {"kind": "LocalOperator", "problems": {}, "connected": True, "problem": ""}
     world.operator.is_out = True
     world.run(1.0)
@@ -128,14 +128,14 @@ def test_it_tells_that_the_operator_is_away_and_that_a_person_scales(world: Worl
 
 
 def test_a_job_that_has_not_begun_has_a_status_as_well() -> None:
-    world = World()
+    world = Simulation()
     world.job = type(world.m)(world.commander, world.limits, {"learner": 1}, by_key=True, now=world.now)
     found = status(world)
     assert found["job"]["state"] == "INIT" and found["workers"] == [] and not found["operator"]["connected"]
     assert found["job"]["return_mean"] is None and found["job"]["evaluated_version"] is None
 
 
-def test_what_the_page_and_prometheus_read_is_there(world: World) -> None:
+def test_what_the_page_and_prometheus_read_is_there(world: Simulation) -> None:
     found, page = status(world), PAGE.read_text()
     of_all = set(re.findall(r"\blive\??\.(\w+)", page))
     assert of_all and of_all - {"commands"} <= set(found)  # which a run without a coordinator has

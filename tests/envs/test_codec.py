@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces as g
 
-from rlframe.agents.networks import vectors
+from rlframe.agents.networks import flatten_observation
 from rlframe.envs import SyncEnv
 from rlframe.envs.spaces import codec_of_spaces
 from rlframe.errors import EnvError, UsageError
@@ -138,7 +138,7 @@ def test_a_multi_discrete_action_starts_where_the_space_does():
 def test_each_component_of_a_multi_discrete_is_one_one_hot():
     spec = codec_of_spaces(g.MultiDiscrete([[2, 3], [1, 2]]), g.Discrete(2)).observation_spec
     assert isinstance(spec, MultiDiscreteArray) and spec.num_values.tolist() == [[2, 3], [1, 2]]
-    rows = vectors(spec, np.array([[[1, 2], [0, 0]], [[0, 1], [0, 1]]], np.int32))
+    rows = flatten_observation(spec, np.array([[[1, 2], [0, 0]], [[0, 1], [0, 1]]], np.int32))
     assert rows.tolist() == [[0, 1, 0, 0, 1, 1, 1, 0], [1, 0, 0, 1, 0, 1, 0, 1]]
 
 
@@ -150,9 +150,9 @@ def test_stacked_categories_stay_categories():
         pool.reset()
         stacked = pool.step(np.zeros(1, np.int32)).observation
     assert stacked.tolist() == [[0, 2]]
-    assert vectors(spec, stacked).tolist() == [[1, 0, 0, 0, 0, 1]]
+    assert flatten_observation(spec, stacked).tolist() == [[1, 0, 0, 0, 0, 1]]
     cube = MultiDiscreteArray(np.full((2, 2, 2), 3))
-    assert jax.eval_shape(lambda rows: vectors(cube, rows), np.zeros((1, 2, 2, 2), np.int32)).shape == (1, 24)
+    assert jax.eval_shape(lambda rows: flatten_observation(cube, rows), np.zeros((1, 2, 2, 2), np.int32)).shape == (1, 24)
 
 
 # Spaces of the rows of docs/own-network.md, and how many inputs each gives a network.
@@ -177,7 +177,7 @@ def test_the_page_of_networks_says_what_each_space_becomes():
         with SyncEnv(lambda space=space: Gives(space, [space.sample()]), 1, frame_stack=frames) as pool:
             spec, observation = pool.observation_spec, pool.reset().observation
         assert type(spec).__name__.lower() in rows[name].lower(), name
-        assert vectors(spec, observation).shape == (1, inputs), name
+        assert flatten_observation(spec, observation).shape == (1, inputs), name
 
 
 def test_a_codec_survives_a_pickle_and_differs_where_spaces_start_elsewhere():

@@ -113,8 +113,8 @@ def test_a_third_of_the_environments_is_waited_for_unless_another_number_is_give
 
 @pytest.mark.system
 def test_a_pool_runs_in_the_quickest_way_that_can_be_asynchronous():
-    for env, kind in ((slow_env, "AsyncProcesses"), ("CartPole-v1", "EnvPoolAdapter")):
-        pool = make_pool(experiment("impala"), 4, {}, 1, env=env)
+    for env, kind in ((f"{__file__}:slow_env", "AsyncProcesses"), ("CartPole-v1", "EnvPoolAdapter")):
+        pool = make_pool(experiment("impala", env=env), 4, {}, 1)
         assert (pool.wait_num, type(pool._pool).__name__) == (3, kind)
         pool.close()
 
