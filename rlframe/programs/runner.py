@@ -245,7 +245,7 @@ class _Launcher:
     def _print_plan(self, session: Session, updates: str = "") -> None:
         """Print the library of the environment, the number of updates, and the evaluation."""
         experiment = session.experiment
-        lines = [f"The environment {experiment.env} comes from {each}." for each in backend_note(experiment).values()]
+        lines = [f"The environment {experiment.env} is made by {each}." for each in backend_note(experiment).values()]
         if experiment.topology_config.learns_from == "steps":
             lines.append(f"{updates} {describe_evaluation(experiment)}".lstrip())
         if self.progress is not None and lines:

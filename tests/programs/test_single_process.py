@@ -308,7 +308,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_starts_again(tmp_path, ca
     with pytest.raises(NonFiniteLossError, match="Nothing was saved before"):
         run_experiment(described, run_dir=tmp_path / "run")
     result = run_experiment(described, run_dir=tmp_path / "run", resume=True)
-    assert "ended before its first checkpoint: its learner starts again" in caplog.text
+    assert "ended before its first checkpoint. Its learner starts again" in caplog.text
     assert 600 <= result.env_steps < 602
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] // 100 for row in rows] == [1, 2, 3, 4, 5, 6, 6]
