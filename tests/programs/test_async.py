@@ -86,19 +86,21 @@ def test_processes_of_a_topology_do_too(tmp_path, which):
 
 def test_an_agent_that_needs_all_environments_in_step_is_refused_and_told_why(tmp_path):
     with pytest.raises(
-        UsageError, match=r"ppo cannot learn from asynchronous .*max_staleness=0.* as impala and dqn do"
+        UsageError, match=r"ppo cannot learn from asynchronous .*max_staleness=0.* such as impala or dqn"
     ):
         run_experiment(experiment("ppo"), run_dir=tmp_path / "run")
     reinforce = f"{ROOT}/examples/custom_agent.py:Reinforce"
-    with pytest.raises(UsageError, match="max_staleness=0: actors wait"):  # by what it says of itself, not by its name
+    with pytest.raises(UsageError, match="max_staleness=0, so actors wait"):  # from its replay_spec, not its name
         run_experiment(make_experiment(reinforce, async_envs=True, topology="heavy_env"), run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_options_that_do_not_go_with_asynchronous_environments_are_refused(capsys):
-    with pytest.raises(UsageError, match="A loop steps its environments one after another"):
+    with pytest.raises(UsageError, match="The env_type loop steps environments one after another"):
         experiment("impala", env_type="loop")
-    with pytest.raises(UsageError, match="wait_num must be between 1 and 4, the environments of a pool, got 5"):
+    with pytest.raises(
+        UsageError, match="wait_num must be between 1 and 4, the number of environments per pool, got 5"
+    ):
         experiment("impala", topology="heavy_env", wait_num=5)
     assert main(["train", "--agent", "impala", "--wait-num", "2"]) == 2
     assert "wait_num=2 is for asynchronous environments: add --async" in capsys.readouterr().err

@@ -112,7 +112,7 @@ def test_a_name_that_means_nothing_is_explained(own):
         make_experiment("impala", topology="heavy_env", engine="thread")
     with pytest.raises(UsageError, match="is no rlframe.engines.Engine"):
         make_experiment("impala", topology="heavy_env", engine=f"{own}:Store")
-    with pytest.raises(UsageError, match="for agents that learn from steps; this one learns from trajectories"):
+    with pytest.raises(UsageError, match="for agents that learn from steps. This agent learns from trajectories"):
         make_experiment("grpo", topology=f"{own}:twice")
 
 

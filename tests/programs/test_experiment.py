@@ -19,7 +19,7 @@ from rlframe.types import ReplaySpec, Sequence, Transition
 def test_options_are_read_through_a_class_that_has_them():
     experiment = make_experiment("ppo", "CartPole-v1", frame_stack=2)
     assert EnvOptions.of(experiment).frame_stack == 2
-    with pytest.raises(AssertionError, match="The options of single_process are no HeavyEnv"):
+    with pytest.raises(AssertionError, match="The options of single_process are not a HeavyEnv"):
         HeavyEnv.of(experiment)
 
 

@@ -31,7 +31,7 @@ def test_a_run_outlives_a_full_disk_and_saves_when_there_is_room_again(small_dis
     assert steps["free"] == steps["full"] and len(steps["full"]) > 0
     assert Checkpointer(run_dir / "checkpoints").steps()[-1] == result.learner_steps > steps["full"][-1]
     warnings = [record.getMessage() for record in caplog.records]
-    assert any("No space left on device" in text and "the next checkpoint is another try" in text for text in warnings)
+    assert any("No space left on device" in text and "saves again at the next checkpoint" in text for text in warnings)
     assert any(f"A row of the logs is lost: Could not write {run_dir}/metrics.jsonl" in text for text in warnings)
 
 

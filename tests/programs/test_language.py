@@ -189,13 +189,13 @@ def test_what_is_wrong_is_said_before_anything_is_started(tmp_path):
     path = tmp_path / "run"
     with pytest.raises(UsageError, match="has no option 'group_sise'.*group_size"):
         run_experiment(experiment(env_kwargs={"group_sise": 4}), run_dir=path)
-    with pytest.raises(UsageError, match="env_kwargs: batch_size .* --batch-size does"):
+    with pytest.raises(UsageError, match="env_kwargs: the run sets batch_size. Use --batch-size"):
         run_experiment(experiment(env_kwargs={"batch_size": 4}), run_dir=path)
-    with pytest.raises(UsageError, match="needs a subclass of rlframe.language.BaseEnv"):
+    with pytest.raises(UsageError, match="needs a subclass of rlframe.language.BaseEnv, but"):
         run_experiment(experiment(env=f"{ROOT / 'examples/llm/reverse.py'}:held_out"), run_dir=path)
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="cannot be listened at"):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="Cannot listen at port"):
         run_experiment(experiment(service_port=taken.getsockname()[1]), run_dir=path)
-    with pytest.raises(UsageError, match="The tokenizer byte has 263 tokens, the model only 100"):
+    with pytest.raises(UsageError, match="The tokenizer byte has 263 tokens, but the model has only 100"):
         config = GRPOConfig(model=ModelConfig(vocab_size=100))
         run_experiment(experiment(agent_config=config), run_dir=path)
     assert not path.exists()

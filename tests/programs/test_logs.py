@@ -61,7 +61,7 @@ def test_a_single_process_keeps_its_warnings(tmp_path):
     described = make_experiment("dqn", num_envs=1, eval_episodes=1, min_replay_size=10_000)
     run_experiment(described, run_dir=tmp_path / "run", stop_at=50)
     kept = (tmp_path / "run/logs/train.log").read_text()
-    assert re.search(rf"^{STAMP} WARNING \[train\] No update was made in 50 environment steps", kept, re.MULTILINE)
+    assert re.search(rf"^{STAMP} WARNING \[train\] The run made no update in 50 environment steps", kept, re.MULTILINE)
     assert not logging.getLogger("rlframe").handlers
 
 

@@ -103,11 +103,11 @@ def test_a_program_that_is_stopped_says_that_all_is_saved_only_if_it_is(tmp_path
 
 
 def test_a_replay_that_does_not_suit_the_topology_is_refused():
-    with pytest.raises(UsageError, match="distributed keeps its experience in reverb or service, got"):
+    with pytest.raises(UsageError, match="The topology distributed needs replay=reverb or service, got"):
         experiment("impala", "distributed", replay="shared_memory")
-    with pytest.raises(UsageError, match="single_process keeps its experience in local"):
+    with pytest.raises(UsageError, match="The topology single_process needs replay=local, got"):
         make_experiment("impala", replay="reverb")
-    with pytest.raises(UsageError, match=r"elastic keeps .*, got replay='.*store.py:Mine'. It takes no other one"):
+    with pytest.raises(UsageError, match=r"elastic needs .*, got '.*store.py:Mine'. It supports no other"):
         experiment("impala", "elastic", replay="store.py:Mine")
     assert experiment("impala", "heavy_env", replay="store.py:Mine").topology_config.replay_kind == os.path.abspath(
         "store.py:Mine"
@@ -123,11 +123,13 @@ def test_where_the_workers_of_elastic_come_from_is_what_the_engine_says_or_refus
     assert elastic(operator="mine.py:Operator").operator_name == os.path.abspath("mine.py:Operator")
     assert elastic(engine="ray", replay="service").spans_machines
     assert not elastic(engine="ray").spans_machines and not elastic(replay="service").spans_machines
-    with pytest.raises(UsageError, match=r"operator ray is for the engine ray.* this one is local. Add --engine ray"):
+    with pytest.raises(
+        UsageError, match=r"The operator ray needs the engine ray, but the engine is local. Add --engine ray"
+    ):
         elastic(operator="ray")
     with pytest.raises(UsageError, match="no operator 'locale'; .* Did you mean 'local'"):
         elastic(operator="locale")
-    with pytest.raises(UsageError, match="The engine threads has no operator"):
+    with pytest.raises(UsageError, match="the engine threads has none"):
         elastic(engine="threads")
 
 
@@ -151,7 +153,9 @@ def test_of_one_environment_there_is_one_actor_unless_more_are_asked_for():
     ("topology", "instead"), [("elastic", "shared_memory or --replay service"), ("distributed", "service")]
 )
 def test_reverb_under_the_engine_ray_is_refused_before_a_ray_is_started(topology, instead):
-    with pytest.raises(UsageError, match=f"The engine ray runs no Reverb server: use --replay {instead}, or another"):
+    with pytest.raises(
+        UsageError, match=f"The engine ray cannot run a Reverb server. Use --replay {instead}, or another"
+    ):
         make_experiment("dqn", topology=topology, engine="ray", replay="reverb")
 
 

@@ -67,7 +67,7 @@ def test_limits_that_cannot_be_are_refused(topology):
     for name, value in (("until_seconds", 0.0), ("until_learner_steps", -1), ("until_seconds", float("nan"))):
         with pytest.raises(UsageError, match=f"{name} must be above 0, got {value}"):
             rlframe.train("dqn", topology=topology, **{name: value})
-    with pytest.raises(UsageError, match="until_return is of evaluations during the run: say by eval_every"):
+    with pytest.raises(UsageError, match="until_return needs evaluations during the run. Set eval_every"):
         rlframe.train("dqn", topology=topology, until_return=100.0, eval_every=0)
     with pytest.raises(UsageError, match="until_return must be a number, got nan"):
         rlframe.train("dqn", topology=topology, until_return=float("nan"), eval_every=100)

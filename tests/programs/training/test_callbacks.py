@@ -220,9 +220,9 @@ def test_a_run_that_stops_with_an_evaluation_does_not_repeat_it(tmp_path):
 
 def test_a_function_that_takes_no_info_is_refused_before_the_run(tmp_path):
     for wrong in (lambda step, values: None, 3):
-        with pytest.raises(UsageError, match=r"A callback takes one argument, callback\(info\)"):
+        with pytest.raises(UsageError, match=r"A callback must take one argument, callback\(info\)"):
             train(tmp_path / "run", "single_process", None, callbacks=[wrong])
-    with pytest.raises(UsageError, match="callbacks is a list of functions"):
+    with pytest.raises(UsageError, match="callbacks must be a list of functions"):
         train(tmp_path / "run", "single_process", None, callbacks=print)
     assert not (tmp_path / "run").exists()
 

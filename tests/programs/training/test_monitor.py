@@ -162,7 +162,7 @@ def test_a_learner_that_did_not_keep_up_is_named(tmp_path, caplog):
     made = Result.read(RunDir(session.path).result).learner_steps
     assert 0 < made < 50_000  # of one each step
     assert (
-        f"{made} updates were made, of about 99980 that 100000 environment steps ask for: the learner came back"
+        f"The learner made {made} updates, but about 99980 were expected for 100000 environment steps. The learner was"
         in caplog.text
     )
 

@@ -38,7 +38,7 @@ def test_a_file_that_cannot_be_written_is_told_of_once_and_when_it_can_again(tmp
     for _ in range(2):
         progress.try_to_save()
     first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith(f"Cannot write {tmp_path}/there/progress.json: ") and second.endswith("is written again.")
+    assert first.startswith(f"Cannot write {tmp_path}/there/progress.json: ") and second.endswith("works again.")
 
 
 def test_actors_of_a_resumed_run_are_others_although_their_ranks_are_the_same(tmp_path):
@@ -60,7 +60,7 @@ def test_actors_of_a_resumed_run_are_others_although_their_ranks_are_the_same(tm
 )
 def test_a_damaged_file_is_named_with_what_to_do(tmp_path, content):
     (tmp_path / "progress.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"progress\.json is damaged: .*or remove it: .* counted from 0"):
+    with pytest.raises(CheckpointError, match=r"progress\.json is damaged: .*or remove it\. .* counted from 0"):
         ProgressFile(tmp_path / "progress.json", "first")
 
 

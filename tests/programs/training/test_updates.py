@@ -84,7 +84,7 @@ def test_a_fresh_run_without_an_update_is_refused_and_leaves_nothing(agent, firs
     assert main(["train", *arguments, "--run-dir", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith(
-        f"rlframe: A run of 5,000 environment steps would make no update: the first one needs {first}."
+        f"rlframe: A run of 5,000 environment steps would make no update. The first update needs {first}."
     )
     assert options in said and not (tmp_path / "run").exists()
 
