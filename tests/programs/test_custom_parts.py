@@ -118,7 +118,7 @@ def test_a_name_that_means_nothing_is_explained(own):
 
 @pytest.mark.system
 def test_the_replay_store_of_the_example_serves_a_run_and_is_filled_again_when_that_is_resumed(tmp_path):
-    store = pathlib.Path(__file__).parents[2] / "examples" / "own_replay_store.py"
+    store = pathlib.Path(__file__).parents[2] / "examples" / "custom_replay_store.py"
     small = (
         "--agent dqn --preset none --env-type loop --num-envs 2 --min-replay-size 64 --batch-size 32 --eval-episodes 1"
     )
