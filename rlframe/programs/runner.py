@@ -192,7 +192,8 @@ class _Launcher:
             session = self._make_session(experiment, opened)
             if not has_checkpoint:
                 _log.warning(
-                    "The run in %s ended before its first checkpoint. Its learner starts again.", directory.path
+                    "The run in %s ended before its first checkpoint. Its learner starts from the beginning.",
+                    directory.path,
                 )
             self._print_plan(session)
             program = self._make_program(session, opened)

@@ -157,7 +157,7 @@ def test_values_of_evaluate_log_become_the_evaluation(tmp_path):
     assert environment._metrics.since(0, "eval") == {"eval/right": 0.25, "eval/other": 1.0}
 
 
-def test_incarnation_is_not_counted_if_its_file_is_not_written(tmp_path, monkeypatch):
+def test_interrupted_write_does_not_change_the_incarnation(tmp_path, monkeypatch):
     path = tmp_path / "environments" / "0.incarnation"
     assert [next_incarnation(path), next_incarnation(path)] == [0, 1]
 

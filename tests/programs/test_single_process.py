@@ -308,7 +308,7 @@ def test_run_without_a_checkpoint_starts_again_on_resume(tmp_path, caplog):
     with pytest.raises(NonFiniteLossError, match="Nothing was saved before"):
         run_experiment(experiment, run_dir=tmp_path / "run")
     result = run_experiment(experiment, run_dir=tmp_path / "run", resume=True)
-    assert "ended before its first checkpoint. Its learner starts again" in caplog.text
+    assert "ended before its first checkpoint. Its learner starts from the beginning" in caplog.text
     assert 600 <= result.env_steps < 602
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] // 100 for row in rows] == [1, 2, 3, 4, 5, 6, 6]

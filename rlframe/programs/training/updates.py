@@ -84,7 +84,8 @@ def check_updates(experiment: Experiment, agent: Agent) -> str:
     agent.check_num_envs(experiment.num_envs)
     spec = agent.replay_spec
     first = steps_until_first_update(spec, experiment.num_envs)
-    if experiment.steps <= first - experiment.num_envs:  # the last round may exceed `steps` by num_envs - 1
+    # A run steps all environments at once, so it may exceed `steps` by up to num_envs - 1.
+    if experiment.steps <= first - experiment.num_envs:
         known = {field.name for field in dataclasses.fields(experiment.agent_config)}
         fields = ("unroll_length", "batch_size") if spec.kind == "queue" else ("min_replay_size",)
         earlier = [f"--{name.replace('_', '-')}" for name in fields if name in known]
