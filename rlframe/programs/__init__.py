@@ -1,17 +1,17 @@
 """Programs: from the options of a run to its result.
 
-- An experiment (`Experiment`) holds the options that decide the numbers: agent, environment, steps and topology.
+- An experiment (`Experiment`) holds the options that affect the results: agent, environment, steps and topology.
 - A run is one experiment in one run directory (`RunDir`), from the first step to the last step.
 - A session (`Session`) is one part of a run. A session ends when the run stops. `--resume` starts the next session.
 - A topology (`Topology`) is a function that adds the nodes of a program to an engine. Its options are a
   `TopologyConfig` (`topologies/config.py`). For games, these include environments, network, evaluation and limits.
 - A program is the set of nodes of a session. An engine runs the nodes. Each node is an object in a thread or a process.
-- Session options (`SessionOptions`) do not change the numbers: `run_dir`, `quiet`, `wandb`.
+- Session options (`SessionOptions`) do not affect the results: `run_dir`, `quiet`, `wandb`.
 
 `rlframe train --agent dqn --env CartPole-v1 --steps 4000`, step by step:
 
-1. `rlframe/cli/train_options.py` reads the options. In a script, `api.py: train` reads them. The options that decide
-   the numbers become an `Experiment` (`experiment.py`). The others become `SessionOptions` (`api.py`). `presets/`
+1. `rlframe/cli/train_options.py` reads the options. In a script, `api.py: train` reads them. The options that affect
+   the results become an `Experiment` (`experiment.py`). The others become `SessionOptions` (`api.py`). `presets/`
    holds tuned values. `options/` converts names to classes, and values to JSON. `api.py: run_with_options` makes the
    progress display, the trackers and the profile.
 2. `runner.py: run_experiment` locks the run directory and writes `config.json` (`run_dir/`). It makes the agent and a

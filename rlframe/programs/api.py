@@ -41,7 +41,7 @@ COMMAND_LINE_ONLY = {
 
 @dataclasses.dataclass(frozen=True)
 class SessionOptions:
-    """Options of a session. They do not change the numbers of a run."""
+    """Options of a session. They do not affect the results of a run."""
 
     # Preset of tuned values: a name (`rlframe agents` lists them), none, or auto (by agent and environment).
     preset: str = option("auto", multi_run="command")

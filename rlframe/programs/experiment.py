@@ -1,4 +1,4 @@
-"""The experiment: all options that decide the numbers of a run, and no others."""
+"""The experiment: all options that affect the results of a run, and no others."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Launcher:
-    """Start or continue a run, and run one session. The fields are arguments of `run_experiment`.
+    """A launcher that starts or continues a run, and runs one session. Its fields are arguments of `run_experiment`.
 
     `begin_run` creates and locks a new directory. `continue_run` locks an existing one and restores a checkpoint. Then
     both call `_make_session`, `_print_plan`, `_make_program` and `_run_session`.

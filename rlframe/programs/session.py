@@ -110,7 +110,7 @@ class EarlyStop:
 
     Args:
         session: The session.
-        by: The reason, if this process decided to stop before its restart.
+        by: The reason of an early stop that was decided before a restart of this process, or None.
 
     Attributes:
         by: The reason, for `Result.stopped_by`. None means no early stop yet.

@@ -64,7 +64,7 @@ def configured_by(config_cls: type[TopologyConfig]) -> Callable[[Function], Func
 class TopologyConfig:
     """The base class of all topology options. Its only option is the name.
 
-    The properties return the values for a topology without the corresponding option.
+    Each property returns a default. A subclass with an option for the same purpose overrides the property.
 
     Attributes:
         learns_from: Kind of agents, the same as `Agent.learns_from`: "steps" of environments, or "trajectories" of a

@@ -110,7 +110,7 @@ def elastic(engine: Engine, session: Session) -> None:
 
 
 def worker_makers(session: Session, replay_buffer: Any, param_store: Any) -> dict[str, MakeWorker]:
-    """Return a function for each role that makes a worker. It is called in the worker's process."""
+    """Return one function per role. The function makes a worker, and is called in the worker's process."""
     experiment, agent = session.experiment, session.agent
     return {
         "learner": functools.partial(LearnerWorker, learner_config(session), agent, replay_buffer, param_store),
@@ -238,7 +238,7 @@ def make_actor(
 
 
 class _Records:
-    """Writes the same files of the run as the other topologies, from the coordinator's rows."""
+    """A writer for the coordinator's rows. It writes the same files as the other topologies."""
 
     def __init__(self, session: Session, progress: ProgressFile, param_store: Any) -> None:
         self._session, self._progress, self._param_store = session, progress, param_store

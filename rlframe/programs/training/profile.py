@@ -30,7 +30,7 @@ class ProfileRow(NamedTuple):
 
 
 class Profile:
-    """Measures the time of calls between the objects of a run.
+    """A profile of the time of calls between the objects of a run.
 
     Each call of the learner waits until its update is complete. The first call of a jitted function, which compiles,
     counts separately.

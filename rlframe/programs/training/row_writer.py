@@ -22,7 +22,7 @@ _POLL_SECONDS = 0.5  # seconds between two reads of the rows from another proces
 
 
 class RowWriter:
-    """Writes the rows of a session, and measures its speed.
+    """A writer for the rows of a session. It also measures the speed of training.
 
     Rows go to the files of the run directory, and to `session.loggers` (trackers, progress, callbacks). In a program of
     several processes, these loggers are in the launcher, and `forward_rows` passes the rows to them.
