@@ -163,7 +163,7 @@ def test_a_saved_config_is_run_again_with_other_options(asked, tmp_path):
         rlframe.train("ppo", config=tmp_path / "run")
     with pytest.raises(UsageError, match="resume uses the config.json of the run. Leave config out"):
         rlframe.train(config=tmp_path / "run", run_dir=tmp_path / "run", resume=True)
-    with pytest.raises(UsageError, match="The config is of the agent 'dqn'"):
+    with pytest.raises(UsageError, match="The config has the agent 'dqn'"):
         rlframe.train("ppo", run_dir=tmp_path / "run", resume=True)
 
 
