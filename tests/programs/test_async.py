@@ -74,10 +74,10 @@ def test_actors_act_on_first_answering_environments(tmp_path, monkeypatch, topol
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", WITH_ELASTIC)
-def test_async_environments_work_in_every_engine_and_topology(tmp_path, which):
+@pytest.mark.parametrize("program_name", WITH_ELASTIC)
+def test_async_environments_work_in_every_engine_and_topology(tmp_path, program_name):
     options = ["--agent", "impala", "--env", f"{__file__}:slow_env", "--preset", "none", "--batch-size", "4"]
-    with RunningProgram(tmp_path / "run", *options, *PROCESSES, *options_of(which)) as program:
+    with RunningProgram(tmp_path / "run", *options, *PROCESSES, *options_of(program_name)) as program:
         code, result = program.finish()
     assert code == 0 and result is not None
     assert result["env_steps"] >= 3_000

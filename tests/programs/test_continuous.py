@@ -79,12 +79,12 @@ def test_program_makes_all_updates_with_every_replay_buffer(replay, options, tmp
 
 @pytest.mark.system
 @pytest.mark.parametrize("agent", ["sac", "td3"])
-@pytest.mark.parametrize("which", FOR_EACH_AGENT)
-def test_agent_learns_pendulum_in_every_topology(agent, which, tmp_path):
+@pytest.mark.parametrize("program_name", FOR_EACH_AGENT)
+def test_agent_learns_pendulum_in_every_topology(agent, program_name, tmp_path):
     options = ["--agent", agent, "--env", "Pendulum-v1", "--min-replay-size", "500", "--network", "mlp"]
     options += ["--network.hidden", "64", "64", "--network.activation", "relu", "--batch-size", "64"]
     options += ["--steps", "10000", "--num-envs", "2", "--num-actors", "2", "--learning-rate", "1e-3"]
-    with RunningProgram(tmp_path / "run", *options, *options_of(which)) as program:
+    with RunningProgram(tmp_path / "run", *options, *options_of(program_name)) as program:
         code, result = program.finish(300.0)
     assert code == 0 and result is not None
     assert result["learner_steps"] >= 0.8 * (result["env_steps"] - 500)

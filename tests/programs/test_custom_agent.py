@@ -26,10 +26,10 @@ RANDOM = 22.0  # return of a random policy on CartPole
     ],
     ids=["reinforce", "normalized reinforce", "recurrent"],
 )
-@pytest.mark.parametrize("which", WITH_ELASTIC)
-def test_custom_agent_learns_in_every_topology(which, agent, env, steps, wanted, options, tmp_path):
+@pytest.mark.parametrize("program_name", WITH_ELASTIC)
+def test_custom_agent_learns_in_every_topology(program_name, agent, env, steps, wanted, options, tmp_path):
     command = [sys.executable, "-m", "rlframe", "train", "--agent", str(ROOT / "examples" / agent)]
-    command += ["--env", env, "--num-envs", "8", *options_of(which), "--num-actors", "2", *options]
+    command += ["--env", env, "--num-envs", "8", *options_of(program_name), "--num-actors", "2", *options]
     command += ["--steps", str(steps), "--run-dir", str(tmp_path / "run"), "--quiet", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280.0)
     assert done.returncode == 0, done.stderr

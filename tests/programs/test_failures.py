@@ -27,13 +27,13 @@ def steps_of(program: RunningProgram) -> int:
 
 
 @pytest.mark.system  # `make test` covers killed nodes with an elastic run
-@pytest.mark.parametrize("which", PROGRAMS)
-def test_run_reaches_its_last_step_although_each_node_is_killed(tmp_path, which):
+@pytest.mark.parametrize("program_name", PROGRAMS)
+def test_run_reaches_its_last_step_although_each_node_is_killed(tmp_path, program_name):
     steps = 200_000  # takes longer than killing all nodes
-    arguments = [*IMPALA, *options_of(which), "--steps", str(steps), "--log-every", "500"]
+    arguments = [*IMPALA, *options_of(program_name), "--steps", str(steps), "--log-every", "500"]
     with RunningProgram(tmp_path / "run", *arguments, "--checkpoint-every", "1000", "--eval-episodes", "2") as program:
         at = 0
-        for name in NODES[which.split()[1]]:
+        for name in NODES[program_name.split()[1]]:
             program.wait_for_steps(at + 1_000)
             program.kill(name)
             at = steps_of(program)
@@ -41,17 +41,17 @@ def test_run_reaches_its_last_step_although_each_node_is_killed(tmp_path, which)
         code, result = program.finish()
     assert code == 0, program.errors()
     assert result is not None and result["env_steps"] >= steps and result["episodes"] == 2
-    for name in NODES[which.split()[1]]:
+    for name in NODES[program_name.split()[1]]:
         assert f"[{name.replace(' ', '/')}] was killed by SIGKILL: restart 1 of 3" in program.errors()
     versions = [row["params_version"] for row in program.rows() if "params_version" in row]
     assert versions == sorted(versions)
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", [one for one in PROGRAMS if "light_env" in one])
-def test_killed_inferencer_causes_no_wrong_recurrent_state(tmp_path, which):
+@pytest.mark.parametrize("program_name", [one for one in PROGRAMS if "light_env" in one])
+def test_killed_inferencer_causes_no_wrong_recurrent_state(tmp_path, program_name):
     agent = ["--agent", "tests/programs/counting_agent.py:Counting", "--network", "gru", "--unroll-length", "8"]
-    options = [*options_of(which), "--num-envs", "8", "--num-actors", "2", "--batch-size", "4"]
+    options = [*options_of(program_name), "--num-envs", "8", "--num-actors", "2", "--batch-size", "4"]
     arguments = [*agent, *options, "--steps", "40000", "--log-every", "200", "--eval-episodes", "1"]
     with RunningProgram(tmp_path / "run", *arguments) as program:
         program.wait_for_steps(1_000)
@@ -64,9 +64,9 @@ def test_killed_inferencer_causes_no_wrong_recurrent_state(tmp_path, which):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", GRID)
-def test_paused_actor_does_not_stall_the_run(tmp_path, which):
-    arguments = [*IMPALA, *options_of(which), "--steps", "20000", "--log-every", "500", "--eval-episodes", "2"]
+@pytest.mark.parametrize("program_name", GRID)
+def test_paused_actor_does_not_stall_the_run(tmp_path, program_name):
+    arguments = [*IMPALA, *options_of(program_name), "--steps", "20000", "--log-every", "500", "--eval-episodes", "2"]
     with RunningProgram(tmp_path / "run", *arguments) as program:
         program.wait_for_steps(1_000)
         program.node("actor 0").send_signal(signal.SIGSTOP)
@@ -76,9 +76,9 @@ def test_paused_actor_does_not_stall_the_run(tmp_path, which):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", GRID)
-def test_program_ends_and_names_the_node_after_max_restarts(tmp_path, which):
-    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, *options_of(which), "--max-restarts", "0") as program:
+@pytest.mark.parametrize("program_name", GRID)
+def test_program_ends_and_names_the_node_after_max_restarts(tmp_path, program_name):
+    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, *options_of(program_name), "--max-restarts", "0") as program:
         program.wait_for_steps(500)
         began = time.monotonic()
         program.node("actor 1").kill()
@@ -89,9 +89,9 @@ def test_program_ends_and_names_the_node_after_max_restarts(tmp_path, which):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", GRID)
-def test_ctrl_c_saves_the_run_and_resume_continues_it(tmp_path, which):
-    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, *options_of(which)) as program:
+@pytest.mark.parametrize("program_name", GRID)
+def test_ctrl_c_saves_the_run_and_resume_continues_it(tmp_path, program_name):
+    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, *options_of(program_name)) as program:
         program.wait_for_steps(2_000)
         assert stop_signal(program) < 10.0
         code, result = program.finish()
@@ -145,12 +145,12 @@ class Slow(IMPALA):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", GRID)
-def test_all_processes_exit_after_the_launcher_is_killed(tmp_path, which):
-    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, *options_of(which)) as program:
+@pytest.mark.parametrize("program_name", GRID)
+def test_all_processes_exit_after_the_launcher_is_killed(tmp_path, program_name):
+    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, *options_of(program_name)) as program:
         program.wait_for_steps(500)
         nodes = program.nodes()
-        assert len(nodes) == 1 + len(NODES[which.split()[1]])  # NODES lists only one of the two actors
+        assert len(nodes) == 1 + len(NODES[program_name.split()[1]])  # NODES lists only one of the two actors
         with pytest.raises(UsageError, match=f"is in use by process {program.process.pid} on "):
             RunLock(tmp_path / "run").__enter__()
         program.process.kill()
@@ -159,8 +159,8 @@ def test_all_processes_exit_after_the_launcher_is_killed(tmp_path, which):
             program.check_nothing_is_left()
 
 
-@pytest.mark.parametrize("which", GRID)
-def test_learner_exception_ends_the_program_and_prints_its_traceback(tmp_path, which):
+@pytest.mark.parametrize("program_name", GRID)
+def test_learner_exception_ends_the_program_and_prints_its_traceback(tmp_path, program_name):
     agent = tmp_path / "agent.py"
     agent.write_text(
         """
@@ -173,7 +173,7 @@ class Failing(IMPALA):
         raise ValueError("the update failed")
 """
     )
-    arguments = ["--agent", f"{agent}:Failing", "--num-envs", "8", *options_of(which), "--max-restarts", "1"]
+    arguments = ["--agent", f"{agent}:Failing", "--num-envs", "8", *options_of(program_name), "--max-restarts", "1"]
     with RunningProgram(tmp_path / "run", *arguments, "--quiet") as program:
         code, result = program.finish()
     assert code == 1 and result is None

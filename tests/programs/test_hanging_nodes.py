@@ -31,8 +31,8 @@ QUICK = ["--hang-timeout", "10", "--eval-episodes", "2", "--log-every", "500"]
 
 @pytest.mark.system
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("which", PROGRAMS)
-def test_run_takes_the_requested_steps_although_each_node_hangs(tmp_path, which):
+@pytest.mark.parametrize("program_name", PROGRAMS)
+def test_run_takes_the_requested_steps_although_each_node_hangs(tmp_path, program_name):
     env = tmp_path / "env.py"
     env.write_text(ENV)
     arguments = [
@@ -41,14 +41,14 @@ def test_run_takes_the_requested_steps_although_each_node_hangs(tmp_path, which)
         "8",
         "--env",
         f"{env}:make_env",
-        *options_of(which),
+        *options_of(program_name),
         "--steps",
         str(STEPS),
         *QUICK,
     ]
     with RunningProgram(tmp_path / "run", *arguments) as program:
         at = 0
-        for name in NODES[which.split()[1]]:
+        for name in NODES[program_name.split()[1]]:
             program.wait_for_steps(at + 1_000, 400.0)
             program.kill(name, signal.SIGSTOP)
             at = steps_of(program)
@@ -58,7 +58,7 @@ def test_run_takes_the_requested_steps_although_each_node_hangs(tmp_path, which)
     assert result is not None and STEPS <= result["env_steps"] <= OVERSHOOT * STEPS
     restarts = re.findall(r"\[(\S+)\] (.*): restart (\d) of 3", program.errors())
     assert [(name, number) for name, _, number in restarts] == [
-        (name.replace(" ", "/"), "1") for name in NODES[which.split()[1]]
+        (name.replace(" ", "/"), "1") for name in NODES[program_name.split()[1]]
     ]
     assert all(re.match(r"hung: no heartbeat for \d+ s, and was killed", how) for _, how, _ in restarts)
 

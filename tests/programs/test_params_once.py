@@ -69,11 +69,11 @@ def counts_of(tmp_path: pathlib.Path, agent: str, *arguments: str) -> tuple[dict
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", WITH_ELASTIC)
-def test_parameters_are_packed_and_unpacked_only_in_jitted_calls(tmp_path, which):
+@pytest.mark.parametrize("program_name", WITH_ELASTIC)
+def test_parameters_are_packed_and_unpacked_only_in_jitted_calls(tmp_path, program_name):
     arguments = ["--env", "CartPole-v1", "--num-envs", "8", "--num-actors", "2", "--steps", "20000"]
     arguments += ["--unroll-length", "10", "--batch-size", "4"]
-    found, versions = counts_of(tmp_path, "CountingIMPALA", *arguments, *options_of(which))
+    found, versions = counts_of(tmp_path, "CountingIMPALA", *arguments, *options_of(program_name))
     assert versions > 100
     # Packing with numpy happens once per call. Only the monitor does it, for checkpoints that it evaluates.
     assert sum(found.pop("pack_numpy", [])) < 10

@@ -24,11 +24,11 @@ def test_resumed_run_is_identical_to_an_uninterrupted_run(tmp_path):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", FOR_EACH_AGENT)
-def test_agent_makes_updates_in_every_topology(which, tmp_path):
+@pytest.mark.parametrize("program_name", FOR_EACH_AGENT)
+def test_agent_makes_updates_in_every_topology(program_name, tmp_path):
     options = ["--agent", "pqn", "--env", "CartPole-v1", "--preset", "none", "--unroll-length", "32", "--num-envs", "4"]
     options += ["--num-minibatches", "4", "--num-epochs", "4", "--num-actors", "2", "--steps", "20000"]
-    with RunningProgram(tmp_path / "run", *options, *options_of(which)) as program:
+    with RunningProgram(tmp_path / "run", *options, *options_of(program_name)) as program:
         code, result = program.finish(300.0)
     assert code == 0 and result is not None
     assert result["learner_steps"] >= 0.5 * 20_000 / (32 * 8)

@@ -43,8 +43,8 @@ def test_program_makes_updates_at_the_configured_ratio(tmp_path):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", FOR_EACH_AGENT)
-def test_agent_makes_updates_in_every_topology(which, tmp_path):
+@pytest.mark.parametrize("program_name", FOR_EACH_AGENT)
+def test_agent_makes_updates_in_every_topology(program_name, tmp_path):
     options = ["--agent", "r2d2", "--env", ENV, "--preset", "none", "--min-replay-size", "50", "--update-period", "8"]
     options += [
         "--batch-size",
@@ -61,7 +61,7 @@ def test_agent_makes_updates_in_every_topology(which, tmp_path):
     options += ["--network", "lstm", "--network.hidden", "32", "--network.size", "32", "--learning-rate", "1e-3"]
     options += ["--adam-epsilon", "1e-5", "--target-update-period", "100", "--steps", "10000", "--num-envs", "2"]
     options += ["--num-actors", "2"]
-    with RunningProgram(tmp_path / "run", *options, *options_of(which)) as program:
+    with RunningProgram(tmp_path / "run", *options, *options_of(program_name)) as program:
         code, result = program.finish(300.0)
     assert code == 0 and result is not None
     assert result["learner_steps"] >= 0.8 * (result["env_steps"] - 500) / 8

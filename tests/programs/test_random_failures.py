@@ -45,15 +45,16 @@ def send_random_signals(program: RunningProgram, rng: random.Random) -> list[str
 @pytest.mark.system
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "which", ["local heavy_env", "local light_env", "local distributed", "launchpad distributed", "local elastic"]
+    "program_name",
+    ["local heavy_env", "local light_env", "local distributed", "launchpad distributed", "local elastic"],
 )
-def test_run_ends_and_leaves_no_processes_despite_random_failures(tmp_path: pathlib.Path, which: str) -> None:
+def test_run_ends_and_leaves_no_processes_despite_random_failures(tmp_path: pathlib.Path, program_name: str) -> None:
     seed = int(os.environ.get("FAILURES_SEED") or random.randrange(10**6))
     print(f"FAILURES_SEED={seed}")
     (tmp_path / "env.py").write_text(ENV)
     arguments = [*IMPALA[:2], *IMPALA[4:], "--env", f"{tmp_path}/env.py:make_env", "--steps", str(STEPS)]
-    arguments += ["--hang-timeout", "5", "--eval-episodes", "2", "--log-every", "500", *options_of(which)]
-    program_class = ElasticProgram if which == "local elastic" else RunningProgram
+    arguments += ["--hang-timeout", "5", "--eval-episodes", "2", "--log-every", "500", *options_of(program_name)]
+    program_class = ElasticProgram if program_name == "local elastic" else RunningProgram
     with program_class(tmp_path / "run", *arguments) as program:
         program.wait_for_steps(1_000, 400.0)
         sent = send_random_signals(program, random.Random(seed))

@@ -62,24 +62,24 @@ IMPALA = ["--agent", "impala", "--preset", "none", "--network", "lstm", "--unrol
 CUSTOM = ["--agent", str(ROOT / "examples" / "recurrent_agent.py:Remembering")]
 
 
-def run_program(run_dir, which: str, *options: str) -> tuple[dict, list[dict]]:
+def run_program(run_dir, program_name: str, *options: str) -> tuple[dict, list[dict]]:
     """Run a program, which must succeed. Return its result and its rows."""
-    with RunningProgram(run_dir, *COMMON, *options, *options_of(which)) as program:
+    with RunningProgram(run_dir, *COMMON, *options, *options_of(program_name)) as program:
         code, result = program.finish(300.0)
         assert code == 0 and result is not None, program.errors()
         return result, program.rows()
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", FOR_EACH_AGENT)
-def test_agent_makes_updates_in_every_topology(which, tmp_path):
-    result, _ = run_program(tmp_path / "run", which, *PPO, "--num-minibatches", "4", "--normalize-observations")
+@pytest.mark.parametrize("program_name", FOR_EACH_AGENT)
+def test_agent_makes_updates_in_every_topology(program_name, tmp_path):
+    result, _ = run_program(tmp_path / "run", program_name, *PPO, "--num-minibatches", "4", "--normalize-observations")
     assert result["learner_steps"] >= 0.9 * STEPS / (32 * 8)
 
 
 @pytest.mark.system
 @pytest.mark.parametrize(
-    ("which", "replay"),
+    ("program_name", "replay"),
     [
         ("local heavy_env", "service"),
         ("local light_env", "service"),
@@ -88,17 +88,17 @@ def test_agent_makes_updates_in_every_topology(which, tmp_path):
         ("launchpad elastic", "auto"),
     ],
 )
-def test_recurrent_agent_makes_updates_with_every_replay_buffer(which, replay, tmp_path):
+def test_recurrent_agent_makes_updates_with_every_replay_buffer(program_name, replay, tmp_path):
     if replay == "reverb":
         needs("reverb")
-    result, _ = run_program(tmp_path / "run", which, *IMPALA, "--replay", replay)
+    result, _ = run_program(tmp_path / "run", program_name, *IMPALA, "--replay", replay)
     assert result["learner_steps"] >= 0.8 * STEPS / (16 * 8)
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(("which", "replay"), [("launchpad elastic", "service"), ("ray elastic", "service")])
-def test_custom_recurrent_agent_runs_elastic_with_every_engine(which, replay, tmp_path):
-    assert run_program(tmp_path / "run", which, *CUSTOM, "--replay", replay)[0]["learner_steps"] > 10
+@pytest.mark.parametrize(("program_name", "replay"), [("launchpad elastic", "service"), ("ray elastic", "service")])
+def test_custom_recurrent_agent_runs_elastic_with_every_engine(program_name, replay, tmp_path):
+    assert run_program(tmp_path / "run", program_name, *CUSTOM, "--replay", replay)[0]["learner_steps"] > 10
 
 
 @pytest.mark.system
