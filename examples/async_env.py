@@ -1,7 +1,7 @@
-"""IMPALA on a CartPole some of whose steps take much longer than others: `python examples/async_env.py`.
+"""IMPALA with asynchronous environments: `python examples/async_env.py`.
 
-The actor acts on the 6 of 16 environments that answer first, while the others go on with their steps.
-`rlframe train --async --wait-num 6` does the same in every topology.
+The steps of this CartPole take different times. The actor acts on the first 6 of 16 environments that answer, while the
+other environments are still stepping. `rlframe train --async --wait-num 6` does the same in every topology.
 """
 
 import time
@@ -29,7 +29,7 @@ num_envs, unroll_length = preset.num_envs, preset.agent_config.unroll_length
 
 
 class UnevenCartPole(gymnasium.Wrapper):
-    """Waits 1 ms on average with each step, as for a simulator elsewhere."""
+    """CartPole whose steps take 1 ms on average, like a remote simulator."""
 
     def step(self, action):
         time.sleep(self.np_random.exponential(0.001))
@@ -40,9 +40,10 @@ def make_env():
     return UnevenCartPole(gymnasium.make("CartPole-v1"))
 
 
-env = AsyncEnv(make_env, num_envs, 6, "thread", num_workers=num_envs, seed=1)  # "process" for what computes in Python
+# For an environment that computes in Python, use "process" instead of "thread".
+env = AsyncEnv(make_env, num_envs, 6, "thread", num_workers=num_envs, seed=1)
 agent = IMPALA(preset.agent_config, env.observation_spec, env.action_spec)
-# Room for the unrolls of all, while the slowest completes its own.
+# The other environments complete several unrolls while the slowest one completes one.
 replay_buffer = ReplayBuffer(agent, capacity=4 * num_envs * unroll_length)
 learner = Learner(LearnerConfig(seed=1), agent, replay_buffer)
 inferencer = Inferencer(InferencerConfig(), agent, learner)

@@ -1,4 +1,4 @@
-"""REINFORCE with a baseline (Williams 1992), in one file and without registration:
+"""REINFORCE with a baseline (Williams 1992): an agent in one file, without registration.
 
 rlframe train --agent examples/custom_agent.py:Reinforce --env CartPole-v1 --num-envs 8 --steps 150000
 """
@@ -20,7 +20,7 @@ from rlframe.types import LAST, AgentOutput, ReplaySpec, Sequence, specs
 class ReinforceConfig:
     learning_rate: float = 3e-3
     discount: float = 0.98
-    unroll_length: int = 32  # steps of each environment between two updates
+    unroll_length: int = 32  # Steps of each environment between two updates.
 
 
 class Reinforce(Agent):
@@ -40,7 +40,7 @@ class Reinforce(Agent):
 
     @property
     def replay_spec(self):
-        """Each unroll once, one of every environment."""
+        """Use each unroll once. A batch has one unroll of every environment."""
         length = self.cfg.unroll_length
         return ReplaySpec("queue", Sequence(length), batch_size=None, capacity=64 * length, max_staleness=0)
 
@@ -61,12 +61,12 @@ class Reinforce(Agent):
         returns = self._returns(data, jax.lax.stop_gradient(baseline))
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), data.action[..., None], axis=-1)[..., 0]
         error = returns - baseline[:, :-1]
-        counts = data.step_type[:, :-1] != LAST  # the environment ignored the actions after LAST
+        counts = data.step_type[:, :-1] != LAST  # the environment ignores the action after LAST
         policy_loss = -jnp.mean(chosen * jax.lax.stop_gradient(error), where=counts)
         return policy_loss + jnp.mean(jnp.square(error), where=counts), {"policy_loss": policy_loss}
 
     def _returns(self, data, baseline):
-        """Discounted rewards [B, T] to the episode's end, or to where it was cut and the baseline goes on."""
+        """Return discounted returns [B, T]. Bootstrap from the baseline at truncations and at the end of the unroll."""
         cut = data.step_type[:, 1:] == LAST
 
         def step(following, inputs):

@@ -1,7 +1,7 @@
-"""A replay store of your own on a page: `python examples/custom_replay_store.py` checks it, and trains DQN from it.
+"""A custom replay buffer: `python examples/custom_replay_store.py` checks the buffer, and trains DQN with it.
 
-So does `rlframe train --agent dqn --replay examples/custom_replay_store.py:ListReplay`. The stores of rlframe are faster.
-This one keeps whole items in a list, to do with as you like; it lives in one process.
+`rlframe train --agent dqn --replay examples/custom_replay_store.py:ListReplay` also trains with it. The buffer keeps
+items in a Python list, which is easy to change. It works in one process only. The built-in buffers are faster.
 """
 
 import collections
@@ -16,23 +16,23 @@ from rlframe.programs import make_experiment
 from rlframe.replay import BaseReplayBuffer, ItemAssembler, ItemCounts, RateLimiter
 from rlframe.testing import check_replay
 
-LEARNER_STEPS = 10_000  # 20,000 steps of the environments: a fifth of what solves it
+LEARNER_STEPS = 10_000  # 20,000 environment steps, a fifth of the steps that solve CartPole
 
 
 class ListReplay(BaseReplayBuffer):
-    """Uniform draws of the newest `capacity` items."""
+    """A replay buffer that samples uniformly from the newest `capacity` items."""
 
     def __init__(self, agent, seed=0, capacity=None):
         self.spec = agent.replay_spec
-        self._assembler = ItemAssembler(agent)  # steps become items here
-        self._limiter = RateLimiter(self.spec)  # and this says when a batch is due
+        self._assembler = ItemAssembler(agent)  # makes items from steps
+        self._limiter = RateLimiter(self.spec)  # decides when a batch may be sampled
         self._items = collections.deque(maxlen=capacity or self.spec.capacity)
         self._incarnations = collections.Counter()
         self._steps = self._added = self._sampled = 0
         self._rng = np.random.default_rng(seed)
         self._lock = threading.RLock()
 
-    # What an Actor calls.
+    # An Actor calls these methods.
 
     def claim_rank(self, num_envs=None, rank=None):
         with self._lock:
@@ -56,7 +56,7 @@ class ListReplay(BaseReplayBuffer):
                 leaves, treedef = jax.tree.flatten(items)
                 self._items.extend(treedef.unflatten(rows) for rows in zip(*leaves))
 
-    # What a Learner calls; `make_dataset` comes with the base class.
+    # A Learner calls these methods, and `make_dataset` of the base class.
 
     def sample(self):
         with self._lock:
@@ -84,7 +84,7 @@ class ListReplay(BaseReplayBuffer):
 
 def main():
     check_replay(lambda agent, num_writers: ListReplay(agent), kinds=["uniform"])
-    print("ListReplay keeps what a replay promises")
+    print("ListReplay passed all checks")
 
     preset = make_experiment("dqn", "CartPole-v1", preset="dqn/cartpole", total_learner_steps=LEARNER_STEPS)
     env = SyncEnv("CartPole-v1", preset.num_envs, "loop", seed=1)

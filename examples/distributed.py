@@ -1,6 +1,6 @@
-"""IMPALA on CartPole with Reverb between actors and learner, as on several machines: `python examples/distributed.py`.
+"""IMPALA on CartPole with a Reverb server, for programs on several machines: `python examples/distributed.py`.
 
-A Reverb server, a learner that samples from it, an inference service, two actors and an evaluator: six processes.
+Six processes: a Reverb server, a learner, an inference service, two actors and an evaluator.
 """
 
 import launchpad as lp
@@ -20,7 +20,7 @@ from rlframe.programs import make_experiment
 
 NUM_ACTORS = 2
 NUM_ENVS = 8
-LEARNER_STEPS = 3_750  # of 8 unrolls of 10 steps: the 300,000 steps of the preset
+LEARNER_STEPS = 3_750  # each from 8 unrolls of 10 steps, which gives the 300,000 steps of the preset
 
 preset = make_experiment("impala", "CartPole-v1", preset="impala/cartpole", total_learner_steps=LEARNER_STEPS)
 
@@ -30,7 +30,7 @@ def env_builder(seed):
 
 
 def evaluate(agent, learner):
-    """Plays with the newest parameters until the program ends."""
+    """Evaluate the newest parameters until the program ends."""
     evaluator = Evaluator(env_builder, Inferencer(InferencerConfig(greedy=True), agent, learner), episodes=8)
     while not lp.wait_for_stop(1.0):
         result = evaluator.evaluate()
@@ -44,7 +44,7 @@ def make_program():
     env.close()
     program = lp.Program("distributed")
     with program.group("replay"):
-        # All environments of an actor complete their unrolls with the same step: they are sent as one item.
+        # All environments of an actor complete their unrolls at the same step, so one item holds all of these unrolls.
         replay = program.add_node(lp.ReverbNode(ReverbReplayBuffer.tables(agent, block=NUM_ENVS)))
     with program.group("learner"):
         learner_cfg = LearnerConfig(max_learner_steps=LEARNER_STEPS)

@@ -1,6 +1,6 @@
-"""IMPALA on CartPole under a coordinator: `python examples/elastic.py`.
+"""IMPALA on CartPole with a coordinator: `python examples/elastic.py`.
 
-A learner, two collectors and an evaluator, each a process that may be killed while it runs:
+The learner, the two collectors and the evaluator are processes. You can kill each of them during the run:
 
     pkill -9 -f 'rlframe: collector 1'
 """
@@ -24,7 +24,7 @@ from rlframe.coordinator import (
 from rlframe.programs import make_experiment
 
 NUM_COLLECTORS = 2
-LEARNER_STEPS = 3_750  # of 8 unrolls of 10 steps: the 300,000 steps of the preset
+LEARNER_STEPS = 3_750  # each from 8 unrolls of 10 steps, which gives the 300,000 steps of the preset
 
 preset = make_experiment("impala", "CartPole-v1", preset="impala/cartpole", total_learner_steps=LEARNER_STEPS)
 

@@ -1,7 +1,7 @@
-"""A commander of one's own: `python examples/elastic_curriculum.py`.
+"""A custom commander: `python examples/elastic_curriculum.py`.
 
-DQN learns CartPole while gravity rises in three stages, and each collector explores by an epsilon of its own. What a
-task does otherwise than its worker was made to is in its overrides; they stand in the events and in `/status`.
+DQN learns CartPole while gravity increases in three stages. Each collector explores with a different epsilon. The
+commander sets gravity and epsilon through the overrides of a task. Events and `/status` show the overrides.
 """
 
 import functools
@@ -26,8 +26,8 @@ from rlframe.coordinator import (
 from rlframe.programs import make_experiment
 
 STEPS = 30_000
-GRAVITIES = (9.8, 12.0, 15.0)  # each for a third of the steps; evaluations are at the last one
-EPSILONS = (0.02, 0.2)  # of each collector
+GRAVITIES = (9.8, 12.0, 15.0)  # each for a third of the steps; evaluations use the last one
+EPSILONS = (0.02, 0.2)  # one per collector
 
 preset = make_experiment("dqn", "CartPole-v1", preset="dqn/cartpole", steps=STEPS)
 

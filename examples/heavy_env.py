@@ -1,6 +1,6 @@
-"""IMPALA on CartPole in four processes, for environments that are worth a process each: `python examples/heavy_env.py`.
+"""IMPALA on CartPole in four processes, for slow environments: `python examples/heavy_env.py`.
 
-A learner, two actors with inferencers of their own, and an evaluator; experience goes through shared memory.
+Four processes: a learner, two actors with one inferencer each, and an evaluator. The replay buffer is in shared memory.
 """
 
 import launchpad as lp
@@ -19,7 +19,7 @@ from rlframe.agents import IMPALA
 from rlframe.programs import make_experiment
 
 NUM_ACTORS = 2
-LEARNER_STEPS = 3_750  # of 8 unrolls of 10 steps: the 300,000 steps of the preset
+LEARNER_STEPS = 3_750  # each from 8 unrolls of 10 steps, which gives the 300,000 steps of the preset
 
 preset = make_experiment("impala", "CartPole-v1", preset="impala/cartpole", total_learner_steps=LEARNER_STEPS)
 
@@ -29,7 +29,7 @@ def env_builder(seed):
 
 
 def evaluate(agent, learner):
-    """Plays with the newest parameters until the program ends."""
+    """Evaluate the newest parameters until the program ends."""
     evaluator = Evaluator(env_builder, Inferencer(InferencerConfig(greedy=True), agent, learner), episodes=8)
     while not lp.wait_for_stop(1.0):
         result = evaluator.evaluate()
@@ -52,7 +52,7 @@ def make_program():
             program.add_node(lp.CourierNode(Actor, env_builder, inferencer, replay_buffer))
     with program.group("evaluator"):
         program.add_node(lp.PyNode(evaluate, agent, learner))
-    return program, replay_buffer  # whose memory goes when nothing holds it any more
+    return program, replay_buffer  # keep a reference to the replay buffer, or its memory is freed
 
 
 if __name__ == "__main__":

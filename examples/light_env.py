@@ -1,6 +1,7 @@
-"""DQN on CartPole in five processes, for environments that are cheap: `python examples/light_env.py`.
+"""DQN on CartPole in five processes, for fast environments: `python examples/light_env.py`.
 
-A learner, one inferencer that answers for two actors in batches, and an evaluator; replay is in shared memory.
+Five processes: a learner, an inferencer, two actors and an evaluator. The inferencer computes the actions of both
+actors in batches. The replay buffer is in shared memory.
 """
 
 import launchpad as lp
@@ -19,7 +20,7 @@ from rlframe.agents import DQN
 from rlframe.programs import make_experiment
 
 NUM_ACTORS = 2
-NUM_POOLS = 2  # of each actor: one steps while the inferencer answers for the other
+NUM_POOLS = 2  # per actor: one pool steps while the inferencer computes the actions of the other
 LEARNER_STEPS = 25_000
 
 preset = make_experiment("dqn", "CartPole-v1", preset="dqn/cartpole", total_learner_steps=LEARNER_STEPS)
@@ -30,7 +31,7 @@ def env_builder(seed):
 
 
 def evaluate(agent, learner):
-    """Plays with the newest parameters until the program ends."""
+    """Evaluate the newest parameters until the program ends."""
     evaluator = Evaluator(env_builder, Inferencer(InferencerConfig(greedy=True), agent, learner), episodes=8)
     while not lp.wait_for_stop(1.0):
         result = evaluator.evaluate()
@@ -54,7 +55,7 @@ def make_program():
             program.add_node(lp.CourierNode(Actor, env_builder, inferencer, replay_buffer, num_pools=NUM_POOLS))
     with program.group("evaluator"):
         program.add_node(lp.PyNode(evaluate, agent, learner))
-    return program, replay_buffer  # whose memory goes when nothing holds it any more
+    return program, replay_buffer  # keep a reference to the replay buffer, or its memory is freed
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""REINFORCE with a memory: a recurrent agent in one file, on a task that needs it.
+"""REINFORCE with a recurrent network: an agent in one file, for a task that needs memory.
 
 rlframe train --agent examples/recurrent_agent.py:Remembering --env PositionOnlyCartPole-v1 --num-envs 8 --steps 500000
 
-An agent's state is what it gives beside its actions: the Actor keeps it, hands it back with the next timestep of the
-same environment, and puts `initial_state` in its place where that is FIRST. Whoever learns from a sequence does the
-same, from the state that was stored with it.
+`actor_step` returns a recurrent state in addition to the actions. The Actor passes this state to the next step of the
+same environment. At the first step of an episode (FIRST), the Actor passes `initial_state` instead. The loss does the
+same: it starts with the state that was stored with the sequence, and resets the state at FIRST.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from rlframe.types import FIRST, LAST, AgentOutput, ReplaySpec, Sequence, specs
 class RememberingConfig:
     learning_rate: float = 1e-3
     discount: float = 0.98
-    unroll_length: int = 16  # steps of each environment between two updates, and of the gradient through time
-    size: int = 64  # of the memory
+    # Steps of each environment between two updates. Also the length of backpropagation through time.
+    unroll_length: int = 16
+    size: int = 64  # Size of the recurrent state.
 
 
 class Remembering(Agent):
@@ -38,7 +39,7 @@ class Remembering(Agent):
             raise UsageError(f"Remembering needs Discrete actions, got the action spec {action_spec!r}.")
 
         def forward(observation, state):
-            features = jnp.tanh(hk.Linear(64)(10.0 * observation))  # positions are about 0.1
+            features = jnp.tanh(hk.Linear(64)(10.0 * observation))  # scale up, because positions are about 0.1
             features, state = hk.GRU(cfg.size)(features, state)
             return (hk.Linear(action_spec.num_values)(features), hk.Linear(1)(features)[:, 0]), state
 
@@ -46,7 +47,7 @@ class Remembering(Agent):
 
     @property
     def replay_spec(self):
-        """Each unroll once, one of every environment."""
+        """Use each unroll once. A batch has one unroll of every environment."""
         length = self.cfg.unroll_length
         return ReplaySpec("queue", Sequence(length), batch_size=None, capacity=64 * length, max_staleness=0)
 
@@ -54,7 +55,7 @@ class Remembering(Agent):
         return self.network.init(rng, jnp.zeros((1, *self.observation_spec.shape)), self.initial_state(1))
 
     def initial_state(self, batch_size):
-        """[B, size] zeros: the state at FIRST."""
+        """Return zeros [B, size], the state at FIRST."""
         return np.zeros((batch_size, self.cfg.size), np.float32)
 
     def actor_step(self, rng, params, timestep, state):
@@ -71,26 +72,26 @@ class Remembering(Agent):
         returns = self._returns(data, jax.lax.stop_gradient(baseline))
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), data.action[..., None], axis=-1)[..., 0]
         error = returns - baseline[:, :-1]
-        counts = data.step_type[:, :-1] != LAST  # the environment ignored the actions after LAST
+        counts = data.step_type[:, :-1] != LAST  # the environment ignores the action after LAST
         advantage = jax.lax.stop_gradient(error / (jnp.std(error, where=counts) + 1e-3))
         policy_loss = -jnp.mean(chosen * advantage, where=counts)
         return policy_loss + 0.1 * jnp.mean(jnp.square(error), where=counts), {"policy_loss": policy_loss}
 
     def _unroll(self, params, data):
-        """(logits [B, T + 1, A], baseline [B, T + 1]), from the state that the unroll began with."""
+        """Return logits [B, T + 1, A] and baseline [B, T + 1], starting with the stored state of the unroll."""
 
         def step(state, inputs):
             observation, step_type = inputs
-            state = jnp.where((step_type == FIRST)[:, None], 0.0, state)  # as the Actor does
+            state = jnp.where((step_type == FIRST)[:, None], 0.0, state)  # like the Actor
             outputs, state = self.network.apply(params, observation, state)
             return state, outputs
 
-        swap_batch_and_time = (jnp.swapaxes(data.observation, 0, 1), data.step_type.T)
-        _, (logits, baseline) = jax.lax.scan(step, data.agent_state, swap_batch_and_time)
+        time_major = (jnp.swapaxes(data.observation, 0, 1), data.step_type.T)
+        _, (logits, baseline) = jax.lax.scan(step, data.agent_state, time_major)
         return jnp.swapaxes(logits, 0, 1), baseline.T
 
     def _returns(self, data, baseline):
-        """Discounted rewards [B, T] to the episode's end, or to where it was cut and the baseline goes on."""
+        """Return discounted returns [B, T]. Bootstrap from the baseline at truncations and at the end of the unroll."""
         cut = data.step_type[:, 1:] == LAST
 
         def step(following, inputs):

@@ -1,10 +1,10 @@
-"""PPO on CartPole in one process, from the parts: what `rlframe train` does, without its logs and checkpoints."""
+"""PPO on CartPole in one process: the loop of `rlframe train`, without logs and checkpoints."""
 
 from rlframe import Actor, Evaluator, Inferencer, InferencerConfig, Learner, LearnerConfig, ReplayBuffer, SyncEnv
 from rlframe.agents import PPO
 from rlframe.programs import make_experiment
 
-LEARNER_STEPS = 390  # 100,000 steps of the environments
+LEARNER_STEPS = 390  # 100,000 environment steps
 
 preset = make_experiment("ppo", "CartPole-v1", preset="ppo/cartpole", total_learner_steps=LEARNER_STEPS)
 

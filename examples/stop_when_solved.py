@@ -8,7 +8,7 @@ import rlframe
 
 
 def stop_when_solved(info):
-    if info.values.get("return_mean", 0.0) >= 475:  # the mean return of an evaluation
+    if info.values.get("return_mean", 0.0) >= 475:  # mean return of an evaluation
         info.stop()
 
 

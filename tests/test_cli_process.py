@@ -107,7 +107,7 @@ def test_a_second_signal_before_it_has_saved_is_a_failure_that_names_what_was_sa
     assert process.returncode == 1
     newest = run_dir / "checkpoints" / str(checkpoints.steps()[-1])
     assert err.splitlines()[-1] == (
-        f"rlframe: Cut short before it had saved. What was saved last is {newest}. "
+        f"rlframe: The run was interrupted before it could save. What was saved last is {newest}. "
         f"Go on from there: rlframe train --resume --run-dir {run_dir}"
     )
 

@@ -202,7 +202,7 @@ def test_a_seed_that_fails_is_named_and_the_others_are_not_lost(tmp_path, capfd)
         ("--seed 3", "--seeds 1-2 makes a run for each of them: leave --seed out."),
         ("--steps 10", "A run of 10 environment steps would make no update"),
         ("--env CartPole-v7", "Unknown environment 'CartPole-v7'. Did you mean 'CartPole-v1'?"),
-        ("--http-host 0.0.0.0", "http_host is of the HTTP service of the run, and there is none"),
+        ("--http-host 0.0.0.0", "http_host is an option of the HTTP service, but this run has none"),
     ],
 )
 def test_what_would_fail_in_each_run_is_refused_before_anything_is_made(arguments, why, tmp_path, capfd):

@@ -51,7 +51,7 @@ def training(options: str, *needs: str, by: str = "", otherwise: str = "") -> Ca
     return Call(f"train --quiet --steps 64 --num-envs 2 --unroll-length 8 {options}", by or options, needs, otherwise)
 
 
-NO_CONTROL = "or leave its control out by --http None"
+NO_CONTROL = "or turn the HTTP service off with --http None"
 TOPOLOGIES = [
     training("--topology heavy_env"),
     training("--topology light_env"),

@@ -1,4 +1,4 @@
-"""Add two numbers: `27+15=` is to be answered with `42`. Needs no download.
+"""Add two numbers: the correct answer to `27+15=` is `42`. Needs no download.
 
 python examples/llm/add.py evaluate --openai.base_url http://localhost:8001/v1
 """
@@ -16,13 +16,13 @@ Sum = tuple[int, int]
 
 
 class AddConfig(BaseEnvConfig):
-    largest: int = Field(default=49, ge=1, description="of the numbers that are added; the smallest is 0")
-    eval_size: int = Field(default=100, ge=1, description="held-out sums of an evaluation")
-    seed: int = Field(default=0, description="of the sums that are asked")
+    largest: int = Field(default=49, ge=1, description="Largest number to add. The smallest is 0.")
+    eval_size: int = Field(default=100, ge=1, description="Number of held-out sums per evaluation.")
+    seed: int = Field(default=0, description="Seed of the training sums.")
 
 
 def held_out(numbers: Sum) -> bool:
-    """Whether a sum is for evaluations only: about one in ten is, whoever asks."""
+    """Return True if a sum is only for evaluations. About one in ten is, independent of the seed."""
     return (31 * numbers[0] + 17 * numbers[1]) % 10 == 0
 
 
@@ -63,9 +63,9 @@ class Add(BaseEnv):
         return self.sum(self.random, False)
 
     async def collect_trajectories(self, item: Sum) -> tuple[ScoredDataGroup, list[Sum]]:
-        length = len(self.answer(item)) + 1  # the last one ends it
+        length = len(self.answer(item)) + 1  # one more for the end token
         async with self.server.managed_server(tokenizer=self.tokenizer) as model:
-            said = await model.completion(
+            completion = await model.completion(
                 prompt=self.prompt(item), n=self.config.group_size, max_tokens=length, temperature=1.0
             )
             nodes = model.get_state()["nodes"]
@@ -73,17 +73,17 @@ class Add(BaseEnv):
             tokens=[node.tokens for node in nodes],
             masks=[node.masked_tokens for node in nodes],
             inference_logprobs=[node.logprobs for node in nodes],
-            scores=[float(choice.text == self.answer(item)) for choice in said.choices],
+            scores=[float(choice.text == self.answer(item)) for choice in completion.choices],
         )
         self.metrics["train/exact_match"] = sum(group["scores"]) / len(nodes)
         return group, []
 
     async def solves(self, numbers: Sum) -> bool:
         length = len(self.answer(numbers)) + 1
-        said = await self.server.completion(
+        completion = await self.server.completion(
             prompt=self.prompt(numbers), max_tokens=length, temperature=0.0, split="eval"
         )
-        return said.choices[0].text == self.answer(numbers)
+        return completion.choices[0].text == self.answer(numbers)
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         solved = await self.gather_eval(map(self.solves, self.exam))

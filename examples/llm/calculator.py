@@ -1,13 +1,13 @@
-"""Products, with a calculator: the model writes a call, the environment answers, the model goes on. Needs no download.
+"""Arithmetic with a calculator as a tool, in several turns. Needs no download.
 
     17*23+4?        the question
-    calc 17*23      the model calls, and ends its turn
-    =391            the environment answers
+    calc 17*23      the model calls the calculator, and ends its turn
+    =391            the environment returns the result
     calc 391+4
     =395
-    395             a turn that is no call is the answer
+    395             a turn without a call is the answer
 
-What the model wrote is never encoded again; what the environment wrote is never trained on.
+The model's tokens are never encoded again. The environment's tokens are masked, so they are not trained on.
 
 python examples/llm/calculator.py evaluate --openai.base_url http://localhost:8001/v1
 """
@@ -29,11 +29,11 @@ OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 class CalculatorConfig(BaseEnvConfig):
-    largest: int = Field(default=30, ge=1, description="of the numbers in a question")
-    max_calls: int = Field(default=3, ge=0, description="of a question")
-    turn_length: int = Field(default=16, ge=2, description="tokens of a turn")
-    eval_size: int = Field(default=50, ge=1, description="questions of an evaluation")
-    seed: int = Field(default=0, description="of the questions")
+    largest: int = Field(default=30, ge=1, description="Largest number in a question.")
+    max_calls: int = Field(default=3, ge=0, description="Largest number of calculator calls per question.")
+    turn_length: int = Field(default=16, ge=2, description="Largest number of tokens per turn.")
+    eval_size: int = Field(default=50, ge=1, description="Number of questions per evaluation.")
+    seed: int = Field(default=0, description="Seed of the questions.")
 
 
 class Calculator(BaseEnv):
@@ -59,21 +59,21 @@ class Calculator(BaseEnv):
         return self.question(self.random)
 
     async def solve(self, item: Question, **how: Any) -> tuple[Any, float, int]:
-        """Its sequence, its score and how many calls it took."""
+        """Answer one question. Return the sequence, its score and the number of calls."""
         a, b, c = item
         text, calls = f"{a}*{b}+{c}?\n", 0
         async with self.server.managed_server(tokenizer=self.tokenizer) as model:
             while True:
-                said = (await model.completion(prompt=text, max_tokens=self.config.turn_length, **how)).choices[0].text
-                call = CALL.fullmatch(said)
+                reply = (await model.completion(prompt=text, max_tokens=self.config.turn_length, **how)).choices[0].text
+                call = CALL.fullmatch(reply)
                 if call is None or calls == self.config.max_calls:
                     break
                 calls += 1
                 left, sign, right = call.groups()
-                text += f"{said}\n={OPERATIONS[sign](int(left), int(right))}\n"
+                text += f"{reply}\n={OPERATIONS[sign](int(left), int(right))}\n"
             (node,) = model.get_state()["nodes"]
-        # A call that can be read is worth something: else a model that never tries one would never learn to.
-        return node, float(said == str(a * b + c)) + 0.1 * (calls > 0), calls
+        # A valid call gets a small reward. Otherwise, a model that makes no calls would never learn to make them.
+        return node, float(reply == str(a * b + c)) + 0.1 * (calls > 0), calls
 
     async def collect_trajectory(self, item: Question) -> tuple[ScoredDataItem, list[Question]]:
         node, score, calls = await self.solve(item, temperature=1.0)

@@ -1,7 +1,7 @@
-"""Guess a number in several turns: after each guess the game says `<` (it is smaller), `>` or `=`. Needs no download.
+"""Guess a number in several turns. After each guess, the game answers `<` (the number is smaller), `>` or `=`.
 
-A game reads `1-15:8>12<10=`. The model writes the guesses and ends each; what it wrote is never encoded again.
-Demonstrations show that a guess is a number of the range, and nothing of how to choose it.
+An example of a game is `1-15:8>12<10=`. The model writes each guess and an end token. The model's tokens are never
+encoded again. Demonstrations show that a guess is a number in the range, but not how to choose it. Needs no download.
 
 python examples/llm/guess.py evaluate --openai.base_url http://localhost:8001/v1
 """
@@ -17,9 +17,9 @@ from rlframe.language import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredData
 
 
 class GuessConfig(BaseEnvConfig):
-    largest: int = Field(default=15, ge=2, description="of the numbers to guess; the smallest is 1")
-    max_turns: int = Field(default=6, ge=1, description="guesses of a game")
-    seed: int = Field(default=0, description="of the numbers")
+    largest: int = Field(default=15, ge=2, description="Largest number to guess. The smallest is 1.")
+    max_turns: int = Field(default=6, ge=1, description="Largest number of guesses per game.")
+    seed: int = Field(default=0, description="Seed of the numbers.")
 
 
 class Guess(BaseEnv):
@@ -42,7 +42,7 @@ class Guess(BaseEnv):
         return [self.demonstration(source) for _ in range(count)]
 
     def demonstration(self, source: random.Random) -> tuple[str, str]:
-        """The game so far, and a guess, of a player who takes any number, whatever was said."""
+        """Return an incomplete game and the next guess, of a player that guesses at random."""
         largest, end = self.config.largest, self.tokenizer.decode([self.tokenizer.eos_token_id])
         secret, text = source.randint(1, largest), f"1-{largest}:"
         for _ in range(source.randrange(self.config.max_turns)):
@@ -51,17 +51,17 @@ class Guess(BaseEnv):
         return text, str(source.randint(1, largest))
 
     async def play(self, secret: int, **how: Any) -> tuple[Any, float, bool]:
-        """A game: its sequence, its score, and whether the number was found.
+        """Play one game. Return the sequence, its score, and True if the model found the number.
 
-        The score is the share of the numbers that are ruled out, all of them once it is found, on average over the
-        turns. A guess that is no number ends the game, with nothing for the turns that are left.
+        The score is the fraction of ruled-out numbers, averaged over all turns. The fraction is 1 once the number is
+        found. A guess that is not a number ends the game, and the remaining turns count 0.
         """
         largest, turns = self.config.largest, self.config.max_turns
         text, low, high, total, found = f"1-{largest}:", 1, largest, 0.0, False
         async with self.server.managed_server(tokenizer=self.tokenizer) as model:
             for turn in range(turns):
-                said = await model.completion(prompt=text, max_tokens=len(str(largest)) + 1, **how)
-                guess = said.choices[0].text
+                completion = await model.completion(prompt=text, max_tokens=len(str(largest)) + 1, **how)
+                guess = completion.choices[0].text
                 if not guess.isdecimal():
                     break
                 number = int(guess)

@@ -1,7 +1,8 @@
-"""The learner of a language model, for services that are started by hand: `python examples/llm/learner.py`.
+"""The learner of a language model, for separately started services: `python examples/llm/learner.py`.
 
-The first time it imitates the environment's demonstrations, and writes what that leads to into a folder; then it learns
-from what the trajectory service has, and serves its newest weights at port 7000. docs/llm.md has all four terminals.
+The first run starts with a supervised warm-up on the environment's demonstrations, and writes the weights to a folder.
+Then the learner trains on batches of the trajectory service, and serves its newest weights at port 7000. docs/llm.md
+shows the commands of all four terminals.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from rlframe.trajectories import TrajectoryBuffer, TrajectoryClient
 SERVICE, PORT = "http://localhost:8000", 7000
 FOLDER = pathlib.Path("runs/by-hand")
 STEPS = 500
-BATCHES = 10 * STEPS  # that environments serve: more than steps, since a learner that was killed needs some again
+BATCHES = 10 * STEPS  # more than the number of steps, because a killed learner needs some batches again
 
 config = make_experiment("grpo", "reverse.py:Reverse", preset="grpo/reverse").agent_config
 
@@ -33,7 +34,7 @@ def make_weights(folder):
     agent = GRPO(config)
     params = warm_up(agent, env.demonstrations, ByteTokenizer(), logger=CallbackLogger(show_warm_up), log_every=50)
     weights.save(folder, agent.model_config, params)
-    print(f"The weights are in {folder}: start the policy server.", flush=True)
+    print(f"The weights are in {folder}. Now start the policy server.", flush=True)
 
 
 def show_warm_up(step, row):
@@ -58,7 +59,7 @@ def make_learner(agent):
 
 
 def run_key():
-    """Name the run to the service: a learner that is started again goes on, one in a new folder begins afresh."""
+    """Return a key that identifies the run in the service. A restarted learner has the same key, so it continues."""
     path = FOLDER / "run_key"
     if not path.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)

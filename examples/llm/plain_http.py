@@ -1,4 +1,4 @@
-"""A trainer and a handler of rollouts in plain HTTP, as the interaction document has them: no package is needed.
+"""A trainer and a rollout handler with plain HTTP requests, without the package rlframe.
 
 rlframe serve trajectories &
 python examples/llm/plain_http.py
@@ -32,17 +32,17 @@ def trainer(service):
 
 
 def handler(service, is_over):
-    told = {"max_token_length": 512, "desired_name": "counting", "weight": 1.0}
-    while (env := call(service, "POST", "/register-env", told))["status"] != "success":
-        time.sleep(0.1)  # until the trainer has asked for its first batch
+    registration = {"max_token_length": 512, "desired_name": "counting", "weight": 1.0}
+    while (env := call(service, "POST", "/register-env", registration))["status"] != "success":
+        time.sleep(0.1)  # the service refuses environments until the trainer has requested its first batch
     logs = call(service, "GET", "/wandb_info")  # wandb.init(**logs, name=env["wandb_name"]) here
     print(f"{env['wandb_name']} logs to group {logs['group']!r} of project {logs['project']!r}", file=sys.stderr)
     while not is_over():
         status = call(service, "GET", "/status-env", {"env_id": env["env_id"]})
-        if status["queue_size"] > 3 * BATCH_SIZE:  # paused
+        if status["queue_size"] > 3 * BATCH_SIZE:  # the queue is long enough; wait
             time.sleep(0.1)
             continue
-        tokens = [[1, 2, 3], [1, 2, 4]]  # two answers to one prompt, the tokens of which are masked
+        tokens = [[1, 2, 3], [1, 2, 4]]  # two answers to one prompt; the masks hide the prompt tokens
         group = {"tokens": tokens, "masks": [[-100, -100, row[2]] for row in tokens], "scores": [1.0, 0.0]}
         call(service, "POST", "/scored_data", {**group, "env_id": env["env_id"]})
     call(service, "POST", "/disconnect-env", {"env_id": env["env_id"]})

@@ -1,4 +1,4 @@
-"""A trainer of two ranks: rank 0 pulls batches and broadcasts them; the other waits until the service's step advances.
+"""A trainer with two ranks. Rank 0 pulls batches and broadcasts them. Rank 1 waits until the service's step advances.
 
 rlframe serve trajectories &
 python examples/llm/ranks.py
@@ -16,7 +16,7 @@ SETTINGS = {"batch_size": 4, "max_token_len": 512, "num_steps": STEPS}  # every 
 def train(rank, step, batch):
     share = batch[rank::NUM_RANKS]  # this rank's groups; learn from them here
     line = f"rank {rank}, step {step}: {sum(len(group.tokens) for group in share)} sequences\n"
-    print(line, end="", flush=True)  # one write: the other rank prints as well
+    print(line, end="", flush=True)  # a single write, because the other rank prints too
 
 
 def rank_0(url, others):
@@ -41,7 +41,7 @@ def other_rank(rank, url, broadcast):
 def send_groups(url):
     with TrajectoryClient(url) as client:
         env = client.register_env(desired_name="counting", max_token_length=512, group_size=2, wait=60)
-        for _ in range(2 * STEPS):  # two answers to one prompt, the tokens of which are masked
+        for _ in range(2 * STEPS):  # two answers to one prompt; the masks hide the prompt tokens
             rows = [[1, 2, 3], [1, 2, 4]]
             masks = [[-100, -100, row[2]] for row in rows]
             client.post(Group(tokens=rows, masks=masks, scores=[1.0, 0.0], env_id=env.env_id))
@@ -56,9 +56,9 @@ if __name__ == "__main__":
     ranks.append(context.Process(target=rank_0, args=(url, [pipe[0] for pipe in pipes.values()])))
     for process in ranks:
         process.start()
-    for end in sum(pipes.values(), ()):  # only the ranks hold them: if one dies, the other's send or recv raises
+    for end in sum(pipes.values(), ()):  # close our copies, so that send or recv raises if the other rank dies
         end.close()
     send_groups(url)
     for process in ranks:
         process.join()
-    sys.exit(any(process.exitcode for process in ranks))  # negative: killed by a signal
+    sys.exit(any(process.exitcode for process in ranks))  # a negative exit code means killed by a signal

@@ -1,4 +1,4 @@
-"""Reverse a string of lowercase letters: `abc>` is to be answered with `cba`. Needs no download.
+"""Reverse a string of lowercase letters: the correct answer to `abc>` is `cba`. Needs no download.
 
 python examples/llm/reverse.py evaluate --openai.base_url http://localhost:8001/v1
 """
@@ -16,14 +16,14 @@ from rlframe.language import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredData
 
 
 class ReverseConfig(BaseEnvConfig):
-    min_length: int = Field(default=1, ge=1, description="letters")
-    max_length: int = Field(default=6, ge=1, description="letters")
-    eval_size: int = Field(default=200, ge=1, description="different held-out strings of an evaluation")
-    seed: int = Field(default=0, description="of the strings that are asked")
+    min_length: int = Field(default=1, ge=1, description="Smallest length of a string, in letters.")
+    max_length: int = Field(default=6, ge=1, description="Largest length of a string, in letters.")
+    eval_size: int = Field(default=200, ge=1, description="Number of different held-out strings per evaluation.")
+    seed: int = Field(default=0, description="Seed of the training strings.")
 
 
 def held_out(word: str) -> bool:
-    """Whether a string is for evaluations only: about one in ten is, whoever asks."""
+    """Return True if a string is only for evaluations. About one in ten is, independent of the seed."""
     return zlib.crc32(word.encode()) % 10 == 0
 
 
@@ -48,13 +48,13 @@ class Reverse(BaseEnv):
 
     async def setup(self) -> None:
         self.random = random.Random(self.config.seed)
-        examiner = random.Random(1)  # the preset grpo/reverse was chosen on other strings, of the seed 0
+        examiner = random.Random(1)  # not seed 0, with which the preset grpo/reverse was tuned
         words = dict.fromkeys(self.word(examiner, True) for _ in range(10 * self.config.eval_size))
-        self.exam = list(words)[: self.config.eval_size]  # all different; fewer, where there are not so many
+        self.exam = list(words)[: self.config.eval_size]  # different strings; may be fewer than eval_size
         self.metrics: dict[str, float] = {}
 
     def word(self, source: random.Random, for_exam: bool) -> str:
-        """A string, each length as often as the others."""
+        """Return a random string. All lengths have the same probability."""
         while True:
             length = source.randint(self.config.min_length, self.config.max_length)
             word = "".join(source.choices(string.ascii_lowercase, k=length))
@@ -85,7 +85,7 @@ class Reverse(BaseEnv):
 
     @classmethod
     def score(cls, word: str, said: str) -> float:
-        """Half for the letters that are in their place, half for all of them and no more."""
+        """Return the score, 0 to 1: half for the fraction of correct letters, half for a completely correct answer."""
         right = cls.answer(word)
         placed = sum(one == other for one, other in zip(said, right)) / max(len(said), len(right))
         return 0.5 * placed + 0.5 * (said == right)

@@ -1,4 +1,4 @@
-"""`rlframe.train` and the options of a session: a run from Python, or from the command line."""
+"""`rlframe.train` and the session options, for a run from Python or from the command line."""
 
 from __future__ import annotations
 
@@ -30,40 +30,41 @@ TRACKERS: dict[str, Any] = {"wandb": WandbLogger, "trackio": TrackioLogger}
 _PATHS = ("config", "run_dir", "token_file")
 Options = TypeVar("Options", bound="SessionOptions")
 
-# Options of `rlframe train` that are of the command line alone, and what a script does.
+# Options of `rlframe train` that exist only on the command line. The value is the hint for a script.
 COMMAND_LINE_ONLY = {
     "seeds": "call it once for each seed, train(seed=1) and so on, or run `rlframe train --seeds`",
-    "at_once": "it is of several seeds: run `rlframe train --seeds`",
-    "json": "the result is returned: result.to_json() is what --json prints",
-    "traceback": "an exception has its traceback",
+    "at_once": "it applies only to several seeds, with `rlframe train --seeds`",
+    "json": "train() returns the result, and result.to_json() returns the object that --json prints",
+    "traceback": "the exception already has its traceback",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class SessionOptions:
-    """Options of a session. They do not change the numbers of a run."""
+    """Options of a session. They do not affect the results of a run."""
 
-    # auto: the one that fits the agent and environment; none; or a name (`rlframe agents`)
+    # Preset of tuned values: a name (`rlframe agents` lists them), none, or auto (by agent and environment).
     preset: str = option("auto", multi_run="command")
-    # repeat the run of this config.json; other options change it
+    # Path of a config.json: repeat its run. Other options override its values.
     config: Union[str, None] = option(None, multi_run="command")
-    # where everything is written; None: a new directory under runs/
+    # Directory of all files of the run. None means a new directory under runs/.
     run_dir: Union[str, None] = option(None, multi_run="command")
-    resume: bool = option(False, multi_run="command")  # go on with the run in --run-dir from its latest checkpoint
-    resume_from: Union[int, None] = None  # with --resume: go on from this one of RUN_DIR/checkpoints, not the newest
-    # with --resume: end the process that still writes to --run-dir, and go on in its place
+    resume: bool = option(False, multi_run="command")  # Continue the run in --run-dir from its newest checkpoint.
+    resume_from: Union[int, None] = None  # With --resume: continue from this step in RUN_DIR/checkpoints.
+    # With --resume: end the process that still writes to --run-dir, then continue its run.
     take_over: bool = option(False, multi_run="command")
-    # port of /status, /metrics, /healthz and a live page; 0: a free one; None: nowhere; auto: 0 for elastic, else None
+    # Port of /status, /metrics, /healthz and the live page. 0 means any free port, None means no service, auto means 0
+    # for elastic and None otherwise.
     http: Union[Literal["auto"], int, None] = option("auto", multi_run="each")
-    http_host: str = option("127.0.0.1", multi_run="each")  # address that these listen at
-    token_file: Union[str, None] = None  # the token of these; None: one that is made, RUN_DIR/token
-    stop_at: Union[int, None] = None  # environment steps at which to stop and save; schedules still end at --steps
-    quiet: bool = option(False, multi_run="command")  # show no progress
-    profile: bool = False  # measure where the time goes and print it
-    profile_trace: bool = False  # --profile, and a trace of JAX in RUN_DIR/trace
-    wandb: bool = option(False, multi_run="each")  # log to Weights & Biases as well
-    trackio: bool = option(False, multi_run="each")  # log to Trackio as well
-    project: str = option("rlframe", multi_run="each")  # the project's name there
+    http_host: str = option("127.0.0.1", multi_run="each")  # Address at which the HTTP service listens.
+    token_file: Union[str, None] = None  # File with the token of the HTTP service. None means a new RUN_DIR/token.
+    stop_at: Union[int, None] = None  # Environment steps at which to stop and save. Schedules still end at --steps.
+    quiet: bool = option(False, multi_run="command")  # Show no progress.
+    profile: bool = False  # Measure the time of each part of the run, and print a table.
+    profile_trace: bool = False  # Like --profile, and also write a JAX trace to RUN_DIR/trace.
+    wandb: bool = option(False, multi_run="each")  # Also log to Weights & Biases.
+    trackio: bool = option(False, multi_run="each")  # Also log to Trackio.
+    project: str = option("rlframe", multi_run="each")  # Project name in Weights & Biases or Trackio.
 
 
 def train(
@@ -77,53 +78,54 @@ def train(
     quiet: bool = False,
     **options: Any,
 ) -> Result:
-    """Train an agent to its last step, and evaluate what it has learned: `rlframe train`, from Python.
+    """Train an agent to its last step, and evaluate the final policy. This is `rlframe train` for Python.
 
     Args:
-        agent: a name that `rlframe agents` lists, `file.py:Class` or the class; None: ppo.
-        env: a name that `rlframe envs` lists, `file.py:make_env`, or a class or function that makes an environment;
-            None: the agent's default, as CartPole-v1.
-        run_dir: where everything is written; None: a new directory under `runs/`.
-        resume: go on with the run in `run_dir` from its newest checkpoint. Its agent and environment need not be given,
-            unless they were defined in a notebook that has ended.
-        stop_at: the step at which to stop and save; schedules still end at `steps`.
-        callbacks: each is called as `callback(info)` with each row of the logs: `info.step`, `info.values` (name ->
-            number), `info.stop()`, which ends the run early. If one raises, the run saves everything and ends, and the
-            exception is raised from here. See docs/api.md.
-        quiet: print nothing: no progress, no warning, no output of nodes (`--quiet` leaves out the progress alone). The
-            files in `RUN_DIR/logs` and handlers of `logging` get everything.
-        **options: those of `rlframe train`, with underscores: `steps=50_000`, `seed=2`, `num_envs=16`,
+        agent: A name that `rlframe agents` lists, `file.py:Class`, or the class. None means ppo.
+        env: A name that `rlframe envs` lists, `file.py:make_env`, or a class or function that makes an environment.
+            None means the agent's default, for example CartPole-v1.
+        run_dir: Directory of all files of the run. None means a new directory under `runs/`.
+        resume: Continue the run in `run_dir` from its newest checkpoint. Pass the agent and the environment only if
+            they were defined in a notebook that has ended.
+        stop_at: Step at which to stop and save. Schedules still end at `steps`.
+        callbacks: Functions that are called as `callback(info)` for each row of the logs. `info` has `step`, `values`
+            (name -> number) and `stop()`, which ends the run early. If a callback raises, the run saves everything and
+            ends, and this function raises the exception. See docs/api.md.
+        quiet: Print nothing: no progress, no warnings, no output of nodes. (`--quiet` only hides the progress.) The
+            files in `RUN_DIR/logs` and the handlers of `logging` still receive everything.
+        **options: Options of `rlframe train`, with underscores: `steps=50_000`, `seed=2`, `num_envs=16`,
             `topology="heavy_env"`, `preset="none"`, `learning_rate=1e-3`, `network_hidden=(64, 64)` (`--network.hidden
-            64 64`), `wandb=True`. `--async` is `async_envs=True`, and `--no-NAME` is `NAME=False`. Not taken, as a
-            script has no use for them: `seeds` and `at_once` (call this function for each seed), `json` (the result is
-            returned) and `traceback`. What is not given is the preset's. `network` may be a function.
+            64 64`), `wandb=True`. `--async` is `async_envs=True`, and `--no-NAME` is `NAME=False`. These options exist
+            only on the command line: `seeds` and `at_once` (call this function for each seed), `json` (this function
+            returns the result) and `traceback`. Missing options have the values of the preset. `network` may be a
+            function.
 
     Returns:
-        How it ended: `return_mean`, `run_dir`, `env_steps` and others.
+        The result: `return_mean`, `run_dir`, `env_steps` and others.
 
     Raises:
-        UsageError: an option is unknown, has a value of a wrong type, or does not fit.
-        RlframeError: the run failed; what was saved is kept.
+        UsageError: An option is unknown, has a value of the wrong type, or is not valid for this run.
+        RlframeError: The run failed. Everything saved so far is kept.
     """
     streams.prepare()
     forget_changed()
     options = {name.replace("-", "_"): value for name, value in options.items()}
     for name, instead in COMMAND_LINE_ONLY.items():
         if name in options:
-            raise UsageError(f"{name} is an option of the command line, and not of rlframe.train: {instead}.")
+            raise UsageError(f"{name} is an option of the command line only, not of rlframe.train: {instead}.")
     own = field_names(SessionOptions)
     given = {"run_dir": run_dir, "resume": resume, "stop_at": stop_at, "quiet": quiet}
     given |= {name: options.pop(name) for name in own if name in options}
-    of_session = read_session_options(given)
-    if of_session.profile and of_session.quiet:
-        raise UsageError("profile prints a table, and quiet prints nothing: leave one of them out.")
-    with logs.silent(of_session.quiet):
+    session_options = read_session_options(given)
+    if session_options.profile and session_options.quiet:
+        raise UsageError("profile prints a table, but quiet=True allows no output. Leave one of them out.")
+    with logs.silent(session_options.quiet):
         if env is not None:
             options["env"] = env
-        options = name_objects(options)  # before the files are loaded: a file may change the directory
-        defaults, preset = base_experiment(agent, env, of_session, options.get("network"))
+        options = name_objects(options)  # before loading the user's files, which may change the working directory
+        defaults, preset = base_experiment(agent, env, session_options, options.get("network"))
         experiment = change_options(defaults, options, [*own, "callbacks"])
-        return run_with_options(experiment, of_session, preset, callbacks, silent=quiet)
+        return run_with_options(experiment, session_options, preset, callbacks, silent=quiet)
 
 
 def run_with_options(
@@ -134,14 +136,14 @@ def run_with_options(
     *,
     silent: bool = False,
 ) -> Result:
-    """Call `run_experiment` as the options of the session say. Show the progress, and print the profile if asked for.
+    """Call `run_experiment` with the session options. Show the progress, and print the profile if requested.
 
     Args:
-        experiment: what to run.
-        options: how.
-        preset: what the experiment is based on; None: none.
-        callbacks: see `train`.
-        silent: print nothing, where `options.quiet` only leaves out the progress.
+        experiment: The experiment to run.
+        options: The session options.
+        preset: The preset of the experiment. None means no preset.
+        callbacks: See `train`.
+        silent: Print nothing. (`options.quiet` only hides the progress.)
     """
     check_trackers(options)
     profile = Profile(options.profile_trace) if options.profile or options.profile_trace else None
@@ -171,28 +173,32 @@ def run_with_options(
 
 
 def make_progress_logger(experiment: Experiment, stop_at: int | None) -> TerminalLogger:
-    """Return the logger that shows the progress of a session in the terminal."""
+    """Make the logger that shows the progress of a session in the terminal."""
     until = min(stop_at or experiment.steps, experiment.steps)
     title = f"{experiment.agent.rpartition(':')[2]} on {experiment.env}"
     return TerminalLogger(until + experiment.topology_config.warm_up_steps(experiment), title=title)
 
 
 def check_trackers(options: SessionOptions) -> None:
-    """Raise UsageError for a tracker that is not installed."""
+    """Raise UsageError if a requested tracker is not installed."""
     for tracker in TRACKERS:
         if getattr(options, tracker):
             extras.require(f"--{tracker}", tracker)
 
 
 def open_trackers(experiment: Experiment, options: SessionOptions, path: pathlib.Path) -> list[Logger]:
-    """Open the trackers that the options ask for, for the run in the directory `path`."""
+    """Open the requested trackers for the run in the directory `path`."""
     config = experiment_values(experiment)
     made = [make for tracker, make in TRACKERS.items() if getattr(options, tracker)]
     return [make(path, project=options.project, config=config) for make in made]
 
 
 def make_control_address(experiment: Experiment, options: SessionOptions) -> ControlAddress | None:
-    """Return the address of the run's HTTP service; None if it has none. Raise UsageError for options of none."""
+    """Return the address of the run's HTTP service, or None if there is no service.
+
+    Raises:
+        UsageError: An option of the HTTP service is set, but there is no service.
+    """
     port = options.http
     if port == "auto":
         port = None if experiment.topology_config.control_group is None else 0
@@ -200,17 +206,17 @@ def make_control_address(experiment: Experiment, options: SessionOptions) -> Con
         return ControlAddress(options.http_host, port, options.token_file)
     for name in ("http_host", "token_file"):
         if getattr(options, name) != getattr(SessionOptions, name):
-            raise UsageError(f"{name} is of the HTTP service of the run, and there is none: give it a port by --http.")
+            raise UsageError(f"{name} is an option of the HTTP service, but this run has none. Add --http PORT.")
     return None
 
 
 def read_session_options(options: Mapping[str, Any]) -> SessionOptions:
-    """Return the session options of a script, with absolute paths. Raise UsageError for a value of a wrong type."""
+    """Return the session options of a script, with absolute paths. Raise UsageError for a value of the wrong type."""
     return with_absolute_paths(with_options(SessionOptions(), options), pathlib.Path.cwd())
 
 
 def with_absolute_paths(options: Options, directory: pathlib.Path) -> Options:
-    """Return the options with their paths, which are relative to a directory, made absolute."""
+    """Return the options with absolute paths. Relative paths are relative to `directory`."""
     paths = {name: getattr(options, name) for name in _PATHS}
     return dataclasses.replace(
         options, **{name: os.path.abspath(directory / path) for name, path in paths.items() if path}
@@ -220,20 +226,23 @@ def with_absolute_paths(options: Options, directory: pathlib.Path) -> Options:
 def base_experiment(
     agent: Any, env: Any, options: SessionOptions, network: Any = None
 ) -> tuple[Experiment, Preset | None]:
-    """Return the experiment that other options change: that of `config` or `resume`, or the defaults with their preset.
+    """Return the experiment before other options change it, and its preset.
+
+    With `config` or `resume`, this is the saved experiment. Otherwise, it has the default values and those of the
+    preset.
 
     Args:
-        agent: a name or class; None: that of the saved experiment, or ppo.
-        env: a name, class or function; None: the agent's default. The one of a saved experiment is left as it is,
-            unless no file defines it.
-        options: of which `preset`, `config`, `run_dir` and `resume` are read.
-        network: a name or function, for a saved experiment whose own one no file defines.
+        agent: A name or class. None means the agent of the saved experiment, or ppo.
+        env: A name, class or function. None means the agent's default. A saved experiment keeps its environment, unless
+            no file defines that environment.
+        options: The session options. Only `preset`, `config`, `run_dir` and `resume` are read.
+        network: A name or function. It is used only if no file defines the network of a saved experiment.
     """
     agent, env, network = name_of("agent", agent), name_of("env", env), name_of("network", network)
-    saved = _saved(options, {"agent": agent, "env": env, "network": network})
+    saved = _load_saved_experiment(options, {"agent": agent, "env": env, "network": network})
     if saved is not None:
         if agent is not None and agent != saved.agent:
-            raise UsageError(f"The config is of the agent {saved.agent!r}: agent {agent!r} cannot replace it.")
+            raise UsageError(f"The config has the agent {saved.agent!r}. The option agent={agent!r} cannot change it.")
         import_env(saved)
         return saved, None
     defaults, preset = default_experiment(agent, env, options.preset)
@@ -241,13 +250,15 @@ def base_experiment(
     return defaults, preset
 
 
-def _saved(options: SessionOptions, given: Mapping[str, Any]) -> Experiment | None:
+def _load_saved_experiment(options: SessionOptions, given: Mapping[str, Any]) -> Experiment | None:
     if not options.resume:
         return load_experiment(options.config, given) if options.config is not None else None
     if options.run_dir is None:
-        raise UsageError("resume needs run_dir: the directory of the run to go on with.")
+        raise UsageError("resume needs run_dir: the directory of the run to continue.")
     if options.config is not None:
-        raise UsageError("resume goes on with the run's own config.json: leave config out.")
+        raise UsageError("resume uses the config.json of the run. Leave config out.")
     if not (pathlib.Path(options.run_dir) / "config.json").is_file():
-        raise UsageError(f"There is no run in {options.run_dir}: it has no config.json. Start it without resume.")
+        raise UsageError(
+            f"There is no run in {options.run_dir}: it has no config.json. Leave resume out to start a run."
+        )
     return load_experiment(options.run_dir, given)

@@ -1,4 +1,4 @@
-"""The description of a run: everything that decides its numbers, and nothing else."""
+"""The experiment: all options that affect the results of a run, and no others."""
 
 from __future__ import annotations
 
@@ -26,29 +26,33 @@ MAX_SEED = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """What to train, on what, for how long, in which program. `config.json` of a run directory holds one of these.
+    """The options of a run: agent, environment, steps, topology and others. `config.json` stores one experiment.
 
-    Agents that learn from games count environment steps, agents that learn language count learner steps (after the
-    supervised ones of their config). `make_experiment` makes one from flat keywords and a preset.
+    Agents of games count environment steps. Agents of language models count learner steps, which start after the
+    supervised steps of the agent's config. `make_experiment` makes an experiment from keyword arguments and a preset.
     """
 
-    agent: str = "ppo"  # a name that `rlframe agents` lists, or file.py:Class
-    env: str = "CartPole-v1"  # a name that `rlframe envs` lists, or file.py:make_env; for language file.py:Class
-    steps: int = number(100_000, at_least=1)  # environment (language: learner) steps of the run: schedules end there
+    agent: str = "ppo"  # Agent: a name that `rlframe agents` lists, or file.py:Class.
+    # Environment: a name that `rlframe envs` lists, or file.py:make_env. For a language model: file.py:Class.
+    env: str = "CartPole-v1"
+    # Environment steps of the run, at which schedules end. For a language model: learner steps.
+    steps: int = number(100_000, at_least=1)
     seed: int = 1
-    num_envs: int = number(8, at_least=1)  # in all: actors share them, so presets mean the same however many there are
-    env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # options of the environment itself
-    # steps between two evaluations; 0: only the one at the end (language: after the warm-up, too)
+    # Environments of all actors together. A preset therefore fits any number of actors.
+    num_envs: int = number(8, at_least=1)
+    env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # Keyword arguments of the environment.
+    # Steps between two evaluations. 0 means only the final evaluation (for a language model, also after the warm-up).
     eval_every: int = number(0, at_least=0)
-    # steps between two checkpoints; 0: only when the run stops. (A topology of several processes saves every 30 s in
-    # any case: its learner may die, and must not begin anew.)
+    # Steps between two checkpoints. 0 means only when the run stops. A topology of several processes also saves every
+    # 30 s, because a restarted learner continues from a checkpoint.
     checkpoint_every: int = number(100_000, at_least=0)
-    log_every: int = number(0, at_least=0)  # steps between two rows of the logs; 0: a 100th of the run, 10,000 at most
-    # options of the topology, among them those of network, evaluation and stopping: docs/programs.md
+    # Steps between two rows of the logs. 0 means 1/100 of the run, at most 10,000.
+    log_every: int = number(0, at_least=0)
+    # Options of the topology, which include network, evaluation and limits: see docs/programs.md.
     topology_config: TopologyConfig = dataclasses.field(
         default_factory=lambda: config_class_of(find_topology("single_process"))()
     )
-    agent_config: Any = None  # the dataclass of the agent, as `PPOConfig`; None: its defaults
+    agent_config: Any = None  # Config of the agent, for example a `PPOConfig`. None means the agent's defaults.
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -56,8 +60,8 @@ class Experiment:
             raise UsageError(f"seed must be between 0 and {MAX_SEED}, got {self.seed}.")
         if not isinstance(self.topology_config, TopologyConfig):
             raise UsageError(
-                f"An Experiment's topology_config is a TopologyConfig, got {self.topology_config!r}; make_experiment "
-                "takes the topology's name."
+                f"topology_config of an Experiment must be a TopologyConfig, got {self.topology_config!r}. To give a "
+                "topology by name, call make_experiment."
             )
         self.topology_config.check(self)
         if any(map(is_live, self.named_options.values())) and not self.topology_config.engine_class.in_process:
@@ -65,12 +69,12 @@ class Experiment:
 
     @property
     def named_options(self) -> dict[str, Any]:
-        """The options that name classes and functions, by option: `agent`, `env`, `network`, ..."""
+        """The values of the options that name classes or functions: `agent`, `env`, `network` and others."""
         values = {**vars(self), **vars(self.topology_config), "topology": self.topology_config.name}
         return {option: values[option] for option in OPTIONS if option in values}
 
     def __getstate__(self) -> dict[str, Any]:
-        # A node in another process lacks what the user registered with Gymnasium in this one.
+        # A node in another process does not have the user's Gymnasium registrations, so the state includes them.
         is_game = self.topology_config.learns_from == "steps" and registry.is_library_env(self.env)
         of_gymnasium = is_game and backend(self.env) == "gymnasium"
         spec = registration(self.env) if of_gymnasium else None
@@ -82,23 +86,23 @@ class Experiment:
         vars(self).update(state)
 
     def with_topology_options(self, **changes: Any) -> Experiment:
-        """Return the same with other values of some fields of `topology_config`."""
+        """Return a copy in which some fields of `topology_config` are replaced."""
         return dataclasses.replace(self, topology_config=dataclasses.replace(self.topology_config, **changes))
 
     @property
     def synchronous(self) -> Experiment:
-        """The same with all environments of a pool in step."""
+        """A copy in which the environments are synchronous."""
         return self.with_topology_options(async_envs=False, wait_num=None)
 
     @property
     def for_evaluation(self) -> Experiment:
-        """The same as evaluations play it: environments in step, with `eval_env_kwargs`, and their true rewards."""
+        """A copy for evaluations: synchronous environments, with `eval_env_kwargs` and without reward clipping."""
         env_kwargs = {**self.env_kwargs, **EvaluationOptions.of(self).eval_env_kwargs}
         return dataclasses.replace(self.synchronous.with_topology_options(clip_rewards=None), env_kwargs=env_kwargs)
 
     @property
     def num_awaited_envs(self) -> int:
-        """Environments of a pool that an actor waits for: all, unless they are asynchronous."""
+        """Number of environments per pool that an actor waits for: all of them, unless they are asynchronous."""
         config = EnvOptions.of(self)
         if not config.async_envs:
             return self.envs_per_pool
@@ -106,12 +110,12 @@ class Experiment:
 
     @property
     def envs_per_actor(self) -> int:
-        """Environments of each actor."""
+        """Number of environments of each actor."""
         return self.num_envs // EnvOptions.of(self).num_actors
 
     @property
     def envs_per_pool(self) -> int:
-        """Environments of each of an actor's pools."""
+        """Number of environments of each pool. An actor has `num_pools` pools."""
         return self.envs_per_actor // EnvOptions.of(self).num_pools
 
     @property

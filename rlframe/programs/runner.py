@@ -1,6 +1,6 @@
-"""`run_experiment`: one session of a run, from its start or its checkpoint to its result, in every topology.
+"""`run_experiment`: run one session, from its start or its checkpoint to its result, in any topology.
 
-The functions stand in the order of their calls.
+The functions are in the order in which they are called.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from rlframe.user_code.files import check_main_is_guarded, check_not_loading, ke
 
 _log = logging.getLogger(__name__)
 
-_ENDS_LATER = 22.0  # seconds from the end of the nodes to the end of this process, at most
+_EXIT_SECONDS = 22.0  # longest time from the end of the nodes to the end of this process
 
 
 def run_experiment(
@@ -63,35 +63,37 @@ def run_experiment(
     control_address: ControlAddress | None = None,
     quiet: bool = False,
 ) -> Result:
-    """Train an experiment's agent to its last step, and evaluate the final policy.
+    """Train the agent of an experiment to the last step, and evaluate the final policy.
 
-    The first Ctrl-C (or SIGTERM) finishes the current step, saves everything and returns without an evaluation; a
+    The first Ctrl-C (or SIGTERM) finishes the current step, saves everything and returns without an evaluation. The
     second one ends the run at once.
 
     Args:
-        experiment: on resume the experiment of the run, perhaps with other `steps` (see `resume_experiment`).
-        run_dir: of the run's files; None: a new directory under `runs/`.
-        resume: continue from the newest checkpoint in `run_dir`; a run that ended before its first one starts again.
-        resume_from: continue from this checkpoint, and move newer ones aside. None: the newest.
-        take_over: end the process that writes to `run_dir` now, if there is one, and continue in its place.
-        stop_at: the step at which this session stops and saves; schedules still end at `experiment.steps`.
-        callbacks: each is called as `callback(info)` with each row of the logs, in this process; see `CallbackInfo`.
-            `info.stop()` ends the run early, as at its last step. If one raises, the run saves and ends, and the
-            exception is raised from here. If nodes are processes, a thread calls them during training.
-        open_loggers: `open_loggers(run_dir)` returns more loggers for the rows; they are closed at the end.
-        progress: a logger that a single process also writes to, without values, a few times a second.
-        profile: measures the time that the parts of a single process take.
-        notes: for a reader of `config.json`; those of a resumed run stay as they are.
-        control_address: of the HTTP service that shows and controls the run; None: no service.
-        quiet: print nothing, also no output of the nodes.
+        experiment: The experiment. On resume, it may differ from the saved one in a few fields (`resume_experiment`).
+        run_dir: Directory of all files of the run. None means a new directory under `runs/`.
+        resume: Continue from the newest checkpoint in `run_dir`. If there is no checkpoint, learning starts again.
+        resume_from: Continue from this checkpoint, and move newer ones aside. None means the newest one.
+        take_over: End the process that still writes to `run_dir`, if any, then continue its run.
+        stop_at: Step at which this session stops and saves. Schedules still end at `experiment.steps`.
+        callbacks: Functions that are called as `callback(info)` for each row of the logs, in this process (see
+            `CallbackInfo`). `info.stop()` ends the run early, like the last step. If a callback raises, the run saves
+            everything and ends, and this function raises the exception. If the nodes are processes, a thread calls
+            the callbacks during training.
+        open_loggers: `open_loggers(run_dir)` returns additional loggers for the rows. They are closed at the end.
+        progress: Logger that shows the progress. A single process also writes to it a few times a second, without
+            values.
+        profile: Measures the time of each part of a single process.
+        notes: Additional information for readers of `config.json`. A resumed run keeps its first notes.
+        control_address: Address of the HTTP service that shows and controls the run. None means no service.
+        quiet: Print nothing, including the output of the nodes.
 
     Returns:
-        See `Result`. If a resumed run has reached its last step already, its earlier result.
+        The result. If the run had already reached its last step, its earlier result.
 
     Raises:
-        UsageError: an option or the directory is invalid.
-        ProgramError: a node failed more often than it may, or did not save when the program was stopped.
-        RlframeError: the run failed; all that was saved is kept.
+        UsageError: An option or the directory is invalid.
+        ProgramError: A node failed more often than the limit, or did not save when the program was stopped.
+        RlframeError: The run failed. Everything saved so far is kept.
     """
     directory = RunDir(run_dir if run_dir is not None else default_path(experiment))
     _check_can_run(experiment, stop_at, profile, with_control=control_address is not None)
@@ -104,12 +106,12 @@ def run_experiment(
         if resume:
             return launcher.continue_run(experiment, resume_from, take_over)
         if take_over or resume_from is not None:
-            raise UsageError("take_over and resume_from need resume: they continue a run.")
+            raise UsageError("take_over and resume_from continue a run: add resume.")
         return launcher.begin_run(experiment, notes or {})
 
 
 def _check_can_run(experiment: Experiment, stop_at: int | None, profile: Profile | None, *, with_control: bool) -> None:
-    """Raise UsageError if this process, the installed packages or the topology do not fit. Nothing is written."""
+    """Raise UsageError if this process, the installed packages or the options cannot run the experiment."""
     check_not_loading()
     if not experiment.topology_config.engine_class.in_process:
         check_main_is_guarded(filter(None, experiment.named_options.values()))
@@ -118,33 +120,35 @@ def _check_can_run(experiment: Experiment, stop_at: int | None, profile: Profile
     if stop_at is not None and stop_at < 1:
         raise UsageError(f"stop_at must be at least 1 environment step, got {stop_at}.")
     if profile is not None and isinstance(experiment.topology_config, ProgramConfig):
-        raise UsageError(f"A profile is of a single process; the topology is {experiment.topology_config.name}.")
+        raise UsageError(
+            f"profile needs the topology single_process, but the topology is {experiment.topology_config.name}."
+        )
 
 
 def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:
-    """Raise UsageError if the run needs an extra that is not installed: before its directory is made.
+    """Raise UsageError if the run needs an extra that is not installed. Call this before creating the run directory.
 
     Args:
-        experiment: of the run.
-        with_control: whether the run has an HTTP service.
+        experiment: The experiment.
+        with_control: True if the run has an HTTP service.
     """
     if split(experiment.env)[0] == "dm_control":
         extras.require(f"--env {experiment.env}", "dm_control")
     config = experiment.topology_config
-    if with_control and config.control_group is None:  # where it is not by itself
+    if with_control and config.control_group is None:  # only --http adds a service to this topology
         extras.require("--http", "trajectories")
     needed = [*config.engine_class.requires, *config.requires(experiment)]
     needed += ["trajectories"] if with_control else []
-    without = "or leave its control out by --http None" if with_control else ""
+    without = "or turn the HTTP service off with --http None" if with_control else ""
     extras.require(config.extras_option(experiment), *needed, otherwise=without)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Launcher:
-    """Begins or continues a run, and runs one session of it. The fields are arguments of `run_experiment`.
+    """A launcher that starts or continues a run, and runs one session. Its fields are arguments of `run_experiment`.
 
-    `begin_run` makes and locks a new directory; `continue_run` locks an old one, and goes back to a checkpoint. Then
-    both do the same: `_make_session`, `_print_plan`, `_make_program`, `_run_session`.
+    `begin_run` creates and locks a new directory. `continue_run` locks an existing one and restores a checkpoint. Then
+    both call `_make_session`, `_print_plan`, `_make_program` and `_run_session`.
     """
 
     directory: RunDir
@@ -157,12 +161,12 @@ class _Launcher:
     quiet: bool
 
     def begin_run(self, experiment: Experiment, notes: dict[str, Any]) -> Result:
-        """Run the first session of a run, in a new directory. It is removed if the nodes cannot be made."""
+        """Run the first session of a run, in a new directory. Remove the directory if the nodes cannot be made."""
         self.directory.create()
         with self._lock(experiment), contextlib.ExitStack() as opened:
-            self.directory.check_is_new()  # another process may have used it before we got the lock
+            self.directory.check_is_new()  # another process may have written to it before this one got the lock
             try:
-                # First: a run that is killed early can be resumed.
+                # Write the config first, so that a run that is killed early can be resumed.
                 self.directory.write_config(experiment, {**notes, **backend_note(experiment)})
                 session = self._make_session(experiment, opened)
                 self._print_plan(session, check_updates(experiment, session.agent))
@@ -173,7 +177,7 @@ class _Launcher:
             return self._run_session(session, *program)
 
     def continue_run(self, experiment: Experiment, resume_from: int | None, take_over: bool) -> Result:
-        """Run one more session, from a checkpoint. If nothing is left to do, return the result that there is."""
+        """Run one more session, from a checkpoint. If the run is complete, return its earlier result."""
         directory = self.directory
         directory.check_kind()
         with self._lock(experiment, take_over), contextlib.ExitStack() as opened:
@@ -188,7 +192,8 @@ class _Launcher:
             session = self._make_session(experiment, opened)
             if not has_checkpoint:
                 _log.warning(
-                    "The run in %s ended before its first checkpoint: its learner starts again.", directory.path
+                    "The run in %s ended before its first checkpoint. Its learner starts from the beginning.",
+                    directory.path,
                 )
             self._print_plan(session)
             program = self._make_program(session, opened)
@@ -196,12 +201,12 @@ class _Launcher:
             return self._run_session(session, *program)
 
     def _lock(self, experiment: Experiment, take_over: bool = False) -> RunLock:
-        return RunLock(self.directory.path, take_over, experiment.topology_config.grace_seconds + _ENDS_LATER)
+        return RunLock(self.directory.path, take_over, experiment.topology_config.grace_seconds + _EXIT_SECONDS)
 
     def _earlier_result(self, saved: Experiment, experiment: Experiment) -> Result | None:
-        """Return the result of a run that reached its last step with these options; None if there is more to do.
+        """Return the result of the run if it is complete for these options, else None.
 
-        A run may have gone beyond its last step, and so have made the steps that a later session asks for.
+        A run may take more steps than its last one, so a few additional `steps` may already be complete.
         """
         if not self.directory.result.exists():
             return None
@@ -222,7 +227,7 @@ class _Launcher:
         return result
 
     def _make_session(self, experiment: Experiment, opened: contextlib.ExitStack) -> Session:
-        """Make the agent and the session. From now on, a log file gets the warnings of this process, too."""
+        """Make the agent and the session. From here on, the warnings of this process also go to a log file."""
         is_program = isinstance(experiment.topology_config, ProgramConfig)
         opened.enter_context(logs.logging_to_file(self.directory.logs, "launcher" if is_program else "train"))
         codec = read_codec(experiment)
@@ -239,7 +244,7 @@ class _Launcher:
         )
 
     def _print_plan(self, session: Session, updates: str = "") -> None:
-        """Print the environment's library, the sentence about the updates, and one about the evaluation."""
+        """Print the library of the environment, the number of updates, and the evaluation."""
         experiment = session.experiment
         lines = [f"The environment {experiment.env} is made by {each}." for each in backend_note(experiment).values()]
         if experiment.topology_config.learns_from == "steps":
@@ -253,14 +258,14 @@ class _Launcher:
         """Make the loggers, the nodes of the program, and the HTTP service.
 
         Returns:
-            The engine that runs the nodes, the topology of a second program or None, and the loggers of rows. Only
-            language has a second program: the supervised warm-up runs first.
+            The engine that runs the nodes, the topology of the second program or None, and the loggers of rows. Only
+            language models have a second program, which follows the supervised warm-up.
         """
         trackers = [] if self.open_loggers is None else list(self.open_loggers(self.directory.path))
         opened.callback(MultiLogger(trackers).close)
         shown = trackers if self.progress is None else [self.progress, *trackers]
         loggers: list[Logger] = [LenientLogger([each], Exception) for each in shown]
-        loggers += [self.callbacks] if self.callbacks else []  # last: they may read what the others wrote
+        loggers += [self.callbacks] if self.callbacks else []  # last, because they may read the files of the others
         engine = make_engine(session.experiment, self.directory.logs, self.quiet)
         if engine.in_process:
             session = dataclasses.replace(session, loggers=tuple(loggers), progress=self.progress)
@@ -274,7 +279,7 @@ class _Launcher:
     def _run_session(
         self, session: Session, engine: Engine, next_topology: Topology | None, loggers: list[Logger]
     ) -> Result:
-        """Run the program, and the second one, if any. Write the status meanwhile, and the result."""
+        """Run the program, then the second program, if any. Write the status file and the result."""
         directory, warm_up = self.directory, session.topology_config.warm_up_steps(session.experiment)
         status = StatusFile(directory, session.experiment, session.until + warm_up)
         with status.record_failure():
@@ -291,7 +296,7 @@ class _Launcher:
 
     def _run_engine(self, engine: Engine, status: StatusFile) -> int | None:
         """Run the nodes of a program. Return the number of the signal that ended it, or None."""
-        if self.callbacks:  # they end the node whose end is the program's
+        if self.callbacks:  # to end the run, a callback ends this node
             group = ending_group(engine.groups) or next(iter(engine.groups))
             self.callbacks.connect(engine.handle_of(group), group)
         try:
@@ -300,11 +305,11 @@ class _Launcher:
             raise ProgramError(f"{error}\n{self.directory.describe_checkpoint()}") from self.callbacks.error or error
 
     def _write_result(self, session: Session, signal_number: int | None) -> Result:
-        """Complete the result that the program wrote, and draw the learning curve. Raise the error of a callback."""
+        """Complete the program's result, and draw the learning curve. Raise the error of a callback, if any."""
         directory = self.directory
         if directory.result.exists():
             result = Result.read(directory.result)
-        else:  # The program was told to stop before its monitor had begun.
+        else:  # the program was stopped before its monitor started
             env_steps = ProgressFile(directory.progress, session.session_id).counts.env_steps
             result = Result(env_steps, 0, None, None, 0, 0.0, time.time() - session.began, 0, str(directory.path))
         by = result.stopped_by if signal_number is None else "interrupt"
@@ -316,7 +321,7 @@ class _Launcher:
             result = dataclasses.replace(result, evaluation_error=problem)
             _log.warning(problem)
         directory.write_result(result)
-        if directory.metrics.exists():  # not where it was stopped at once
+        if directory.metrics.exists():  # the file is missing if the run was stopped at once
             _draw_learning_curve(directory)
         if self.callbacks.error is not None:
             raise self.callbacks.error
@@ -324,12 +329,12 @@ class _Launcher:
 
 
 def make_engine(experiment: Experiment, logs: pathlib.Path | None, quiet: bool = False) -> Engine:
-    """Make the engine that the experiment asks for.
+    """Make the engine of an experiment.
 
     Args:
-        experiment: the experiment.
-        logs: the directory in which the nodes' lines are kept; None: nowhere.
-        quiet: show no line of the nodes.
+        experiment: The experiment.
+        logs: Directory for the output of the nodes. None means that the output is not saved.
+        quiet: Do not show the output of the nodes.
     """
     config = experiment.topology_config
     options = config.node_options if isinstance(config, ProgramConfig) else {}
@@ -337,8 +342,10 @@ def make_engine(experiment: Experiment, logs: pathlib.Path | None, quiet: bool =
 
 
 def _draw_learning_curve(directory: RunDir) -> None:
-    """Draw the learning curve. The run is over and saved: a picture that cannot be drawn is only warned of."""
+    """Draw the learning curve. Only warn if drawing fails, because the run is already saved."""
     try:
         plot_learning_curve(directory.path, directory.learning_curve)
     except Exception as error:
-        _log.warning("The learning curve was not drawn: %s Draw it later: rlframe plot %s", error, directory.path)
+        _log.warning(
+            "The learning curve could not be drawn: %s To draw it later, run: rlframe plot %s", error, directory.path
+        )

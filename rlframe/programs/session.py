@@ -1,4 +1,4 @@
-"""One session of a run: what its nodes need to know, when something is due, and why it ends before its last step."""
+"""A session of a run: the values that its nodes share, the schedules of recurring tasks, and the early stop."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """The values that the nodes of a session share: the experiment, its agent, the run directory, the last step.
+    """The values that the nodes of a session share: experiment, agent, run directory, last step and others.
 
-    A run has one session, and another one each time it is resumed.
+    A run starts with one session. Each resume adds another one.
     """
 
     experiment: Experiment
     agent: Agent
-    path: pathlib.Path  # of the run directory
+    path: pathlib.Path  # the run directory
     until: int  # the step at which this session ends
-    began: float  # seconds since the epoch
-    # Environment steps of earlier sessions, from `progress.json`. A single process has 0: its checkpoints count them.
+    began: float  # start time, in seconds since the epoch
+    # Environment steps of earlier sessions, from `progress.json`. 0 in a single process, whose checkpoints count them.
     steps_before: int = 0
-    quiet: bool = False  # prints nothing
-    codec: Codec | None = None  # of the environments; None for a language model
-    # These three are only set in a single process. Of several processes, the launcher keeps the loggers.
-    loggers: tuple[Logger, ...] = ()  # get each row as it is written
-    progress: Logger | None = None  # gets the rows, and a few times a second the step without values
-    profile: Profile | None = None  # measures where the time goes
+    quiet: bool = False  # print nothing
+    codec: Codec | None = None  # codec of the environments; None for a language model
+    # The next three are set only if all nodes are in one process. Otherwise the launcher has the loggers.
+    loggers: tuple[Logger, ...] = ()  # receive each row
+    progress: Logger | None = None  # receives the rows, and the step without values a few times a second
+    profile: Profile | None = None  # measures the time of each part
 
     @property
     def directory(self) -> RunDir:
@@ -49,45 +49,45 @@ class Session:
 
     @property
     def topology_config(self) -> TopologyConfig:
-        """The config of the topology."""
+        """The options of the topology."""
         return self.experiment.topology_config
 
     @property
     def last_step_reason(self) -> str:
-        """The reason to stop at the session's last step, for `Result.stopped_by`."""
+        """Value of `Result.stopped_by` for a session that reaches its last step."""
         return "steps" if self.until >= self.experiment.steps else "stop_at"
 
     @property
     def actor_seed(self) -> int:
-        """Seed of the actors; another one in each session, because incarnations start again at 0."""
+        """Seed of the actors. Each session has a different one, because incarnations start again at 0."""
         seed = self.experiment.seed
         return env_seed(seed, self.steps_before) if self.steps_before else seed
 
     @property
     def budget(self) -> int:
-        """Environment steps that each actor may take before the monitor gives it more."""
+        """Number of environment steps that each actor may take before the monitor raises its limit."""
         return math.ceil((self.until - self.steps_before) / EnvOptions.of(self.experiment).num_actors)
 
     @property
     def session_id(self) -> str:
-        """Identifies the session among those of its run."""
+        """Unique ID of the session within the run."""
         return f"{self.began!r}"
 
     @property
     def peer_deadline(self) -> float:
-        """Seconds that a node waits for another one: without limit if the launcher restarts nodes that hang."""
+        """Seconds that a node waits for another node. No limit if the launcher restarts nodes that hang."""
         return math.inf if self.topology_config.kills_hung_nodes else handles.DEADLINE
 
 
 class Schedule:
-    """Due at each multiple of a number of steps.
+    """A schedule for a task that is due at every multiple of `every` steps.
 
     Args:
-        every: the number; 0: it is never due.
-        after: the step after which it is due first.
+        every: Number of steps between two due steps. 0 means never due.
+        after: The first due step is after this step.
 
     Attributes:
-        due: the next step at which it is due.
+        due: The next due step.
     """
 
     def __init__(self, every: int, after: int) -> None:
@@ -95,7 +95,7 @@ class Schedule:
         self.due = self._next_after(after)
 
     def advance_to(self, step: int) -> bool:
-        """Return True if a multiple is reached, and set `due` to the next one. Several that were passed count once."""
+        """Return True if the task is due at `step`, and set `due` to the next due step after it."""
         if step < self.due:
             return False
         self.due = self._next_after(step)
@@ -106,15 +106,15 @@ class Schedule:
 
 
 class EarlyStop:
-    """The decision to end a session before its last step, by a callback or a limit such as `until_return`.
+    """The decision to end a session before its last step, because of a callback or a limit such as `until_return`.
 
     Args:
-        session: the session.
-        by: why, if a process that was restarted had decided it before.
+        session: The session.
+        by: The reason of an early stop that was decided before a restart of this process, or None.
 
     Attributes:
-        by: why, as `Result.stopped_by`; None until it is decided.
-        evaluates: whether the final policy is evaluated.
+        by: The reason, for `Result.stopped_by`. None means no early stop yet.
+        evaluates: True if the final policy is evaluated.
     """
 
     def __init__(self, session: Session, by: str | None = None) -> None:
@@ -123,22 +123,24 @@ class EarlyStop:
         self.by, self.evaluates = by, True
 
     def request(self, by: str, evaluate: bool = True) -> None:
-        """End the session after the step under way. The first reason counts, unless a later one excludes evaluating.
+        """End the session after the current step.
+
+        The first reason is kept, except that a request without evaluation replaces it.
 
         Args:
-            by: the reason's name.
-            evaluate: evaluate the final policy.
+            by: Name of the reason.
+            evaluate: Evaluate the final policy.
         """
         if not evaluate:
             self.by, self.evaluates = by, False
         self.by = self.by or by
 
     def check_limits(self, learner_steps: int, eval_return: float | None) -> str | None:
-        """Set `by` if a limit is reached, and return it: the reason to end now, or None.
+        """Set `by` if a limit is reached. Return the reason to stop now, or None.
 
         Args:
-            learner_steps: so far.
-            eval_return: mean return of the newest evaluation; None: there was none.
+            learner_steps: Learner steps so far.
+            eval_return: Mean return of the newest evaluation. None means no evaluation yet.
         """
         if self.by is None and self._has_limits:
             seconds = time.time() - self._began

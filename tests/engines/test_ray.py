@@ -228,7 +228,7 @@ def test_elastic_keeps_its_versions_when_the_learner_or_the_node_that_has_them_i
         program.wait_for(lambda status: status["job"]["params_version"] > 5)
 
         learner = program.worker("learner/0")
-        program.ask(lambda client: client.evaluate_now())
+        program.call(lambda client: client.evaluate_now())
         program.worker("evaluator/0")  # it is told a version, which is pinned
         os.kill(learner["pid"], signal.SIGKILL)
         status = program.wait_for(lambda status: status["job"]["evaluated_version"] is not None)
@@ -244,7 +244,7 @@ def test_elastic_keeps_its_versions_when_the_learner_or_the_node_that_has_them_i
         program.wait_for(lambda status: status["job"]["params_version"] > before["params_version"] + 5)
         program.wait_for(lambda status: status["job"]["env_steps"] > before["env_steps"])
 
-        program.ask(lambda client: client.cancel("seen enough"))
+        program.call(lambda client: client.cancel("seen enough"))
         code, result = program.finish()
     assert code == 0, program.errors()
     assert result is not None and result["params_version"] > newest

@@ -8,7 +8,7 @@ from rlframe.programs import runner
 
 @pytest.fixture(autouse=True, scope="package")
 def compile_once(tmp_path_factory):
-    """Runs of the same shapes share what XLA compiled: most of a small run's time."""
+    """Share compiled programs between runs of the same shapes. Compilation takes most of the time of a small run."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: getattr(jax.config, name) for name in names}
     jax.config.update(names[0], str(tmp_path_factory.mktemp("xla")))
@@ -20,7 +20,7 @@ def compile_once(tmp_path_factory):
 
 @pytest.fixture
 def learning_curves():
-    """The runs of a test that asks for this draw their learning curves. It takes a fifth of a small run's time."""
+    """Draw learning curves in the test that requests this fixture. Drawing takes a fifth of the time of a small run."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""An agent whose state counts the steps of each episode: who learns from it finds every state that is wrong."""
+"""An agent whose recurrent state counts the steps of an episode, to detect wrong states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlframe.types import FIRST
 
 
 class Counting(IMPALA):
-    """IMPALA; its learner raises where a state is not the number of steps since FIRST."""
+    """IMPALA whose learner raises if a state is not the number of steps since FIRST."""
 
     jit_learner_step = False
 
@@ -33,9 +33,9 @@ class Counting(IMPALA):
     def learner_step(self, params, learner_state, batch):
         data = batch.data
         count, extras = data.agent_state["count"], dict(data.extras)
-        for t, came in enumerate(np.asarray(extras.pop("count")).T):
+        for t, received in enumerate(np.asarray(extras.pop("count")).T):
             count = np.where(data.step_type[:, t] == FIRST, 0, count)
-            np.testing.assert_array_equal(came, count)
+            np.testing.assert_array_equal(received, count)
             count = count + 1
         data = data._replace(agent_state=data.agent_state["core"], extras=extras)
         return self._learn(params, learner_state, batch._replace(data=data))

@@ -1,4 +1,4 @@
-"""`rlframe train --topology elastic` as a process, and what can be done to its workers."""
+"""Run `rlframe train --topology elastic` as a process, and kill or scale its workers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.programs.running_program import RunningProgram
 
 
 class ElasticProgram(RunningProgram):
-    """A run under a coordinator. Its workers outlive the coordinator, so they are not all its descendants."""
+    """A process of an elastic run. Workers survive the coordinator, so some are not descendants of this process."""
 
     def __init__(self, run_dir: pathlib.Path, *arguments: str) -> None:
         super().__init__(run_dir, *arguments, "--topology", "elastic")
-        self.versions: list[int] = []  # and counters, as they were seen one after another
+        self.versions: list[int] = []  # from each status, in order
         self.env_steps: list[int] = []
         self._workers: dict[int, psutil.Process] = {}
 
@@ -34,7 +34,7 @@ class ElasticProgram(RunningProgram):
                     process.kill()
 
     def status(self) -> dict[str, Any] | None:
-        """What its coordinator says; None while that does not answer."""
+        """Return the coordinator's status, or None if the coordinator does not answer."""
         try:
             with ControlClient.of_run(self.run_dir) as client:
                 status = client.status()
@@ -47,49 +47,49 @@ class ElasticProgram(RunningProgram):
         for worker in status["workers"]:
             if worker["pid"] and worker["pid"] not in self._workers and psutil.pid_exists(worker["pid"]):
                 process = psutil.Process(worker["pid"])
-                if process.ppid() != os.getpid():  # those that the test itself started outlive the run
+                if process.ppid() != os.getpid():  # workers that the test itself started may survive the run
                     self._workers[worker["pid"]] = self._seen[worker["pid"]] = process
         return status
 
-    def ask(self, what: Callable[[ControlClient], Any]) -> Any:
-        """Has the coordinator do something, once it answers."""
+    def call(self, function: Callable[[ControlClient], Any]) -> Any:
+        """Call a function with a client of the coordinator. Retry until the coordinator answers."""
         deadline = time.monotonic() + 120.0
         while True:
             try:
                 with ControlClient.of_run(self.run_dir) as client:
-                    return what(client)
-            except (PeerError, UnavailableError, UsageError):  # its control has not begun, or the coordinator is away
+                    return function(client)
+            except (PeerError, UnavailableError, UsageError):  # the HTTP service or the coordinator is not ready
                 assert time.monotonic() < deadline, self.errors()
                 time.sleep(0.1)
 
     def wait_for(self, condition: Callable[[dict[str, Any]], Any], seconds: float = 180.0) -> dict[str, Any]:
-        """Waits for a status of which the condition holds, and returns it."""
+        """Wait until the condition is true for a status, and return the status."""
         found: dict[str, Any] = {}
 
-        def holds() -> bool:
+        def is_true() -> bool:
             status = self.status()
             if status is None or not condition(status):
                 return False
             found.update(status)
             return True
 
-        self.wait_until(holds, seconds)
+        self.wait_until(is_true, seconds)
         return found
 
     def worker(self, worker_id: str, above: int = -1) -> dict[str, Any]:
-        """The worker, once an incarnation above that one is at work."""
+        """Wait until the worker is busy with an incarnation greater than `above`. Return its status."""
 
-        def is_at_work(status: dict[str, Any]) -> bool:
+        def is_busy(status: dict[str, Any]) -> bool:
             return any(
                 worker["worker_id"] == worker_id and worker["state"] == "BUSY" and worker["incarnation"] > above
                 for worker in status["workers"]
             )
 
-        status = self.wait_for(is_at_work)
+        status = self.wait_for(is_busy)
         return next(worker for worker in status["workers"] if worker["worker_id"] == worker_id)
 
     def wait_for_collectors(self, count: int) -> None:
-        """Waits until so many, and no more, are at work."""
+        """Wait until exactly `count` collectors are busy."""
         self.wait_for(
             lambda status: (
                 [
@@ -102,18 +102,18 @@ class ElasticProgram(RunningProgram):
         )
 
     def scale(self, count: int) -> None:
-        """Has so many collectors, and waits until they are at work."""
-        self.ask(lambda client: client.scale("collector", count))
+        """Scale to `count` collectors, and wait until they are busy."""
+        self.call(lambda client: client.scale("collector", count))
         self.wait_for_collectors(count)
 
     def kill_and_wait(self, worker_id: str, number: int = signal.SIGKILL) -> None:
-        """Signals a worker, and waits for the one that takes its place."""
-        struck = self.worker(worker_id)
-        os.kill(struck["pid"], number)
-        self.worker(worker_id, above=struck["incarnation"])
+        """Send a signal to a worker, and wait until its next incarnation is busy."""
+        worker = self.worker(worker_id)
+        os.kill(worker["pid"], number)
+        self.worker(worker_id, above=worker["incarnation"])
 
     def kill_coordinator(self) -> None:
-        """Kills the coordinator, and waits until its successor has the learner and the collectors it had."""
+        """Kill the coordinator, and wait until the restarted coordinator is running the job."""
         before = self.wait_for(lambda status: status["job"]["state"] == "RUNNING")
         self.kill("coordinator")
         self.wait_for(
@@ -124,7 +124,7 @@ class ElasticProgram(RunningProgram):
         )
 
     def check_counters(self, status: dict[str, Any]) -> None:
-        """What holds of a run whatever became of its workers: nothing went back, and the accounts are exact."""
+        """Check that counters never decreased, and that the numbers of granted, learned and lost items add up."""
         assert self.versions == sorted(self.versions)
         assert self.env_steps == sorted(self.env_steps)
         accounts, replay = status["accounts"], status["replay"]
@@ -135,5 +135,5 @@ class ElasticProgram(RunningProgram):
 
 
 def last_status(run_dir: pathlib.Path) -> dict[str, Any]:
-    """What the coordinator wrote down when its job was over."""
+    """Return the status that the coordinator wrote at the end of the job."""
     return json.loads((run_dir / "coordinator" / "status.json").read_text())

@@ -1,4 +1,4 @@
-"""A notebook without its server: cells that run in a `__main__` of their own, as an interactive session's does."""
+"""A fake notebook: it runs cells in a new `__main__` module, like an interactive session."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_net(observation_spec, action_spec):
         return hk.Linear(action_spec.num_values)(observation), hk.Linear(1)(observation)
     return hk.without_apply_rng(hk.transform(forward))
 """
-# Of a run of PPO that takes a second.
+# Options of a PPO run that takes one second.
 SMALL = {
     "num_envs": 2,
     "steps": 64,
@@ -55,19 +55,18 @@ SMALL = {
 
 
 class Notebook:
-    """Runs cells: `notebook.run(code)`. What they define is `notebook[name]`."""
+    """A notebook. `notebook.run(code)` runs a cell, and `notebook[name]` returns a variable."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
         self.restart()
 
     def restart(self) -> None:
-        """Go on with an empty `__main__`."""
+        """Continue with an empty `__main__`."""
         self._main = types.ModuleType("__main__")
         self._monkeypatch.setitem(sys.modules, "__main__", self._main)
 
     def run(self, *cells: str) -> None:
-        """Run each cell."""
         for cell in cells:
             exec(compile(cell, "<cell>", "exec"), vars(self._main))
 

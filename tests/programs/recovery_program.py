@@ -1,4 +1,4 @@
-"""Programs whose nodes tests/programs/test_recovery.py kills: `python recovery_program.py TOPOLOGY DIRECTORY STEPS`."""
+"""A program for test_recovery.py, which kills its nodes: `python recovery_program.py TOPOLOGY DIRECTORY STEPS`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ NUM_ENVS = 4
 
 
 class ProgressPrintingLearner(Learner):
-    """Says how far it is: learner steps, version, items that were ever added to its replay."""
+    """A Learner that prints its learner steps, its version, and the total number of items added to its replay."""
 
-    def tell(self, what: str) -> None:
+    def print_progress(self, event: str) -> None:
         added = self._replay.buffer.stats()["added"]
-        print(f"learner {os.getpid()} {what}: {self.learner_steps} {self.params_version} {added}", flush=True)
+        print(f"learner {os.getpid()} {event}: {self.learner_steps} {self.params_version} {added}", flush=True)
 
     def step(self, batch: Any) -> Any:
         logs = super().step(batch)
         if self.learner_steps % 10 == 0:
-            self.tell("is at")
+            self.print_progress("is at")
         return logs
 
     def run(self) -> None:
@@ -39,7 +39,7 @@ class ProgressPrintingLearner(Learner):
 
     def _learn(self) -> None:
         super()._learn()
-        self.tell("ends at")  # not after `run`, which ends the program, and the replay's server with it
+        self.print_progress("ends at")  # before `run` ends the program, which also stops the replay server
 
 
 def env_builder(seed: int) -> SyncEnv:

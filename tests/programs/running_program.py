@@ -1,4 +1,4 @@
-"""`rlframe train --topology ...` as a process, and what can be done to its nodes."""
+"""Run `rlframe train --topology ...` as a process, and kill or stop its nodes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.waiting import is_process_alive
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-# Each actor has 4 environments, and an update takes 80 of their steps, so that a run of some seconds has many of them.
+# Each actor has 4 environments, and an update needs 80 of their steps, so a run of a few seconds has many updates.
 IMPALA = ["--agent", "impala", "--env", "CartPole-v1", "--num-envs", "8", "--num-actors", "2"]
 
 
-# What carries the nodes, and how they are wired: under Launchpad distributed has Reverb, else the replay service. Ray
-# is one of the program's own here; tests/engines/test_ray.py has a cluster.
+# Engine and topology. `distributed` has Reverb with Launchpad, and the replay service with other engines. Each program
+# with Ray starts its own Ray here; tests/engines/test_ray.py tests an existing cluster.
 PROGRAMS = (
     "local heavy_env",
     "local light_env",
@@ -39,14 +39,14 @@ PROGRAMS = (
     "ray distributed",
 )
 WITH_ELASTIC = (*PROGRAMS, "local elastic")
-# For tests that each agent has: one of Ray's, whose nodes are those of the engine local, stands for all.
+# For tests that every agent repeats. One topology is enough for Ray, whose nodes are the same as those of `local`.
 FOR_EACH_AGENT = tuple(one for one in WITH_ELASTIC if one not in ("ray heavy_env", "ray light_env"))
-# Those in `make test` are of the first; the whole grid is in `make test-system`.
+# `make test` runs only the first entry. `make test-system` runs all of them.
 GRID = [pytest.param(one, marks=[] if one == PROGRAMS[0] else pytest.mark.system) for one in PROGRAMS]
 
 
 def options_of(program: str) -> list[str]:
-    """The options of one of `PROGRAMS`; skips the test where what it needs is not installed."""
+    """Return the options for an entry of `PROGRAMS`. Skip the test if an extra is not installed."""
     engine, topology = program.split()
     if engine == "launchpad":
         needs("launchpad", *(["reverb"] if topology == "distributed" else []))
@@ -56,11 +56,11 @@ def options_of(program: str) -> list[str]:
 
 
 class RunningProgram:
-    """A program that was started. As a context it ends with nothing left of it.
+    """A process of `rlframe train`. On exit of the context, it is killed, and no process may remain.
 
     Args:
-        run_dir: of the run.
-        arguments: of `rlframe train`.
+        run_dir: The run directory.
+        arguments: Arguments of `rlframe train`.
     """
 
     def __init__(self, run_dir: pathlib.Path, *arguments: str) -> None:
@@ -75,7 +75,7 @@ class RunningProgram:
             text=True,
         )
         self._seen: dict[int, psutil.Process] = {}
-        self._blocks: set[str] = set()  # of shared memory with a name, that they had
+        self._blocks: set[str] = set()  # paths of named shared memory of the nodes
 
     def __enter__(self) -> RunningProgram:
         return self
@@ -87,7 +87,7 @@ class RunningProgram:
             self.check_nothing_is_left()
 
     def nodes(self) -> dict[str, psutil.Process]:
-        """The nodes that run now, by name: "actor 1"."""
+        """Return the running nodes, by name such as "actor 1"."""
         children = _children(self.process.pid)
         for child in children:
             self._seen[child.pid] = child
@@ -95,18 +95,18 @@ class RunningProgram:
         return _by_title(children)
 
     def alive(self) -> dict[str, psutil.Process]:
-        """As `nodes`, with those that were seen before and have outlived who started them."""
+        """Return all living nodes by name, including orphans whose parent has exited."""
         self.nodes()
         return _by_title([process for process in self._seen.values() if is_process_alive(process)])
 
     def node(self, name: str) -> psutil.Process:
-        """The node of this name, once it runs."""
+        """Wait until the node with this name runs, and return its process."""
         found: dict[str, psutil.Process] = {}
         self.wait_until(lambda: found.update(self.nodes()) or name in found)
         return found[name]
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
-        """Kills a node, or stops it for ever, and waits until it is back."""
+        """Send a signal to a node (SIGKILL or SIGSTOP), and wait until the node is restarted."""
         node = self.node(name)
         node.send_signal(number)
 
@@ -117,31 +117,31 @@ class RunningProgram:
         self.wait_until(is_back)
 
     def rows(self) -> list[dict[str, Any]]:
-        """What the monitor has written."""
+        """Return the rows that the monitor has written."""
         path = self.run_dir / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
 
     def wait_for_steps(self, steps: int, seconds: float = 120.0) -> None:
-        """Waits for a row that is at `steps` environment steps at least, and after an update."""
+        """Wait for a row with at least `steps` environment steps and at least one update."""
         self.wait_until(
             lambda: any(row["step"] >= steps and row.get("learner_steps", 0) > 0 for row in self.rows()), seconds
         )
 
     def wait_until(self, condition: Callable[[], Any], seconds: float = 120.0) -> None:
-        """Waits for a condition; fails where the program ends before."""
+        """Wait until the condition is true. Fail if the program exits or the time is over."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.errors()}"
-            assert time.monotonic() < deadline, f"it did not happen in time:\n{self.errors()}"
+            assert self.process.poll() is None, f"exit code {self.process.returncode}:\n{self.errors()}"
+            assert time.monotonic() < deadline, f"timeout:\n{self.errors()}"
             time.sleep(0.05)
 
     def errors(self) -> str:
-        """What it wrote to stderr."""
+        """Return the stderr of the program."""
         return (self.run_dir.parent / "stderr").read_text()
 
     def finish(self, seconds: float = 240.0) -> tuple[int, dict[str, Any] | None]:
-        """Waits for the end; returns the exit code and the result, where there is one."""
+        """Wait until the program exits. Return the exit code, and the result or None."""
         self.nodes()
         out, _ = self.process.communicate(timeout=seconds)
         self.check_nothing_is_left()
@@ -149,16 +149,16 @@ class RunningProgram:
         return self.process.returncode, json.loads(lines[-1]) if lines else None
 
     def check_nothing_is_left(self) -> None:
-        """No process, no block of shared memory; with the processes go their ports."""
-        deadline = time.monotonic() + 120.0  # Ray takes its time on a busy machine
+        """Check that no process and no shared memory is left."""
+        deadline = time.monotonic() + 120.0  # Ray is slow on a busy machine
         while alive := [child for child in self._seen.values() if is_process_alive(child)]:
-            assert time.monotonic() < deadline, f"{[(child.pid, _cmdline(child)) for child in alive]} are left"
+            assert time.monotonic() < deadline, f"{[(child.pid, _cmdline(child)) for child in alive]} are still alive"
             time.sleep(0.05)
         assert not [block for block in self._blocks if os.path.exists(block)]
 
 
 def stop_signal(program: RunningProgram, number: int = signal.SIGINT) -> float:
-    """Sends a signal to the launcher and returns the seconds until it has ended."""
+    """Send a signal to the launcher. Return the number of seconds until it has exited."""
     program.nodes()
     began = time.monotonic()
     program.process.send_signal(number)

@@ -25,12 +25,12 @@ SMALL = {"network": "mlp", "network_config": MLPConfig((16,)), "eval_episodes": 
 PROCESSES = ["--async", "--wait-num", "1", "--steps", "3000", "--num-envs", "8", "--unroll-length", "8"]
 
 
-def experiment(agent: str, **fields):
+def small_experiment(agent: str, **fields):
     return make_experiment(agent, **{**SMALL, "steps": 1_000, "log_every": 200, **fields})
 
 
 class SlowEnv(gymnasium.Env):
-    """Episodes of 20 steps, each of which takes 0 to 4 ms."""
+    """An environment with episodes of 20 steps, each of which takes 1 ms on average."""
 
     observation_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -50,80 +50,82 @@ def slow_env():
     return SlowEnv()
 
 
-def test_one_process_learns_from_the_environments_that_answer_first(tmp_path):
-    described = experiment("impala", unroll_length=8, batch_size=4, wait_num=3)
-    result = run_experiment(described, run_dir=tmp_path / "run")
+def test_single_process_learns_from_first_answering_environments(tmp_path):
+    experiment = small_experiment("impala", unroll_length=8, batch_size=4, wait_num=3)
+    result = run_experiment(experiment, run_dir=tmp_path / "run")
     assert 1_000 <= result.env_steps < 1_003
-    assert 26 <= result.learner_steps <= 36  # a batch is of 32 steps, and those in mid-unroll are in none yet
-    assert load_experiment(tmp_path / "run") == described
+    assert 26 <= result.learner_steps <= 36  # a batch has 32 steps, and the last unrolls are incomplete
+    assert load_experiment(tmp_path / "run") == experiment
     again = evaluate(tmp_path / "run", episodes=2)
     assert (again["return_mean"], again["params_version"]) == (result.return_mean, result.params_version)
-    more = run_experiment(dataclasses.replace(described, steps=1_500), run_dir=tmp_path / "run", resume=True)
+    more = run_experiment(dataclasses.replace(experiment, steps=1_500), run_dir=tmp_path / "run", resume=True)
     assert more.env_steps >= 1_500 and more.learner_steps > result.learner_steps
 
 
 @pytest.mark.parametrize("topology", ["heavy_env", pytest.param("light_env", marks=pytest.mark.system)])
-def test_actors_of_a_topology_act_on_what_answers_first(tmp_path, monkeypatch, topology):
+def test_actors_act_on_first_answering_environments(tmp_path, monkeypatch, topology):
     waited = []
     recv = AsyncEnv.recv
     monkeypatch.setattr(AsyncEnv, "recv", lambda self: (waited.append((self.num_envs, self.wait_num)), recv(self))[1])
-    described = experiment("dqn", topology=topology, engine="threads", env_type="thread", min_replay_size=100)
-    result = run_experiment(described, run_dir=tmp_path / "run")
+    experiment = small_experiment("dqn", topology=topology, engine="threads", env_type="thread", min_replay_size=100)
+    result = run_experiment(experiment, run_dir=tmp_path / "run")
     assert result.env_steps >= 1_000 and result.learner_steps > 50
     assert set(waited) == {(4, 2)}
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", WITH_ELASTIC)
-def test_processes_of_a_topology_do_too(tmp_path, which):
+@pytest.mark.parametrize("program_name", WITH_ELASTIC)
+def test_async_environments_work_in_every_engine_and_topology(tmp_path, program_name):
     options = ["--agent", "impala", "--env", f"{__file__}:slow_env", "--preset", "none", "--batch-size", "4"]
-    with RunningProgram(tmp_path / "run", *options, *PROCESSES, *options_of(which)) as program:
+    with RunningProgram(tmp_path / "run", *options, *PROCESSES, *options_of(program_name)) as program:
         code, result = program.finish()
     assert code == 0 and result is not None
     assert result["env_steps"] >= 3_000
     assert result["learner_steps"] >= 0.8 * result["env_steps"] / 32 - 8
 
 
-def test_an_agent_that_needs_all_environments_in_step_is_refused_and_told_why(tmp_path):
+def test_agent_that_needs_synchronous_environments_is_refused(tmp_path):
     with pytest.raises(
-        UsageError, match=r"ppo cannot learn from asynchronous .*max_staleness=0.* as impala and dqn do"
+        UsageError, match=r"ppo cannot learn from asynchronous .*max_staleness=0.* such as impala or dqn"
     ):
-        run_experiment(experiment("ppo"), run_dir=tmp_path / "run")
+        run_experiment(small_experiment("ppo"), run_dir=tmp_path / "run")
     reinforce = f"{ROOT}/examples/custom_agent.py:Reinforce"
-    with pytest.raises(UsageError, match="max_staleness=0: actors wait"):  # by what it says of itself, not by its name
+    with pytest.raises(UsageError, match="max_staleness=0, so actors wait"):  # from its replay_spec, not its name
         run_experiment(make_experiment(reinforce, async_envs=True, topology="heavy_env"), run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_options_that_do_not_go_with_asynchronous_environments_are_refused(capsys):
-    with pytest.raises(UsageError, match="A loop steps its environments one after another"):
-        experiment("impala", env_type="loop")
-    with pytest.raises(UsageError, match="wait_num must be between 1 and 4, the environments of a pool, got 5"):
-        experiment("impala", topology="heavy_env", wait_num=5)
+def test_options_that_conflict_with_async_are_refused(capsys):
+    with pytest.raises(UsageError, match="The env_type loop steps environments one after another"):
+        small_experiment("impala", env_type="loop")
+    with pytest.raises(
+        UsageError, match="wait_num must be between 1 and 4, the number of environments per pool, got 5"
+    ):
+        small_experiment("impala", topology="heavy_env", wait_num=5)
     assert main(["train", "--agent", "impala", "--wait-num", "2"]) == 2
     assert "wait_num=2 is for asynchronous environments: add --async" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("num_envs", "wait_num"), [(1, 1), (2, 1), (4, 2), (8, 3), (16, 6), (64, 22)])
-def test_a_third_of_the_environments_is_waited_for_unless_another_number_is_given(num_envs, wait_num):
-    assert experiment("impala", num_envs=num_envs).num_awaited_envs == wait_num
-    assert experiment("impala", num_envs=num_envs, wait_num=num_envs).num_awaited_envs == num_envs
-    assert experiment("impala", num_envs=num_envs).synchronous.num_awaited_envs == num_envs
+def test_wait_num_defaults_to_a_third_of_the_environments(num_envs, wait_num):
+    assert small_experiment("impala", num_envs=num_envs).num_awaited_envs == wait_num
+    assert small_experiment("impala", num_envs=num_envs, wait_num=num_envs).num_awaited_envs == num_envs
+    assert small_experiment("impala", num_envs=num_envs).synchronous.num_awaited_envs == num_envs
 
 
 @pytest.mark.system
-def test_a_pool_runs_in_the_quickest_way_that_can_be_asynchronous():
+def test_auto_env_type_is_the_fastest_asynchronous_pool():
     for env, kind in ((f"{__file__}:slow_env", "AsyncProcesses"), ("CartPole-v1", "EnvPoolAdapter")):
-        pool = make_pool(experiment("impala", env=env), 4, {}, 1)
+        pool = make_pool(small_experiment("impala", env=env), 4, {}, 1)
         assert (pool.wait_num, type(pool._pool).__name__) == (3, kind)
         pool.close()
 
 
-def test_a_queue_has_room_for_the_unrolls_of_an_environment_that_is_four_times_as_slow():
-    described = experiment("impala", unroll_length=8, batch_size=4)
+def test_queue_has_room_for_unrolls_of_an_environment_that_is_four_times_slower():
+    experiment = small_experiment("impala", unroll_length=8, batch_size=4)
     observation = specs.Array((1,), np.float32, "observation")
     agent = IMPALA(IMPALAConfig(unroll_length=8, batch_size=4), observation, specs.DiscreteArray(2, np.int32, "action"))
-    buffer = ReplayBuffer(agent, capacity=replay_capacity(agent.replay_spec, described))
+    buffer = ReplayBuffer(agent, capacity=replay_capacity(agent.replay_spec, experiment))
     rank, _ = buffer.claim_rank(8)
     counts, slow = np.zeros(8, np.int64), 0
     for round in range(4 * 8 * 10):
@@ -143,9 +145,13 @@ def test_a_queue_has_room_for_the_unrolls_of_an_environment_that_is_four_times_a
     assert slow == 10
 
 
-def test_the_command_line_takes_the_options():
-    described, _, _ = read_arguments(["--agent", "impala", "--async", "--wait-num", "2", "--topology", "heavy_env"])
-    assert (described.topology_config.async_envs, described.topology_config.wait_num, described.num_awaited_envs) == (
+def test_command_line_reads_async_options():
+    experiment, _, _ = read_arguments(["--agent", "impala", "--async", "--wait-num", "2", "--topology", "heavy_env"])
+    assert (
+        experiment.topology_config.async_envs,
+        experiment.topology_config.wait_num,
+        experiment.num_awaited_envs,
+    ) == (
         True,
         2,
         2,

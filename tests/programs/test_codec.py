@@ -1,4 +1,4 @@
-"""One codec in training, `act`, `evaluate`, `export` and `EnvServer`: what trains can be acted in."""
+"""Training, `act`, `evaluate`, `export` and `EnvServer` use the same codec, so every space works in all of them."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ import numpy as np
 OBSERVED, TAKEN = pickle.loads((pathlib.Path(__file__).parent / "spaces.pickle").read_bytes())
 
 
-def loosely(value):
+def reordered(value):
     if isinstance(value, dict):
-        return collections.OrderedDict((key, loosely(value[key])) for key in reversed(sorted(value)))
-    return [loosely(one) for one in value] if isinstance(value, tuple) else value
+        return collections.OrderedDict((key, reordered(value[key])) for key in reversed(sorted(value)))
+    return [reordered(one) for one in value] if isinstance(value, tuple) else value
 
 
 class Strict(gymnasium.Env):
-    # Samples its observations, and takes only what is in its action space.
+    # Returns random observations, and accepts only actions in its action space.
     observation_space, action_space = OBSERVED, TAKEN
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
             self.observation_space.seed(seed)
         self.steps = 0
-        return loosely(self.observation_space.sample()), {}
+        return reordered(self.observation_space.sample()), {}
 
     def step(self, action):
         assert self.action_space.contains(action), (action, self.action_space)
         self.steps += 1
-        return loosely(self.observation_space.sample()), 1.0, False, self.steps == 5, {}
+        return reordered(self.observation_space.sample()), 1.0, False, self.steps == 5, {}
 """
 
 bounds = st.floats(-10, 10).flatmap(lambda low: st.tuples(st.just(low), st.floats(low + 0.01, low + 9)))
@@ -81,13 +81,13 @@ cases = {"observation_space": observed, "action_space": taken, "frame_stack": st
 
 
 def narrow(value):
-    """A batch of one, as JAX takes it."""
+    """Return a batch of one, with the 32-bit dtypes of JAX."""
     array = np.asarray(value)[None]
     return array.astype({"float64": np.float32, "int64": np.int32}.get(array.dtype.name, array.dtype))
 
 
 def trained(folder, observation_space, action_space, **options):
-    """A short run in an environment of these spaces, and the environment's class."""
+    """Train briefly in an environment with these spaces. Return the run directory and the environment's class."""
     (folder / "spaces.pickle").write_bytes(pickle.dumps((observation_space, action_space)))
     file = folder / "strict.py"
     file.write_text(ENVIRONMENT)
@@ -127,14 +127,14 @@ def check(folder, observation_space, action_space, frame_stack):
 
 @settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(**cases)
-def test_an_environment_that_trains_takes_what_the_policy_gives(tmp_path_factory, **case):
+def test_policy_actions_are_valid_in_the_training_environment(tmp_path_factory, **case):
     check(tmp_path_factory.mktemp("run"), **case)
 
 
 @pytest.mark.system
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(**cases)
-def test_every_environment_that_trains_takes_what_the_policy_gives(tmp_path_factory, **case):
+def test_policy_actions_are_valid_for_many_random_spaces(tmp_path_factory, **case):
     check(tmp_path_factory.mktemp("run"), **case)
 
 
@@ -146,13 +146,13 @@ def test_every_environment_that_trains_takes_what_the_policy_gives(tmp_path_fact
         (g.Discrete(3, start=2**31 - 2), "'observation' starts at 2147483646"),
     ],
 )
-def test_spaces_that_no_exported_file_can_hold_are_refused(space, message):
+def test_spaces_that_export_does_not_support_are_refused(space, message):
     check_codec(codec_of_spaces(g.Dict(a=g.Tuple((g.Discrete(3, start=2**31 - 3),))), g.Discrete(2)))
     with pytest.raises(UsageError, match=message):
         check_codec(codec_of_spaces(space, g.Discrete(2)))
 
 
-def test_a_policy_refuses_what_is_not_in_the_space_it_was_trained_in(tmp_path):
+def test_policy_refuses_observations_outside_its_space(tmp_path):
     space = g.Dict(a=g.Discrete(3, start=-1), b=g.Box(-1, 1, (2,), np.float64))
     run, make = trained(tmp_path, space, g.Discrete(3, start=-1))
     policy, good = rlframe.load(run), collections.OrderedDict(b=[0.5, 0.5], a=-1)
@@ -170,4 +170,4 @@ def test_a_policy_refuses_what_is_not_in_the_space_it_was_trained_in(tmp_path):
     exported = jax.export.deserialize(rlframe.export(run, tmp_path / "policy").read_bytes())
     observation = {"a": np.array([0, 7, 0], np.int32), "b": np.array([[0, 0], [0, 0], [0, np.nan]], np.float32)}
     action, _ = exported.call(observation, np.ones(3, bool), [], np.uint32(0))
-    assert action[0] in (-1, 0, 1) and action[1] == action[2] == -(2**31)  # no action at all
+    assert action[0] in (-1, 0, 1) and action[1] == action[2] == -(2**31)  # the value for an invalid observation

@@ -1,4 +1,4 @@
-"""Whole runs of the agents for continuous control: in one process, in every topology, on every kind of robot."""
+"""Runs of the agents for continuous control: in one process, in every topology, and with robots of every library."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ OPTIONS = {"network": "mlp", "network_config": MLPConfig((16,), "relu"), "eval_e
 OPTIONS |= {"preset": "none", "min_replay_size": 100, "batch_size": 16, "learning_rate": 1e-3}
 
 
-def experiment(agent: str, env: str = "Pendulum-v1", **fields) -> Experiment:
+def small_experiment(agent: str, env: str = "Pendulum-v1", **fields) -> Experiment:
     return make_experiment(agent, env, **{**OPTIONS, "num_envs": 2, "steps": 500, "log_every": 100, **fields})
 
 
 @pytest.mark.system
-def test_normalized_runs_repeat_exactly_and_their_statistics_are_saved(tmp_path):
+def test_resumed_normalized_run_is_identical_to_an_uninterrupted_run(tmp_path):
     fields = {"unroll_length": 32, "num_minibatches": 2, "normalize_observations": True, "normalize_rewards": True}
     fields |= {"num_envs": 2, "steps": 600, "eval_episodes": 1, "env_type": "loop", "preset": "none", "num_epochs": 2}
-    described = make_experiment("ppo", "Pendulum-v1", **fields)
-    whole = run_experiment(described, run_dir=tmp_path / "whole")
-    run_experiment(described, run_dir=tmp_path / "parts", stop_at=231)  # in the middle of an episode and of an unroll
-    run_experiment(described, run_dir=tmp_path / "parts", resume=True)
+    experiment = make_experiment("ppo", "Pendulum-v1", **fields)
+    whole = run_experiment(experiment, run_dir=tmp_path / "whole")
+    run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=231)  # in the middle of an episode and an unroll
+    run_experiment(experiment, run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
     assert evaluate(tmp_path / "whole", episodes=1)["return_mean"] == whole.return_mean
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("agent", ["sac", "td3"])
-def test_a_run_may_be_stopped_and_resumed_and_its_policy_loaded(agent, tmp_path):
-    described = experiment(agent)
-    whole = run_experiment(described, run_dir=tmp_path / "whole")
-    # 315 steps: an odd number of updates, in the middle of an episode.
-    run_experiment(described, run_dir=tmp_path / "parts", stop_at=315)
-    run_experiment(described, run_dir=tmp_path / "parts", resume=True)
+def test_resumed_run_is_identical_and_its_policy_loads(agent, tmp_path):
+    experiment = small_experiment(agent)
+    whole = run_experiment(experiment, run_dir=tmp_path / "whole")
+    # 315 steps give an odd number of updates, and are in the middle of an episode.
+    run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=315)
+    run_experiment(experiment, run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
     assert 380 <= whole.learner_steps <= 402
     assert evaluate(tmp_path / "whole", episodes=1)["return_mean"] == whole.return_mean
@@ -51,9 +51,9 @@ def test_a_run_may_be_stopped_and_resumed_and_its_policy_loaded(agent, tmp_path)
 
 @pytest.mark.system
 @pytest.mark.parametrize(("agent", "topology"), [("sac", "heavy_env"), ("td3", "light_env")])
-def test_a_program_learns_at_the_ratio_that_the_agent_asks_for(agent, topology, tmp_path):
-    described = experiment(agent, topology=topology, engine="threads", num_envs=4, update_period=4, steps=1_000)
-    result = run_experiment(described, run_dir=tmp_path / "run")
+def test_program_makes_updates_at_the_configured_ratio(agent, topology, tmp_path):
+    experiment = small_experiment(agent, topology=topology, engine="threads", num_envs=4, update_period=4, steps=1_000)
+    result = run_experiment(experiment, run_dir=tmp_path / "run")
     due = (result.env_steps - 100) / 4
     assert 0.8 * due <= result.learner_steps <= 1.1 * due
 
@@ -67,28 +67,29 @@ def test_a_program_learns_at_the_ratio_that_the_agent_asks_for(agent, topology, 
         pytest.param("reverb", {}, marks=pytest.mark.system),
     ],
 )
-def test_wherever_the_replay_lies_the_updates_that_are_due_are_made(replay, options, tmp_path):
+def test_program_makes_all_updates_with_every_replay_buffer(replay, options, tmp_path):
     if replay == "reverb":
         needs("reverb")
-    fields = {"num_envs": 4, "min_replay_size": 500, "update_period": 1, "steps": 1_000}  # learns from the half on
-    described = experiment("td3", topology="heavy_env", engine="threads", replay=replay, **fields, **options)
-    result = run_experiment(described, run_dir=tmp_path / "run")
+    fields = {"num_envs": 4, "min_replay_size": 500, "update_period": 1, "steps": 1_000}  # learns in the second half
+    experiment = small_experiment("td3", topology="heavy_env", engine="threads", replay=replay, **fields, **options)
+    result = run_experiment(experiment, run_dir=tmp_path / "run")
     due = result.env_steps - 500
     assert 0.9 * due <= result.learner_steps <= 1.1 * due
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("agent", ["sac", "td3"])
-@pytest.mark.parametrize("which", FOR_EACH_AGENT)
-def test_processes_of_every_topology_learn_the_pendulum(agent, which, tmp_path):
+@pytest.mark.parametrize("program_name", FOR_EACH_AGENT)
+def test_agent_learns_pendulum_in_every_topology(agent, program_name, tmp_path):
     options = ["--agent", agent, "--env", "Pendulum-v1", "--min-replay-size", "500", "--network", "mlp"]
     options += ["--network.hidden", "64", "64", "--network.activation", "relu", "--batch-size", "64"]
     options += ["--steps", "10000", "--num-envs", "2", "--num-actors", "2", "--learning-rate", "1e-3"]
-    with RunningProgram(tmp_path / "run", *options, *options_of(which)) as program:
+    with RunningProgram(tmp_path / "run", *options, *options_of(program_name)) as program:
         code, result = program.finish(300.0)
     assert code == 0 and result is not None
     assert result["learner_steps"] >= 0.8 * (result["env_steps"] - 500)
-    # At random -1,200. After 6,000 steps TD3 has -130 to -670, in one process as in several; after 10,000 -120 to -360.
+    # A random policy returns -1,200. TD3 returns -130 to -670 after 6,000 steps, and -120 to -360 after 10,000 steps,
+    # both in one process and in several.
     assert result["return_mean"] > -600.0
 
 
@@ -97,12 +98,12 @@ def test_processes_of_every_topology_learn_the_pendulum(agent, which, tmp_path):
     [
         pytest.param("envpool:HalfCheetah-v4", "envpool", "envpool", marks=pytest.mark.system),
         pytest.param("gymnasium:HalfCheetah-v5", "loop", "mujoco", marks=pytest.mark.system),
-        # A dict of observations.
+        # The observations are a dict.
         pytest.param("dm_control:cheetah-run", "loop", "dm_control", marks=pytest.mark.system),
     ],
 )
-def test_robots_of_every_library(env, type, package, tmp_path):
+def test_sac_trains_on_robots_of_every_library(env, type, package, tmp_path):
     import_or_skip(package, "pip install 'rlframe[envs]'")
-    described = experiment("sac", env, env_type=type, num_envs=1, steps=120)
-    result = run_experiment(described, run_dir=tmp_path / "run")
+    experiment = small_experiment("sac", env, env_type=type, num_envs=1, steps=120)
+    result = run_experiment(experiment, run_dir=tmp_path / "run")
     assert result.learner_steps >= 15

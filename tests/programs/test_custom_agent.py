@@ -1,4 +1,4 @@
-"""Agents of a user's own files, unchanged, in every topology."""
+"""Agents from the user's files run in every topology without changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.programs.running_program import WITH_ELASTIC, options_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 NORMALIZED = ["--normalize-observations", "--normalize-rewards"]
-RANDOM = 22.0  # what a random policy returns on CartPole
+RANDOM = 22.0  # return of a random policy on CartPole
 
 
 @pytest.mark.system
@@ -26,15 +26,15 @@ RANDOM = 22.0  # what a random policy returns on CartPole
     ],
     ids=["reinforce", "normalized reinforce", "recurrent"],
 )
-@pytest.mark.parametrize("which", WITH_ELASTIC)
-def test_a_custom_agent_learns_in_every_topology(which, agent, env, steps, wanted, options, tmp_path):
+@pytest.mark.parametrize("program_name", WITH_ELASTIC)
+def test_custom_agent_learns_in_every_topology(program_name, agent, env, steps, wanted, options, tmp_path):
     command = [sys.executable, "-m", "rlframe", "train", "--agent", str(ROOT / "examples" / agent)]
-    command += ["--env", env, "--num-envs", "8", *options_of(which), "--num-actors", "2", *options]
+    command += ["--env", env, "--num-envs", "8", *options_of(program_name), "--num-actors", "2", *options]
     command += ["--steps", str(steps), "--run-dir", str(tmp_path / "run"), "--quiet", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280.0)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["env_steps"] >= steps and result["learner_steps"] > 100
-    # Not the last return: a policy gradient may fall back after it has solved the task.
+    # Take the best return, because a policy gradient agent may get worse after it has solved the task.
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert max(row.get("episode_return", 0.0) for row in rows) > wanted

@@ -1,4 +1,4 @@
-"""Topologies, engines and replays of a user's own: each is a name in a file, as agents and environments are."""
+"""Custom topologies, engines and replay buffers, given as `file.py:name` like agents and environments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlframe.programs import load_experiment, make_experiment, run_experiment
 from rlframe.programs.options.config_file import save_experiment
 from rlframe.programs.options.make_experiment import change_options
 
-OWN = """
+CUSTOM_PARTS = """
 import dataclasses
 import pathlib
 
@@ -28,7 +28,7 @@ from rlframe.programs.topologies.makers import actor_options, add_replay, env_bu
 from rlframe.replay import ReplayBuffer
 
 
-class Noting(ThreadsEngine):
+class RecordingEngine(ThreadsEngine):
     def add(self, group, constructor, *args, **kwargs):
         with (pathlib.Path(__file__).parent / "nodes").open("a") as file:
             file.write(f"{group}\\n")
@@ -48,28 +48,28 @@ class Twice(GameProgram):
 
 
 @configured_by(Twice)
-def twice(engine, run):
-    replay_buffer = add_replay(engine, run)
-    learner = engine.add("learner", Learner, learner_config(run), run.agent, replay_buffer)
+def twice(engine, session):
+    replay_buffer = add_replay(engine, session)
+    learner = engine.add("learner", Learner, learner_config(session), session.agent, replay_buffer)
     actors = []
-    for rank in range(run.topology_config.num_actors):
-        for _ in range(run.topology_config.inferencers_per_actor):
-            inferencer = engine.add("inferencer", Inferencer, inferencer_config(run), run.agent, learner)
-        builder = env_builder(run.experiment)
-        actors.append(engine.add("actor", Actor, builder, inferencer, replay_buffer, rank, **actor_options(run)))
-    engine.add("monitor", GameMonitor, run, learner, actors)
+    for rank in range(session.topology_config.num_actors):
+        for _ in range(session.topology_config.inferencers_per_actor):
+            inferencer = engine.add("inferencer", Inferencer, inferencer_config(session), session.agent, learner)
+        builder = env_builder(session.experiment)
+        actors.append(engine.add("actor", Actor, builder, inferencer, replay_buffer, rank, **actor_options(session)))
+    engine.add("monitor", GameMonitor, session, learner, actors)
 """
 SMALL = "--agent impala --env-type loop --num-envs 4 --steps 400 --unroll-length 8 --batch-size 4 --eval-episodes 1"
 
 
 @pytest.fixture
-def own(tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
-    return tmp_path / "own.py"
+def custom(tmp_path):
+    (tmp_path / "custom.py").write_text(CUSTOM_PARTS)
+    return tmp_path / "custom.py"
 
 
-def test_a_run_of_a_topology_an_engine_and_a_replay_that_a_file_names(own, tmp_path, capsys):
-    named = ["--topology", f"{own}:twice", "--engine", f"{own}:Noting", "--replay", f"{own}:Store"]
+def test_run_uses_custom_topology_engine_and_replay_from_a_file(custom, tmp_path, capsys):
+    named = ["--topology", f"{custom}:twice", "--engine", f"{custom}:RecordingEngine", "--replay", f"{custom}:Store"]
     options = [*SMALL.split(), "--network", "mlp", "--network.hidden", "8", "--inferencers-per-actor", "2"]
     run_dir = tmp_path / "run"
     assert main(["train", *options, *named, "--run-dir", str(run_dir), "--quiet", "--json"]) == 0
@@ -79,23 +79,25 @@ def test_a_run_of_a_topology_an_engine_and_a_replay_that_a_file_names(own, tmp_p
     assert nodes == ["learner", *["inferencer", "inferencer", "actor"] * 2, "monitor"]
     assert (tmp_path / "store").exists()
     topology = load_experiment(run_dir).topology_config
-    assert (topology.name, topology.inferencers_per_actor) == (f"{own}:twice", 2)
+    assert (topology.name, topology.inferencers_per_actor) == (f"{custom}:twice", 2)
     repeated, _, _ = read_arguments(["--config", str(run_dir / "config.json")])
     assert repeated == load_experiment(run_dir)
 
 
-def test_an_option_of_ones_own_topology_is_refused_where_it_is_not_read(own):
+def test_option_of_a_custom_topology_is_refused_for_other_topologies(custom):
     with pytest.raises(UsageError, match="There is no option --inferencers-per-actor"):
         read_arguments(["--inferencers-per-actor", "2"])
-    with pytest.raises(UsageError, match=f"replay_checkpoint_every=5 is for the topology single_process: {own}:twice"):
-        make_experiment("impala", topology=f"{own}:twice", replay_checkpoint_every=5)
+    with pytest.raises(
+        UsageError, match=f"replay_checkpoint_every=5 is for the topology single_process: {custom}:twice"
+    ):
+        make_experiment("impala", topology=f"{custom}:twice", replay_checkpoint_every=5)
 
 
-def test_a_config_of_ones_own_topology_may_change_to_another_once_its_own_options_have_their_defaults(own, tmp_path):
+def test_custom_topology_can_be_replaced_if_its_options_have_default_values(custom, tmp_path):
     config = tmp_path / "config.json"
-    save_experiment(make_experiment("impala", topology=f"{own}:twice", inferencers_per_actor=2), config, {})
+    save_experiment(make_experiment("impala", topology=f"{custom}:twice", inferencers_per_actor=2), config, {})
     other = ["--config", str(config), "--topology", "heavy_env"]
-    refused = f"^inferencers_per_actor=2 is for the topology {own}:twice: heavy_env does not read it. Leave it at 1"
+    refused = f"^inferencers_per_actor=2 is for the topology {custom}:twice: heavy_env does not read it. Leave it at 1"
     with pytest.raises(UsageError, match=refused):
         read_arguments(other)
     with pytest.raises(UsageError, match=refused):
@@ -105,19 +107,19 @@ def test_a_config_of_ones_own_topology_may_change_to_another_once_its_own_option
     assert changed == change_options(load_experiment(config), {"topology": "heavy_env", "inferencers_per_actor": 1})
 
 
-def test_a_name_that_means_nothing_is_explained(own):
-    with pytest.raises(UsageError, match="own.py defines no 'thrice'"):
-        make_experiment("impala", topology=f"{own}:thrice")
+def test_invalid_names_of_custom_parts_raise_clear_errors(custom):
+    with pytest.raises(UsageError, match="custom.py defines no 'thrice'"):
+        make_experiment("impala", topology=f"{custom}:thrice")
     with pytest.raises(UsageError, match="There is no engine 'thread'.*Did you mean 'threads'"):
         make_experiment("impala", topology="heavy_env", engine="thread")
     with pytest.raises(UsageError, match="is no rlframe.engines.Engine"):
-        make_experiment("impala", topology="heavy_env", engine=f"{own}:Store")
-    with pytest.raises(UsageError, match="for agents that learn from steps; this one learns from trajectories"):
-        make_experiment("grpo", topology=f"{own}:twice")
+        make_experiment("impala", topology="heavy_env", engine=f"{custom}:Store")
+    with pytest.raises(UsageError, match="for agents that learn from steps. This agent learns from trajectories"):
+        make_experiment("grpo", topology=f"{custom}:twice")
 
 
 @pytest.mark.system
-def test_the_replay_store_of_the_example_serves_a_run_and_is_filled_again_when_that_is_resumed(tmp_path):
+def test_example_replay_store_trains_and_is_refilled_on_resume(tmp_path):
     store = pathlib.Path(__file__).parents[2] / "examples" / "custom_replay_store.py"
     small = (
         "--agent dqn --preset none --env-type loop --num-envs 2 --min-replay-size 64 --batch-size 32 --eval-episodes 1"
@@ -129,7 +131,7 @@ def test_the_replay_store_of_the_example_serves_a_run_and_is_filled_again_when_t
     assert result["env_steps"] >= 400 and result["learner_steps"] > 0
 
 
-def test_a_replay_that_is_no_buffer_is_named(tmp_path):
-    (tmp_path / "own.py").write_text("class Store: pass\n")
+def test_replay_class_that_is_not_a_buffer_is_refused(tmp_path):
+    (tmp_path / "custom.py").write_text("class Store: pass\n")
     with pytest.raises(UsageError, match="Store'>, which is not a subclass of rlframe.replay.BaseReplayBuffer"):
-        run_experiment(make_experiment("dqn", replay=f"{tmp_path / 'own.py'}:Store"), run_dir=tmp_path / "run")
+        run_experiment(make_experiment("dqn", replay=f"{tmp_path / 'custom.py'}:Store"), run_dir=tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Elastic runs whose workers, learner and coordinator are killed and paused while they are scaled."""
+"""Elastic runs whose collectors, learner and coordinator are killed, paused and scaled."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LONG = ("--steps", "100000000", "--log-every", "500")
 
 
 @pytest.mark.parametrize("replay", ["auto", pytest.param("service", marks=pytest.mark.system)])
-def test_a_collector_and_the_coordinator_may_be_killed(tmp_path: pathlib.Path, replay: str) -> None:
-    # It cannot end before all is seen.
+def test_run_survives_killed_collector_and_coordinator(tmp_path: pathlib.Path, replay: str) -> None:
+    # The number of steps is so large that the run does not end during the test.
     with ElasticProgram(tmp_path / "run", *IMPALA, *FEW, *LONG, "--replay", replay) as program:
         program.wait_for_collectors(1)
         program.scale(2)
@@ -40,7 +40,7 @@ def test_a_collector_and_the_coordinator_may_be_killed(tmp_path: pathlib.Path, r
                 and status["job"]["learner_steps"] > before["learner_steps"]
             )
         )
-        program.ask(lambda client: client.cancel("seen enough"))
+        program.call(lambda client: client.cancel("seen enough"))
         code, result = program.finish()
     assert code == 0, program.errors()
     assert result is not None and result["env_steps"] > before["env_steps"]
@@ -51,7 +51,7 @@ def test_a_collector_and_the_coordinator_may_be_killed(tmp_path: pathlib.Path, r
 
 
 @pytest.mark.system
-def test_ctrl_c_saves_and_the_run_goes_on_from_there(tmp_path: pathlib.Path) -> None:
+def test_ctrl_c_saves_the_run_and_resume_continues_it(tmp_path: pathlib.Path) -> None:
     with ElasticProgram(tmp_path / "run", *DQN, *FEW, *LONG) as program:
         program.wait_for_steps(2_000)
         program.status()
@@ -69,14 +69,14 @@ def test_ctrl_c_saves_and_the_run_goes_on_from_there(tmp_path: pathlib.Path) -> 
     assert second["learner_steps"] > first["learner_steps"]
     assert second["params_version"] > first["params_version"]
     after = last_status(program.run_dir)
-    steps = [row["step"] for row in program.rows() if "steps_per_second" in row]  # others are evaluations
-    assert after["replay"]["added"] > before["replay"]["added"] >= 2_000  # nothing of it was evicted by then
+    steps = [row["step"] for row in program.rows() if "steps_per_second" in row]  # the other rows are evaluations
+    assert after["replay"]["added"] > before["replay"]["added"] >= 2_000  # nothing was evicted yet
     assert program.rows()[: len(rows)] == rows
     assert steps == sorted(set(steps))
 
 
 @pytest.mark.system
-def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: pathlib.Path) -> None:
+def test_all_processes_exit_after_the_launcher_is_killed(tmp_path: pathlib.Path) -> None:
     with ElasticProgram(tmp_path / "run", *IMPALA, *FEW, *LONG) as program:
         program.wait_for_collectors(1)
         program.scale(2)
@@ -87,38 +87,38 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: pathlib.Path) -> N
 
 
 @pytest.mark.system
-def test_a_paused_run_stands_still_and_goes_on(tmp_path: pathlib.Path) -> None:
+def test_paused_run_makes_no_progress_until_unpaused(tmp_path: pathlib.Path) -> None:
     with ElasticProgram(tmp_path / "run", *IMPALA, *FEW, *LONG) as program:
         program.wait_for_collectors(1)
-        program.ask(lambda client: client.pause())
+        program.call(lambda client: client.pause())
         program.wait_for(lambda status: status["job"]["state"] == "PAUSED")
 
         def counters(status: dict[str, Any]) -> tuple[int, ...]:
             job, replay = status["job"], status["replay"]
             return job["env_steps"], job["learner_steps"], job["params_version"], replay["added"]
 
-        seen = [(0.0, (-1,))]  # (since when, counters)
+        seen = [(0.0, (-1,))]  # (time of the first status, counters)
 
-        def stand_still(status: dict[str, Any]) -> bool:
+        def is_unchanged(status: dict[str, Any]) -> bool:
             if counters(status) != seen[-1][1]:
                 seen.append((time.monotonic(), counters(status)))
-            return time.monotonic() - seen[-1][0] > 25.0  # longer than a worker may be silent
+            return time.monotonic() - seen[-1][0] > 25.0  # longer than the timeout of a silent worker
 
-        paused = program.wait_for(stand_still)
+        paused = program.wait_for(is_unchanged)
         assert paused["job"]["state"] == "PAUSED" and paused["job"]["waits_for"] == "paused"
         assert seen[-1][0] - seen[1][0] < 5.0
         assert paused["job"]["restarts"] == 0
-        program.ask(lambda client: client.unpause())
+        program.call(lambda client: client.unpause())
         later = program.wait_for(lambda status: status["job"]["learner_steps"] > paused["job"]["learner_steps"] + 20)
         assert (later["job"]["state"], later["job"]["restarts"]) == ("RUNNING", 0)
-        program.ask(lambda client: client.cancel("seen enough"))
+        program.call(lambda client: client.cancel("seen enough"))
         code, result = program.finish()
     assert code == 0 and result is not None, program.errors()
     program.check_counters(last_status(program.run_dir))
 
 
-def strike_all(program: ElasticProgram) -> None:
-    """All that may happen to a run: 1 → 4 → 2 collectors, and everybody is killed or paused once."""
+def disrupt_run(program: ElasticProgram) -> None:
+    """Scale from 1 to 4 to 2 collectors, and kill or pause collectors, learner and coordinator once each."""
     program.wait_for_collectors(1)
     program.scale(4)
     program.kill_and_wait("collector/1", signal.SIGKILL)
@@ -134,20 +134,20 @@ def strike_all(program: ElasticProgram) -> None:
 @pytest.mark.parametrize(
     ("agent", "steps", "wanted"), [(STEADY_DQN, 300_000, 475.0), (IMPALA, 2_000_000, 450.0)], ids=["dqn", "impala"]
 )
-def test_a_run_learns_whatever_becomes_of_its_processes(
+def test_run_solves_the_task_despite_killed_and_paused_processes(
     tmp_path: pathlib.Path, agent: tuple[str, ...], steps: int, wanted: float
 ) -> None:
     arguments = [*agent, "--seed", "1", "--steps", str(steps), "--min-actors", "1", "--max-actors", "4"]
     arguments += ["--num-actors", "2", "--eval-every", str(steps // 10)]
     with ElasticProgram(tmp_path / "run", *arguments) as program:
         program.scale(1)
-        strike_all(program)
+        disrupt_run(program)
         code, result = program.finish(600.0)
     status = last_status(program.run_dir)
     print(result, status["job"], status["accounts"], status["replay"])
     assert code == 0, program.errors()
     assert result is not None
-    assert max(mean for _, mean, _ in status["evaluations"]) >= wanted  # DQN's returns fall and rise to the end
+    assert max(mean for _, mean, _ in status["evaluations"]) >= wanted  # the returns of DQN vary until the end
     assert result["return_mean"] == status["evaluations"][-1][1]
     assert result["env_steps"] >= steps
     assert status["job"]["state"] == "CLOSED"
@@ -157,7 +157,7 @@ def test_a_run_learns_whatever_becomes_of_its_processes(
 
 
 @pytest.mark.system
-def test_it_runs_to_its_end_under_launchpad(tmp_path: pathlib.Path) -> None:
+def test_elastic_run_completes_with_launchpad(tmp_path: pathlib.Path) -> None:
     needs("launchpad")
     arguments = ("--agent", "ppo", "--env", "CartPole-v1", "--steps", "4000", "--max-actors", "2")
     with ElasticProgram(tmp_path / "run", *arguments, "--engine", "launchpad", "--eval-episodes", "2") as program:

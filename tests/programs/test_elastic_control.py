@@ -1,4 +1,4 @@
-"""Elastic runs as people steer them, by the page in a browser."""
+"""Control elastic runs with the live page in a browser."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.system
 
 
 @NEEDS_CHROMIUM
-def test_the_page_shows_a_real_run_and_steers_it(tmp_path: pathlib.Path) -> None:
+def test_page_shows_and_controls_a_real_run(tmp_path: pathlib.Path) -> None:
     few = ["--agent", "dqn", "--env", "CartPole-v1", "--num-actors", "1", "--max-actors", "2", "--log-every", "300"]
     with (
         ElasticProgram(tmp_path / "run", *few, "--steps", "100000000") as program,
@@ -48,29 +48,29 @@ def test_the_page_shows_a_real_run_and_steers_it(tmp_path: pathlib.Path) -> None
         page.get_by_role("button", name="Pause").click()
         program.wait_for(lambda status: status["job"]["state"] == "PAUSED")
         expect(page.locator("#state")).to_have_text("PAUSED")
-        look(page, "paused")
+        take_screenshot(page, "paused")
         page.get_by_role("button", name="Resume").click()
         program.wait_for(lambda status: status["job"]["state"] == "RUNNING")
         expect(page.locator("#state")).to_have_text("RUNNING")
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
-            look(page, scheme)
+            take_screenshot(page, scheme)
         page.set_viewport_size({"width": 390, "height": 844})
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
-        look(page, "phone")
-        program.ask(lambda client: client.cancel("seen enough"))
+        take_screenshot(page, "phone")
+        program.call(lambda client: client.cancel("seen enough"))
         code, _ = program.finish()
     assert code == 0
 
 
-def look(page: Any, name: str) -> None:
-    """A picture for whoever wants to see it: with RLFRAME_PICTURES, in that folder."""
+def take_screenshot(page: Any, name: str) -> None:
+    """If the environment variable RLFRAME_PICTURES is set, save a screenshot in that folder."""
     folder = os.environ.get("RLFRAME_PICTURES")
     if folder:
         page.screenshot(path=str(pathlib.Path(folder) / f"real-{name}.png"), full_page=True)
 
 
-def test_a_run_whose_control_cannot_listen_leaves_nothing_behind(
+def test_run_with_unavailable_http_port_leaves_no_directory(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["train", "--agent", "dqn", "--topology", "elastic", "--quiet", "--run-dir", str(tmp_path / "run")]
@@ -78,4 +78,4 @@ def test_a_run_whose_control_cannot_listen_leaves_nothing_behind(
         port = taken.getsockname()[1]
         assert main([*command, "--http", str(port)]) == 2
     assert f"Port {port} of 127.0.0.1 is in use. Choose another one" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()  # so that the same command, with another port, begins
+    assert not (tmp_path / "run").exists()  # so the same command works with another port

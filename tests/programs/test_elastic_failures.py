@@ -1,4 +1,4 @@
-"""Elastic runs that cannot go on: they fail, say why, keep what was saved, and leave nothing."""
+"""Elastic runs that fail: they report the reason, keep the checkpoints, and leave no processes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ import pathlib
 
 import gymnasium
 
-class Unwell(gymnasium.Wrapper):
+class Failing(gymnasium.Wrapper):
     def step(self, action):
-        if (pathlib.Path(__file__).parent / "be unwell").exists():
-            raise ValueError("the game is unwell")
+        if (pathlib.Path(__file__).parent / "fail in step").exists():
+            raise ValueError("step failed")
         return super().step(action)
 
 def make_env(**options):
-    if (pathlib.Path(__file__).parent / "not at all").exists():
-        raise ValueError("there is no game here")
-    return Unwell(gymnasium.make("CartPole-v1"))
+    if (pathlib.Path(__file__).parent / "fail in make").exists():
+        raise ValueError("make failed")
+    return Failing(gymnasium.make("CartPole-v1"))
 """
 
 
 @pytest.mark.system
-def test_a_loss_that_is_not_finite_is_not_tried_again(tmp_path: pathlib.Path) -> None:
+def test_non_finite_loss_fails_the_run_without_a_retry(tmp_path: pathlib.Path) -> None:
     agent = tmp_path / "agent.py"
     agent.write_text(
         f"""
@@ -71,11 +71,11 @@ class Diverges(IMPALA):
 
 @pytest.mark.system
 @pytest.mark.parametrize(
-    ("cause", "said", "fails"),
-    [("be unwell", "the game is unwell", "collect/2"), ("not at all", "there is no game here", "collect/3")],
+    ("cause", "message", "failed_task"),
+    [("fail in step", "step failed", "collect/2"), ("fail in make", "make failed", "collect/3")],
 )
-def test_an_environment_that_raises_for_ever_fails_the_run(
-    tmp_path: pathlib.Path, cause: str, said: str, fails: str
+def test_environment_that_always_raises_fails_the_run(
+    tmp_path: pathlib.Path, cause: str, message: str, failed_task: str
 ) -> None:
     env = tmp_path / "env.py"
     env.write_text(ENV)
@@ -83,12 +83,12 @@ def test_an_environment_that_raises_for_ever_fails_the_run(
         program.wait_for_collectors(1)
         began = time.monotonic()
         (tmp_path / cause).touch()
-        if cause == "not at all":
-            program.ask(lambda client: client.scale("collector", 2))
+        if cause == "fail in make":
+            program.call(lambda client: client.scale("collector", 2))
         code, result = program.finish()
         assert time.monotonic() - began < 120.0
     assert code == 1 and result is None
     tracebacks, _, last = program.errors().partition("rlframe: The node coordinator failed")
-    assert f"ValueError: {said}" in tracebacks and f'File "{env}", line' in tracebacks, program.errors()
-    assert f"The job failed: {fails}" in last and said in last, program.errors()
+    assert f"ValueError: {message}" in tracebacks and f'File "{env}", line' in tracebacks, program.errors()
+    assert f"The job failed: {failed_task}" in last and message in last, program.errors()
     assert last_status(program.run_dir)["job"]["state"] == "FAILED"

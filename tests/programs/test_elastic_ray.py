@@ -1,4 +1,4 @@
-"""Elastic runs on a Ray of their own, whose workers Ray places."""
+"""Elastic runs with the engine ray. Ray places the workers, and each run starts its own Ray."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ PPO = ("--agent", "ppo", "--env", "CartPole-v1", "--engine", "ray", "--max-actor
 LONG = ("--steps", "100000000", "--log-every", "500")
 
 
-def test_ppo_learns_while_collector_learner_and_coordinator_are_killed(tmp_path: pathlib.Path) -> None:
+def test_ppo_learns_despite_killed_collector_learner_and_coordinator(tmp_path: pathlib.Path) -> None:
     with ElasticProgram(tmp_path / "run", *PPO, *LONG) as program:
         program.wait_for_collectors(2)
         assert sorted(program.nodes()) == ["collector 0", "collector 1", "coordinator", "learner 0"]
         program.kill_and_wait("collector/0")
         program.kill_and_wait("learner/0")
         program.kill_coordinator()
-        assert program.worker("collector/1")["incarnation"] == 0  # it went on, and was found by the successor
+        assert program.worker("collector/1")["incarnation"] == 0  # it kept running, and the new coordinator found it
         before = len(program.rows())
         program.wait_until(lambda: any(row.get("episode_return", 0.0) > 100.0 for row in program.rows()[before:]))
-        program.ask(lambda client: client.cancel("seen enough"))
+        program.call(lambda client: client.cancel("seen enough"))
         code, result = program.finish()
     assert code == 0, program.errors()
     assert result is not None
@@ -39,17 +39,17 @@ def test_ppo_learns_while_collector_learner_and_coordinator_are_killed(tmp_path:
     assert "was killed by SIGKILL" in program.errors()
 
 
-def test_workers_beside_the_coordinator_outlive_it_too(tmp_path: pathlib.Path) -> None:
+def test_workers_of_local_operator_survive_a_killed_coordinator(tmp_path: pathlib.Path) -> None:
     with ElasticProgram(tmp_path / "run", *PPO, *LONG, "--operator", "local") as program:
         program.wait_for_collectors(2)
         program.kill_coordinator()
         assert [program.worker(name)["incarnation"] for name in ("learner/0", "collector/0", "collector/1")] == [0] * 3
-        program.ask(lambda client: client.cancel("seen enough"))
+        program.call(lambda client: client.cancel("seen enough"))
         code, _ = program.finish()
     assert code == 0, program.errors()
 
 
-def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: pathlib.Path) -> None:
+def test_all_processes_exit_after_the_launcher_is_killed(tmp_path: pathlib.Path) -> None:
     with ElasticProgram(tmp_path / "run", *PPO, *LONG) as program:
         program.wait_for_collectors(2)
         program.process.kill()

@@ -1,4 +1,4 @@
-"""Elastic runs that scale themselves, and the agents and environments that people bring."""
+"""Automatic scaling of elastic runs, with custom agents and environments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs("trajectories")
 
 pytestmark = pytest.mark.system
 LONG = ("--steps", "100000000", "--log-every", "500", "--num-actors", "1", "--max-actors", "2", "--quiet")
-ENDED_ELSEWHERE = "seen enough"
+CANCEL_REASON = "seen enough"
 
 SLOW_ENV = """
 import time
@@ -48,19 +48,19 @@ class Slow(IMPALA):
 """
 
 
-def end(program: ElasticProgram) -> dict[str, Any]:
-    """Ends a run that would go on for long, and checks what holds of any."""
-    program.ask(lambda client: client.cancel(ENDED_ELSEWHERE))
+def cancel_and_check(program: ElasticProgram) -> dict[str, Any]:
+    """Cancel the run, and check its final status and counters."""
+    program.call(lambda client: client.cancel(CANCEL_REASON))
     code, _ = program.finish()
     assert code == 0, program.errors()
     status = last_status(program.run_dir)
-    assert (status["job"]["state"], status["job"]["reason"]) == ("CLOSED", ENDED_ELSEWHERE)
+    assert (status["job"]["state"], status["job"]["reason"]) == ("CLOSED", CANCEL_REASON)
     program.check_counters(status)
     return status
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a second collector needs a second core")
-def test_a_learner_that_slow_environments_starve_gets_a_collector_more(tmp_path: pathlib.Path) -> None:
+def test_starved_learner_gets_another_collector(tmp_path: pathlib.Path) -> None:
     env = tmp_path / "env.py"
     env.write_text(SLOW_ENV)
     arguments = ["--agent", "impala", "--env", f"{env}:make_env", "--num-envs", "2", "--batch-size", "2", *LONG]
@@ -69,12 +69,14 @@ def test_a_learner_that_slow_environments_starve_gets_a_collector_more(tmp_path:
         assert status["scaling"] == "auto"
         program.wait_for_collectors(2)
         at = program.wait_for(lambda status: True)["job"]["seconds"]
-        status = program.wait_for(lambda status: status["job"]["seconds"] > at + 21.0)  # four windows of its load
+        status = program.wait_for(
+            lambda status: status["job"]["seconds"] > at + 21.0
+        )  # four windows of the load measurement
         assert (status["wanted"]["collector"], status["scaling"]) == (2, "auto")
-        end(program)
+        cancel_and_check(program)
 
 
-def test_of_collectors_that_wait_for_the_learner_one_goes(tmp_path: pathlib.Path) -> None:
+def test_collector_is_stopped_if_the_learner_is_slow(tmp_path: pathlib.Path) -> None:
     agent = tmp_path / "agent.py"
     agent.write_text(SLOW_AGENT)
     arguments = ["--agent", f"{agent}:Slow", "--env", "CartPole-v1", "--num-envs", "4", *LONG, "--num-actors", "2"]
@@ -83,7 +85,7 @@ def test_of_collectors_that_wait_for_the_learner_one_goes(tmp_path: pathlib.Path
         status = program.wait_for(lambda status: status["wanted"]["collector"] == 1)
         assert status["scaling"] == "auto"
         program.wait_for_collectors(1)
-        end(program)
+        cancel_and_check(program)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_of_collectors_that_wait_for_the_learner_one_goes(tmp_path: pathlib.Path
     ],
     ids=["custom", "prioritized", "ppo"],
 )
-def test_an_agent_learns_on_while_collectors_come_and_go(tmp_path: pathlib.Path, agent: tuple[str, ...]) -> None:
+def test_agent_keeps_learning_while_collectors_start_and_stop(tmp_path: pathlib.Path, agent: tuple[str, ...]) -> None:
     with ElasticProgram(tmp_path / "run", *agent, "--env", "CartPole-v1", *LONG) as program:
         program.wait_for_collectors(1)
         program.scale(2)
@@ -106,10 +108,10 @@ def test_an_agent_learns_on_while_collectors_come_and_go(tmp_path: pathlib.Path,
         assert later["seconds"] - at["seconds"] < 15.0
         program.scale(2)
         assert program.wait_for(lambda status: status["job"]["learner_steps"] > later["learner_steps"] + 5, 30.0)
-        end(program)
+        cancel_and_check(program)
 
 
-def test_no_process_of_an_environment_outlives_a_killed_collector(tmp_path: pathlib.Path) -> None:
+def test_environment_processes_exit_after_their_collector_is_killed(tmp_path: pathlib.Path) -> None:
     arguments = ["--agent", "impala", "--env", "CartPole-v1", "--env-type", "process", "--num-workers", "2", *LONG]
     with ElasticProgram(tmp_path / "run", *arguments) as program:
         program.wait_for_collectors(1)
@@ -120,5 +122,5 @@ def test_no_process_of_an_environment_outlives_a_killed_collector(tmp_path: path
         assert psutil.wait_procs(workers, 10.0)[1] == []
         program.worker("collector/0", above=0)
         more = psutil.Process(program.worker("collector/0")["pid"]).children(recursive=True)
-        end(program)
+        cancel_and_check(program)
         assert psutil.wait_procs(more, 10.0)[1] == []

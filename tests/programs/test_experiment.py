@@ -16,29 +16,29 @@ from rlframe.programs.training.updates import total_learner_steps
 from rlframe.types import ReplaySpec, Sequence, Transition
 
 
-def test_options_are_read_through_a_class_that_has_them():
+def test_of_returns_options_only_for_a_matching_class():
     experiment = make_experiment("ppo", "CartPole-v1", frame_stack=2)
     assert EnvOptions.of(experiment).frame_stack == 2
-    with pytest.raises(AssertionError, match="The options of single_process are no HeavyEnv"):
+    with pytest.raises(AssertionError, match="The options of single_process are not a HeavyEnv"):
         HeavyEnv.of(experiment)
 
 
-def test_an_experiment_survives_config_json(tmp_path):
-    described = make_experiment(
+def test_experiment_is_equal_after_save_and_load(tmp_path):
+    experiment = make_experiment(
         "dqn", "Acrobot-v1", seed=7, env_kwargs={"a": 1}, learning_rate=0.125, eval_every=500, double=True
     )
-    save_experiment(described, tmp_path / "config.json", {"preset": "x"})
-    assert load_experiment(tmp_path / "config.json") == described
-    assert load_experiment(tmp_path) == described
+    save_experiment(experiment, tmp_path / "config.json", {"preset": "x"})
+    assert load_experiment(tmp_path / "config.json") == experiment
+    assert load_experiment(tmp_path) == experiment
 
 
-def test_config_json_keeps_paths_absolute(tmp_path, monkeypatch):
+def test_config_json_stores_absolute_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "env.py").write_text("")
     save_experiment(make_experiment("ppo", "env.py:make"), tmp_path / "config.json", {})
     assert load_experiment(tmp_path).env == f"{tmp_path}/env.py:make"
     grpo = make_experiment("grpo", weights="model", tokenizer="words/tokenizer.json")
-    monkeypatch.chdir("/")  # as an environment may do, or the reader of the config
+    monkeypatch.chdir("/")  # an environment may change the directory
     assert grpo.agent_config.weights == f"{tmp_path}/model"
     assert grpo.topology_config.tokenizer == f"{tmp_path}/words/tokenizer.json"
     assert make_experiment("grpo", tokenizer="byte").topology_config.tokenizer == "byte"
@@ -54,25 +54,25 @@ def test_config_json_keeps_paths_absolute(tmp_path, monkeypatch):
         ('{"experiment": {"steps": "many"}}', "experiment.steps: expected int, got 'many'"),
     ],
 )
-def test_a_damaged_config_is_explained(tmp_path, content, message):
+def test_damaged_config_raises_a_clear_error(tmp_path, content, message):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UsageError, match=message):
         load_experiment(tmp_path)
 
 
-def test_a_missing_config_is_explained(tmp_path):
+def test_missing_config_raises_a_clear_error(tmp_path):
     with pytest.raises(UsageError, match="Cannot read .*config.json: No such file or directory"):
         load_experiment(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize("field", ["steps", "num_envs", "eval_num_envs", "eval_max_episode_length"])
-def test_counts_are_at_least_one(field):
+def test_counts_below_one_are_refused(field):
     with pytest.raises(UsageError, match=f"{field} must be at least 1, got 0"):
         make_experiment(**{field: 0})
 
 
 @pytest.mark.parametrize("field", ["observation_clip", "reward_clip", "clip_rewards", "answer_timeout"])
-def test_limits_are_above_0_also_where_nothing_reads_them(field):
+def test_negative_limits_are_refused_even_if_unused(field):
     with pytest.raises(UsageError, match=f"{field} must be above 0, got -1.0"):
         make_experiment(**{field: -1.0})
 
@@ -91,39 +91,39 @@ def test_limits_are_above_0_also_where_nothing_reads_them(field):
         ("replay_checkpoint_every", 1_000, "distributed", "single_process"),
     ],
 )
-def test_an_option_that_the_topology_does_not_read_is_refused(field, value, topology, others):
+def test_option_that_the_topology_does_not_read_is_refused(field, value, topology, others):
     with pytest.raises(UsageError, match=f"^{field}={value!r} is for the topology {others}: {topology} does not read"):
         make_experiment(topology=topology, **{field: value})
     assert getattr(make_experiment(topology=others.split()[0], **{field: value}).topology_config, field) == value
 
 
-def test_threads_are_not_started_again():
+def test_max_restarts_is_refused_for_the_engine_threads():
     with pytest.raises(UsageError, match="max_restarts=1 is for the engine launchpad or local"):
         make_experiment(topology="heavy_env", engine="threads", max_restarts=1)
 
 
-def test_a_learner_that_may_die_saves_whatever_checkpoint_every_is(tmp_path):
-    described = make_experiment("impala", topology="heavy_env", checkpoint_every=0)
-    session = Session(described, make_agent(described), tmp_path, until=described.steps, began=0.0)
+def test_learner_of_several_processes_saves_every_30_seconds(tmp_path):
+    experiment = make_experiment("impala", topology="heavy_env", checkpoint_every=0)
+    session = Session(experiment, make_agent(experiment), tmp_path, until=experiment.steps, began=0.0)
     assert learner_config(session).checkpoint_seconds == 30.0
 
 
-def test_a_run_of_unrolls_makes_one_update_for_each():
+def test_queue_run_makes_one_update_per_round_of_unrolls():
     spec = ReplaySpec("queue", Sequence(32), batch_size=None, capacity=512)
     assert total_learner_steps(spec, steps=100_000, num_envs=8) == 100_000 // (32 * 8)
 
 
-def test_a_run_with_replay_makes_updates_after_the_buffer_has_filled():
+def test_replay_run_makes_updates_after_min_size_is_reached():
     spec = ReplaySpec("uniform", Transition(1), batch_size=64, capacity=10_000, min_size=1_000, samples_per_insert=32.0)
     assert total_learner_steps(spec, steps=101_000, num_envs=8) == 50_000
 
 
-def test_a_run_that_ends_before_the_buffer_has_filled_has_one_update():
+def test_total_learner_steps_is_at_least_one():
     spec = ReplaySpec("uniform", Transition(1), batch_size=64, capacity=10_000, min_size=1_000, samples_per_insert=1.0)
     assert total_learner_steps(spec, steps=500, num_envs=1) == 1
 
 
-def test_a_resumed_run_keeps_the_schedules_that_it_began_with():
+def test_resumed_run_keeps_its_first_schedule_steps():
     saved = make_experiment("ppo", steps=1000)
     longer = resume_experiment(saved, make_experiment("ppo", steps=3000))
     assert (longer.steps, longer.topology_config.schedule_steps) == (3000, 1000)
@@ -131,12 +131,12 @@ def test_a_resumed_run_keeps_the_schedules_that_it_began_with():
     assert (again.steps, again.topology_config.schedule_steps) == (5000, 1000)
 
 
-def test_a_run_that_goes_on_to_its_own_end_is_described_as_one_that_was_not_cut_off():
+def test_resume_without_changes_gives_an_equal_experiment():
     saved = make_experiment("ppo", steps=1000)
-    assert resume_experiment(saved, saved) == saved  # a plot puts them in one group
+    assert resume_experiment(saved, saved) == saved  # so a plot shows them in one group
 
 
-def test_a_resumed_run_cannot_change_its_numbers():
+def test_resumed_run_cannot_change_seed_or_learning_rate():
     saved = make_experiment("ppo")
     with pytest.raises(UsageError, match="started with seed = 1; a resumed run cannot change it to 2"):
         resume_experiment(saved, make_experiment("ppo", seed=2))
@@ -144,7 +144,7 @@ def test_a_resumed_run_cannot_change_its_numbers():
         resume_experiment(saved, make_experiment("ppo", learning_rate=0.5))
 
 
-def test_config_json_is_for_people_too(tmp_path):
+def test_config_json_contains_notes_and_plain_values(tmp_path):
     save_experiment(make_experiment("ppo"), tmp_path / "config.json", {"preset": "ppo/cartpole"})
     content = json.loads((tmp_path / "config.json").read_text())
     assert content["notes"] == {"preset": "ppo/cartpole"}

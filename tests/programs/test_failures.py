@@ -1,4 +1,4 @@
-"""What real machines do to a program: nodes die, hang and raise, and people press Ctrl-C."""
+"""Failures of real programs: nodes that die, pause or raise, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ def steps_of(program: RunningProgram) -> int:
     return rows[-1]["step"] if rows else 0
 
 
-@pytest.mark.system  # in `make test` recovery, and the elastic run, have nodes killed
-@pytest.mark.parametrize("which", PROGRAMS)
-def test_a_run_reaches_its_last_step_whichever_nodes_are_killed(tmp_path, which):
-    steps = 200_000  # seconds longer than it takes to kill them
-    arguments = [*IMPALA, *options_of(which), "--steps", str(steps), "--log-every", "500"]
+@pytest.mark.system  # `make test` covers killed nodes with an elastic run
+@pytest.mark.parametrize("program_name", PROGRAMS)
+def test_run_reaches_its_last_step_although_each_node_is_killed(tmp_path, program_name):
+    steps = 200_000  # takes longer than killing all nodes
+    arguments = [*IMPALA, *options_of(program_name), "--steps", str(steps), "--log-every", "500"]
     with RunningProgram(tmp_path / "run", *arguments, "--checkpoint-every", "1000", "--eval-episodes", "2") as program:
         at = 0
-        for name in NODES[which.split()[1]]:
+        for name in NODES[program_name.split()[1]]:
             program.wait_for_steps(at + 1_000)
             program.kill(name)
             at = steps_of(program)
-            assert at < steps, "it was over before all nodes had been killed"
+            assert at < steps, "the run ended before all nodes were killed"
         code, result = program.finish()
     assert code == 0, program.errors()
     assert result is not None and result["env_steps"] >= steps and result["episodes"] == 2
-    for name in NODES[which.split()[1]]:
+    for name in NODES[program_name.split()[1]]:
         assert f"[{name.replace(' ', '/')}] was killed by SIGKILL: restart 1 of 3" in program.errors()
     versions = [row["params_version"] for row in program.rows() if "params_version" in row]
     assert versions == sorted(versions)
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", [one for one in PROGRAMS if "light_env" in one])
-def test_an_inferencer_that_is_killed_leaves_no_wrong_state(tmp_path, which):
+@pytest.mark.parametrize("program_name", [one for one in PROGRAMS if "light_env" in one])
+def test_killed_inferencer_causes_no_wrong_recurrent_state(tmp_path, program_name):
     agent = ["--agent", "tests/programs/counting_agent.py:Counting", "--network", "gru", "--unroll-length", "8"]
-    options = [*options_of(which), "--num-envs", "8", "--num-actors", "2", "--batch-size", "4"]
+    options = [*options_of(program_name), "--num-envs", "8", "--num-actors", "2", "--batch-size", "4"]
     arguments = [*agent, *options, "--steps", "40000", "--log-every", "200", "--eval-episodes", "1"]
     with RunningProgram(tmp_path / "run", *arguments) as program:
         program.wait_for_steps(1_000)
         program.kill("inferencer")
-        assert steps_of(program) < 30_000, "it was nearly over"
+        assert steps_of(program) < 30_000, "the run was nearly complete"
         code, result = program.finish()
-    assert code == 0, program.errors()  # a state that is wrong ends the learner
+    assert code == 0, program.errors()  # the learner raises if a state is wrong
     assert "[inferencer] was killed by SIGKILL: restart 1 of 3" in program.errors()
     assert result is not None and result["env_steps"] >= 40_000 and result["learner_steps"] > 100
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", GRID)
-def test_a_paused_actor_does_not_stall_the_rest(tmp_path, which):
-    arguments = [*IMPALA, *options_of(which), "--steps", "20000", "--log-every", "500", "--eval-episodes", "2"]
+@pytest.mark.parametrize("program_name", GRID)
+def test_paused_actor_does_not_stall_the_run(tmp_path, program_name):
+    arguments = [*IMPALA, *options_of(program_name), "--steps", "20000", "--log-every", "500", "--eval-episodes", "2"]
     with RunningProgram(tmp_path / "run", *arguments) as program:
         program.wait_for_steps(1_000)
         program.node("actor 0").send_signal(signal.SIGSTOP)
@@ -76,9 +76,9 @@ def test_a_paused_actor_does_not_stall_the_rest(tmp_path, which):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", GRID)
-def test_past_the_limit_of_restarts_the_program_stops_and_names_the_node(tmp_path, which):
-    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, *options_of(which), "--max-restarts", "0") as program:
+@pytest.mark.parametrize("program_name", GRID)
+def test_program_ends_and_names_the_node_after_max_restarts(tmp_path, program_name):
+    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, *options_of(program_name), "--max-restarts", "0") as program:
         program.wait_for_steps(500)
         began = time.monotonic()
         program.node("actor 1").kill()
@@ -89,9 +89,9 @@ def test_past_the_limit_of_restarts_the_program_stops_and_names_the_node(tmp_pat
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", GRID)
-def test_ctrl_c_saves_and_the_run_goes_on_from_there(tmp_path, which):
-    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, *options_of(which)) as program:
+@pytest.mark.parametrize("program_name", GRID)
+def test_ctrl_c_saves_the_run_and_resume_continues_it(tmp_path, program_name):
+    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, *options_of(program_name)) as program:
         program.wait_for_steps(2_000)
         assert stop_signal(program) < 10.0
         code, result = program.finish()
@@ -108,7 +108,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_from_there(tmp_path, which):
 
 
 @pytest.mark.system
-def test_a_learner_that_does_not_end_in_time_is_told_with_what_was_saved_last(tmp_path):
+def test_learner_killed_during_exit_is_reported_with_newest_checkpoint(tmp_path):
     agent = tmp_path / "agent.py"
     agent.write_text(
         f"""
@@ -123,7 +123,7 @@ class Slow(IMPALA):
     jit_learner_step = False
 
     def learner_step(self, params, learner_state, batch):
-        if (PATH / "be slow").exists():
+        if (PATH / "become slow").exists():
             (PATH / "is slow").touch()
             time.sleep(30.0)
         return super().learner_step(params, learner_state, batch)
@@ -133,7 +133,7 @@ class Slow(IMPALA):
     with RunningProgram(tmp_path / "run", *arguments, "--topology", "heavy_env") as program:
         checkpoints = Checkpointer(tmp_path / "run" / "checkpoints")
         program.wait_until(checkpoints.steps)
-        (tmp_path / "be slow").touch()
+        (tmp_path / "become slow").touch()
         program.wait_until((tmp_path / "is slow").exists)
         newest = checkpoints.steps()[-1]
         assert stop_signal(program) < 12.0
@@ -145,44 +145,44 @@ class Slow(IMPALA):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", GRID)
-def test_nothing_outlives_a_launcher_that_is_killed(tmp_path, which):
-    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, *options_of(which)) as program:
+@pytest.mark.parametrize("program_name", GRID)
+def test_all_processes_exit_after_the_launcher_is_killed(tmp_path, program_name):
+    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, *options_of(program_name)) as program:
         program.wait_for_steps(500)
         nodes = program.nodes()
-        assert len(nodes) == 1 + len(NODES[which.split()[1]])  # the second actor
+        assert len(nodes) == 1 + len(NODES[program_name.split()[1]])  # NODES lists only one of the two actors
         with pytest.raises(UsageError, match=f"is in use by process {program.process.pid} on "):
             RunLock(tmp_path / "run").__enter__()
         program.process.kill()
         program.process.wait()
-        with RunLock(tmp_path / "run"):  # the launcher's alone
+        with RunLock(tmp_path / "run"):  # only the launcher held the lock
             program.check_nothing_is_left()
 
 
-@pytest.mark.parametrize("which", GRID)
-def test_a_learner_that_raises_ends_the_program_with_its_traceback(tmp_path, which):
+@pytest.mark.parametrize("program_name", GRID)
+def test_learner_exception_ends_the_program_and_prints_its_traceback(tmp_path, program_name):
     agent = tmp_path / "agent.py"
     agent.write_text(
         """
 from rlframe.agents import IMPALA
 
-class Unhappy(IMPALA):
+class Failing(IMPALA):
     jit_learner_step = False
 
     def learner_step(self, params, learner_state, batch):
-        raise ValueError("the agent is unhappy")
+        raise ValueError("the update failed")
 """
     )
-    arguments = ["--agent", f"{agent}:Unhappy", "--num-envs", "8", *options_of(which), "--max-restarts", "1"]
+    arguments = ["--agent", f"{agent}:Failing", "--num-envs", "8", *options_of(program_name), "--max-restarts", "1"]
     with RunningProgram(tmp_path / "run", *arguments, "--quiet") as program:
         code, result = program.finish()
     assert code == 1 and result is None
     assert "The node learner failed with exit code 1 (and 1 times before)" in program.errors()
-    assert "ValueError: the agent is unhappy" in program.errors().split("rlframe: The node learner")[1]
+    assert "ValueError: the update failed" in program.errors().split("rlframe: The node learner")[1]
 
 
 @pytest.mark.system
-def test_a_loss_that_is_not_finite_is_not_tried_again(tmp_path):
+def test_non_finite_loss_ends_the_program_without_a_restart(tmp_path):
     arguments = [*IMPALA, *LONG, "--topology", "heavy_env", "--learning-rate", "1e30", "--quiet"]
     with RunningProgram(tmp_path / "run", *arguments) as program:
         code, result = program.finish()
@@ -190,7 +190,7 @@ def test_a_loss_that_is_not_finite_is_not_tried_again(tmp_path):
     assert "NonFiniteLossError" in program.errors() and "restart" not in program.errors()
 
 
-def test_memory_that_is_not_there_is_told_before_a_process_is_started(tmp_path):
+def test_too_large_replay_is_refused_before_processes_start(tmp_path):
     arguments = ["--agent", "dqn", "--env", "CartPole-v1", "--topology", "heavy_env"]
     with RunningProgram(tmp_path / "run", *arguments, "--replay-capacity", str(10**12)) as program:
         code, result = program.finish()
@@ -202,13 +202,13 @@ def test_memory_that_is_not_there_is_told_before_a_process_is_started(tmp_path):
 
 @pytest.mark.system
 @pytest.mark.parametrize("topology", ["heavy_env", "light_env", "elastic"])
-def test_no_process_of_a_local_program_listens_on_a_network(tmp_path, topology):
+def test_local_program_opens_no_network_sockets(tmp_path, topology):
     options = ["--engine", "local", "--topology", topology, "--http", "None", "--env-type", "process"]
     with RunningProgram(tmp_path / "run", *IMPALA, *LONG, *options) as program:
         program.wait_for_steps(1_000)
-        everyone = [psutil.Process(program.process.pid), *psutil.Process(program.process.pid).children(recursive=True)]
-        found = {each.pid: each.net_connections("inet") for each in everyone if each.is_running()}
-        assert len(found) > len(program.nodes()) > 3, "the environments have processes of their own"
+        processes = [psutil.Process(program.process.pid), *psutil.Process(program.process.pid).children(recursive=True)]
+        found = {each.pid: each.net_connections("inet") for each in processes if each.is_running()}
+        assert len(found) > len(program.nodes()) > 3, "the environments should run in separate processes"
         assert not any(found.values()), found
         assert stop_signal(program) < 10.0
         program.finish()

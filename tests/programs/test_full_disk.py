@@ -1,4 +1,4 @@
-"""Runs on a real disk that is filled, and emptied, under them."""
+"""Runs on a real disk that becomes full during the run, and is emptied again."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.small_disk import small_disk
 __all__ = ["small_disk"]
 
 
-def test_a_run_outlives_a_full_disk_and_saves_when_there_is_room_again(small_disk, caplog):
+def test_run_survives_a_full_disk_and_saves_again_later(small_disk, caplog):
     run_dir = small_disk.path / "run"
     steps: dict[str, list[int]] = {}
 
-    def look(info):
+    def on_row(info):
         step = info.step
         if step >= 200 and "full" not in steps:
             steps["full"] = Checkpointer(run_dir / "checkpoints").steps()
@@ -27,39 +27,39 @@ def test_a_run_outlives_a_full_disk_and_saves_when_there_is_room_again(small_dis
             steps["free"] = Checkpointer(run_dir / "checkpoints").steps()
             small_disk.free()
 
-    result = run_experiment(ppo(steps=900, checkpoint_every=100, log_every=50), run_dir=run_dir, callbacks=[look])
+    result = run_experiment(ppo(steps=900, checkpoint_every=100, log_every=50), run_dir=run_dir, callbacks=[on_row])
     assert steps["free"] == steps["full"] and len(steps["full"]) > 0
     assert Checkpointer(run_dir / "checkpoints").steps()[-1] == result.learner_steps > steps["full"][-1]
     warnings = [record.getMessage() for record in caplog.records]
-    assert any("No space left on device" in text and "the next checkpoint is another try" in text for text in warnings)
+    assert any("No space left on device" in text and "saves again at the next checkpoint" in text for text in warnings)
     assert any(f"A row of the logs is lost: Could not write {run_dir}/metrics.jsonl" in text for text in warnings)
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("make", [ppo, dqn])
-def test_a_last_checkpoint_that_cannot_be_written_fails_and_names_the_one_before(make, small_disk):
+def test_failed_last_checkpoint_raises_and_names_the_previous_one(make, small_disk):
     run_dir = small_disk.path / "run"
 
-    def look(info):
+    def on_row(info):
         if info.step >= 300:
             small_disk.fill()
 
-    described = make(steps=400, checkpoint_every=100, log_every=50)
+    experiment = make(steps=400, checkpoint_every=100, log_every=50)
     with pytest.raises(CheckpointError) as caught:
-        run_experiment(described, run_dir=run_dir, callbacks=[look])
+        run_experiment(experiment, run_dir=run_dir, callbacks=[on_row])
     newest = Checkpointer(run_dir / "checkpoints").steps()[-1]
     text = f"What was saved last is {run_dir}/checkpoints/{newest}. Go on from there: rlframe train --resume"
     assert text in str(caught.value) and caught.value.exit_code == 1
     small_disk.free()
-    assert run_experiment(described, run_dir=run_dir, resume=True).env_steps >= 400
+    assert run_experiment(experiment, run_dir=run_dir, resume=True).env_steps >= 400
 
 
 @pytest.mark.system
-def test_an_elastic_run_outlives_a_full_disk_and_ends_well_when_there_is_room_again(tmp_path, small_disk):
+def test_elastic_run_survives_a_full_disk_and_completes(tmp_path, small_disk):
     needs("trajectories")
     from tests.programs.elastic_program import ElasticProgram
 
-    (tmp_path / "run").symlink_to(small_disk.path)  # what the test writes beside it has room
+    (tmp_path / "run").symlink_to(small_disk.path)  # other files of the test are on another disk
     options = ["--agent", "impala", "--steps", "30000", "--log-every", "200", "--checkpoint-every", "50"]
     with ElasticProgram(tmp_path / "run", *options, "--num-actors", "1", "--max-actors", "1") as program:
         program.wait_for_steps(1_000)

@@ -1,4 +1,4 @@
-"""`rlframe train --agent grpo`: the four services of a language model's run, as processes and as threads."""
+"""`rlframe train --agent grpo`: the services of a language model's run, as processes and as threads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["small_disk"]
 
 REVERSE = f"{ROOT / 'examples/llm/reverse.py'}:Reverse"
 MODEL = ModelConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-# A model this small answers with noise, whose scores are often all 0: such groups are sent as well.
+# The answers of such a small model are random, so all scores of a group are often 0. Send these groups too.
 ENV = {"group_size": 4, "eval_size": 4, "ensure_scores_are_not_same": False}
 SMALL = [
     *("--agent", "grpo", "--env", REVERSE, "--preset", "none", "--env-kwargs", json.dumps(ENV)),
@@ -46,7 +46,7 @@ SMALL = [
 SERVICES = ("trajectories", "policy", "environment", "learner", "monitor")
 
 
-def described(**fields) -> Experiment:
+def grpo_experiment(**fields) -> Experiment:
     config = GRPOConfig(model=MODEL, max_tokens=16, batch_size=8, kl_cost=0.0, **fields.pop("agent", {}))
     values = {"slots": 8, "env_kwargs": ENV, "engine": "threads", **fields}
     return make_experiment("grpo", REVERSE, preset="none", agent_config=config, **values)
@@ -57,10 +57,10 @@ def rows_of(path) -> list[dict]:
 
 
 @pytest.mark.system
-def test_all_services_in_one_process_learn_after_a_supervised_warm_up(tmp_path):
+def test_services_in_one_process_learn_after_supervised_warm_up(tmp_path):
     agent = {"supervised_steps": 3, "supervised_batch_size": 4}
-    # So many steps that the monitor, which looks ten times a second, evaluates before the last one.
-    result = run_experiment(described(agent=agent, steps=40, eval_every=2), run_dir=tmp_path / "run")
+    # Enough steps for the monitor, which polls ten times a second, to evaluate before the last step.
+    result = run_experiment(grpo_experiment(agent=agent, steps=40, eval_every=2), run_dir=tmp_path / "run")
     assert result.learner_steps >= 40
     assert result.env_steps == result.learner_steps * 8
     assert set(result.evaluation) == {"eval/exact_match"}
@@ -77,11 +77,11 @@ def test_all_services_in_one_process_learn_after_a_supervised_warm_up(tmp_path):
 
 
 @pytest.mark.system
-def test_a_run_goes_on_where_it_was_stopped(tmp_path):
-    run_experiment(described(steps=2), run_dir=tmp_path / "run")
+def test_resumed_run_continues_from_its_checkpoint(tmp_path):
+    run_experiment(grpo_experiment(steps=2), run_dir=tmp_path / "run")
     with pytest.raises(UsageError, match="rlframe serve policy --run-dir"):
         evaluate(tmp_path / "run")
-    result = run_experiment(described(steps=4), run_dir=tmp_path / "run", resume=True)
+    result = run_experiment(grpo_experiment(steps=4), run_dir=tmp_path / "run", resume=True)
     assert result.learner_steps >= 4
     steps = [row["step"] for row in rows_of(tmp_path / "run") if "reward" in row]
     assert steps == sorted(set(steps))
@@ -94,34 +94,36 @@ Reverse = load_object({REVERSE!r}, "environment")
 class Counting(Reverse):
     async def setup(self):
         await super().setup()
-        self.asked = 0
+        self.num_items = 0
 
     async def get_next_item(self):
-        self.asked += 1
+        self.num_items += 1
         return await super().get_next_item()
 
     def save_checkpoint(self, step, data=None):
-        super().save_checkpoint(step, {{**(data or {{}}), "asked": self.asked}})
+        super().save_checkpoint(step, {{**(data or {{}}), "num_items": self.num_items}})
 """
 
 
 @pytest.mark.system
-def test_an_environment_of_a_resumed_run_has_its_name_and_its_checkpoint(tmp_path, monkeypatch):
+def test_environment_of_resumed_run_keeps_its_name_and_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(topology, "ENV_CHECKPOINT_EVERY", 2)
     (tmp_path / "counting.py").write_text(COUNTING)
     env = f"{tmp_path / 'counting.py'}:Counting"
     saved = []
     for steps in (6, 12):
-        run_experiment(dataclasses.replace(described(steps=steps), env=env), run_dir=tmp_path / "run", resume=steps > 6)
+        run_experiment(
+            dataclasses.replace(grpo_experiment(steps=steps), env=env), run_dir=tmp_path / "run", resume=steps > 6
+        )
         (folder,) = (tmp_path / "run" / "env_checkpoints").iterdir()
         newest = max(folder.iterdir(), key=lambda path: int(path.stem.removeprefix("step-")))
-        saved.append((folder.name, json.loads(newest.read_text())["asked"]))
+        saved.append((folder.name, json.loads(newest.read_text())["num_items"]))
     (first, before), (second, after) = saved
     assert first == second == "reverse_0" and after > before >= 6
 
 
-class NotingEngine:
-    """Takes nodes, and starts none."""
+class RecordingEngine:
+    """An engine that records nodes without starting them."""
 
     def __init__(self):
         self.nodes = {}
@@ -130,78 +132,78 @@ class NotingEngine:
         self.nodes[name] = node, args
 
 
-def test_the_page_of_a_run_has_the_run_s_tokenizer(tmp_path):
-    engine, experiment = NotingEngine(), described()
+def test_live_page_uses_the_tokenizer_of_the_run(tmp_path):
+    engine, experiment = RecordingEngine(), grpo_experiment()
     topology.language(engine, Session(experiment, GRPO(experiment.agent_config), tmp_path, 1, 0.0))
     node, (settings, *_) = engine.nodes["trajectories"]
     assert node is TrajectoryServer and load_decode(settings.tokenizer)([72, 105]) == "Hi"
 
 
-EXAMINED = f"""
+EVALUATED = f"""
 from rlframe.programs.options.object_names import load_object
 Reverse = load_object({REVERSE!r}, "environment")
 
-class Examined(Reverse):
+class Evaluated(Reverse):
     async def evaluate(self, *args, **kwargs):
         await self.evaluate_log({{"eval/right": 0.25, "other": 1.0}})
 """
 
 
-def test_what_evaluate_log_is_given_is_the_run_s_evaluation(tmp_path):
-    (tmp_path / "examined.py").write_text(EXAMINED)
-    experiment = dataclasses.replace(described(), env=f"{tmp_path / 'examined.py'}:Examined")
+def test_values_of_evaluate_log_become_the_evaluation(tmp_path):
+    (tmp_path / "evaluated.py").write_text(EVALUATED)
+    experiment = dataclasses.replace(grpo_experiment(), env=f"{tmp_path / 'evaluated.py'}:Evaluated")
     environment = EnvironmentNode(Session(experiment, GRPO(experiment.agent_config), tmp_path, 1, 0.0), 0)
     asyncio.run(environment._env.evaluate())
     assert environment._metrics.since(0, "eval") == {"eval/right": 0.25, "eval/other": 1.0}
 
 
-def test_an_environment_that_is_killed_while_it_counts_itself_begins_again(tmp_path, monkeypatch):
+def test_interrupted_write_does_not_change_the_incarnation(tmp_path, monkeypatch):
     path = tmp_path / "environments" / "0.incarnation"
     assert [next_incarnation(path), next_incarnation(path)] == [0, 1]
 
-    def killed(source, target):
+    def interrupted_replace(source, target):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(os, "replace", killed)
+        patched.setattr(os, "replace", interrupted_replace)
         next_incarnation(path)
     assert next_incarnation(path) == 2
 
 
-def test_a_warm_up_that_is_told_to_stop_makes_no_further_update(tmp_path):
-    config = described(agent={"supervised_steps": 10, "supervised_batch_size": 2}).agent_config
-    session = Session(described(), GRPO(config), tmp_path, 1, 0.0)
+def test_stopped_warm_up_makes_no_update(tmp_path):
+    config = grpo_experiment(agent={"supervised_steps": 10, "supervised_batch_size": 2}).agent_config
+    session = Session(grpo_experiment(), GRPO(config), tmp_path, 1, 0.0)
     node = WarmUpNode(session)
     node.stop()
     node.run()
     assert not (tmp_path / "warmup").exists() and not rows_of(tmp_path)
 
 
-def test_an_environment_waits_as_long_as_the_policy_server_may_take(tmp_path):
-    session = Session(described(), None, tmp_path, 1, 0.0)
+def test_environment_timeout_covers_the_policy_server_timeout(tmp_path):
+    session = Session(grpo_experiment(), None, tmp_path, 1, 0.0)
     assert api_server_config(session).timeout >= PolicyServerConfig().request_timeout
 
 
-def test_what_is_wrong_is_said_before_anything_is_started(tmp_path):
+def test_invalid_options_are_refused_before_processes_start(tmp_path):
     def experiment(env=REVERSE, **fields) -> Experiment:
         return make_experiment("grpo", env, preset="none", **fields)
 
     path = tmp_path / "run"
     with pytest.raises(UsageError, match="has no option 'group_sise'.*group_size"):
         run_experiment(experiment(env_kwargs={"group_sise": 4}), run_dir=path)
-    with pytest.raises(UsageError, match="env_kwargs: batch_size .* --batch-size does"):
+    with pytest.raises(UsageError, match="env_kwargs: the run sets batch_size. Use --batch-size"):
         run_experiment(experiment(env_kwargs={"batch_size": 4}), run_dir=path)
-    with pytest.raises(UsageError, match="needs a subclass of rlframe.language.BaseEnv"):
+    with pytest.raises(UsageError, match="needs a subclass of rlframe.language.BaseEnv, but"):
         run_experiment(experiment(env=f"{ROOT / 'examples/llm/reverse.py'}:held_out"), run_dir=path)
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="cannot be listened at"):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="Cannot listen at port"):
         run_experiment(experiment(service_port=taken.getsockname()[1]), run_dir=path)
-    with pytest.raises(UsageError, match="The tokenizer byte has 263 tokens, the model only 100"):
+    with pytest.raises(UsageError, match="The tokenizer byte has 263 tokens, but the model has only 100"):
         config = GRPOConfig(model=ModelConfig(vocab_size=100))
         run_experiment(experiment(agent_config=config), run_dir=path)
     assert not path.exists()
 
 
-def test_one_command_runs_all_services_as_processes(tmp_path):
+def test_train_command_runs_all_services_as_processes(tmp_path):
     with RunningProgram(tmp_path / "run", *SMALL, "--steps", "5") as program:
         program.wait_until(lambda: set(SERVICES) <= set(program.nodes()))
         code, result = program.finish()
@@ -213,7 +215,7 @@ def test_one_command_runs_all_services_as_processes(tmp_path):
 
 
 @pytest.mark.system
-def test_ctrl_c_saves_and_the_run_goes_on_from_there(tmp_path):
+def test_ctrl_c_saves_the_run_and_resume_continues_it(tmp_path):
     with RunningProgram(tmp_path / "run", *SMALL, "--steps", "100000", "--checkpoint-every", "5") as program:
         program.wait_for_steps(5)
         assert stop_signal(program) < 10.0
@@ -228,21 +230,21 @@ def test_ctrl_c_saves_and_the_run_goes_on_from_there(tmp_path):
 
 
 @pytest.mark.system
-def test_a_run_reaches_its_last_step_whichever_services_are_killed(tmp_path):
-    steps = 1_500  # longer than it takes to kill them all
+def test_run_reaches_its_last_step_although_each_service_is_killed(tmp_path):
+    steps = 1_500  # takes longer than killing all services
     with RunningProgram(tmp_path / "run", *SMALL, "--steps", str(steps), "--checkpoint-every", "10") as program:
         at = 0
         for name in SERVICES:
             program.wait_for_steps(at + 10)
             program.kill(name)
             at = program.rows()[-1]["step"]
-            assert at < steps, "it was over before all services had been killed"
+            assert at < steps, "the run ended before all services were killed"
         code, result = program.finish(500.0)
     assert code == 0, program.errors()
     assert result["learner_steps"] >= steps
     for name in SERVICES:
         assert f"[{name}] was killed by SIGKILL: restart 1 of 3" in program.errors()
-    # Everything that was acknowledged was learned from, or waits still.
+    # Every acknowledged group was served to the learner, or is still in the queue.
     service = TrajectoryServer(Settings(port=0, store=f"sqlite:{tmp_path / 'run' / 'trajectories.db'}"))
     try:
         report = httpx.get(f"{service.url}/report", timeout=60.0).json()
@@ -252,11 +254,11 @@ def test_a_run_reaches_its_last_step_whichever_services_are_killed(tmp_path):
     assert report["batches_served"] >= result["learner_steps"]
 
 
-class Services:
-    """Of a run, as its monitor sees them: one more update with each look, and a disk that the first evaluation fills.
+class FakeServices:
+    """Fakes of the learner, policy server and environment in one object. Each call of `stats` makes one update.
 
     Args:
-        disk: see `small_disk`; it has room again once the learner has finished.
+        disk: See `small_disk`. The first evaluation fills the disk, and `finish` frees it.
     """
 
     def __init__(self, disk) -> None:
@@ -278,11 +280,11 @@ class Services:
         self.disk.free()
 
 
-def test_a_monitor_outlives_a_full_disk(small_disk, caplog):
+def test_monitor_survives_a_full_disk(small_disk, caplog):
     directory = RunDir(small_disk.path / "run")
     directory.create()
-    services = Services(small_disk)
-    session = Session(described(steps=30, eval_every=5), None, directory.path, 30, 0.0)
+    services = FakeServices(small_disk)
+    session = Session(grpo_experiment(steps=30, eval_every=5), None, directory.path, 30, 0.0)
     LanguageMonitor(session, services, services, [services]).run()
     assert services.evaluated > 2 and json.loads(directory.progress.read_text())["evaluated"] == services.steps
     assert f"Cannot write {directory.progress}: No space left on device." in caplog.text

@@ -1,4 +1,4 @@
-"""What the processes of a run say: on the terminal, and in `logs/NODE.log`."""
+"""The output of the processes of a run: on the terminal, and in `logs/NODE.log`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ WARNS = """
 import logging, sys
 from rlframe.engines import logs
 logs.set_up("actor/0")
-print("plain")
-logging.getLogger("rlframe.somewhere").warning("it is cold")
+print("printed")
+logging.getLogger("rlframe.example").warning("a warning")
 sys.exit(int(sys.argv[1]))
 """
 
@@ -33,7 +33,7 @@ def node(name, code, *arguments, **options):
     return StartableProcess(name, [sys.executable, "-c", code, *arguments], GroupRules(**options))
 
 
-def test_each_line_of_a_node_is_kept_in_its_file_with_time_level_and_node_over_restarts(tmp_path):
+def test_log_file_of_a_node_has_time_level_and_name_across_restarts(tmp_path):
     directory, output = tmp_path / "logs", io.StringIO()
     for _ in range(2):
         ProgramSupervisor(
@@ -41,13 +41,13 @@ def test_each_line_of_a_node_is_kept_in_its_file_with_time_level_and_node_over_r
         ).run()
     assert sorted(path.name for path in directory.iterdir()) == ["actor-0.log", "b.log"]
     assert re.fullmatch(
-        rf"(plain\n{STAMP} WARNING \[actor/0\] it is cold\n){{2}}", (directory / "actor-0.log").read_text()
+        rf"(printed\n{STAMP} WARNING \[actor/0\] a warning\n){{2}}", (directory / "actor-0.log").read_text()
     )
     assert (directory / "b.log").read_text() == "b\nb\n"
-    assert re.search(rf"^\[actor/0\] {STAMP} WARNING it is cold$", output.getvalue(), re.MULTILINE)
+    assert re.search(rf"^\[actor/0\] {STAMP} WARNING a warning$", output.getvalue(), re.MULTILINE)
 
 
-def test_what_the_launcher_says_of_a_node_is_in_the_nodes_file(tmp_path):
+def test_launcher_messages_about_a_node_are_in_its_log_file(tmp_path):
     dies_once = "import os, sys; p = sys.argv[1]; e = os.path.exists(p); open(p, 'w').close(); sys.exit(0 if e else 3)"
     output, once = io.StringIO(), str(tmp_path / "once")
     nodes = [node("a", dies_once, once, max_restarts=1)]
@@ -57,24 +57,24 @@ def test_what_the_launcher_says_of_a_node_is_in_the_nodes_file(tmp_path):
     assert output.getvalue() == "[a] failed with exit code 3: restart 1 of 1 in 0.5 s\n"
 
 
-def test_a_single_process_keeps_its_warnings(tmp_path):
-    described = make_experiment("dqn", num_envs=1, eval_episodes=1, min_replay_size=10_000)
-    run_experiment(described, run_dir=tmp_path / "run", stop_at=50)
+def test_single_process_writes_warnings_to_its_log_file(tmp_path):
+    experiment = make_experiment("dqn", num_envs=1, eval_episodes=1, min_replay_size=10_000)
+    run_experiment(experiment, run_dir=tmp_path / "run", stop_at=50)
     kept = (tmp_path / "run/logs/train.log").read_text()
-    assert re.search(rf"^{STAMP} WARNING \[train\] No update was made in 50 environment steps", kept, re.MULTILINE)
+    assert re.search(rf"^{STAMP} WARNING \[train\] The run made no update in 50 environment steps", kept, re.MULTILINE)
     assert not logging.getLogger("rlframe").handlers
 
 
-def test_a_warning_that_is_kept_is_shown_still_where_nobody_set_logging_up(tmp_path, monkeypatch, capsys):
+def test_warning_in_a_log_file_still_goes_to_stderr_without_logging_setup(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     with logs.logging_to_file(tmp_path / "logs", "train"):
-        logging.getLogger("rlframe.somewhere").warning("it is cold")
-    assert capsys.readouterr().err == "it is cold\n"
+        logging.getLogger("rlframe.example").warning("a warning")
+    assert capsys.readouterr().err == "a warning\n"
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("topology", ["heavy_env", "light_env"])
-def test_a_whole_run_in_which_nothing_happens_warns_of_nothing(topology, tmp_path):
+def test_normal_run_logs_no_warnings(topology, tmp_path):
     run_dir = tmp_path / "run"
     options = ["--topology", topology, "--num-actors", "4", "--steps", "10000", "--run-dir", str(run_dir)]
     found = subprocess.run(

@@ -1,4 +1,4 @@
-"""A long run with many checkpoints: no node needs more and more memory, threads or file descriptors."""
+"""A long run with many checkpoints: memory, threads and file descriptors of the nodes do not grow."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from tests.programs.running_program import RunningProgram
 
 UPDATES = 20  # between two checkpoints
 NODES = {"learner", "inferencer", "actor 0", "actor 1", "monitor"}
-LONGEST = 900.0  # seconds; all of it took 6 minutes beside much other work
+TIMEOUT = 900.0  # seconds; the test took 6 minutes on a busy machine
 
 
-class Use(NamedTuple):
-    """What a process holds."""
+class ResourceUse(NamedTuple):
+    """Resources of a process."""
 
-    megabytes: float  # of anonymous memory
+    megabytes: float  # anonymous memory
     threads: int
     files: int
 
 
-# From 60 to 360 checkpoints. The learner's memory grew by 8.9 MB in 16 arenas (set MALLOC_ARENA_MAX=16 to see it)
-# and grows by 0.3 MB in one. Libraries start up to two threads late. Orbax 0.12 calls TensorStore's `to_json` for each
-# array of a checkpoint, and that leaks the strings of its result: the learner grew by 3.6 MB (12 KB per checkpoint).
+# Allowed growth between 60 and 360 checkpoints. With 16 malloc arenas (MALLOC_ARENA_MAX=16), the learner's memory grew
+# by 8.9 MB. With one arena, it grows by 0.3 MB. Libraries may start two threads late. Orbax 0.12 calls TensorStore's
+# `to_json` for each array of a checkpoint, which leaks the result: the learner grew by 3.6 MB (12 KB per checkpoint).
 LEAKED = 4.0 if importlib.metadata.version("orbax-checkpoint") >= "0.12" else 0.0
-ALLOWED = Use(megabytes=1.5 + LEAKED, threads=4, files=3)
+ALLOWED = ResourceUse(megabytes=1.5 + LEAKED, threads=4, files=3)
 
 
-def use_of(process: psutil.Process) -> Use:
+def measure(process: psutil.Process) -> ResourceUse:
     lines = pathlib.Path(f"/proc/{process.pid}/status").read_text().splitlines()
     status = dict(line.split(":", 1) for line in lines)
-    return Use(int(status["RssAnon"].split()[0]) / 1024, int(status["Threads"]), process.num_fds())
+    return ResourceUse(int(status["RssAnon"].split()[0]) / 1024, int(status["Threads"]), process.num_fds())
 
 
-class Soak:
-    """A running program that saves every `UPDATES` updates."""
+class LongRun:
+    """A running program that saves a checkpoint every `UPDATES` updates."""
 
     def __init__(self, program: RunningProgram) -> None:
         self._program = program
@@ -48,19 +48,19 @@ class Soak:
         self._processes = {**program.nodes(), "launcher": psutil.Process(program.process.pid)}
 
     def wait_for_checkpoints(self, count: int) -> None:
-        self._program.wait_until(lambda: self._written() >= count, LONGEST)
+        self._program.wait_until(lambda: self._written() >= count, TIMEOUT)
 
-    def least_use(self, until: int) -> dict[str, Use]:
-        """The least that each node holds until `until` checkpoints are written: a save holds more for a moment."""
-        seen: dict[str, list[Use]] = {name: [] for name in self._processes}
+    def min_use(self, until: int) -> dict[str, ResourceUse]:
+        """Return the smallest resource use of each node until `until` checkpoints. A save briefly uses more."""
+        seen: dict[str, list[ResourceUse]] = {name: [] for name in self._processes}
 
-        def look() -> bool:
+        def measure_all() -> bool:
             for name, process in self._processes.items():
-                seen[name].append(use_of(process))
+                seen[name].append(measure(process))
             return self._written() >= until
 
-        self._program.wait_until(look, LONGEST)
-        return {name: Use(*map(min, zip(*uses))) for name, uses in seen.items()}
+        self._program.wait_until(measure_all, TIMEOUT)
+        return {name: ResourceUse(*map(min, zip(*uses))) for name, uses in seen.items()}
 
     def _written(self) -> int:
         steps = self._checkpoints.steps()
@@ -68,15 +68,15 @@ class Soak:
 
 
 @pytest.mark.system
-def test_no_node_grows_over_thousands_of_updates_and_hundreds_of_checkpoints(tmp_path):
+def test_memory_threads_and_files_do_not_grow_in_a_long_run(tmp_path):
     sizes = ["--min-replay-size", "500", "--update-period", "1", "--checkpoint-every", str(UPDATES)]
     run = ["--agent", "dqn", "--env", "CartPole-v1", "--steps", "10000000", "--eval-episodes", "0", *sizes]
     with RunningProgram(tmp_path / "run", *run, "--topology", "light_env") as program:
-        soak = Soak(program)
-        soak.wait_for_checkpoints(60)
-        early = soak.least_use(until=90)
-        soak.wait_for_checkpoints(360)
-        late = soak.least_use(until=390)
-    grown = {name: Use(*(b - a for a, b in zip(early[name], late[name]))) for name in early}
+        long_run = LongRun(program)
+        long_run.wait_for_checkpoints(60)
+        early = long_run.min_use(until=90)
+        long_run.wait_for_checkpoints(360)
+        late = long_run.min_use(until=390)
+    grown = {name: ResourceUse(*(b - a for a, b in zip(early[name], late[name]))) for name in early}
     print(early, late, grown, sep="\n")
     assert {name: use for name, use in grown.items() if any(g > a for g, a in zip(use, ALLOWED))} == {}

@@ -1,4 +1,4 @@
-"""`rlframe.train` in a notebook, by a real kernel: its progress is one line, redrawn in place."""
+"""`rlframe.train` in a notebook with a real kernel: the progress is one line, redrawn in place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ result = rlframe.train("ppo", "gymnasium:CartPole-v1", run_dir="run", steps=4_00
 
 
 def shown(text: str) -> list[str]:
-    """The lines that a notebook shows of `text`: what follows a carriage return is written over what was there."""
+    """Return the lines that a notebook shows for `text`. Text after a carriage return overwrites the line."""
     lines = []
     for line in text.split("\n"):
         on_top = ""
@@ -33,7 +33,7 @@ def test_progress_in_a_notebook_is_one_line_redrawn_in_place(tmp_path):
     client = nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
     text = "".join(each.text for each in notebook.cells[0].outputs if each.output_type == "stream")
-    assert text.count("\r") >= 2, "it was drawn once at most"
+    assert text.count("\r") >= 2, "the progress should be drawn at least twice"
     before, *lines = [line for line in shown(text) if line]
     assert before.startswith("About 31 updates of 4 items each")
     assert len(lines) == 1 and lines[0].startswith("ppo on gymnasium:CartPole-v1: steps 4,"), lines

@@ -1,4 +1,4 @@
-"""An on-policy agent and one actor take turns by themselves: what is learned from is then what one process gives."""
+"""One actor and an on-policy learner take turns in a program, so the batches are the same as in a single process."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class Recording(PPO):
 
 
 def batches_of(tmp_path, topology: str, **fields: Any) -> list[Any]:
-    path = tmp_path / f"{topology}.py"  # a file of its own, so a list of its own
+    path = tmp_path / f"{topology}.py"  # a separate module per topology, so that each has its own list of batches
     path.write_text(RECORDING_PPO)
     values = {"num_envs": 4, "env_type": "loop", "eval_episodes": 2, "steps": 1_200, "unroll_length": 16}
     values |= {"num_epochs": 2, "num_minibatches": 2, "network": "mlp", "network_config": MLPConfig((16,)), "seed": 5}
-    described = make_experiment(f"{path}:Recording", topology=topology, **values, **fields)
-    run_experiment(described, run_dir=tmp_path / topology)
+    experiment = make_experiment(f"{path}:Recording", topology=topology, **values, **fields)
+    run_experiment(experiment, run_dir=tmp_path / topology)
     return load_object(f"{path}:batches", "agent")
 
 
-def test_one_actor_in_threads_gives_the_batches_of_a_single_process(tmp_path):
-    alone = batches_of(tmp_path, "single_process")
-    others = batches_of(tmp_path, "heavy_env", engine="threads", num_actors=1)
-    assert len(alone) >= 18 and len(others) >= 18
-    for batch, other in zip(alone, others):
+def test_one_actor_in_threads_gives_the_same_batches_as_a_single_process(tmp_path):
+    expected_batches = batches_of(tmp_path, "single_process")
+    batches = batches_of(tmp_path, "heavy_env", engine="threads", num_actors=1)
+    assert len(expected_batches) >= 18 and len(batches) >= 18
+    for batch, other in zip(expected_batches, batches):
         leaves, expected = jax.tree.leaves_with_path(other), jax.tree.leaves(batch)
         assert len(leaves) == len(expected)
         for (path, leaf), want in zip(leaves, expected):

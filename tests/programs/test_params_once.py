@@ -1,4 +1,4 @@
-"""In the processes of every topology a version is packed by the update, and unpacked where it acts."""
+"""In every topology, the update packs each version of the parameters once, and only jitted calls unpack it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.programs.running_program import WITH_ELASTIC, RunningProgram, options_of
 from tests.programs.test_language import SMALL
 
-# Agents that are made in every node: who makes one writes down whose parameters its process packs or unpacks, and how.
+# Agents that make their process write each call of a pack or unpack method to a file. Every node makes an agent.
 AGENTS = """
 import os
 
@@ -24,7 +24,7 @@ def count(name):
     method = getattr(Packing, name)
 
     def counted(self, *args):
-        # Of all that is packed, parameters alone have matrices whose name ends so.
+        # Count only parameters: no other packed tree has matrices with these names.
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.template)]
         if any(path.endswith(("['w']", "['q_proj']")) for path in paths):
             with open({counts!r}, "a") as file:
@@ -55,7 +55,7 @@ class CountingGRPO(GRPO):
 
 
 def counts_of(tmp_path: pathlib.Path, agent: str, *arguments: str) -> tuple[dict[str, list[int]], int]:
-    """How often each method was called in each process, sorted; and the versions that there were."""
+    """Run a program. Return the sorted counts per process of each method, and the number of versions."""
     path, counts = tmp_path / "agents.py", tmp_path / "counts"
     path.write_text(AGENTS.format(counts=str(counts)))
     with RunningProgram(tmp_path / "run", "--agent", f"{path}:{agent}", *arguments) as program:
@@ -69,23 +69,25 @@ def counts_of(tmp_path: pathlib.Path, agent: str, *arguments: str) -> tuple[dict
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", WITH_ELASTIC)
-def test_parameters_are_packed_and_unpacked_inside_jitted_calls_alone(tmp_path, which):
+@pytest.mark.parametrize("program_name", WITH_ELASTIC)
+def test_parameters_are_packed_and_unpacked_only_in_jitted_calls(tmp_path, program_name):
     arguments = ["--env", "CartPole-v1", "--num-envs", "8", "--num-actors", "2", "--steps", "20000"]
     arguments += ["--unroll-length", "10", "--batch-size", "4"]
-    found, versions = counts_of(tmp_path, "CountingIMPALA", *arguments, *options_of(which))
+    found, versions = counts_of(tmp_path, "CountingIMPALA", *arguments, *options_of(program_name))
     assert versions > 100
-    # By numpy, which is for every version anew, nothing is packed but what the monitor evaluates, from a checkpoint.
+    # Packing with numpy happens once per call. Only the monitor does it, for checkpoints that it evaluates.
     assert sum(found.pop("pack_numpy", [])) < 10
     assert set(found) == {"pack_jax", "unpack_jax"}
-    # What is traced, of which each process does a few whatever the versions: the learner's update packs, calls unpack.
+    # Jitted calls count only once per trace: the learner's update packs, and the other calls unpack.
     assert len(found["pack_jax"]) == 1
     assert max(found["pack_jax"] + found["unpack_jax"]) < 10
 
 
 @pytest.mark.system
-def test_the_parameters_of_a_language_model_are_packed_by_the_update_alone(tmp_path):
-    found, versions = counts_of(tmp_path, "CountingGRPO", *SMALL[2:], "--steps", "12")  # SMALL begins with its agent
+def test_language_model_parameters_are_packed_only_in_the_update(tmp_path):
+    found, versions = counts_of(
+        tmp_path, "CountingGRPO", *SMALL[2:], "--steps", "12"
+    )  # without the agent at the start of SMALL
     assert versions >= 12
-    # The policy server, which has no agent and so counts nothing here, takes what was packed.
+    # The policy server has no agent, so it counts nothing here. It receives packed parameters.
     assert set(found) == {"pack_jax"} and len(found["pack_jax"]) == 1 and max(found["pack_jax"]) < 10

@@ -1,4 +1,4 @@
-"""Whole runs of PQN: in one process, and in every topology."""
+"""Runs of PQN in one process and in every topology."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from tests.programs.test_single_process import assert_same_arrays
 
 
 @pytest.mark.system
-def test_a_run_may_be_stopped_and_resumed(tmp_path):
+def test_resumed_run_is_identical_to_an_uninterrupted_run(tmp_path):
     network = MLPConfig((8,), "relu", layer_norm=True)
     options = {"network": "mlp", "network_config": network, "unroll_length": 16, "num_minibatches": 4}
     options |= {"num_envs": 4, "steps": 1_280, "log_every": 256, "eval_episodes": 1, "env_type": "loop"}
-    described = make_experiment("pqn", "CartPole-v1", preset="none", **options)
-    whole = run_experiment(described, run_dir=tmp_path / "whole")
-    run_experiment(described, run_dir=tmp_path / "parts", stop_at=700)
-    run_experiment(described, run_dir=tmp_path / "parts", resume=True)
+    experiment = make_experiment("pqn", "CartPole-v1", preset="none", **options)
+    whole = run_experiment(experiment, run_dir=tmp_path / "whole")
+    run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=700)
+    run_experiment(experiment, run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
     assert whole.learner_steps >= 20
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", FOR_EACH_AGENT)
-def test_processes_of_every_topology_learn(which, tmp_path):
+@pytest.mark.parametrize("program_name", FOR_EACH_AGENT)
+def test_agent_makes_updates_in_every_topology(program_name, tmp_path):
     options = ["--agent", "pqn", "--env", "CartPole-v1", "--preset", "none", "--unroll-length", "32", "--num-envs", "4"]
     options += ["--num-minibatches", "4", "--num-epochs", "4", "--num-actors", "2", "--steps", "20000"]
-    with RunningProgram(tmp_path / "run", *options, *options_of(which)) as program:
+    with RunningProgram(tmp_path / "run", *options, *options_of(program_name)) as program:
         code, result = program.finish(300.0)
     assert code == 0 and result is not None
     assert result["learner_steps"] >= 0.5 * 20_000 / (32 * 8)

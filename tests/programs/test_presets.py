@@ -16,15 +16,15 @@ from tests.agents.batches import BOX, DISCRETE, IMAGE, VECTOR
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
-def test_every_preset_fits_the_configs_and_names_its_sources(preset):
-    described = apply_preset(preset, preset.agent, preset.envs[0])
+def test_every_preset_sets_its_values_and_names_its_sources(preset):
+    experiment = apply_preset(preset, preset.agent, preset.envs[0])
     for option, setting in preset.fields.items():
-        assert option_value(described, option.removeprefix("agent.")) == setting.value
+        assert option_value(experiment, option.removeprefix("agent.")) == setting.value
     assert all(len(setting.source) > 5 for setting in preset.fields.values())
 
 
 @pytest.mark.parametrize(
-    ("name", "field", "value", "said"),
+    ("name", "field", "value", "text"),
     [
         ("ppo/mujoco", "normalize_rewards", True, "there the statistics change with every step, here with every"),
         ("ppo/acrobot", "agent.unroll_length", 256, "without its normalized observations and rewards"),
@@ -37,9 +37,9 @@ def test_every_preset_fits_the_configs_and_names_its_sources(preset):
         ("sac/mujoco", "agent.min_log_std", -5.0, "which scales a tanh to these bounds; here they clip"),
     ],
 )
-def test_a_preset_says_where_it_does_otherwise_than_its_source(name, field, value, said):
+def test_preset_documents_differences_from_its_source(name, field, value, text):
     (preset,) = (preset for preset in PRESETS if preset.name == name)
-    assert preset.fields[field].value == value and said in preset.fields[field].source
+    assert preset.fields[field].value == value and text in preset.fields[field].source
 
 
 @pytest.mark.parametrize(
@@ -73,12 +73,12 @@ def test_a_preset_says_where_it_does_otherwise_than_its_source(name, field, valu
         ("file.py:Mine", "CartPole-v1", None),
     ],
 )
-def test_the_preset_of_an_agent_and_environment(agent, env, name):
+def test_auto_preset_depends_on_agent_and_environment(agent, env, name):
     found = find_preset("auto", agent, env)
     assert (found.name if found is not None else None) == name
 
 
-def test_one_preset_at_most_fits():
+def test_at_most_one_automatic_preset_matches():
     for env in ("CartPole-v1", "Pong-v5", "Ant-v4", "Pendulum-v1", "MountainCar-v0", "Acrobot-v1"):
         for agent in registry.AGENTS:
             assert (
@@ -87,17 +87,17 @@ def test_one_preset_at_most_fits():
             )
 
 
-def test_none_switches_presets_off():
+def test_preset_none_gives_default_values():
     assert find_preset("none", "ppo", "CartPole-v1") is None
     config_cls = registry.agent_class("ppo").config_cls
     assert make_experiment("ppo", "CartPole-v1", preset="none").agent_config == config_cls()
 
 
-def test_a_preset_can_be_named_for_another_environment():
+def test_preset_by_name_works_for_another_environment():
     assert find_preset("ppo/cartpole", "ppo", "Acrobot-v1").name == "ppo/cartpole"
 
 
-def test_options_of_envpools_task_are_not_given_to_an_environment_that_a_user_registered_by_its_name(monkeypatch):
+def test_environment_registered_by_a_user_gets_no_envpool_options(monkeypatch):
     assert make_experiment("dqn", "Breakout-v5").env_kwargs["episodic_life"]
     monkeypatch.setitem(gymnasium.envs.registration.registry, "Breakout-v5", EnvSpec("Breakout-v5", "my_envs:Breakout"))
     users = make_experiment("dqn", "Breakout-v5")
@@ -106,7 +106,7 @@ def test_options_of_envpools_task_are_not_given_to_an_environment_that_a_user_re
     assert users.agent_config == make_experiment("dqn", "Pong-v5").agent_config
 
 
-def test_rainbow_is_dqn_with_all_of_its_parts_and_asked_for_by_name():
+def test_rainbow_preset_turns_on_all_dqn_extensions():
     assert find_preset("auto", "dqn", "Pong-v5").name == "dqn/atari"
     experiment = make_experiment("dqn", "Pong-v5", preset="dqn/rainbow_atari")
     cfg, network = experiment.agent_config, experiment.topology_config.network_config
@@ -115,20 +115,20 @@ def test_rainbow_is_dqn_with_all_of_its_parts_and_asked_for_by_name():
     assert cfg.epsilon_begin == cfg.epsilon_end == 0.0
 
 
-def test_an_unknown_preset_suggests_the_nearest():
+def test_unknown_preset_suggests_the_closest_name():
     with pytest.raises(UsageError, match="Did you mean 'ppo/cartpole'"):
         find_preset("ppo/cart_pole", "ppo", "CartPole-v1")
 
 
-def test_fields_that_are_given_win_over_the_preset():
-    described = make_experiment("ppo", "CartPole-v1", num_envs=3, learning_rate=0.5)
+def test_given_options_override_the_preset():
+    experiment = make_experiment("ppo", "CartPole-v1", num_envs=3, learning_rate=0.5)
     preset = find_preset("auto", "ppo", "CartPole-v1")
-    assert described.num_envs == 3
-    assert described.agent_config.learning_rate == 0.5
-    assert described.agent_config.unroll_length == preset.options["unroll_length"]
+    assert experiment.num_envs == 3
+    assert experiment.agent_config.learning_rate == 0.5
+    assert experiment.agent_config.unroll_length == preset.options["unroll_length"]
 
 
-def test_a_misspelt_field_is_refused():
+def test_misspelled_option_is_refused():
     with pytest.raises(UsageError, match="Did you mean 'learning_rate'"):
         make_experiment("ppo", "CartPole-v1", learning_rat=0.5)
 
@@ -145,7 +145,7 @@ def test_a_misspelt_field_is_refused():
         ("td3", "mlp", VECTOR, BOX),
     ],
 )
-def test_a_named_network_begins_with_the_agents_own_values(agent, network, observation, action):
+def test_network_by_name_has_the_same_initial_params_as_the_default(agent, network, observation, action):
     config = make_experiment(agent, preset="none", network=network).topology_config.network_config
     cls = registry.agent_class(agent)
     by_name, by_default = (cls(cls.config_cls(), observation, action, each) for each in (config, None))
@@ -154,13 +154,13 @@ def test_a_named_network_begins_with_the_agents_own_values(agent, network, obser
     assert getattr(config, "activation", "relu") == "relu"
 
 
-def test_another_network_leaves_the_presets_one():
-    described = make_experiment("dqn", "CartPole-v1", network=None)
-    assert described.topology_config.network is None and described.topology_config.network_config is None
-    assert described.env == Experiment().env
+def test_network_none_removes_the_network_of_the_preset():
+    experiment = make_experiment("dqn", "CartPole-v1", network=None)
+    assert experiment.topology_config.network is None and experiment.topology_config.network_config is None
+    assert experiment.env == Experiment().env
 
 
-def test_a_subclass_in_a_file_may_take_a_preset_of_its_agent_by_name(tmp_path):
+def test_subclass_of_an_agent_accepts_its_preset_by_name(tmp_path):
     (tmp_path / "own.py").write_text("from rlframe.agents import PPO\nclass Own(PPO): pass\n")
     own = f"{tmp_path / 'own.py'}:Own"
     assert find_preset("auto", own, "CartPole-v1") is None

@@ -1,4 +1,4 @@
-"""Topologies in the threads of one process: the same objects, the same wiring, quick to run."""
+"""Topologies with the engine threads: the same nodes and connections as with processes, but fast."""
 
 from __future__ import annotations
 
@@ -21,52 +21,52 @@ from rlframe.programs.experiment import Experiment
 SMALL = {"network": "mlp", "network_config": MLPConfig((16,)), "env_type": "loop", "eval_episodes": 2, "num_envs": 4}
 
 
-def experiment(agent: str, topology: str, **fields) -> Experiment:
+def small_experiment(agent: str, topology: str, **fields) -> Experiment:
     values = {**SMALL, "steps": 1_000, "topology": topology, "engine": "threads", "log_every": 200, **fields}
     return make_experiment(agent, **values)
 
 
 @pytest.mark.parametrize("topology", ["heavy_env", "light_env"])
-def test_a_program_has_the_files_and_the_result_of_a_single_process(tmp_path, topology, learning_curves):
+def test_program_writes_the_same_files_and_result_as_a_single_process(tmp_path, topology, learning_curves):
     rows = []
-    described = experiment("impala", topology, unroll_length=8, batch_size=4)
+    experiment = small_experiment("impala", topology, unroll_length=8, batch_size=4)
     result = run_experiment(
-        described, run_dir=tmp_path / "run", callbacks=[lambda info: rows.append((info.step, info.values))]
+        experiment, run_dir=tmp_path / "run", callbacks=[lambda info: rows.append((info.step, info.values))]
     )
     assert 1_000 <= result.env_steps < 3_000
     assert result.learner_steps == result.params_version - 1 > 10
     assert result.episodes == 2 and result.return_mean is not None and result.return_mean > 0
     assert json.loads((tmp_path / "run/result.json").read_text()) == result.to_json()
-    assert load_experiment(tmp_path / "run") == described
+    assert load_experiment(tmp_path / "run") == experiment
     written = read_jsonl(tmp_path / "run/metrics.jsonl")
     assert [row["step"] for row in written] == [step for step, _ in rows]
     assert written[-1]["return_mean"] == result.return_mean
     assert {"staleness", "replay_items"} <= set(rows[-2][1]) and rows[-2][1]["learner_steps"] == result.learner_steps
     assert (tmp_path / "run/learning_curve.png").exists()
-    again = evaluate(tmp_path / "run", episodes=2)  # of the checkpoint
+    again = evaluate(tmp_path / "run", episodes=2)  # from the checkpoint
     assert (again["return_mean"], again["params_version"]) == (result.return_mean, result.params_version)
 
 
-def test_a_program_learns_from_a_replay_at_the_ratio_that_the_agent_asks_for(tmp_path):
+def test_program_makes_updates_at_the_configured_ratio(tmp_path):
     values = {"min_replay_size": 100, "update_period": 4, "batch_size": 8, "prioritized": True, "n_step": 3}
-    result = run_experiment(experiment("dqn", "heavy_env", **values), run_dir=tmp_path / "run")
+    result = run_experiment(small_experiment("dqn", "heavy_env", **values), run_dir=tmp_path / "run")
     due = (result.env_steps - 100) / 4
     assert 0.8 * due <= result.learner_steps <= 1.1 * due
 
 
 @pytest.mark.system
-def test_evaluations_go_on_beside_the_training(tmp_path):
-    described = experiment("impala", "heavy_env", unroll_length=8, batch_size=4, eval_every=300, steps=10_000)
-    run_experiment(described, run_dir=tmp_path / "run")
+def test_evaluations_run_during_training(tmp_path):
+    experiment = small_experiment("impala", "heavy_env", unroll_length=8, batch_size=4, eval_every=300, steps=10_000)
+    run_experiment(experiment, run_dir=tmp_path / "run")
     evaluated = [row["step"] for row in read_jsonl(tmp_path / "run/metrics.jsonl") if "return_mean" in row]
     assert len(evaluated) >= 2
 
 
-def test_a_resumed_program_goes_on_with_its_counts(tmp_path):
-    described = experiment("impala", "heavy_env", unroll_length=8, batch_size=4)
-    first = run_experiment(described, run_dir=tmp_path / "run", stop_at=500)
+def test_resumed_program_continues_its_counts(tmp_path):
+    experiment = small_experiment("impala", "heavy_env", unroll_length=8, batch_size=4)
+    first = run_experiment(experiment, run_dir=tmp_path / "run", stop_at=500)
     assert first.env_steps >= 500
-    more = dataclasses.replace(described, steps=first.env_steps + 500)
+    more = dataclasses.replace(experiment, steps=first.env_steps + 500)
     again = run_experiment(more, run_dir=tmp_path / "run", resume=True)
     assert again.env_steps >= first.env_steps + 500
     assert again.learner_steps > first.learner_steps
@@ -75,8 +75,8 @@ def test_a_resumed_program_goes_on_with_its_counts(tmp_path):
     assert steps == sorted(steps)
 
 
-def test_a_program_that_is_stopped_says_that_all_is_saved_only_if_it_is(tmp_path, monkeypatch):
-    described = experiment("impala", "heavy_env", unroll_length=8, batch_size=4, steps=10**8, log_every=100)
+def test_stopped_program_reports_a_failed_save(tmp_path, monkeypatch):
+    experiment = small_experiment("impala", "heavy_env", unroll_length=8, batch_size=4, steps=10**8, log_every=100)
 
     def fail(*args, **kwargs):
         raise CheckpointError("the disk is full")
@@ -91,30 +91,30 @@ def test_a_program_that_is_stopped_says_that_all_is_saved_only_if_it_is(tmp_path
                     monkeypatch.setattr(Checkpointer, "save", fail)
                 os.kill(os.getpid(), signal.SIGINT)
 
-        return run_experiment(described, run_dir=tmp_path / "run", callbacks=[callback], resume=resume)
+        return run_experiment(experiment, run_dir=tmp_path / "run", callbacks=[callback], resume=resume)
 
     first = session(resume=False)
     assert first.signal == signal.SIGINT
     newest = Checkpointer(tmp_path / "run/checkpoints").steps()[-1]
-    # On a busy machine a periodic save may be due between the signal and the end.
+    # On a busy machine, a periodic save may also fail between the signal and the end.
     ended = "The node learner failed(?: while the program ended)?: CheckpointError: the disk is full"
     with pytest.raises(ProgramError, match=rf"{ended}\nWhat was saved last is .*run/checkpoints/{newest}. Go on from"):
         session(resume=True, learned=first.learner_steps)
 
 
-def test_a_replay_that_does_not_suit_the_topology_is_refused():
-    with pytest.raises(UsageError, match="distributed keeps its experience in reverb or service, got"):
-        experiment("impala", "distributed", replay="shared_memory")
-    with pytest.raises(UsageError, match="single_process keeps its experience in local"):
+def test_replay_that_the_topology_does_not_support_is_refused():
+    with pytest.raises(UsageError, match="The topology distributed needs replay=reverb or service, got"):
+        small_experiment("impala", "distributed", replay="shared_memory")
+    with pytest.raises(UsageError, match="The topology single_process needs replay=local, got"):
         make_experiment("impala", replay="reverb")
-    with pytest.raises(UsageError, match=r"elastic keeps .*, got replay='.*store.py:Mine'. It takes no other one"):
-        experiment("impala", "elastic", replay="store.py:Mine")
-    assert experiment("impala", "heavy_env", replay="store.py:Mine").topology_config.replay_kind == os.path.abspath(
-        "store.py:Mine"
-    )
+    with pytest.raises(UsageError, match=r"elastic needs .*, got '.*store.py:Mine'. It supports no other"):
+        small_experiment("impala", "elastic", replay="store.py:Mine")
+    assert small_experiment(
+        "impala", "heavy_env", replay="store.py:Mine"
+    ).topology_config.replay_kind == os.path.abspath("store.py:Mine")
 
 
-def test_where_the_workers_of_elastic_come_from_is_what_the_engine_says_or_refused():
+def test_operator_of_elastic_follows_the_engine():
     def elastic(**options):
         return make_experiment("impala", **{"topology": "elastic", **options}).topology_config
 
@@ -123,23 +123,25 @@ def test_where_the_workers_of_elastic_come_from_is_what_the_engine_says_or_refus
     assert elastic(operator="mine.py:Operator").operator_name == os.path.abspath("mine.py:Operator")
     assert elastic(engine="ray", replay="service").spans_machines
     assert not elastic(engine="ray").spans_machines and not elastic(replay="service").spans_machines
-    with pytest.raises(UsageError, match=r"operator ray is for the engine ray.* this one is local. Add --engine ray"):
+    with pytest.raises(
+        UsageError, match=r"The operator ray needs the engine ray, but the engine is local. Add --engine ray"
+    ):
         elastic(operator="ray")
     with pytest.raises(UsageError, match="no operator 'locale'; .* Did you mean 'local'"):
         elastic(operator="locale")
-    with pytest.raises(UsageError, match="The engine threads has no operator"):
+    with pytest.raises(UsageError, match="the engine threads has none"):
         elastic(engine="threads")
 
 
-def test_environments_are_shared_out_evenly_among_actors_and_their_pools():
-    assert experiment("impala", "light_env", num_envs=8, num_pools=2).envs_per_pool == 2
-    assert experiment("impala", "heavy_env", num_envs=8, num_actors=4).envs_per_actor == 2
+def test_environments_are_divided_equally_among_actors_and_pools():
+    assert small_experiment("impala", "light_env", num_envs=8, num_pools=2).envs_per_pool == 2
+    assert small_experiment("impala", "heavy_env", num_envs=8, num_actors=4).envs_per_actor == 2
     assert make_experiment("impala", num_envs=7).envs_per_actor == 7
     with pytest.raises(UsageError, match="num_envs=6 cannot be shared evenly by num_actors=2 with num_pools=2 each"):
-        experiment("impala", "light_env", num_envs=6, num_pools=2)
+        small_experiment("impala", "light_env", num_envs=6, num_pools=2)
 
 
-def test_of_one_environment_there_is_one_actor_unless_more_are_asked_for():
+def test_one_environment_gives_one_actor_by_default():
     preset = make_experiment("sac", "Pendulum-v1", topology="heavy_env")
     assert preset.topology_config.num_actors == preset.num_envs == 1
     assert make_experiment("sac", "Pendulum-v1", topology="heavy_env", num_envs=4).topology_config.num_actors == 2
@@ -150,24 +152,33 @@ def test_of_one_environment_there_is_one_actor_unless_more_are_asked_for():
 @pytest.mark.parametrize(
     ("topology", "instead"), [("elastic", "shared_memory or --replay service"), ("distributed", "service")]
 )
-def test_reverb_under_the_engine_ray_is_refused_before_a_ray_is_started(topology, instead):
-    with pytest.raises(UsageError, match=f"The engine ray runs no Reverb server: use --replay {instead}, or another"):
+def test_reverb_with_the_engine_ray_is_refused_before_ray_starts(topology, instead):
+    with pytest.raises(
+        UsageError, match=f"The engine ray cannot run a Reverb server. Use --replay {instead}, or another"
+    ):
         make_experiment("dqn", topology=topology, engine="ray", replay="reverb")
 
 
 class Node:
-    """Ends well, raises, waits until it is stopped, or for ever; or presses Ctrl-C, twice or once more when stopped."""
+    """A fake node.
+
+    Args:
+        how: Behavior of the node: ends, raises, waits (until it is stopped), never ends, presses twice (Ctrl-C), or
+            presses when stopped (a second Ctrl-C).
+    """
 
     def __init__(self, how: str) -> None:
         self.how, self.stopped = how, threading.Event()
 
     def run(self) -> None:
         if self.how == "raises":
-            raise ValueError("unhappy")
+            raise ValueError("failed")
         if self.how in ("presses twice", "presses when stopped"):
             os.kill(os.getpid(), signal.SIGINT)
         if self.how == "presses twice":
-            os.kill(os.getpid(), signal.SIGTERM)  # two of one number may be taken for one
+            os.kill(
+                os.getpid(), signal.SIGTERM
+            )  # another signal, because two equal pending signals may be delivered only once
         if self.how not in ("ends", "raises"):
             assert self.stopped.wait(60.0)
         if self.how == "never ends":
@@ -179,7 +190,7 @@ class Node:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_threads_end_with_the_monitor_and_name_the_node_that_raised():
+def test_threads_engine_ends_with_the_monitor_and_names_the_failed_node():
     engine = ThreadsEngine()
     actor = engine.add("actor", Node, "waits")
     engine.add("monitor", Node, "ends")
@@ -187,13 +198,13 @@ def test_threads_end_with_the_monitor_and_name_the_node_that_raised():
     engine = ThreadsEngine()
     actor = engine.add("actor", Node, "waits")
     engine.add("learner", Node, "raises")
-    with pytest.raises(ProgramError, match="The node learner failed: ValueError: unhappy"):
+    with pytest.raises(ProgramError, match="The node learner failed: ValueError: failed"):
         engine.run()
     assert actor.stopped.is_set()
 
 
 @pytest.mark.parametrize("how", ["presses twice", "presses when stopped"])
-def test_a_second_ctrl_c_at_any_time_has_ended_threads_well_only_if_those_that_save_had_saved(how):
+def test_second_ctrl_c_fails_unless_all_saving_nodes_have_ended(how):
     engine = ThreadsEngine()
     engine.add("learner", Node, "never ends")
     engine.add("actor", Node, how)

@@ -1,4 +1,4 @@
-"""`quiet=True` prints nothing, whatever warns and wherever it runs; the logs and the caller's handlers have it all."""
+"""With `quiet=True`, no node prints anything. The log files and the caller's log handlers receive all warnings."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def logged(folder: pathlib.Path) -> str:
         pytest.param("distributed", "launchpad", ("launchpad", "reverb"), marks=pytest.mark.system),
     ],
 )
-def test_a_quiet_run_prints_nothing_and_keeps_warnings_in_its_logs(topology, engine, extras, tmp_path):
+def test_quiet_run_prints_nothing_and_writes_warnings_to_log_files(topology, engine, extras, tmp_path):
     needs(*extras)
     done = train(tmp_path, topology, engine)
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
@@ -88,7 +88,7 @@ def test_a_quiet_run_prints_nothing_and_keeps_warnings_in_its_logs(topology, eng
         assert "printed by a node" in logged(tmp_path)
 
 
-def test_a_quiet_run_of_one_process_prints_nothing_and_handlers_of_the_caller_get_its_warnings(tmp_path):
+def test_quiet_single_process_passes_warnings_to_the_callers_handlers(tmp_path):
     done = train(tmp_path, "single_process", "-", "--handler")
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
     assert "WARNING" in logged(tmp_path) and "a warning of the logger" in logged(tmp_path)

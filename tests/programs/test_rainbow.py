@@ -1,4 +1,4 @@
-"""Whole runs of DQN with all of Rainbow's parts, in processes."""
+"""Runs of DQN with all extensions of Rainbow, in several processes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SIZES += ["--optimizer", "adam", "--learning-rate", "1e-3", "--target-update-per
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", ["local heavy_env", "launchpad distributed", "local elastic"])
-def test_processes_learn(which, tmp_path):
+@pytest.mark.parametrize("program_name", ["local heavy_env", "launchpad distributed", "local elastic"])
+def test_rainbow_learns_in_several_processes(program_name, tmp_path):
     options = ["--agent", "dqn", "--env", "CartPole-v1", "--preset", "none", *PARTS, *SIZES]
     options += ["--num-envs", "4", "--num-actors", "2", "--steps", "8000"]
-    with RunningProgram(tmp_path / "run", *options, *options_of(which)) as program:
+    with RunningProgram(tmp_path / "run", *options, *options_of(program_name)) as program:
         code, result = program.finish(300.0)
     assert code == 0 and result is not None
     assert result["learner_steps"] >= 0.8 * (result["env_steps"] - 500) / 4
-    assert result["return_mean"] > 40.0  # at random 22
+    assert result["return_mean"] > 40.0  # a random policy returns 22

@@ -1,6 +1,6 @@
-"""Whole runs in which random processes are stopped for ever or killed, whichever they are but the launcher.
+"""Complete runs in which random processes, except the launcher, receive SIGSTOP or SIGKILL.
 
-The seed is printed; `STRIKES_SEED=7 pytest ...` repeats the same strikes, as far as the machine lets it.
+The test prints its seed. `FAILURES_SEED=7 pytest ...` repeats the same signals, as far as the timing allows.
 """
 
 from __future__ import annotations
@@ -18,53 +18,54 @@ import pytest
 
 from tests.programs.elastic_program import ElasticProgram
 from tests.programs.running_program import IMPALA, RunningProgram, options_of
-from tests.programs.test_hanging_nodes import ENV, MORE
+from tests.programs.test_hanging_nodes import ENV, OVERSHOOT
 
 pytest.importorskip("fastapi", reason="the control needs fastapi: pip install rlframe[trajectories]")
 
 STEPS = 60_000
-STRIKES = [signal.SIGSTOP] * 2 + [signal.SIGKILL] * 3
-WITHIN = 700.0  # seconds
+SIGNALS = [signal.SIGSTOP] * 2 + [signal.SIGKILL] * 3
+TIMEOUT = 700.0  # seconds
 
 
-def strike(program: RunningProgram, chance: random.Random) -> list[str]:
-    """Strikes at random, a few seconds apart. Returns what was struck, and how."""
-    told = []
-    for number in chance.sample(STRIKES, len(STRIKES)):
-        time.sleep(chance.uniform(0.5, 8.0))
+def send_random_signals(program: RunningProgram, rng: random.Random) -> list[str]:
+    """Send all signals to random processes, a few seconds apart. Return a description of each signal."""
+    descriptions = []
+    for number in rng.sample(SIGNALS, len(SIGNALS)):
+        time.sleep(rng.uniform(0.5, 8.0))
         if program.process.poll() is not None:
             break
-        name, process = chance.choice(sorted(program.alive().items()))
-        told.append(f"{number.name} to {name}")
-        print(told[-1])
+        name, process = rng.choice(sorted(program.alive().items()))
+        descriptions.append(f"{number.name} to {name}")
+        print(descriptions[-1])
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
-    return told
+    return descriptions
 
 
 @pytest.mark.system
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "which", ["local heavy_env", "local light_env", "local distributed", "launchpad distributed", "local elastic"]
+    "program_name",
+    ["local heavy_env", "local light_env", "local distributed", "launchpad distributed", "local elastic"],
 )
-def test_a_run_ends_by_itself_and_leaves_nothing_whichever_processes_are_struck(
-    tmp_path: pathlib.Path, which: str
-) -> None:
-    seed = int(os.environ.get("STRIKES_SEED") or random.randrange(10**6))
-    print(f"STRIKES_SEED={seed}")
+def test_run_ends_and_leaves_no_processes_despite_random_failures(tmp_path: pathlib.Path, program_name: str) -> None:
+    seed = int(os.environ.get("FAILURES_SEED") or random.randrange(10**6))
+    print(f"FAILURES_SEED={seed}")
     (tmp_path / "env.py").write_text(ENV)
     arguments = [*IMPALA[:2], *IMPALA[4:], "--env", f"{tmp_path}/env.py:make_env", "--steps", str(STEPS)]
-    arguments += ["--hang-timeout", "5", "--eval-episodes", "2", "--log-every", "500", *options_of(which)]
-    program_class = ElasticProgram if which == "local elastic" else RunningProgram
+    arguments += ["--hang-timeout", "5", "--eval-episodes", "2", "--log-every", "500", *options_of(program_name)]
+    program_class = ElasticProgram if program_name == "local elastic" else RunningProgram
     with program_class(tmp_path / "run", *arguments) as program:
         program.wait_for_steps(1_000, 400.0)
-        struck = strike(program, random.Random(seed))
-        code, result = program.finish(WITHIN)  # which sees that no process and no shared memory is left
-    told = f"seed {seed}: {struck}\n{program.errors()}"
-    assert len(struck) == len(STRIKES), f"it was over before all strikes: {told}"
+        sent = send_random_signals(program, random.Random(seed))
+        code, result = program.finish(TIMEOUT)  # also checks that no process and no shared memory is left
+    details = f"seed {seed}: {sent}\n{program.errors()}"
+    assert len(sent) == len(SIGNALS), f"the run ended before all signals were sent: {details}"
     if code == 0:
-        assert result is not None and STEPS <= result["env_steps"] <= MORE * STEPS, told
-    else:  # one node was struck more often than it may be
-        assert code == 1 and re.search(r"^rlframe: The node \S+ (hung|was killed|failed)", program.errors(), re.M), told
+        assert result is not None and STEPS <= result["env_steps"] <= OVERSHOOT * STEPS, details
+    else:  # one node failed more often than max_restarts
+        assert code == 1 and re.search(r"^rlframe: The node \S+ (hung|was killed|failed)", program.errors(), re.M), (
+            details
+        )
     assert not [path for path in (tmp_path / "run").rglob("*") if path.is_socket()]
     print(f"exit code {code}, {result['env_steps'] if result else 'no'} steps")

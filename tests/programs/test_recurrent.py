@@ -1,4 +1,4 @@
-"""Whole runs of agents with a memory: in one process, resumed and loaded, and in every topology."""
+"""Runs of recurrent agents: resumed, loaded, and in every topology."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.programs.test_single_process import assert_same_arrays
 
 ENV = "PositionOnlyCartPole-v1"
 OPTIONS = {"network": "gru", "network_config": GRUConfig((8,), 8), "eval_episodes": 1, "env_type": "loop"}
-OF = {
+AGENT_OPTIONS = {
     "ppo": {"unroll_length": 16, "num_minibatches": 2, "num_epochs": 2},
     "impala": {"unroll_length": 8, "batch_size": 4},
 }
 NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
 
 
-def experiment(agent: str, **fields) -> Experiment:
-    options = {**OPTIONS, **OF[agent], "preset": "none", "num_envs": 4, "steps": 800, "log_every": 200}
+def small_experiment(agent: str, **fields) -> Experiment:
+    options = {**OPTIONS, **AGENT_OPTIONS[agent], "preset": "none", "num_envs": 4, "steps": 800, "log_every": 200}
     return make_experiment(agent, ENV, **{**options, **fields})
 
 
@@ -36,11 +36,11 @@ def experiment(agent: str, **fields) -> Experiment:
     ],
     ids=["ppo", "normalized ppo", "impala"],
 )
-def test_a_run_may_be_stopped_and_resumed_and_its_policy_loaded(agent, fields, tmp_path):
-    described = experiment(agent, **fields)
-    whole = run_experiment(described, run_dir=tmp_path / "whole")
-    run_experiment(described, run_dir=tmp_path / "parts", stop_at=420)  # in the middle of episodes and sequences
-    run_experiment(described, run_dir=tmp_path / "parts", resume=True)
+def test_resumed_run_is_identical_and_its_policy_loads(agent, fields, tmp_path):
+    experiment = small_experiment(agent, **fields)
+    whole = run_experiment(experiment, run_dir=tmp_path / "whole")
+    run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=420)  # in the middle of episodes and sequences
+    run_experiment(experiment, run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
     assert whole.learner_steps >= 12
     assert evaluate(tmp_path / "whole", episodes=1)["return_mean"] == whole.return_mean
@@ -50,36 +50,36 @@ def test_a_run_may_be_stopped_and_resumed_and_its_policy_loaded(agent, fields, t
 
 @pytest.mark.system
 @pytest.mark.parametrize(("agent", "topology"), [("ppo", "heavy_env"), ("impala", "light_env")])
-def test_a_program_carries_the_state(agent, topology, tmp_path):
-    described = experiment(agent, topology=topology, engine="threads")
-    assert run_experiment(described, run_dir=tmp_path / "run").learner_steps >= 8
+def test_recurrent_agent_makes_updates_in_threads(agent, topology, tmp_path):
+    experiment = small_experiment(agent, topology=topology, engine="threads")
+    assert run_experiment(experiment, run_dir=tmp_path / "run").learner_steps >= 8
 
 
 STEPS = 10_000
 COMMON = ["--env", ENV, "--num-envs", "8", "--num-actors", "2", "--steps", str(STEPS), "--eval-episodes", "2"]
 PPO = ["--agent", "ppo", "--preset", "none", "--network", "gru", "--unroll-length", "32", "--num-epochs", "2"]
 IMPALA = ["--agent", "impala", "--preset", "none", "--network", "lstm", "--unroll-length", "16", "--batch-size", "8"]
-OWN = ["--agent", str(ROOT / "examples" / "recurrent_agent.py:Remembering")]
+CUSTOM = ["--agent", str(ROOT / "examples" / "recurrent_agent.py:Remembering")]
 
 
-def finished(run_dir, which: str, *options: str) -> tuple[dict, list[dict]]:
-    """(the result, the rows) of a program that ended well."""
-    with RunningProgram(run_dir, *COMMON, *options, *options_of(which)) as program:
+def run_program(run_dir, program_name: str, *options: str) -> tuple[dict, list[dict]]:
+    """Run a program, which must succeed. Return its result and its rows."""
+    with RunningProgram(run_dir, *COMMON, *options, *options_of(program_name)) as program:
         code, result = program.finish(300.0)
         assert code == 0 and result is not None, program.errors()
         return result, program.rows()
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", FOR_EACH_AGENT)
-def test_processes_of_every_topology_learn(which, tmp_path):
-    result, _ = finished(tmp_path / "run", which, *PPO, "--num-minibatches", "4", "--normalize-observations")
+@pytest.mark.parametrize("program_name", FOR_EACH_AGENT)
+def test_agent_makes_updates_in_every_topology(program_name, tmp_path):
+    result, _ = run_program(tmp_path / "run", program_name, *PPO, "--num-minibatches", "4", "--normalize-observations")
     assert result["learner_steps"] >= 0.9 * STEPS / (32 * 8)
 
 
 @pytest.mark.system
 @pytest.mark.parametrize(
-    ("which", "replay"),
+    ("program_name", "replay"),
     [
         ("local heavy_env", "service"),
         ("local light_env", "service"),
@@ -88,24 +88,26 @@ def test_processes_of_every_topology_learn(which, tmp_path):
         ("launchpad elastic", "auto"),
     ],
 )
-def test_an_agent_with_a_memory_learns_wherever_the_replay_lies(which, replay, tmp_path):
+def test_recurrent_agent_makes_updates_with_every_replay_buffer(program_name, replay, tmp_path):
     if replay == "reverb":
         needs("reverb")
-    result, _ = finished(tmp_path / "run", which, *IMPALA, "--replay", replay)
+    result, _ = run_program(tmp_path / "run", program_name, *IMPALA, "--replay", replay)
     assert result["learner_steps"] >= 0.8 * STEPS / (16 * 8)
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(("which", "replay"), [("launchpad elastic", "service"), ("ray elastic", "service")])
-def test_ones_own_agent_with_a_memory_runs_elastic_under_every_engine(which, replay, tmp_path):
-    assert finished(tmp_path / "run", which, *OWN, "--replay", replay)[0]["learner_steps"] > 10
+@pytest.mark.parametrize(("program_name", "replay"), [("launchpad elastic", "service"), ("ray elastic", "service")])
+def test_custom_recurrent_agent_runs_elastic_with_every_engine(program_name, replay, tmp_path):
+    assert run_program(tmp_path / "run", program_name, *CUSTOM, "--replay", replay)[0]["learner_steps"] > 10
 
 
 @pytest.mark.system
-def test_fewer_collectors_than_there_were_to_be_take_smaller_steps_of_the_schedule(tmp_path):
+def test_learning_rate_schedule_follows_env_steps_with_fewer_collectors(tmp_path):
     options = ["--max-actors", "1", "--num-minibatches", "8", "--anneal-learning-rate", "--log-every", "500"]
-    result, rows = finished(tmp_path / "run", "local elastic", *PPO, *options)
-    assert result["learner_steps"] >= 0.9 * STEPS / (32 * 4)  # each from 4 environments, fewer than minibatches
+    result, rows = run_program(tmp_path / "run", "local elastic", *PPO, *options)
+    assert result["learner_steps"] >= 0.9 * STEPS / (
+        32 * 4
+    )  # each update has unrolls of 4 environments, fewer than minibatches
     for row in rows:
         if "learning_rate" in row:
             assert row["learning_rate"] == pytest.approx(3e-4 * (1.0 - row["step"] / STEPS), abs=0.1 * 3e-4)

@@ -1,4 +1,4 @@
-"""What a resumed run continues from, and what it does if the newest checkpoint is damaged."""
+"""Resumed runs: the checkpoint that they continue from, and damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -22,33 +22,31 @@ def damage(run_dir: pathlib.Path, step: int) -> None:
             path.write_bytes(b"damaged")
 
 
-def test_a_damaged_checkpoint_is_refused_and_an_older_one_gone_on_from_by_name(tmp_path):
-    run_dir, described = tmp_path / "run", dqn(steps=600, checkpoint_every=100)
-    first = run_experiment(described, run_dir=run_dir)
+def test_damaged_checkpoint_is_refused_and_resume_from_uses_an_older_one(tmp_path):
+    run_dir, experiment = tmp_path / "run", dqn(steps=600, checkpoint_every=100)
+    first = run_experiment(experiment, run_dir=run_dir)
     *_, good, bad = Checkpointer(run_dir / "checkpoints").steps()
     damage(run_dir, bad)
     before = sorted(path.name for path in run_dir.rglob("*"))
     refusal = f"{run_dir}/checkpoints/{bad} is damaged: .* newest good one is {good}: --resume --resume-from {good} "
     with pytest.raises(UsageError, match=refusal):
-        run_experiment(described, run_dir=run_dir, resume=True)
+        run_experiment(experiment, run_dir=run_dir, resume=True)
     assert sorted(path.name for path in run_dir.rglob("*")) == before
     with pytest.raises(UsageError, match=rf"There is no checkpoint 1 in .*; there are .*{good}, {bad}\."):
-        run_experiment(described, run_dir=run_dir, resume=True, resume_from=1)
+        run_experiment(experiment, run_dir=run_dir, resume=True, resume_from=1)
 
-    second = run_experiment(described, run_dir=run_dir, resume=True, resume_from=good)
+    second = run_experiment(experiment, run_dir=run_dir, resume=True, resume_from=good)
     assert (second.env_steps, second.learner_steps) == (first.env_steps, first.learner_steps)
-    assert second.params_version > first.params_version  # never again a version that somebody knows
+    assert second.params_version > first.params_version  # a version number is never used twice
     (aside,) = (run_dir / "aside").iterdir()
     assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == sorted([str(bad), "replay"])
     assert [path.name for path in (aside / "checkpoints" / "replay").iterdir()] == [str(bad)]
-    run_experiment(described, run_dir=tmp_path / "other")
+    run_experiment(experiment, run_dir=tmp_path / "other")
     assert_same_arrays(run_dir, tmp_path / "other")
 
 
 @pytest.mark.parametrize("moves", range(4))
-def test_a_checkpoint_that_is_left_has_its_replay_wherever_the_move_of_newer_ones_is_cut_off(
-    tmp_path, monkeypatch, moves
-):
+def test_newest_checkpoint_has_its_replay_after_an_interrupted_move(tmp_path, monkeypatch, moves):
     directory = RunDir(tmp_path / "run")
     checkpointer, replay_buffer = Checkpointer(directory.checkpoints), ReplayBuffer(counting_agent())
     replay_buffer.claim_rank(1)
@@ -57,30 +55,30 @@ def test_a_checkpoint_that_is_left_has_its_replay_wherever_the_move_of_newer_one
     checkpointer.close()
     rename, moved = pathlib.Path.rename, []
 
-    def cut_off(path, target):
+    def interrupted_rename(path, target):
         if len(moved) == moves:
             raise KeyboardInterrupt
         moved.append(rename(path, target))
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(pathlib.Path, "rename", cut_off)
+        patched.setattr(pathlib.Path, "rename", interrupted_rename)
         Checkpointer(directory.checkpoints).go_back_to(1, tmp_path / "run/aside")
     newest = Checkpointer(directory.checkpoints).steps()[-1]
     assert newest == max(1, 3 - moves) and (directory.checkpoints / "replay" / str(newest)).exists()
 
 
-def test_the_processes_of_a_program_are_not_started_on_a_damaged_checkpoint(tmp_path):
-    described = make_experiment("impala", topology="heavy_env", num_envs=8)
+def test_damaged_checkpoint_is_refused_before_processes_start(tmp_path):
+    experiment = make_experiment("impala", topology="heavy_env", num_envs=8)
     directory = RunDir(tmp_path / "run")
     directory.create()
-    directory.write_config(described, {})
+    directory.write_config(experiment, {})
     checkpointer = Checkpointer(directory.checkpoints)
     for step in (1, 2):
         checkpointer.save(step, {"w": step})
     checkpointer.close()
     damage(directory.path, 2)
     with pytest.raises(UsageError, match=re.escape("--resume-from 1")):
-        run_experiment(described, run_dir=directory.path, resume=True)
+        run_experiment(experiment, run_dir=directory.path, resume=True)
     damage(directory.path, 1)
     with pytest.raises(UsageError, match="No other one is good"):
-        run_experiment(described, run_dir=directory.path, resume=True)
+        run_experiment(experiment, run_dir=directory.path, resume=True)

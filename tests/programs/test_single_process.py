@@ -1,4 +1,4 @@
-"""Whole runs in one process, small enough to take a second or two."""
+"""Complete runs in one process, each of a second or two."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL_NETWORK = {"network": "mlp", "network_config": MLPConfig((16,))}
 
 
 def ppo(**fields) -> Experiment:
-    """16 steps of each of 2 environments between updates."""
+    """Make a small PPO experiment. An update uses 16 steps of each of 2 environments."""
     values = {"steps": 600, "num_envs": 2, "env_type": "loop", "eval_episodes": 2, **SMALL_NETWORK}
     return make_experiment("ppo", **{**values, "unroll_length": 16, "num_epochs": 2, "num_minibatches": 2, **fields})
 
@@ -48,7 +48,7 @@ def dqn(**fields) -> Experiment:
 
 
 def rainbow(**fields) -> Experiment:
-    """What the preset changes of DQN's numbers, but for its sizes."""
+    """Make a small DQN experiment with the settings of the Rainbow preset, except its sizes."""
     preset = make_experiment("dqn", "Pong-v5", preset="dqn/rainbow_atari").agent_config
     parts = ("double", "head", "optimizer", "epsilon_begin", "epsilon_end", "max_grad_norm")
     own = {"network_config": MLPConfig((16,), dueling=True, noisy=0.5)}
@@ -56,14 +56,14 @@ def rainbow(**fields) -> Experiment:
 
 
 def impala(**fields) -> Experiment:
-    """16 steps of each of 2 environments in an update of 4 unrolls."""
+    """Make a small IMPALA experiment. An update uses 4 unrolls: 16 steps of each of 2 environments."""
     values = {"steps": 600, "num_envs": 2, "env_type": "loop", "eval_episodes": 2, **SMALL_NETWORK}
     return make_experiment("impala", **{**values, "unroll_length": 8, "batch_size": 4, **fields})
 
 
 @contextlib.contextmanager
-def made(experiment: Experiment, path) -> Iterator[TrainingLoop]:
-    """The loop of a run that has not begun."""
+def open_loop(experiment: Experiment, path) -> Iterator[TrainingLoop]:
+    """Make the training loop of a run, without running it."""
     engine = InlineEngine()
     single_process(engine, Session(experiment, make_agent(experiment), path, until=experiment.steps, began=0.0))
     loop = engine.handle_of("train")
@@ -72,7 +72,7 @@ def made(experiment: Experiment, path) -> Iterator[TrainingLoop]:
 
 
 def saved_arrays(run_dir) -> list[np.ndarray]:
-    """Parameters and learner state of a run's last checkpoint."""
+    """Return the parameters and the learner state of the last checkpoint of a run."""
     import orbax.checkpoint as ocp
 
     steps = Checkpointer(run_dir / "checkpoints").steps()
@@ -88,10 +88,10 @@ def assert_same_arrays(run_dir, other) -> None:
         np.testing.assert_array_equal(array, expected)
 
 
-def test_a_run_leaves_everything_in_its_directory(tmp_path, learning_curves):
+def test_run_writes_all_files_to_its_directory(tmp_path, learning_curves):
     result = run_experiment(ppo(), run_dir=tmp_path / "run")
     assert 600 <= result.env_steps < 602
-    assert 18 <= result.learner_steps <= 20  # 600 // 32, and what steps after an episode's end add
+    assert 18 <= result.learner_steps <= 20  # 600 // 32, plus updates from steps after an episode's end
     assert result.params_version == result.learner_steps + 1
     assert result.episodes == 2 and result.return_mean >= 8.0
     names = {path.name for path in (tmp_path / "run").iterdir()}
@@ -100,7 +100,7 @@ def test_a_run_leaves_everything_in_its_directory(tmp_path, learning_curves):
     assert load_experiment(tmp_path / "run") == ppo()
 
 
-def test_an_agent_that_logs_an_array_is_told_which(tmp_path):
+def test_agent_that_logs_an_array_is_refused(tmp_path):
     (tmp_path / "agent.py").write_text(LOGS_AN_ARRAY)
     with pytest.raises(UsageError, match=r"logs 'td_errors' as float32 of shape \(8,\); a log is one number"):
         run_experiment(
@@ -120,7 +120,7 @@ class Logs(DQN):
 """
 
 
-def test_rows_carry_what_happened_since_the_row_before(tmp_path):
+def test_rows_have_values_since_the_previous_row(tmp_path):
     run_experiment(ppo(log_every=100), run_dir=tmp_path / "run")
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] // 100 for row in rows] == [1, 2, 3, 4, 5, 6, 6]
@@ -128,17 +128,17 @@ def test_rows_carry_what_happened_since_the_row_before(tmp_path):
     assert rows[-2]["learner_steps"] in (18, 19)
     assert {"loss", "entropy", "staleness", "steps_per_second", "episode_return"} <= set(rows[3])
     assert rows[3]["staleness"] == 0.0  # inline PPO is on-policy
-    assert rows[3]["replay_items"] < 2  # learned from; the name that rows of a topology have, too
+    assert rows[3]["replay_items"] < 2  # the queue is empty after the update
 
 
-def test_all_batches_that_one_step_completes_are_learned_from(tmp_path):
+def test_learner_uses_all_batches_that_one_step_completes(tmp_path):
     result = run_experiment(impala(num_envs=16, unroll_length=4, batch_size=2), run_dir=tmp_path / "run")
     assert result.learner_steps >= result.env_steps // (16 * 4) * 8
 
 
 @pytest.mark.parametrize(("num_envs", "batch_size"), [(2, 4), (3, 8), (26, 32), (16, 2)])
-def test_an_inline_queue_has_room_for_every_unroll(num_envs, batch_size, tmp_path):
-    with made(impala(num_envs=num_envs, batch_size=batch_size), tmp_path) as loop:
+def test_queue_has_room_for_every_unroll(num_envs, batch_size, tmp_path):
+    with open_loop(impala(num_envs=num_envs, batch_size=batch_size), tmp_path) as loop:
         actor, replay_buffer = loop.actor, loop.replay_buffer
         for _ in range(30 * 8):
             actor.step()
@@ -150,7 +150,7 @@ def test_an_inline_queue_has_room_for_every_unroll(num_envs, batch_size, tmp_pat
     assert stats["sampled"] == unrolls - unrolls % batch_size
 
 
-def test_a_callback_sees_every_row(tmp_path):
+def test_callback_receives_every_row(tmp_path):
     seen = []
     run_experiment(
         ppo(log_every=300), run_dir=tmp_path / "run", callbacks=[lambda info: seen.append((info.step, info.values))]
@@ -159,7 +159,7 @@ def test_a_callback_sees_every_row(tmp_path):
     assert seen[-1][1]["eval_episodes"] == 2 and "episodes" not in seen[-1][1]
 
 
-def test_what_shows_progress_gets_every_row_once_and_the_steps_between(tmp_path):
+def test_progress_logger_receives_every_row_once(tmp_path):
     rows = []
     progress = CallbackLogger(lambda step, values: rows.append(tuple(values)))
     run_experiment(ppo(log_every=300), run_dir=tmp_path / "run", progress=progress)
@@ -167,13 +167,13 @@ def test_what_shows_progress_gets_every_row_once_and_the_steps_between(tmp_path)
     assert sum("episode_return" in row for row in rows) == 2
 
 
-def test_evaluations_come_at_their_interval_and_at_the_end(tmp_path):
+def test_evaluations_run_at_their_interval_and_at_the_end(tmp_path):
     run_experiment(ppo(eval_every=250), run_dir=tmp_path / "run")
     rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "return_mean" in row]
     assert [row["step"] // 50 for row in rows] == [5, 10, 12]
 
 
-def test_evaluate_repeats_the_evaluation_of_the_run(tmp_path):
+def test_evaluate_gives_the_same_return_as_the_run(tmp_path):
     result = run_experiment(ppo(), run_dir=tmp_path / "run")
     again = evaluate(tmp_path / "run", episodes=2)
     assert again["return_mean"] == result.return_mean
@@ -182,7 +182,7 @@ def test_evaluate_repeats_the_evaluation_of_the_run(tmp_path):
 
 @pytest.mark.system
 @pytest.mark.parametrize("make", [ppo, dqn, impala])
-def test_one_seed_gives_the_same_numbers_twice_and_another_does_not(make, tmp_path):
+def test_same_seed_gives_same_parameters_and_another_seed_does_not(make, tmp_path):
     for name, seed in [("a", 1), ("b", 1), ("c", 2)]:
         run_experiment(make(seed=seed), run_dir=tmp_path / name)
     assert_same_arrays(tmp_path / "a", tmp_path / "b")
@@ -193,13 +193,13 @@ def test_one_seed_gives_the_same_numbers_twice_and_another_does_not(make, tmp_pa
 @pytest.mark.parametrize(
     "make", [ppo, dqn, *(pytest.param(make, marks=pytest.mark.system) for make in (rainbow, impala))]
 )
-def test_a_stopped_and_resumed_run_is_bit_for_bit_one_that_was_not(make, tmp_path):
-    described = make(anneal_learning_rate=True)
-    run_experiment(described, run_dir=tmp_path / "whole")
-    # In the middle of an episode, of an unroll, of an n-step window.
-    stopped = run_experiment(described, run_dir=tmp_path / "parts", stop_at=215)
+def test_resumed_run_is_bit_for_bit_identical(make, tmp_path):
+    experiment = make(anneal_learning_rate=True)
+    run_experiment(experiment, run_dir=tmp_path / "whole")
+    # 215 steps are in the middle of an episode, an unroll and an n-step window.
+    stopped = run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=215)
     assert 215 <= stopped.env_steps < 218
-    whole = run_experiment(described, run_dir=tmp_path / "parts", resume=True)
+    whole = run_experiment(experiment, run_dir=tmp_path / "parts", resume=True)
     assert whole.env_steps == json.loads((tmp_path / "whole" / "result.json").read_text())["env_steps"]
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
     rows, others = (
@@ -212,24 +212,24 @@ def test_a_stopped_and_resumed_run_is_bit_for_bit_one_that_was_not(make, tmp_pat
     ]
 
 
-def test_a_resumed_run_in_environments_that_cannot_be_saved_goes_on_after_a_reset(tmp_path):
-    described = dqn(env_type="envpool")
-    stopped = run_experiment(described, run_dir=tmp_path / "run", stop_at=200)
-    result = run_experiment(described, run_dir=tmp_path / "run", resume=True)
+def test_resumed_run_resets_environments_that_cannot_be_saved(tmp_path):
+    experiment = dqn(env_type="envpool")
+    stopped = run_experiment(experiment, run_dir=tmp_path / "run", stop_at=200)
+    result = run_experiment(experiment, run_dir=tmp_path / "run", resume=True)
     assert result.env_steps >= 400 > stopped.env_steps
     assert result.learner_steps > stopped.learner_steps > 0
 
 
-def test_more_steps_on_resume_do_not_move_the_schedules(tmp_path):
-    described = ppo(anneal_learning_rate=True)
-    run_experiment(described, run_dir=tmp_path / "run")
-    run_experiment(dataclasses.replace(described, steps=700), run_dir=tmp_path / "run", resume=True)
+def test_more_steps_on_resume_do_not_change_the_schedules(tmp_path):
+    experiment = ppo(anneal_learning_rate=True)
+    run_experiment(experiment, run_dir=tmp_path / "run")
+    run_experiment(dataclasses.replace(experiment, steps=700), run_dir=tmp_path / "run", resume=True)
     assert load_experiment(tmp_path / "run").topology_config.schedule_steps == 600
     rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "learning_rate" in row]
     assert rows[-1]["step"] > 650 and rows[-1]["learning_rate"] == 0.0
 
 
-def test_nothing_is_left_to_do_in_a_finished_run(tmp_path, capsys):
+def test_resume_of_a_complete_run_returns_its_result(tmp_path, capsys):
     first = run_experiment(ppo(), run_dir=tmp_path / "run", notes={"preset": "ppo/cartpole"})
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json*")}
     progress = CallbackLogger(lambda step, values: None)
@@ -237,7 +237,7 @@ def test_nothing_is_left_to_do_in_a_finished_run(tmp_path, capsys):
     assert f"Nothing is left to do: {tmp_path}/run reached its 600 steps." in capsys.readouterr().err
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json*")}
     assert after == before and json.loads(before[tmp_path / "run" / "config.json"])["notes"]["preset"] == "ppo/cartpole"
-    assert first.env_steps > 600  # of which each call makes some more than are left
+    assert first.env_steps > 600  # the last calls exceed the last step
     beyond = dataclasses.replace(ppo(), steps=first.env_steps)
     assert run_experiment(beyond, run_dir=tmp_path / "run", resume=True) == first
     (tmp_path / "run").rename(tmp_path / "moved")
@@ -245,13 +245,13 @@ def test_nothing_is_left_to_do_in_a_finished_run(tmp_path, capsys):
     assert run_experiment(ppo(), run_dir=tmp_path / "moved", resume=True) == moved
 
 
-def test_a_finished_run_is_evaluated_again_with_other_options_of_the_evaluation(tmp_path):
+def test_complete_run_is_evaluated_again_with_new_evaluation_options(tmp_path):
     first = run_experiment(ppo(), run_dir=tmp_path / "run")
     again = run_experiment(ppo(eval_episodes=3), run_dir=tmp_path / "run", resume=True)
     assert (again.env_steps, again.learner_steps, again.episodes) == (first.env_steps, first.learner_steps, 3)
 
 
-def test_a_directory_with_a_run_in_it_is_not_touched(tmp_path):
+def test_existing_run_directory_is_refused_and_unchanged(tmp_path):
     run_experiment(ppo(), run_dir=tmp_path / "run")
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     with pytest.raises(UsageError, match="exists already"):
@@ -259,7 +259,7 @@ def test_a_directory_with_a_run_in_it_is_not_touched(tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_that_cannot_begin_leaves_no_directory(tmp_path):
+def test_run_with_an_invalid_environment_leaves_no_directory(tmp_path):
     with pytest.raises(UsageError, match="Did you mean 'CartPole-v1'"):
         run_experiment(ppo(env="CartPol-v1"), run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -274,7 +274,7 @@ class Breaks(gymnasium.Wrapper):
     def step(self, action):
         Breaks.steps += 1
         if Breaks.steps == 300:
-            raise RuntimeError("the simulator is gone")
+            raise RuntimeError("the simulator crashed")
         observation, reward, *rest = self.env.step(action)
         return observation, {reward}, *rest
 
@@ -283,32 +283,32 @@ def make():
 """
 
 
-def test_an_environment_that_raises_ends_the_run_with_all_saved_until_then(tmp_path):
+def test_environment_exception_ends_the_run_and_keeps_its_progress(tmp_path):
     (tmp_path / "env.py").write_text(BREAKING_ENV.format(reward="reward"))
-    described = ppo(env=f"{tmp_path}/env.py:make", log_every=100)
-    with pytest.raises(EnvError, match="the simulator is gone"):
-        run_experiment(described, run_dir=tmp_path / "run")
+    experiment = ppo(env=f"{tmp_path}/env.py:make", log_every=100)
+    with pytest.raises(EnvError, match="the simulator crashed"):
+        run_experiment(experiment, run_dir=tmp_path / "run")
     before = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] // 100 for row in before] == [1, 2]
     updates = before[-1]["learner_steps"]
     assert updates >= 6
 
-    result = run_experiment(described, run_dir=tmp_path / "run", resume=True)
+    result = run_experiment(experiment, run_dir=tmp_path / "run", resume=True)
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert rows[:2] == before  # steps are counted on from where it ended
+    assert rows[:2] == before  # the resumed run continues the count of steps
     assert [row["step"] // 100 for row in rows[2:]] == [3, 4, 5, 6, 6]
     assert 600 <= result.env_steps < 602
     assert 18 <= result.learner_steps <= 20
 
 
-def test_a_run_that_failed_before_its_first_checkpoint_starts_again(tmp_path, caplog):
+def test_run_without_a_checkpoint_starts_again_on_resume(tmp_path, caplog):
     once = BREAKING_ENV.format(reward="float('nan') if Breaks.steps == 250 else reward").replace("== 300", "== -1")
     (tmp_path / "env.py").write_text(once)
-    described = ppo(env=f"{tmp_path}/env.py:make", log_every=100, check_finite=False)
+    experiment = ppo(env=f"{tmp_path}/env.py:make", log_every=100, check_finite=False)
     with pytest.raises(NonFiniteLossError, match="Nothing was saved before"):
-        run_experiment(described, run_dir=tmp_path / "run")
-    result = run_experiment(described, run_dir=tmp_path / "run", resume=True)
-    assert "ended before its first checkpoint: its learner starts again" in caplog.text
+        run_experiment(experiment, run_dir=tmp_path / "run")
+    result = run_experiment(experiment, run_dir=tmp_path / "run", resume=True)
+    assert "ended before its first checkpoint. Its learner starts from the beginning" in caplog.text
     assert 600 <= result.env_steps < 602
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] // 100 for row in rows] == [1, 2, 3, 4, 5, 6, 6]
@@ -331,7 +331,7 @@ def make():
 
 
 @pytest.mark.parametrize("topology", ["single_process", pytest.param("heavy_env", marks=pytest.mark.system)])
-def test_a_run_that_is_killed_while_its_parts_are_made_can_be_resumed(tmp_path, topology):
+def test_run_killed_during_construction_can_be_resumed(tmp_path, topology):
     (tmp_path / "env.py").write_text(KILLED_ENV)
     options = ["--agent", "impala", "--env", f"{tmp_path}/env.py:make", "--steps", "200", "--num-envs", "2"]
     options += ["--env-type", "loop", "--unroll-length", "8", "--batch-size", "2", "--eval-episodes", "1", "--quiet"]
@@ -343,28 +343,28 @@ def test_a_run_that_is_killed_while_its_parts_are_made_can_be_resumed(tmp_path, 
     assert run_experiment(experiment, run_dir=tmp_path / "run", resume=True).env_steps >= 200
 
 
-def test_a_run_in_which_nothing_was_learned_says_so(tmp_path, caplog):
+def test_run_without_updates_logs_a_warning(tmp_path, caplog):
     result = run_experiment(dqn(min_replay_size=500, steps=1000), run_dir=tmp_path / "run", stop_at=400)
     assert result.learner_steps == 0
-    assert f"No update was made in {result.env_steps} environment steps: the first one needs 504." in caplog.text
+    assert f"open_loop no update in {result.env_steps} environment steps. The first update needs 504." in caplog.text
 
 
 @pytest.mark.parametrize(("env", "kind"), [("CartPole-v1", "loop"), ("CartPole-v1", "envpool"), ("Pong-v5", "auto")])
-def test_an_answer_timeout_that_no_pool_reads_is_refused(tmp_path, env, kind):
-    described = make_experiment("ppo", env, env_type=kind, answer_timeout=60.0)
+def test_answer_timeout_is_refused_if_the_pool_does_not_read_it(tmp_path, env, kind):
+    experiment = make_experiment("ppo", env, env_type=kind, answer_timeout=60.0)
     read_by = "envpool" if kind == "auto" else kind
-    message = f"answer_timeout=60 is for the env_type thread or process: {read_by}, in a single process, does not read"
+    message = f"answer_timeout=60 is for the env_type thread or process. The env_type {read_by} does not read it"
     with pytest.raises(UsageError, match=message):
-        run_experiment(described, run_dir=tmp_path / "run")
+        run_experiment(experiment, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_an_answer_timeout_that_no_engine_reads_is_refused(tmp_path):
-    described = make_experiment(
+def test_answer_timeout_is_refused_if_the_engine_does_not_read_it(tmp_path):
+    experiment = make_experiment(
         "ppo", "CartPole-v1", topology="heavy_env", engine="threads", env_type="loop", answer_timeout=60.0
     )
-    with pytest.raises(UsageError, match="answer_timeout=60 is for the env_type thread or process: loop"):
-        run_experiment(described, run_dir=tmp_path / "run")
+    with pytest.raises(UsageError, match="answer_timeout=60 is for the env_type thread or process. The env_type loop"):
+        run_experiment(experiment, run_dir=tmp_path / "run")
 
 
 RECORDING_ENV = """
@@ -373,7 +373,7 @@ import gymnasium
 class Recorder(gymnasium.Wrapper):
     def __init__(self, env):
         super().__init__(env)
-        self.file = open({path!r}, "a")  # which also keeps its state from being saved
+        self.file = open({path!r}, "a")  # a file object also prevents saving the environment's state
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -386,48 +386,48 @@ def make():
 """
 
 
-def test_a_resumed_run_without_its_replay_fills_a_new_one_in_environments_of_new_seeds(tmp_path, caplog):
+def test_resumed_run_without_its_replay_fills_a_new_one_with_new_seeds(tmp_path, caplog):
     (tmp_path / "env.py").write_text(RECORDING_ENV.format(path=str(tmp_path / "seeds")))
-    described = dqn(env=f"{tmp_path}/env.py:make", prioritized=False)
-    stopped = run_experiment(described, run_dir=tmp_path / "run", stop_at=200)
+    experiment = dqn(env=f"{tmp_path}/env.py:make", prioritized=False)
+    stopped = run_experiment(experiment, run_dir=tmp_path / "run", stop_at=200)
     for path in (tmp_path / "run" / "checkpoints" / "replay").iterdir():
         path.unlink()
-    result = run_experiment(described, run_dir=tmp_path / "run", resume=True)
+    result = run_experiment(experiment, run_dir=tmp_path / "run", resume=True)
     assert "learning waits until the buffer has filled again" in caplog.text
     assert 400 <= result.env_steps < 403
     assert stopped.learner_steps + 30 < result.learner_steps <= stopped.learner_steps + 40  # (200 - 50) / 4
 
     seeds = [int(line) for line in (tmp_path / "seeds").read_text().split()]
-    acted, evaluated, acted_on, evaluated_again = seeds[:2], seeds[2:4], seeds[4:6], seeds[6:]
-    assert len({*acted, *evaluated, *acted_on}) == 6
+    acted, evaluated, acted_after_resume, evaluated_again = seeds[:2], seeds[2:4], seeds[4:6], seeds[6:]
+    assert len({*acted, *evaluated, *acted_after_resume}) == 6
     assert evaluated_again == evaluated
 
 
-def test_a_replay_that_belongs_to_no_checkpoint_is_not_taken_for_a_later_one(tmp_path):
-    described = dqn(checkpoint_every=100)
-    run_experiment(described, run_dir=tmp_path / "whole")
-    run_experiment(described, run_dir=tmp_path / "run", stop_at=150)
-    # As after a crash between the replay of a later checkpoint and the checkpoint itself.
+def test_replay_file_without_a_checkpoint_is_ignored(tmp_path):
+    experiment = dqn(checkpoint_every=100)
+    run_experiment(experiment, run_dir=tmp_path / "whole")
+    run_experiment(experiment, run_dir=tmp_path / "run", stop_at=150)
+    # Simulate a crash after the replay of a later checkpoint is written, but before the checkpoint itself.
     (tmp_path / "run" / "checkpoints" / "replay" / "399").write_bytes(b"unfinished")
-    run_experiment(described, run_dir=tmp_path / "run", resume=True, stop_at=250)
-    run_experiment(described, run_dir=tmp_path / "run", resume=True)
+    run_experiment(experiment, run_dir=tmp_path / "run", resume=True, stop_at=250)
+    run_experiment(experiment, run_dir=tmp_path / "run", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "run")
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_at_the_last_good_checkpoint(tmp_path):
+def test_non_finite_loss_ends_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
     (tmp_path / "env.py").write_text(BREAKING_ENV.format(reward="float('nan') if Breaks.steps > 200 else reward"))
-    described = ppo(env=f"{tmp_path}/env.py:make", checkpoint_every=100, check_finite=False)
+    experiment = ppo(env=f"{tmp_path}/env.py:make", checkpoint_every=100, check_finite=False)
     with pytest.raises(NonFiniteLossError, match=r"The last good checkpoint is .*/checkpoints/\d+"):
-        run_experiment(described, run_dir=tmp_path / "run")
+        run_experiment(experiment, run_dir=tmp_path / "run")
     assert all(np.isfinite(array).all() for array in saved_arrays(tmp_path / "run"))
 
 
-def test_a_profile_accounts_for_the_whole_time(tmp_path):
+def test_profile_covers_the_total_time(tmp_path):
     from rlframe.programs.training.profile import Profile
 
     profile = Profile()
     run_experiment(ppo(), run_dir=tmp_path / "run", profile=profile)
-    lines = {line.name: line for line in profile.lines()}
-    assert sum(line.share for line in lines.values()) == pytest.approx(1.0, abs=0.02)
-    assert lines["learner"].calls in (17, 18)  # the first one is compilation
-    assert lines["environment"].calls == lines["replay add"].calls == lines["inference"].calls + 1
+    rows = {row.name: row for row in profile.rows()}
+    assert sum(row.share for row in rows.values()) == pytest.approx(1.0, abs=0.02)
+    assert rows["learner"].calls in (17, 18)  # without the first call, which compiles
+    assert rows["environment"].calls == rows["replay add"].calls == rows["inference"].calls + 1

@@ -27,12 +27,12 @@ def check(run_dir: pathlib.Path, place: tuple[str, Any], limit: dict[str, Any]) 
     "place",
     [PLACES[0], *(pytest.param(place, marks=pytest.mark.system) for place in (PLACES[1], ("light_env", "threads")))],
 )
-def test_a_run_ends_at_an_evaluation_that_reaches_a_return(tmp_path, place):
+def test_run_ends_when_an_evaluation_reaches_until_return(tmp_path, place):
     check(tmp_path / "run", place, {"until_return": 5.0})
 
 
 @pytest.mark.parametrize("place", [PLACES[0], pytest.param(PLACES[1], marks=pytest.mark.system)])
-def test_a_run_ends_at_exactly_so_many_updates(tmp_path, place):
+def test_run_ends_at_exactly_until_learner_steps(tmp_path, place):
     result = check(tmp_path / "run", place, {"until_learner_steps": 7})
     assert result.learner_steps == 7 == Checkpointer(tmp_path / "run/checkpoints").steps()[-1]
     more = rlframe.train(run_dir=tmp_path / "run", resume=True, until_learner_steps=9, quiet=True)
@@ -40,7 +40,7 @@ def test_a_run_ends_at_exactly_so_many_updates(tmp_path, place):
 
 
 @pytest.mark.parametrize("place", [PLACES[0], pytest.param(PLACES[1], marks=pytest.mark.system)])
-def test_a_run_ends_after_so_many_seconds(tmp_path, place):
+def test_run_ends_after_until_seconds(tmp_path, place):
     result = check(tmp_path / "run", place, {"until_seconds": 1.0})
     assert result.wall_seconds >= 1.0
 
@@ -55,7 +55,7 @@ def test_each_limit_ends_a_run_in_every_topology_and_engine(tmp_path, place, lim
 
 
 @pytest.mark.parametrize("place", [PLACES[0], pytest.param(PLACES[1], marks=pytest.mark.system)])
-def test_a_run_that_reaches_its_last_step_says_so(tmp_path, place):
+def test_run_that_reaches_its_last_step_is_stopped_by_steps(tmp_path, place):
     run_dir = tmp_path / "run"
     assert train(run_dir, *place, steps=600, stop_at=300, until_learner_steps=NEVER).stopped_by == "stop_at"
     result = rlframe.train(run_dir=run_dir, resume=True, quiet=True)
@@ -63,17 +63,17 @@ def test_a_run_that_reaches_its_last_step_says_so(tmp_path, place):
 
 
 @pytest.mark.parametrize("topology", ["single_process", "heavy_env", "elastic"])
-def test_limits_that_cannot_be_are_refused(topology):
+def test_invalid_limits_are_refused(topology):
     for name, value in (("until_seconds", 0.0), ("until_learner_steps", -1), ("until_seconds", float("nan"))):
         with pytest.raises(UsageError, match=f"{name} must be above 0, got {value}"):
             rlframe.train("dqn", topology=topology, **{name: value})
-    with pytest.raises(UsageError, match="until_return is of evaluations during the run: say by eval_every"):
+    with pytest.raises(UsageError, match="until_return needs evaluations during the run. Set eval_every"):
         rlframe.train("dqn", topology=topology, until_return=100.0, eval_every=0)
     with pytest.raises(UsageError, match="until_return must be a number, got nan"):
         rlframe.train("dqn", topology=topology, until_return=float("nan"), eval_every=100)
 
 
-def test_the_first_limit_that_is_reached_is_named():
+def test_first_reached_limit_is_reported():
     limits = StopConditions(env_steps=100, learner_steps=10, seconds=5.0, eval_return=475.0)
     assert limits.reached(env_steps=99, learner_steps=9, seconds=4.9, eval_return=474.0) is None
     assert limits.reached() is None

@@ -1,4 +1,4 @@
-"""Whole runs with stacked frames, repeated actions and clipped rewards."""
+"""Complete runs with stacked frames, repeated actions and clipped rewards."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.programs.test_single_process import assert_same_arrays, dqn
 WRAPPED = {"frame_stack": 3, "action_repeat": 2, "clip_rewards": 0.5}
 
 
-def test_wrappers_are_kept_with_the_run_and_returns_are_of_true_rewards(tmp_path):
-    described = dqn(**WRAPPED)
-    whole = run_experiment(described, run_dir=tmp_path / "whole")
-    run_experiment(described, run_dir=tmp_path / "parts", stop_at=215)  # in the middle of an episode
+def test_wrapper_options_are_saved_and_evaluations_use_unclipped_rewards(tmp_path):
+    experiment = dqn(**WRAPPED)
+    whole = run_experiment(experiment, run_dir=tmp_path / "whole")
+    run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=215)  # in the middle of an episode
     run_experiment(load_experiment(tmp_path / "parts"), run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
-    # One policy stacks the frames itself, the other acts on what a pool has stacked.
+    # One policy stacks the frames itself. The other one gets stacked frames from a pool.
     single, batched = rlframe.load(tmp_path / "whole"), rlframe.load(tmp_path / "whole")
     with rlframe.SyncEnv("gymnasium:CartPole-v1", 1, frame_stack=3) as pool:
         timestep = pool.reset()
@@ -29,5 +29,5 @@ def test_wrappers_are_kept_with_the_run_and_returns_are_of_true_rewards(tmp_path
     assert evaluated["return_mean"] == whole.return_mean
     rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert all(row["episode_return"] > 1.5 * row["episode_length"] for row in rows if "episode_return" in row)
-    # Every step of CartPole gives 1, and all but an episode's last one are two.
+    # Every step of CartPole has the reward 1. With action_repeat=2, each step counts twice, except possibly the last.
     assert 2 * evaluated["length_mean"] - 1 <= evaluated["return_mean"] <= 2 * evaluated["length_mean"]

@@ -1,7 +1,7 @@
-"""The topology elastic: a coordinator's job, whose workers come and go while it runs.
+"""The topology elastic: a coordinator starts and stops workers during the run.
 
-The coordinator is the program's one node. Its workers, and the memory of replay and parameters, belong to the launcher:
-they outlive a coordinator that dies.
+The coordinator is the only node of the program. The launcher owns the workers and the shared memory (of the replay
+buffer and the parameters), so they survive if the coordinator dies.
 """
 
 from __future__ import annotations
@@ -51,17 +51,19 @@ POLICY = "main"
 
 @dataclasses.dataclass(frozen=True)
 class Elastic(GameProgram):
-    """The options of elastic."""
+    """Options of elastic."""
 
     replays = ("shared_memory", "service", "reverb")
     control_group = "coordinator"
-    accepts_custom_replay = False  # its learner takes what the coordinator grants, by keys that ours have
+    accepts_custom_replay = False  # the learner samples by item keys, which only the built-in replay buffers have
 
     name: str = "elastic"
-    operator: str = "auto"  # of elastic: what starts workers: local, ray or file.py:Class; auto: as the engine says
-    min_actors: int = number(1, at_least=1)  # of elastic: there are never fewer
-    max_actors: int = 8  # of elastic: there are never more, and no more than the machine has cores, but by hand
-    # of elastic: versions above which there are fewer actors; None: no bound
+    # With elastic: operator that starts workers: local, ray or file.py:Class. auto means the operator of the engine.
+    operator: str = "auto"
+    min_actors: int = number(1, at_least=1)  # With elastic: least number of actors.
+    # With elastic: largest number of actors. Automatic scaling is also limited by the number of cores.
+    max_actors: int = 8
+    # With elastic: stop actors if the mean staleness exceeds this number of versions. None means no limit.
     mean_staleness: Union[float, None] = number(None, above=0)
 
     def __post_init__(self) -> None:
@@ -70,32 +72,31 @@ class Elastic(GameProgram):
             raise UsageError(f"max_actors must be at least min_actors, got {self.max_actors} and {self.min_actors}.")
         if self.engine_class.operator is None:
             raise UsageError(
-                f"The engine {self.engine_name} has no operator, which starts the workers of elastic: choose "
-                "another engine."
+                f"elastic needs an operator, which starts its workers, but the engine {self.engine_name} has none. "
+                "Choose another engine."
             )
         if self.operator == "ray" and self.engine_class.operator != "ray":
             raise UsageError(
-                f"The operator ray is for the engine ray, which has Ray place the workers; this one is "
-                f"{self.engine_name}. Add --engine ray (and --ray-address for a cluster that is there), or leave "
-                "--operator out."
+                f"The operator ray needs the engine ray, but the engine is {self.engine_name}. Add --engine ray (and "
+                "--ray-address for an existing cluster), or leave --operator out."
             )
         if self.operator_name not in registry.OPERATORS and ":" not in self.operator:
             registry.operator_class(self.operator)
 
     @property
     def operator_name(self) -> str:
-        """The operator, as `registry.operator_class` takes it."""
+        """The operator: a name or `file.py:Class`."""
         return self.operator if self.operator != "auto" else self.engine_class.operator or "local"
 
     @property
     def spans_machines(self) -> bool:
-        """True if workers may be on machines that share no memory with the launcher's."""
+        """True if workers may run on other machines than the launcher."""
         return self.operator_name == "ray" and self.replay_kind == "service"
 
 
 @configured_by(Elastic)
 def elastic(engine: Engine, session: Session) -> None:
-    """Add a coordinator, which starts and ends collectors as the learner needs them."""
+    """Add a coordinator, which starts and stops collectors according to the load of the learner."""
     replay_buffer = add_elastic_replay(engine, session)
     config = Elastic.of(session.experiment)
     if config.spans_machines:
@@ -109,7 +110,7 @@ def elastic(engine: Engine, session: Session) -> None:
 
 
 def worker_makers(session: Session, replay_buffer: Any, param_store: Any) -> dict[str, MakeWorker]:
-    """Return the makers of the workers of each role, called in the workers' processes."""
+    """Return one function per role. The function makes a worker, and is called in the worker's process."""
     experiment, agent = session.experiment, session.agent
     return {
         "learner": functools.partial(LearnerWorker, learner_config(session), agent, replay_buffer, param_store),
@@ -125,13 +126,12 @@ def worker_makers(session: Session, replay_buffer: Any, param_store: Any) -> dic
 
 
 def add_elastic_replay(engine: Engine, session: Session) -> Any:
-    """Make the replay that the experiment asks for. Return an object that finds it from any process of the run."""
+    """Make the experiment's replay buffer. Return an object that any process of the run can use to access it."""
     experiment, config = session.experiment, Elastic.of(session.experiment)
     most = config.max_actors
-    # Each collector keeps its share of the steps as if there were num_actors of them: few keep as many as they do in
-    # another topology, and many keep more.
+    # A collector keeps as many steps as an actor of another topology. With more collectors, the total is larger.
     capacity = replay_capacity(session.agent.replay_spec, experiment) * most // config.num_actors
-    # Writers may be far enough ahead (`rounds`) that a learner finds all the batches it is granted.
+    # `rounds` lets writers be far enough ahead that the learner finds all the batches of a grant.
     writers_envs = most * experiment.envs_per_actor
     if config.replay_kind == "reverb":
         from rlframe.replay.reverb import ReverbReplayBuffer
@@ -140,13 +140,13 @@ def add_elastic_replay(engine: Engine, session: Session) -> Any:
         return ReverbReplayBuffer(session.agent, engine.address_of("replay"))
     if config.replay_kind == "service":
         return add_service(engine, session, capacity, num_envs=writers_envs, rounds=Limits.grant)
-    # A pause takes as long as it takes: a learner that hangs is the coordinator's to see.
+    # No timeout, because a pause may be long. The coordinator detects a learner that hangs.
     options: dict[str, Any] = {"timeout": math.inf, "rounds_ahead": Limits.grant, "elastic_writers": True}
     return add_shared_memory(engine, session, most, capacity, **options)
 
 
 def add_operator(engine: Engine, session: Session, makers: Mapping[Any, MakeWorker]) -> Operator:
-    """Return the operator, which belongs to this process: a coordinator that is started again finds its workers."""
+    """Make the operator. This process owns it, so that a restarted coordinator finds the same workers."""
     config = Elastic.of(session.experiment)
     options: dict[str, Any] = {
         "output": NullStream() if session.quiet else None,
@@ -155,7 +155,11 @@ def add_operator(engine: Engine, session: Session, makers: Mapping[Any, MakeWork
     }
     if config.operator_name == "ray":
         assert isinstance(engine, StartsWorkers), "`Elastic` refuses other engines."
-        most = {"learner": 1, "collector": config.max_actors, "evaluator": 0}  # evaluators work now and then
+        most = {
+            "learner": 1,
+            "collector": config.max_actors,
+            "evaluator": 0,
+        }  # evaluators run rarely, so reserve no node for them
         operator: Operator = RayOperator(engine.worker_nodes(makers, most), **options)
     else:
         env = {} if "learner" in config.accelerators else {"learner": NO_ACCELERATOR}
@@ -164,13 +168,13 @@ def add_operator(engine: Engine, session: Session, makers: Mapping[Any, MakeWork
 
 
 def make_coordinator(session: Session, replay_buffer: Any, param_store: Any, operator: Operator) -> Coordinator:
-    """Make the Coordinator, in its node: at the first start and after each restart.
+    """Make the Coordinator. Its node calls this at the first start and after each restart.
 
     Args:
-        session: the session.
-        replay_buffer: the replay, or the object that calls it.
-        param_store: the `ParamStore`, or a handle to it.
-        operator: the launcher's, or a handle to it.
+        session: The session.
+        replay_buffer: The replay buffer, or a client of it.
+        param_store: The `ParamStore`, or a handle to it.
+        operator: The operator in the launcher, or a handle to it.
     """
     experiment, config = session.experiment, Elastic.of(session.experiment)
     progress = ProgressFile(session.directory.progress, session.session_id)
@@ -184,7 +188,7 @@ def make_coordinator(session: Session, replay_buffer: Any, param_store: Any, ope
         cores=config.max_actors if config.spans_machines else None,
         mean_staleness=config.mean_staleness,
         evaluates=config.evaluates,
-        stop_within=max(1.0, config.grace_seconds - 2.0),  # and then the workers have to end
+        stop_within=max(1.0, config.grace_seconds - 2.0),  # the rest of the time is for the workers to exit
         run_info={
             "id": session.path.name,
             "run_dir": str(session.path),
@@ -207,7 +211,7 @@ def make_coordinator(session: Session, replay_buffer: Any, param_store: Any, ope
 
 
 def make_limits(experiment: Experiment) -> Limits:
-    """Return the coordinator's deadlines, for the launcher's `hang_timeout`."""
+    """Return the coordinator's limits and timeouts. They follow from the launcher's `hang_timeout`."""
     config = Elastic.of(experiment)
     silent = config.hang_timeout or math.inf
     return Limits(
@@ -228,24 +232,24 @@ def make_actor(
     rank: int,
     env_kwargs: dict[str, Any] | None = None,
 ) -> Actor:
-    """The Actor of a collector; `env_kwargs` are its task's own options of the environments, over the experiment's."""
+    """Make the Actor of a collector. `env_kwargs` of its task override those of the experiment."""
     experiment = dataclasses.replace(experiment, env_kwargs={**experiment.env_kwargs, **(env_kwargs or {})})
     return Actor(env_builder(experiment), inferencer, replay_buffer, rank, seed=seed)
 
 
 class _Records:
-    """A run's files, as the other topologies write them: the coordinator makes the rows."""
+    """A writer for the coordinator's rows. It writes the same files as the other topologies."""
 
     def __init__(self, session: Session, progress: ProgressFile, param_store: Any) -> None:
         self._session, self._progress, self._param_store = session, progress, param_store
         self._rows: Any = None
 
     def begin(self, counts: ActorCounts) -> None:
-        """Open the files. Rows of a killed coordinator that its journal does not have are removed."""
+        """Open the files. Remove rows of a killed coordinator that are not in its journal."""
         self._rows = RowWriter(self._session, counts.env_steps, counts)
 
     def write(self, env_steps: int, row: dict[str, Any], counts: ActorCounts) -> None:
-        """Write a row, and what the collectors have done."""
+        """Write a row, and the counts of the collectors."""
         self._progress.counts = counts
         self._progress.try_to_save()
         if "steps_per_second" in row:
@@ -253,7 +257,7 @@ class _Records:
         self._rows.log(env_steps, row)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Write the result, and end the node of the parameters: no worker is left."""
+        """Write the result, and end the parameter node, which no worker needs any more."""
         with contextlib.suppress(PeerError, StoppedError):
             self._param_store.finish()
         self._rows.close()

@@ -1,4 +1,4 @@
-"""The topology heavy_env: for environments that are worth a process each. An inferencer beside each actor.
+"""The topology heavy_env, for slow environments. Each actor has its own inferencer in its process.
 
 actor + inferencer ──steps──▶ replay ──batches──▶ learner
         ▲                                           │
@@ -34,7 +34,7 @@ class HeavyEnv(GameProgram):
 
 @configured_by(HeavyEnv)
 def heavy_env(engine: Engine, session: Session) -> None:
-    """Add the nodes: a learner, actors with an inferencer each, and the monitor."""
+    """Add a learner, actors with one inferencer each, and a monitor."""
     replay_buffer = add_replay(engine, session)
     learner = engine.add("learner", Learner, learner_config(session), session.agent, replay_buffer)
     actors = []

@@ -1,4 +1,4 @@
-"""The topology `language`: a language model learns from trajectories. Its name as an option is `--topology light_env`.
+"""The topology of language models, which learn from trajectories. Its name on the command line is `light_env`.
 
 environments ──groups──▶ trajectory service ──batches──▶ learner
      ▲                                                     │
@@ -20,13 +20,13 @@ from rlframe.programs.options.fields import number
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import ProgramConfig, Topology, configured_by
 
-HOST = "127.0.0.1"  # all of a program's services are on one machine
-ENV_CHECKPOINT_EVERY = 50  # learner steps between two checkpoints of environments, for those that save something
+HOST = "127.0.0.1"  # all services of a program run on one machine
+ENV_CHECKPOINT_EVERY = 50  # learner steps between two checkpoints of the environments that save a state
 
 
 @dataclasses.dataclass(frozen=True)
 class Language(ProgramConfig):
-    """Options of language."""
+    """Options of the topology of language models."""
 
     learns_from = "trajectories"
     unit = "learner steps"
@@ -39,16 +39,17 @@ class Language(ProgramConfig):
     }
 
     name: str = "light_env"  # as in `TOPOLOGIES`
-    tokenizer: Union[str, None] = None  # byte, or a folder with a tokenizer.json; None: that of the weights, or byte
-    # policy versions that a group may be behind the learner; None: any
+    # Tokenizer: byte, or a folder with a tokenizer.json. None means the tokenizer of the weights, or byte.
+    tokenizer: Union[str, None] = None
+    # Largest number of policy versions that a group may be behind the learner. None means no limit.
     max_staleness: Union[int, None] = number(None, at_least=0)
-    slots: int = number(32, at_least=1)  # sequences that the policy server decodes at once
-    service_port: int = 0  # of the trajectory service and its live page; 0: one that is free
-    policy_port: int = 0  # of the policy server; 0: one that is free
+    slots: int = number(32, at_least=1)  # Number of sequences that the policy server decodes at once.
+    service_port: int = 0  # Port of the trajectory service and its live page. 0 means any free port.
+    policy_port: int = 0  # Port of the policy server. 0 means any free port.
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tokenizer and self.tokenizer != "byte":  # once: an environment may change the directory
+        if self.tokenizer and self.tokenizer != "byte":  # resolve now: an environment may change the working directory
             object.__setattr__(self, "tokenizer", os.path.abspath(self.tokenizer))
         for name in ("service_port", "policy_port"):
             if not 0 <= getattr(self, name) < 2**16:
@@ -65,7 +66,7 @@ class Language(ProgramConfig):
         return f"http://{HOST}:{self.policy_port}"
 
     def tokenizer_name(self, agent_config: Any) -> str:
-        """Name of the tokenizer, for `load_tokenizer`."""
+        """Return the name of the tokenizer, for `load_tokenizer`."""
         return self.tokenizer or agent_config.weights or "byte"
 
     def warm_up_steps(self, experiment: Experiment) -> int:
@@ -74,7 +75,7 @@ class Language(ProgramConfig):
 
     def requires(self, experiment: Experiment) -> list[str]:
         """See `TopologyConfig`."""
-        # The warm-up writes the weights that it leads to in the published format.
+        # The warm-up writes its weights in the published format, which needs the extra `lm`.
         config = experiment.agent_config
         published = self.tokenizer_name(config) != "byte" or config.weights or self.warm_up_steps(experiment)
         return ["trajectories", "envs", *(["lm"] if published else [])]
@@ -86,7 +87,10 @@ class Language(ProgramConfig):
 
 @configured_by(Language)
 def language(engine: Engine, session: Session) -> Topology | None:
-    """Add the services, the learner, the environments and the monitor. The warm-up is a program before that one."""
+    """Add the services, the learner, the environments and the monitor.
+
+    If the supervised warm-up is still to do, add only the warm-up, and return this topology for the second program.
+    """
     from rlframe.language.decoding import EngineConfig
     from rlframe.language.server import PolicyServer, PolicyServerConfig
     from rlframe.programs.topologies.language_nodes import MODEL, EnvironmentNode, WarmUpNode, check_environment
@@ -125,7 +129,7 @@ def language(engine: Engine, session: Session) -> Topology | None:
 
 
 def make_learner(session: Session) -> Any:
-    """Register at the trajectory service as the trainer, and make the Learner of its batches."""
+    """Register with the trajectory service as the trainer, and make the Learner."""
     from rlframe.learners import Learner
     from rlframe.programs.topologies.language_nodes import NO_LAST_STEP
     from rlframe.programs.topologies.makers import learner_config
@@ -138,12 +142,12 @@ def make_learner(session: Session) -> Any:
             max_token_len=experiment.agent_config.max_tokens,
             checkpoint_dir=str(session.path),
             save_checkpoint_interval=ENV_CHECKPOINT_EVERY,
-            num_steps=NO_LAST_STEP,  # the monitor ends the run; other steps would be another registration
+            num_steps=NO_LAST_STEP,  # the monitor ends the run; a resumed run must register the same number
             max_staleness=config.max_staleness,
             stale="discard" if config.max_staleness is not None else None,
             run_key=session.directory.key(),
         )
-    # The run's steps are learner steps. They are a limit here, too: the monitor, which ends the program, may fail.
+    # The run's steps are learner steps. The learner also stops there, in case the monitor fails.
     every = experiment.checkpoint_every or experiment.steps
     cfg = dataclasses.replace(learner_config(session), max_learner_steps=session.until, checkpoint_every=every)
     vocab_size = session.agent.model_config.vocab_size  # type: ignore[attr-defined]
@@ -151,7 +155,7 @@ def make_learner(session: Session) -> Any:
 
 
 def _with_ports(session: Session) -> Session:
-    """Return the session with free ports in place of 0. Raise UsageError if a port that was asked for is in use."""
+    """Return the session with free ports instead of 0. Raise UsageError if a requested port is in use."""
     config, found = session.topology_config, {}
     with contextlib.ExitStack() as opened:
         for name in ("service_port", "policy_port"):
@@ -159,7 +163,7 @@ def _with_ports(session: Session) -> Session:
                 listener = opened.enter_context(socket.create_server((HOST, getattr(config, name))))
             except OSError as error:
                 raise UsageError(
-                    f"Port {getattr(config, name)} of {HOST} cannot be listened at: {error.strerror}."
+                    f"Cannot listen at port {getattr(config, name)} of {HOST}: {error.strerror}."
                 ) from error
             found[name] = listener.getsockname()[1]
     return dataclasses.replace(session, experiment=session.experiment.with_topology_options(**found))

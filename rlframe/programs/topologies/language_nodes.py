@@ -1,4 +1,4 @@
-"""Nodes of a program in which a language model learns: its environments, and the supervised warm-up before them."""
+"""Nodes of a language model's program: the environments, and the supervised warm-up."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from rlframe.programs.session import Session
     from rlframe.programs.topologies.language import Language
 
-_COLLECTING = Phase("stepping", ANSWER_TIMEOUT)  # in the event loop, which an environment may hold up for so long
+_COLLECTING = Phase("stepping", ANSWER_TIMEOUT)  # an environment may block the event loop for this time
 
 _log = logging.getLogger(__name__)
 
-MODEL = "policy"  # what the policy server calls its model
+MODEL = "policy"  # name of the policy server's model
 
-NO_LAST_STEP = 2**31 - 1  # the trainer's last step, to environments that evaluate after it
-_SET_BY_RUN = {  # options of an environment that a run sets, and the option of the run that does
+NO_LAST_STEP = 2**31 - 1  # number of steps to register with the service; the monitor decides the last step
+_SET_BY_RUN = {  # options of an environment that the run sets, and the run's option for each
     "tokenizer_name": "--tokenizer",
     "max_token_length": "--max-tokens",
     "rollout_server_url": "--service-port",
@@ -51,28 +51,28 @@ _SET_BY_RUN = {  # options of an environment that a run sets, and the option of 
 
 
 def language_config(session: Session) -> Language:
-    """Return the options of the topology, whose file imports this one."""
+    """Return the options of the topology. A cast, because `language.py` imports this file."""
     return cast("Language", session.topology_config)
 
 
 def load_env_class(name: str) -> type[BaseEnv]:
-    """Load the `BaseEnv` that `file.py:Class` or `package.module:Class` names. Raise UsageError if it names none."""
+    """Load a `BaseEnv` by `file.py:Class` or `package.module:Class`. Raise UsageError if it is not a `BaseEnv`."""
     found = load_object(name, "environment")
     if not (isinstance(found, type) and issubclass(found, BaseEnv)):
-        raise UsageError(f"{name} is {found!r}; a language model needs a subclass of rlframe.language.BaseEnv.")
+        raise UsageError(f"A language model needs a subclass of rlframe.language.BaseEnv, but {name} is {found!r}.")
     return found
 
 
 def env_config(env_cls: type[BaseEnv], session: Session, rank: int = 0, incarnation: int = 0) -> Any:
-    """Return the config of an environment of a run.
+    """Return the config of one environment of a run.
 
     Raises:
-        UsageError: an option of `env_kwargs` is unknown, does not fit, or is set by the run.
+        UsageError: An option of `env_kwargs` is unknown, invalid, or set by the run.
     """
     experiment, config = session.experiment, session.experiment.agent_config
     for name in experiment.env_kwargs:
         if name in _SET_BY_RUN:
-            raise UsageError(f"env_kwargs: {name} is not for the environment to say here; {_SET_BY_RUN[name]} does.")
+            raise UsageError(f"env_kwargs: the run sets {name}. Use {_SET_BY_RUN[name]} instead.")
     default, _ = env_cls.config_init()
     given: dict[str, Any] = {
         "tokenizer_name": language_config(session).tokenizer_name(config),
@@ -80,7 +80,7 @@ def env_config(env_cls: type[BaseEnv], session: Session, rank: int = 0, incarnat
         "rollout_server_url": language_config(session).service_url,
         "batch_size": config.batch_size,
         "total_steps": NO_LAST_STEP,
-        "steps_per_eval": 0,  # the monitor asks for evaluations
+        "steps_per_eval": 0,  # the monitor requests evaluations
         "use_wandb": False,
         "resume_file": str(session.path / "environments" / f"{rank}.json"),
     }
@@ -90,22 +90,22 @@ def env_config(env_cls: type[BaseEnv], session: Session, rank: int = 0, incarnat
 
 
 def check_environment(session: Session) -> None:
-    """Raise UsageError if the environment of a run or its tokenizer is invalid: before a process is started."""
+    """Raise UsageError if the environment or the tokenizer of a run is invalid. Call this before starting processes."""
     env_config(load_env_class(session.experiment.env), session)
     tokenizer = language_config(session).tokenizer_name(session.experiment.agent_config)
     tokens, known = load_tokenizer(tokenizer).vocab_size, session.agent.model_config.vocab_size  # type: ignore[attr-defined]
     if tokens > known:
-        raise UsageError(f"The tokenizer {tokenizer} has {tokens} tokens, the model only {known}.")
+        raise UsageError(f"The tokenizer {tokenizer} has {tokens} tokens, but the model has only {known}.")
 
 
 class EnvironmentNode:
-    """Collects groups for the learner of a run, and evaluates when the monitor asks for it.
+    """A node that collects groups for the learner, and evaluates when the monitor requests it.
 
-    Its identity at the service outlives its process. After a restart its seed is another one, and so are its items.
+    A restarted node keeps its identity in the trajectory service, but gets a new seed and therefore other items.
 
     Args:
-        session: the session.
-        rank: of the run's environments.
+        session: The session.
+        rank: Rank among the environments of the run.
     """
 
     def __init__(self, session: Session, rank: int) -> None:
@@ -117,7 +117,7 @@ class EnvironmentNode:
         self._env.tracker = self._metrics  # receives the rows of `wandb_log`
         self._serving = ServeLoop(self._env)
         self._lock = threading.Lock()
-        self._asked: int | None = None  # the newest evaluation that was asked for
+        self._requested: int | None = None  # number of the newest requested evaluation
         self._evaluated: tuple[int, dict[str, float] | str] | None = None
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -127,7 +127,7 @@ class EnvironmentNode:
         """Collect until `stop()`.
 
         Raises:
-            RlframeError: the service or the policy server stayed away, or collecting failed too often.
+            RlframeError: The service or the policy server did not answer, or collecting failed too often.
         """
         with handles.stop_with_program(self.stop):
             asyncio.run(self._main())
@@ -148,27 +148,30 @@ class EnvironmentNode:
             beside.cancel()
 
     def stop(self) -> None:
-        """End `run()`, and leave the service. Any thread may call it, and more than once."""
+        """End `run()`, and disconnect from the service. Any thread may call this, also more than once."""
         with self._lock:
             self._stopped = True
             if self._loop is not None and self._task is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._task.cancel)
 
     def stats(self) -> dict[str, Any]:
-        """Return rank, incarnation, and the newest `metrics` that the environment logged."""
+        """Return rank, incarnation, and the newest metrics of the environment."""
         return {"rank": self._rank, "incarnation": self._incarnation, "metrics": self._metrics.newest()}
 
     def evaluate(self, number: int) -> tuple[int, dict[str, float] | str] | None:
-        """Ask for the evaluation of this number. Later calls with the same number ask for nothing more.
+        """Request an evaluation. Repeated calls with the same number do not start another one.
+
+        Args:
+            number: Unique number of the evaluation.
 
         Returns:
-            (number, its metrics, or how it failed), where it is done; None before.
+            (number, metrics or error text) once the evaluation is complete, None before.
         """
         with self._lock:
             if self._evaluated is not None and self._evaluated[0] == number:
                 return self._evaluated
-            if self._asked != number and self._loop is not None and not self._loop.is_closed():
-                self._asked = number
+            if self._requested != number and self._loop is not None and not self._loop.is_closed():
+                self._requested = number
                 asyncio.run_coroutine_threadsafe(self._evaluate(number), self._loop)
         return None
 
@@ -180,8 +183,8 @@ class EnvironmentNode:
             found: dict[str, float] | str = self._metrics.since(before, "eval")
             if not found:
                 _log.warning(
-                    "%s.evaluate logged nothing that begins with 'eval', so there is nothing to show of it: it should "
-                    'call self.evaluate_log({"eval/NAME": value}).',
+                    "%s.evaluate logged no metric whose name begins with 'eval', so the evaluation has no values. It "
+                    'should call self.evaluate_log({"eval/NAME": value}).',
                     type(self._env).__name__,
                 )
         except Exception as error:
@@ -191,10 +194,10 @@ class EnvironmentNode:
 
 
 class WarmUpNode:
-    """Train on the environment's demonstrations, then write the weights to the run directory in the published format.
+    """A node that trains on the environment's demonstrations and writes the weights to the run directory.
 
     Args:
-        session: the session.
+        session: The session.
     """
 
     def __init__(self, session: Session) -> None:
@@ -202,15 +205,15 @@ class WarmUpNode:
         self._stop = threading.Event()
 
     def run(self) -> None:
-        """Return once the weights are written, or after `stop()`, which writes nothing."""
+        """Train and write the weights in the published format. After `stop()`, return without writing."""
         session, directory = self._session, self._session.directory
         env_cls = load_env_class(session.experiment.env)
         env = env_cls(env_config(env_cls, session), [api_server_config(session)])
         tokenizer = load_tokenizer(language_config(session).tokenizer_name(session.experiment.agent_config))
 
-        def demonstrations(source: random.Random, count: int) -> Sequence[tuple[str, str]]:  # before each update
+        def demonstrations(source: random.Random, count: int) -> Sequence[tuple[str, str]]:  # called by each update
             if self._stop.is_set():
-                raise StoppedError("Told to stop in the supervised warm-up.")
+                raise StoppedError("Stopped during the supervised warm-up.")
             return env.demonstrations(source, count)
 
         logger = MultiLogger([directory.open_logs(0), *session.loggers])
@@ -233,17 +236,17 @@ class WarmUpNode:
         temporary.rename(directory.warmup)
 
     def end(self, by: str, evaluate: bool = True) -> None:
-        """Go on to the last update, unless `evaluate` is False: what follows ends then, with weights to evaluate."""
+        """Stop if `evaluate` is False. Otherwise complete the warm-up, because an evaluation needs its weights."""
         if not evaluate:
             self.stop()
 
     def stop(self) -> None:
-        """End `run()` before the next update. Any thread may call it."""
+        """End `run()` before the next update. Any thread may call this."""
         self._stop.set()
 
 
 class RecentMetrics:
-    """The tracker of an environment whose run's monitor asks for its metrics: it keeps the newest 100 rows."""
+    """A tracker that keeps the newest 100 rows of an environment, for the monitor."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -252,33 +255,33 @@ class RecentMetrics:
         self.count = 0
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Keep the numbers of a row. A name like `reverse_0_train/exact_match` becomes `train/exact_match`."""
-        row = {_own_name(name): float(value) for name, value in values.items() if isinstance(value, (int, float))}
+        """Keep the numbers of a row. Shorten a name like `reverse_0_train/exact_match` to `train/exact_match`."""
+        row = {_metric_name(name): float(value) for name, value in values.items() if isinstance(value, (int, float))}
         with self._lock:
             self.count += 1
             self._newest.update(row)
             self._rows = [*self._rows[-99:], row]
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-        """Return the number of rows as text: the service's live page shows the rows."""
+        """Return the number of rows as text. The service's live page shows the rows themselves."""
         return f"{len(rows)} of {', '.join(columns)}"
 
     def close(self) -> None:
-        """Do nothing: there is nothing to close."""
+        """Do nothing."""
 
     def newest(self) -> dict[str, float]:
-        """Return the newest value of each name."""
+        """Return the newest value of each metric."""
         with self._lock:
             return dict(self._newest)
 
     def since(self, count: int, prefix: str) -> dict[str, float]:
-        """Return the values after the first `count` rows whose names begin with `prefix`."""
+        """Return the metrics whose names begin with `prefix`, without those of the first `count` rows."""
         with self._lock:
             rows = self._rows[-(self.count - count) :] if self.count > count else []
             return {name: value for row in rows for name, value in row.items() if name.startswith(prefix)}
 
 
-def _own_name(name: str) -> str:
+def _metric_name(name: str) -> str:
     head, slash, tail = name.partition("/")
     for kind in ("eval", "train", "train_perf"):
         if slash and head.endswith(f"_{kind}"):
@@ -287,14 +290,14 @@ def _own_name(name: str) -> str:
 
 
 async def _advance() -> None:
-    """Report progress as long as the event loop runs."""
+    """Report progress of the current phase every second while the event loop runs."""
     while True:
         advance()
         await asyncio.sleep(1.0)
 
 
 def api_server_config(session: Session) -> APIServerConfig:
-    """Return the address of the policy server of a run, for its environments."""
+    """Return the config with which environments connect to the policy server of a run."""
     return APIServerConfig(
         base_url=f"{language_config(session).policy_url}/v1",
         model_name=MODEL,
@@ -304,7 +307,7 @@ def api_server_config(session: Session) -> APIServerConfig:
 
 
 def next_incarnation(path: pathlib.Path) -> int:
-    """Return how often an environment was started before. The file counts this start, too."""
+    """Return the number of earlier starts of an environment, and count this start in the file."""
     number = json.loads(path.read_text()) + 1 if path.exists() else 0
     write_atomically(path, json.dumps(number), parents=True)
     return number

@@ -1,11 +1,11 @@
-"""The topology light_env: for environments that are cheap beside the network. Services infer for batches of actors.
+"""The topology light_env, for fast environments. Inference services compute the actions of several actors in batches.
 
 actors ──steps──▶ replay ──batches──▶ learner
  ▲  │                                   │
  │  └──observations──▶ inferencers ◀────┘ parameters
  └─────────actions─────────┘
 
-`distributed` is the same with a replay server in place of shared memory: its nodes may be on several machines.
+`distributed` has a replay server instead of shared memory, so its nodes may run on several machines.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class LightEnv(GameProgram):
     """Options of light_env."""
 
     name: str = "light_env"
-    num_inferencers: int = number(1, at_least=1)  # services, of light_env and distributed
-    # of each actor's environments; of 2 one steps while a service answers for the other
+    num_inferencers: int = number(1, at_least=1)  # With light_env and distributed: number of inference services.
+    # Pools per actor. With 2, one pool steps while a service computes the actions of the other.
     num_pools: int = number(1, at_least=1)
 
 
@@ -50,14 +50,14 @@ class Distributed(LightEnv):
 
     @property
     def engine_name(self) -> str:
-        """See `ProgramConfig`: Launchpad, with Reverb, where both are installed."""
+        """See `ProgramConfig`. The default is Launchpad with Reverb, if both are installed."""
         has_both = extras.is_installed("launchpad") and extras.is_installed("reverb")
         wants_reverb = self.replay in ("auto", "reverb")
         return "launchpad" if self.engine == "auto" and has_both and wants_reverb else super().engine_name
 
     @property
     def replay_kind(self) -> str:
-        """See `GameConfig`: Reverb under Launchpad, and the service under other engines."""
+        """See `GameConfig`. The default is Reverb with Launchpad, and the replay service with other engines."""
         if self.replay == "auto" and self.engine_name != "launchpad":
             return "service"
         return super().replay_kind
@@ -65,7 +65,7 @@ class Distributed(LightEnv):
 
 @configured_by(LightEnv)
 def light_env(engine: Engine, session: Session) -> None:
-    """Add the nodes: a learner, inference services, actors that call them, and the monitor."""
+    """Add a learner, inference services, actors that call them, and a monitor."""
     config = LightEnv.of(session.experiment)
     replay_buffer = add_replay(engine, session)
     learner = engine.add("learner", Learner, learner_config(session), session.agent, replay_buffer)
@@ -83,5 +83,5 @@ def light_env(engine: Engine, session: Session) -> None:
 
 @configured_by(Distributed)
 def distributed(engine: Engine, session: Session) -> None:
-    """As `light_env`, with the options of `Distributed`: the replay is a server that other machines reach."""
+    """Add the nodes of `light_env`, with a replay server that other machines can reach."""
     light_env(engine, session)

@@ -1,7 +1,9 @@
-"""The functions that topologies of games call: each makes one object, or its options, from an experiment.
+"""Functions for topologies of games. Each makes one object, or the options of one, from an experiment.
 
-`make_pool` and `env_builder` are for environments, `make_agent` for the agent with its network and normalization,
-`inferencer_config`, `learner_config` and `actor_options` for the nodes, `add_replay` for the replay.
+- Environments: `make_pool`, `env_builder`.
+- The agent, with its network and normalization: `make_agent`.
+- Options of nodes: `inferencer_config`, `learner_config`, `actor_options`.
+- The replay buffer: `add_replay`.
 """
 
 from __future__ import annotations
@@ -36,30 +38,30 @@ from rlframe.types import AgentSpecs, ReplaySpec, Sequence
 
 
 def make_pool(experiment: Experiment, num_envs: int, env_kwargs: dict[str, Any], seed: int) -> Any:
-    """Make a pool of `num_envs` of an experiment's environments."""
+    """Make a pool of `num_envs` environments of an experiment."""
     config = EnvOptions.of(experiment)
-    what = registry.env_name_or_builder(experiment.env)
-    options: dict[str, Any] = {"type": env_pool_type(experiment, num_envs, what), "env_kwargs": env_kwargs}
+    env = registry.env_name_or_builder(experiment.env)
+    options: dict[str, Any] = {"type": env_pool_type(experiment, num_envs, env), "env_kwargs": env_kwargs}
     shared = ("num_workers", "answer_timeout", "check_finite", "frame_stack", "action_repeat", "clip_rewards")
     options.update({name: getattr(config, name) for name in shared})
     if config.async_envs:
-        return AsyncEnv(what, num_envs, experiment.num_awaited_envs, seed=seed, **options)
-    return SyncEnv(what, num_envs, seed=seed, **options)
+        return AsyncEnv(env, num_envs, experiment.num_awaited_envs, seed=seed, **options)
+    return SyncEnv(env, num_envs, seed=seed, **options)
 
 
-def env_pool_type(experiment: Experiment, num_envs: int, what: Any) -> str:
-    """How a pool of so many environments runs: loop, thread, process or envpool."""
+def env_pool_type(experiment: Experiment, num_envs: int, env: Any) -> str:
+    """Return the type of a pool of `num_envs` environments: loop, thread, process or envpool."""
     config = EnvOptions.of(experiment)
-    return default_type(what, num_envs, is_sync=not config.async_envs) if config.env_type == "auto" else config.env_type
+    return default_type(env, num_envs, is_sync=not config.async_envs) if config.env_type == "auto" else config.env_type
 
 
 def env_builder(experiment: Experiment) -> functools.partial[Any]:
-    """Return the function that makes the pool of one actor, given its `seed`."""
+    """Return a function that makes the environment pool of an actor from its `seed`."""
     return functools.partial(make_pool, experiment, experiment.envs_per_pool, experiment.env_kwargs)
 
 
 def check_answer_timeout(experiment: Experiment) -> None:
-    """Raise UsageError if an answer_timeout is set that neither the pool nor the engine reads."""
+    """Raise UsageError if answer_timeout is set, but the pool and the engine do not use it."""
     config, default = experiment.topology_config, EnvOptions.answer_timeout
     if (
         not isinstance(config, EnvOptions)
@@ -70,13 +72,13 @@ def check_answer_timeout(experiment: Experiment) -> None:
     kind = env_pool_type(experiment, experiment.envs_per_pool, registry.env_name_or_builder(experiment.env))
     if kind in ("loop", "envpool"):
         raise UsageError(
-            f"answer_timeout={config.answer_timeout:g} is for the env_type thread or process: {kind}, in a single "
-            f"process, does not read it. Leave it at {default:g}, or choose another env_type."
+            f"answer_timeout={config.answer_timeout:g} is for the env_type thread or process. The env_type {kind} "
+            f"does not read it in a single process. Leave it at {default:g}, or choose another env_type."
         )
 
 
 def actor_options(session: Session) -> dict[str, Any]:
-    """The keyword arguments of each Actor of a program."""
+    """Return the keyword arguments of the actors of a program."""
     return {"seed": session.actor_seed, "deadline": session.peer_deadline, "budget": session.budget}
 
 
@@ -84,7 +86,7 @@ def actor_options(session: Session) -> dict[str, Any]:
 
 
 def read_codec(experiment: Experiment) -> Codec | None:
-    """Read the codec of an experiment's environments from one that is opened and closed; None if there are none."""
+    """Open an environment of the experiment to read its codec, and close it. Return None for a language model."""
     agent_cls: Any = registry.agent_class(experiment.agent)
     if agent_cls.learns_from != "steps":
         return None
@@ -94,11 +96,11 @@ def read_codec(experiment: Experiment) -> Codec | None:
 
 
 def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
-    """Make the agent of an experiment. Its schedules end where the experiment does.
+    """Make the agent of an experiment. The agent's schedules end at the last step of the experiment.
 
     Args:
-        experiment: the experiment.
-        codec: of its environments; None: read from one that is opened and closed.
+        experiment: The experiment.
+        codec: Codec of the environments. None means that `read_codec` reads it.
     """
     agent_cls: Any = registry.agent_class(experiment.agent)
     config = experiment.agent_config
@@ -125,11 +127,11 @@ def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
             reward_clip=topology.reward_clip,
         )
 
-    # Without schedules, or with their end given, the config is complete.
+    # The config is complete if it has no schedules, or if the user set their end.
     if not hasattr(config, "total_learner_steps") or config.total_learner_steps is not None:
         return make(config)
     steps = topology.schedule_steps or experiment.steps
-    spec = make(config).replay_spec  # of an agent whose schedules have no end yet
+    spec = make(config).replay_spec  # a temporary agent, whose schedules have no end yet
     known = {"total_learner_steps": total_learner_steps(spec, steps, experiment.num_envs)}
     if hasattr(config, "envs_per_batch"):
         known["envs_per_batch"] = config.envs_per_batch or experiment.num_envs
@@ -137,38 +139,38 @@ def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
 
 
 def check_supports_async(name: str, spec: ReplaySpec) -> None:
-    """Raise UsageError for an agent that needs all environments in step."""
+    """Raise UsageError if an agent cannot learn from asynchronous environments."""
     if spec.max_staleness is not None:
-        why = f"max_staleness={spec.max_staleness}: actors wait for new parameters when an unroll is complete"
+        why = f"max_staleness={spec.max_staleness}, so actors wait for new parameters after each unroll"
     elif spec.kind == "queue" and spec.batch_size is None:
-        why = "batch_size=None: each batch has one item of every environment"
+        why = "batch_size=None, so each batch needs one item of every environment"
     else:
         return
     raise UsageError(
         f"The agent {name} cannot learn from asynchronous environments, which complete their unrolls at different "
-        f"times: its replay_spec has {why}. Leave --async (async_envs) out, or use an agent that learns off-policy, as "
-        "impala and dqn do."
+        f"times. Its replay_spec has {why}. Leave --async (async_envs) out, or use an off-policy agent such as impala "
+        "or dqn."
     )
 
 
 def inferencer_config(session: Session) -> InferencerConfig:
-    """The options of each Inferencer of a program."""
+    """Return the config of the inferencers of a program."""
     return InferencerConfig(seed=session.experiment.seed, learner_deadline=session.peer_deadline)
 
 
 def learner_config(session: Session) -> LearnerConfig:
-    """The options of the Learner of a program. Environment steps of the experiment are converted to learner steps."""
+    """Return the config of the learner of a program. Convert environment steps of the experiment to learner steps."""
     experiment, steps = session.experiment, session.experiment.steps
-    # After the last step: by then, an update waits for no first items.
+    # Count the updates per checkpoint after the last step, where the wait for the first items has no influence.
     between = steps, steps + (experiment.checkpoint_every or steps)
     return LearnerConfig(
         seed=experiment.seed,
         max_learner_steps=session.topology_config.stop_conditions.learner_steps,
-        ends_program=False,  # the monitor does, after the last evaluation
+        ends_program=False,  # the monitor ends the program, after the final evaluation
         checkpoint_dir=str(session.directory.checkpoints),
         checkpoint_every=max(1, updates_between(session.agent.replay_spec, *between, experiment.num_envs)),
         checkpoints_kept=CHECKPOINTS_KEPT,
-        resume=True,  # after its restart, and in a resumed run
+        resume=True,  # also after a restart of the learner
         codec=session.codec,
     )
 
@@ -177,7 +179,7 @@ def learner_config(session: Session) -> LearnerConfig:
 
 
 def add_replay(engine: Engine, session: Session) -> Any:
-    """Make the replay that the experiment asks for. Return an object, or the handle to a server."""
+    """Make the replay buffer of an experiment. Return the buffer, or a handle to a replay server."""
     experiment, kind = session.experiment, GameConfig.of(session.experiment).replay_kind
     capacity = replay_capacity(session.agent.replay_spec, experiment)
     if kind == "reverb":
@@ -191,15 +193,15 @@ def add_replay(engine: Engine, session: Session) -> Any:
     replay_cls = ReplayBuffer if kind == "local" else load_object(kind, "replay")
     if not (isinstance(replay_cls, type) and issubclass(replay_cls, BaseReplayBuffer)):
         raise UsageError(
-            f"--replay {kind} is {replay_cls!r}, which is not a subclass of rlframe.replay.BaseReplayBuffer. It is "
-            "made as Class(agent, seed=..., capacity=...)."
+            f"--replay {kind} is {replay_cls!r}, which is not a subclass of rlframe.replay.BaseReplayBuffer. Its "
+            "constructor is called as Class(agent, seed=..., capacity=...)."
         )
-    make: Any = replay_cls  # a subclass's own constructor
+    make: Any = replay_cls  # Any, because a subclass may have another constructor
     return engine.own(make(session.agent, seed=experiment.seed, capacity=capacity))
 
 
 def add_shared_memory(engine: Engine, session: Session, num_writers: int, capacity: int, **options: Any) -> Any:
-    """A replay in memory that all nodes of this machine share."""
+    """Make a replay buffer in shared memory, for the nodes of this machine."""
     experiment = session.experiment
     replay_buffer = SharedMemReplayBuffer(
         session.agent,
@@ -214,22 +216,22 @@ def add_shared_memory(engine: Engine, session: Session, num_writers: int, capaci
 
 
 def add_service(engine: Engine, session: Session, capacity: int, num_envs: int, rounds: int = ROUNDS_AHEAD) -> Any:
-    """Add nodes that share a replay of `capacity` steps equally (each node of a queue has the whole capacity).
+    """Add replay service nodes, one per shard. Return a client of all shards.
 
-    Return the object that calls them.
+    The shards divide the capacity equally, except that each shard of a queue has the full capacity.
 
     Args:
-        engine: runs them.
-        session: the session.
-        capacity: steps that are kept.
-        num_envs: of all writers.
-        rounds: that these may be ahead of `samples_per_insert`: see `items_of_rounds`.
+        engine: The engine that runs the nodes.
+        session: The session.
+        capacity: Number of steps that the replay keeps.
+        num_envs: Number of environments of all writers together.
+        rounds: Number of rounds that writers may be ahead of `samples_per_insert` (see `items_of_rounds`).
     """
     from rlframe.replay.service import ReplayService, ServiceReplayBuffer
 
     experiment, spec = session.experiment, session.agent.replay_spec
     shards = GameProgram.of(experiment).replay_shards
-    # A batch is of one shard: each of a queue's must hold a whole one, whatever the others have.
+    # A batch comes from one shard, so each shard of a queue must be able to hold a full batch.
     capacity = capacity if spec.kind == "queue" else -(-capacity // shards)
     shares = {"capacity": capacity, "min_size": -(-spec.min_size // shards)}
     ahead = items_of_rounds(spec, num_envs, rounds)
@@ -251,11 +253,11 @@ def add_service(engine: Engine, session: Session, capacity: int, num_envs: int, 
 
 
 def add_reverb(engine: Engine, session: Session, capacity: int, num_envs: int, rounds: int = ROUNDS_AHEAD) -> Any:
-    """Add a Reverb server of `capacity` steps. Return the handle to it. Arguments as those of `add_service`."""
+    """Add a Reverb server. Return a handle to it. The arguments are the same as those of `add_service`."""
     from rlframe.replay.reverb import ReverbReplayBuffer
 
     experiment, spec = session.experiment, session.agent.replay_spec
-    # Environments in step complete their unrolls with the same step: they are sent as one item.
+    # Synchronous environments complete their unrolls at the same step, so one item holds all of these unrolls.
     in_step = spec.kind == "queue" and not EnvOptions.of(experiment).async_envs
     block = experiment.envs_per_pool if in_step else 1
     ahead = items_of_rounds(spec, num_envs, rounds)
@@ -265,10 +267,10 @@ def add_reverb(engine: Engine, session: Session, capacity: int, num_envs: int, r
 
 
 def replay_capacity(spec: ReplaySpec, experiment: Experiment) -> int:
-    """Steps that a buffer keeps; a queue is as long as what the environments can have in it."""
+    """Return the capacity of a replay buffer, in steps. A queue holds all unrolls that can exist at the same time."""
     if spec.kind == "queue" and isinstance(spec.item, Sequence):
-        # What the environments are acting, what they have just completed, and what was too little for a batch. Where
-        # they do not wait for each other, one that takes four times as long as the others completes its unroll too.
+        # Two unrolls per environment (the current and the last one), and an incomplete batch. Asynchronous environments
+        # get four, so that an environment that is four times slower than the others still completes its unrolls.
         unrolls = 4 if EnvOptions.of(experiment).async_envs else 2
         return (unrolls * experiment.num_envs + (spec.batch_size or 0)) * spec.item.length
     return spec.capacity

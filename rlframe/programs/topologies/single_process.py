@@ -1,4 +1,4 @@
-"""The topology single_process: one loop that acts and learns, without calls to other processes."""
+"""The topology single_process: one loop that acts and learns in turn, in one process."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class SingleProcess(GameConfig):
     replays = ("local",)
 
     name: str = "single_process"
-    # steps between two saves of a replay that is too large to go into each checkpoint
+    # Steps between two saves of a large replay buffer. A small one is saved with each checkpoint.
     replay_checkpoint_every: int = number(1_000_000, at_least=0)
 
 
 @configured_by(SingleProcess)
 def single_process(engine: Engine, session: Session) -> None:
-    """Add the one node: a loop over an actor and a learner."""
+    """Add the only node, a loop over an actor and a learner."""
     replay_buffer = add_replay(engine, session)
-    # In a resumed run, the constructor restores the learner and the replay.
+    # In a resumed run, this constructor restores the learner and the replay buffer.
     learner = Learner(learner_config(session), session.agent, replay_buffer)
     inferencer = Inferencer(inferencer_config(session), session.agent, learner)
     engine.add(

@@ -1,4 +1,4 @@
-"""Callbacks: the caller's functions, which see each row of the logs and may end the run. The same in every topology."""
+"""Callbacks: functions of the caller that receive each row of the logs and can end the run, in every topology."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlframe.programs.options import registry
 
 _log = logging.getLogger(__name__)
 
-_ANSWER_WITHIN = 2.0  # seconds for a node to answer before it is asked again
+_END_TIMEOUT = 2.0  # seconds for a node to answer the request to end, before the request is repeated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +25,9 @@ class CallbackInfo:
     """The argument of a callback: one row of the logs.
 
     Attributes:
-        step: environment steps so far; of a language model, learner steps.
-        values: the row, name -> number. A row with `return_mean` is that of an evaluation: the evaluated policy is
-            saved already.
+        step: Environment steps so far. For a language model: learner steps.
+        values: The row, name -> number. A row with `return_mean` comes from an evaluation, whose policy is already
+            saved.
     """
 
     step: int
@@ -35,7 +35,7 @@ class CallbackInfo:
     _stop: Callable[[], None] = dataclasses.field(repr=False, compare=False)
 
     def stop(self) -> None:
-        """End the run early: it saves, evaluates and returns its result. Any thread may call it, also later."""
+        """End the run early. It saves, evaluates and returns its result. Any thread may call this, at any time."""
         self._stop()
 
 
@@ -43,29 +43,31 @@ Callback = Callable[[CallbackInfo], Any]
 
 
 class Callbacks:
-    """A logger that calls callbacks with each row, in the caller's process.
+    """A logger that calls each callback with each row, in the caller's process.
 
-    The first one that raises ends the run without an evaluation; none is called after that.
+    If a callback raises, the run ends without an evaluation, and no callback is called any more.
 
     Args:
-        functions: the callbacks.
+        functions: The callbacks.
 
     Raises:
-        UsageError: one of them cannot be called with one argument.
+        UsageError: A callback cannot be called with one argument.
 
     Attributes:
-        error: what a callback raised; None while none has.
+        error: The exception of a callback. None means that no callback has raised.
     """
 
     def __init__(self, functions: Iterable[Callback]) -> None:
         if not isinstance(functions, Iterable):
-            raise UsageError(f"callbacks is a list of functions, callbacks=[{functions!r}]; got {functions!r}.")
+            raise UsageError(
+                f"callbacks must be a list of functions, got {functions!r}. Use callbacks=[{functions!r}]."
+            )
         self._functions = list(functions)
         for function in self._functions:
             if not registry.takes(function, 1):
                 raise UsageError(
-                    f"A callback takes one argument, callback(info), with info.step, info.values and info.stop(); got "
-                    f"{function!r}."
+                    f"A callback must take one argument, callback(info), with info.step, info.values and info.stop(). "
+                    f"Got {function!r}."
                 )
         self.error: BaseException | None = None
         self._stop_requested = self._warned = False
@@ -76,36 +78,39 @@ class Callbacks:
         return bool(self._functions)
 
     def write(self, step: int, values: Values) -> None:
-        """Call them with a row. Nothing is raised: see `error`."""
+        """Call the callbacks with a row. Store an exception in `error` instead of raising it."""
         row = {name: _plain(value) for name, value in on_host(values).items()}
         for function in self._functions:
             if self.error is not None:
                 return
             try:
                 function(CallbackInfo(step, dict(row), self._request_stop))
-            except BaseException as error:  # SystemExit too: in a thread nobody else would see it
+            except BaseException as error:  # includes SystemExit, which a thread would silently ignore
                 self.error = error
                 self.request_end()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
     def connect(self, node: Any, name: str) -> None:
-        """Take the node that ends the program that runs now, or a handle to it.
+        """Set the node that ends the current program.
 
         Args:
-            node: an object with `end(by, evaluate)`.
-            name: of the node, for messages.
+            node: A node with a method `end(by, evaluate)`, or a handle to it.
+            name: Name of the node, for messages.
         """
-        end = getattr(handles.resolve(node, name, deadline=_ANSWER_WITHIN), "end", None)
+        end = getattr(handles.resolve(node, name, deadline=_END_TIMEOUT), "end", None)
         if end is None:
             raise UsageError(
-                f"Callbacks need a {name} with a method end(by, evaluate), as a Monitor has; this one is {node!r}."
+                f"Callbacks need a node {name} with a method end(by, evaluate), for example a Monitor. Got {node!r}."
             )
         self._end = end
 
     def request_end(self) -> None:
-        """Tell that node to end, if a callback asks for it. To be repeated: a node that was restarted has forgotten."""
+        """Request the node to end, if a callback raised or called `stop()`.
+
+        Call this repeatedly, because a restarted node loses the request.
+        """
         if self._end is None or not (self.error is not None or self._stop_requested):
             return
         try:
@@ -114,7 +119,7 @@ class Callbacks:
             if not self._warned:
                 _log.warning("A callback cannot end the run: %s", error)
             self._warned = True
-        except RlframeError:  # it is being restarted, or the program is over
+        except RlframeError:  # the node is being restarted, or the program has ended
             pass
 
     def _request_stop(self) -> None:
@@ -123,7 +128,7 @@ class Callbacks:
 
 
 def _plain(value: Any) -> Any:
-    """A value as `metrics.jsonl` gives it back, where a number that is not finite is null."""
+    """Convert a value to the type that a reader of `metrics.jsonl` gets. The file stores NaN and infinity as null."""
     if value is None:
         return math.nan
     return value.tolist() if isinstance(value, np.ndarray) else value

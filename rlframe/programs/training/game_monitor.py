@@ -1,4 +1,4 @@
-"""The monitor of a program that learns from the steps of environments (games, robots): it counts and limits them."""
+"""The monitor of games: count and limit the environment steps of the actors."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ from rlframe.types import Logs
 
 _log = logging.getLogger(__name__)
 
-_ENDS_WITHIN = 15.0  # seconds that an actor has to close its environments
+_CLOSE_TIMEOUT = 15.0  # seconds for an actor to close its environments
 
 
 class GameMonitor(Monitor):
-    """Counts the steps of actors, limits how many they take, and evaluates in separate environments.
+    """A monitor that counts and limits the steps of the actors, and evaluates in separate environments.
 
     Args:
-        session: the session.
-        learner: a Learner, or a handle to one.
-        actors: Actors, or handles to them.
+        session: The session.
+        learner: A Learner, or a handle to one.
+        actors: The Actors, or handles to them.
     """
 
     def __init__(self, session: Session, learner: Any, actors: list[Any]) -> None:
         super().__init__(session, learner)
         self._actors = [_LimitedActor(actor) for actor in actors]
-        self._to_end = [handles.resolve(actor, "actor", deadline=_ENDS_WITHIN, stop=self._stop) for actor in actors]
+        self._closing_actors = [
+            handles.resolve(actor, "actor", deadline=_CLOSE_TIMEOUT, stop=self._stop) for actor in actors
+        ]
         self._saved = SavedPolicy(session.agent, session.directory, self._learner)
         self._evaluations = Evaluations(self._experiment, session.agent, self._saved)
 
     @property
     def step(self) -> int:
-        """Environment steps of all actors."""
+        """Environment steps of all actors together."""
         return self._progress.counts.env_steps
 
     def stop(self) -> None:
@@ -54,8 +56,8 @@ class GameMonitor(Monitor):
         warn_if_no_updates(spec, made, self.step, num_envs)
         if spec.samples_per_insert is not None and 0 < made < min_updates(spec, self.step, num_envs):
             _log.warning(
-                "%d updates were made, of about %d that %d environment steps ask for: the learner came back from an "
-                "older checkpoint, or the replay lost items.",
+                "The learner made %d updates, but about %d were expected for %d environment steps. The learner was "
+                "restored from an older checkpoint, or the replay lost items.",
                 made,
                 total_learner_steps(spec, self.step, num_envs),
                 self.step,
@@ -82,7 +84,7 @@ class GameMonitor(Monitor):
 
     def _end_actors(self) -> None:
         """Make the actors close their environments."""
-        for actor in self._to_end:
+        for actor in self._closing_actors:
             with contextlib.suppress(PeerError):
                 actor.stop_and_close()
 
@@ -91,18 +93,18 @@ class GameMonitor(Monitor):
 
 
 class _LimitedActor:
-    """An actor whose number of steps the monitor limits: without a monitor it stops at the last limit.
+    """An actor with a limit of steps. If the monitor dies, the actor stops at its last limit.
 
     Args:
-        actor: an Actor, or a handle to one.
+        actor: An Actor, or a handle to one.
     """
 
     def __init__(self, actor: Any) -> None:
         self._poll_allow = handles.Poller(handles.resolve(actor, "actor"), "allow")
-        self._incarnation, self._env_steps = -1, 0.0  # as reported last
+        self._incarnation, self._env_steps = -1, 0.0  # from the newest stats
 
     def allow(self, share: int) -> dict[str, Any] | None:
-        """Allow it so many steps beyond those it has reported. Return its stats if it has answered."""
+        """Allow `share` more steps than the actor has reported. Return its stats if it has answered."""
         stats = self._poll_allow(self._incarnation, self._env_steps + share)
         if stats is not None:
             self._incarnation, self._env_steps = stats["incarnation"], stats["env_steps"]

@@ -1,4 +1,4 @@
-"""The monitor of a program in which a language model learns."""
+"""The monitor of a language model's program."""
 
 from __future__ import annotations
 
@@ -16,42 +16,43 @@ from rlframe.programs.session import Session
 from rlframe.programs.training.monitor import Monitor
 from rlframe.types import Logs
 
-_EVALUATE_WITHIN = 600.0  # seconds for an evaluation, with a restart of the environment
-_REFRESH_WITHIN = 600.0  # seconds that the policy server has for the learner's last version
+_EVALUATION_TIMEOUT = 600.0  # seconds for an evaluation, including a restart of the environment
+_REFRESH_TIMEOUT = 600.0  # seconds for the policy server to load the learner's last version
 
 
 class LanguageMonitor(Monitor):
-    """Counts the steps of the learner, and asks an environment to evaluate.
+    """A monitor that counts the steps of the learner, and requests evaluations from an environment.
 
     Args:
-        session: the session.
-        learner, policy: nodes, or handles to them.
-        environments: the same; the first one evaluates.
+        session: The session.
+        learner: The Learner, or a handle to it.
+        policy: The policy server, or a handle to it.
+        environments: The environments, or handles to them. The first one evaluates.
     """
 
     def __init__(self, session: Session, learner: Any, policy: Any, environments: list[Any]) -> None:
         super().__init__(session, learner)
-        found = functools.partial(handles.resolve, stop=self._stop)
-        self._policy = found(policy, "policy server", deadline=session.peer_deadline)
+        resolve = functools.partial(handles.resolve, stop=self._stop)
+        self._policy = resolve(policy, "policy server", deadline=session.peer_deadline)
         self._poll_policy = handles.Poller(self._policy, "stats")
-        asked = [found(each, "environment") for each in environments]
-        self._poll_environments = [handles.Poller(each, "stats") for each in asked]
-        self._evaluator = asked[0]
+        environment_handles = [resolve(each, "environment") for each in environments]
+        self._poll_environments = [handles.Poller(each, "stats") for each in environment_handles]
+        self._evaluator = environment_handles[0]
         self._learner_stats = {"learner_steps": 0, "params_version": 0}
-        self._policy_stats: dict[str, Any] = {}  # the policy server's newest stats
-        self._env_metrics: dict[int, dict[str, float]] = {}  # the environments' newest metrics, by rank
+        self._policy_stats: dict[str, Any] = {}  # newest stats of the policy server
+        self._env_metrics: dict[int, dict[str, float]] = {}  # newest metrics of each environment, by rank
         self._row_tokens = 0.0
         self._warm_up_steps = session.topology_config.warm_up_steps(session.experiment)
 
     @property
     def step(self) -> int:
-        """Learner steps so far, with those of the warm-up."""
+        """Learner steps so far, including the warm-up."""
         return int(self._learner_stats["learner_steps"]) + self._warm_up_steps
 
-    def _begin(self) -> None:
+    def _prepare(self) -> None:
         self._learner_stats = self._learner.stats()
         if self._progress.evaluated is None:
-            self._evaluation_schedule.due = self.step  # before the first update, too
+            self._evaluation_schedule.due = self.step  # also evaluate before the first update
 
     def _is_done(self) -> bool:
         return self._learner_stats["learner_steps"] >= self._session.until
@@ -59,8 +60,8 @@ class LanguageMonitor(Monitor):
     def _poll_nodes(self) -> None:
         self._learner_stats = self._poll_learner() or self._learner_stats
         self._policy_stats = self._poll_policy() or self._policy_stats
-        for ask in self._poll_environments:
-            if (stats := ask()) is not None:
+        for poll in self._poll_environments:
+            if (stats := poll()) is not None:
                 self._env_metrics[stats["rank"]] = stats["metrics"]
 
     def _evaluate(self, *, final: bool) -> Logs:
@@ -71,22 +72,22 @@ class LanguageMonitor(Monitor):
         return values
 
     def _wait_for_policy(self) -> None:
-        """Wait until the policy server has the last version of a learner that has finished."""
-        deadline = time.monotonic() + _REFRESH_WITHIN
+        """If the learner has finished, wait until the policy server has loaded its last version."""
+        deadline = time.monotonic() + _REFRESH_TIMEOUT
         while (
             self._learner_stats.get("finished")
             and self._policy.stats()["version"] < self._learner_stats["params_version"]
         ):
             if time.monotonic() > deadline:
                 raise PeerError(
-                    f"The policy server had not taken over the learner's last version within {_REFRESH_WITHIN:g} s."
+                    f"The policy server did not load the learner's last version within {_REFRESH_TIMEOUT:g} s."
                 )
-            self._pause("the policy server had taken over the last version")
+            self._pause("the policy server loaded the last version")
 
     def _request_evaluation(self, *, final: bool) -> Logs:
-        """Ask the first environment to evaluate, and return the values."""
-        # From the clock: a number that an earlier monitor has used would name an earlier evaluation.
-        number, deadline = time.time_ns(), time.monotonic() + _EVALUATE_WITHIN
+        """Request an evaluation from the first environment, and return its values."""
+        # The clock gives a unique number. A number of an earlier monitor would return the old evaluation.
+        number, deadline = time.time_ns(), time.monotonic() + _EVALUATION_TIMEOUT
         while time.monotonic() < deadline:
             answer = None
             try:
@@ -94,14 +95,14 @@ class LanguageMonitor(Monitor):
             except StoppedError:
                 raise
             except PeerError as error:
-                if not final:  # after the training there is time for it to be started again
+                if not final:  # only the final evaluation waits until the environment is restarted
                     raise EnvError("the environment did not answer") from error
             if answer is not None:
                 if isinstance(answer[1], str):
                     raise EnvError(answer[1])
                 return answer[1]
-            self._pause("the environment had evaluated")
-        raise EnvError(f"it took more than {_EVALUATE_WITHIN:g} s")
+            self._pause("the evaluation was complete")
+        raise EnvError(f"the evaluation took more than {_EVALUATION_TIMEOUT:g} s")
 
     def _values(self) -> dict[str, Any]:
         values = super()._values()

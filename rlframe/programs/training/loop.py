@@ -1,4 +1,4 @@
-"""The loop of a run in one process, with logs, evaluations and checkpoints around it."""
+"""The training loop of a run in one process, with logs, evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -25,30 +25,32 @@ from rlframe.types import Logs
 
 _log = logging.getLogger(__name__)
 
-_PROGRESS_SECONDS = 0.25
+_PROGRESS_SECONDS = 0.25  # seconds between two updates of the progress display
 
 
 class TrainingLoop:
-    """Steps an actor and a learner in turn: one session of a run, from its start or a checkpoint to its stop.
+    """A loop that steps an actor and a learner in turn, for one session of a run.
 
-    Checkpoints of the learner hold the state of the actor (with its environments) and of the inferencer. If the learner
-    was restored from one, the loop continues with them.
+    Checkpoints of the learner include the states of the actor (with its environments) and of the inferencer. If the
+    learner was restored from a checkpoint, the loop restores these states too.
 
-    `run` calls `_train` until the session ends, saves, and evaluates:
+    `run` calls `_train` until the session ends, then saves and evaluates:
 
         _train  actor.step, _learn, and _run_due_tasks: _write_row, _evaluate, _save
         then    _write_row, _save, _evaluate
 
     Args:
-        session: the session.
-        env_builder: of the actor's pool.
-        inferencer, replay_buffer, learner: objects of this process; they are closed with the loop.
-        replay_checkpoint_every: steps between two saves of a replay that is too large to go into each checkpoint; 0:
-            only the last checkpoint has it.
+        session: The session.
+        env_builder: Function that makes the environment pool of the actor from a `seed`.
+        inferencer: The Inferencer.
+        replay_buffer: The replay buffer.
+        learner: The Learner. The loop closes it.
+        replay_checkpoint_every: Steps between two saves of a large replay buffer. (A small one is saved with each
+            checkpoint.) 0 means only with the last checkpoint.
 
     Attributes:
-        actor: made from these parts.
-        pool: its environments.
+        actor: The Actor.
+        pool: The environment pool of the actor.
     """
 
     pool: Any
@@ -68,19 +70,19 @@ class TrainingLoop:
         self._evaluations = Evaluations(experiment, session.agent, learner)
         self._stop, self._early_stop = StopSignal(session.quiet), EarlyStop(session)
         spec = replay_buffer.spec
-        self._learns_once = spec.samples_per_insert is None and spec.kind != "queue"
-        self._learner_logs: Logs | None = None  # of the newest update since the last row
+        self._one_update_per_step = spec.samples_per_insert is None and spec.kind != "queue"
+        self._learner_logs: Logs | None = None  # logs of the newest update since the last row
         self._replay_checkpoint_every, self._replay_saved_env_steps = replay_checkpoint_every, 0
-        self._evaluated: EvaluationOutcome | None = None  # the newest that did not fail
+        self._newest_evaluation: EvaluationOutcome | None = None  # without failed evaluations
         self.actor = self._make_actor()
         self._first_step = self._saved_env_steps = self.actor.env_steps
         self._row_schedule = Schedule(experiment.row_every, self._first_step)
         self._evaluation_schedule = Schedule(experiment.eval_every, self._first_step)
         self._checkpoint_schedule = Schedule(experiment.checkpoint_every, self._first_step)
-        self._next_due = 0.0  # the first step at which one of the schedules may be due
+        self._next_due = 0.0  # no schedule is due before this step
 
     def _make_actor(self) -> Actor:
-        """Make the Actor: a new one, or the one of the checkpoint that the learner was restored from."""
+        """Make the Actor. If the learner was restored from a checkpoint, restore the actor and the inferencer too."""
 
         def build(seed: int) -> Any:
             self.pool = self._env_builder(seed=seed)
@@ -92,10 +94,10 @@ class TrainingLoop:
         saved, has_replay = self.learner.restored
         self.inferencer.set_state(saved["inferencer"])
         if has_replay and saved["actor"]["env"] is not None:
-            # The environments continue in mid-episode, and so do the fragments that they have open in the buffer.
+            # The environments and their incomplete items in the replay buffer continue in the middle of the episode.
             actor = make(rank=0, incarnation=saved["incarnation"])
         else:
-            # The same rank, its next incarnation: open fragments are dropped, and seeds are new.
+            # Claim the next incarnation of the same rank: it drops incomplete items and has new seeds.
             incarnation = -1
             while incarnation < saved["incarnation"]:
                 _, incarnation = self.replay_buffer.claim_rank(rank=0)
@@ -112,7 +114,7 @@ class TrainingLoop:
         """Train until the session's last step or a signal, save, evaluate, and write the result.
 
         Returns:
-            The number of the signal that ended it, or None.
+            The number of the signal that ended the run, or None.
         """
         session = self._session
         self._counts = ActorCounts()
@@ -124,7 +126,9 @@ class TrainingLoop:
         except KeyboardInterrupt:
             if self._saved_env_steps == self.actor.env_steps:
                 raise
-            raise ForcedExitError(f"Cut short before it had saved. {self._directory.describe_checkpoint()}") from None
+            raise ForcedExitError(
+                f"The run was interrupted before it could save. {self._directory.describe_checkpoint()}"
+            ) from None
         finally:
             self._rows.close()
         env_steps, number = self.actor.env_steps, self._stop.number
@@ -134,11 +138,11 @@ class TrainingLoop:
         return number
 
     def end(self, by: str, evaluate: bool = True) -> None:
-        """End `run()` after the step under way, as at its last step. Any thread may call it; see `EarlyStop.request`."""
+        """End `run()` after the current step. Any thread may call this. See `EarlyStop.request`."""
         self._early_stop.request(by, evaluate)
 
     def stop(self) -> None:
-        """Do nothing: signals end the loop."""
+        """Do nothing, because signals end the loop."""
 
     def close(self) -> None:
         """Close the environments and the learner."""
@@ -146,7 +150,7 @@ class TrainingLoop:
         self.learner.close()
 
     def _train_and_evaluate(self) -> EvaluationOutcome:
-        """Train to the end, save and evaluate. The evaluation is not made after a signal, or if none is wanted."""
+        """Train to the end, save and evaluate. Skip the evaluation after a signal, or if it is turned off."""
         profile, trace_dir = self._session.profile, self._directory.path / "trace"
         self._rows.record_step(self._first_step)
         try:
@@ -169,7 +173,7 @@ class TrainingLoop:
         return self._evaluate(final=True)
 
     def _train(self, until: int) -> None:
-        """Step the actor and the learner in turn, and do what is due, until a step, a signal or a limit."""
+        """Step the actor and the learner in turn, and run due tasks, until the last step, a signal or a limit."""
         actor, stop, progress = self.actor, self._stop, self._session.progress
         shown = time.monotonic()
         now = actor.env_steps
@@ -177,25 +181,25 @@ class TrainingLoop:
             actor.step()
             self._learn()
             now = actor.env_steps
-            if self._next_due <= now < until:  # at the end, all is done in any case
+            if self._next_due <= now < until:  # at the last step, the caller runs all tasks
                 self._run_due_tasks(now)
             if progress is not None and time.monotonic() - shown > _PROGRESS_SECONDS:
                 shown = time.monotonic()
                 progress.write(now, {})
 
     def _learn(self) -> None:
-        """Make the updates that are due: of a queue until it is empty, of others as `samples_per_insert` allows."""
+        """Make all updates that are due: until a queue has no batch left, or as many as `samples_per_insert` allows."""
         batch = self.replay_buffer.sample()
         while batch is not None:
             self._learner_logs = self.learner.step(batch)
-            is_last = self._learns_once or self._must_end()
+            is_last = self._one_update_per_step or self._must_end()
             batch = None if is_last else self.replay_buffer.sample()
 
     def _must_end(self) -> bool:
         return self._early_stop.check_limits(self.learner.learner_steps, self._rows.eval_return) is not None
 
     def _run_due_tasks(self, now: int) -> None:
-        """Write a row, evaluate, save: each if its schedule says so. Set the step at which to ask them again."""
+        """Write a row, evaluate and save, if each is due. Set `_next_due`."""
         if self._row_schedule.advance_to(now):
             self._write_row()
         began = time.monotonic()
@@ -211,40 +215,40 @@ class TrainingLoop:
         self._rows.write(self.actor.env_steps, self._counts, self._values)
 
     def _values(self) -> dict[str, Any]:
-        # Only the newest update's logs are fetched from the device, and only here.
+        # To save transfers from the device, fetch only the logs of the newest update, and only for a row.
         logs, self._learner_logs = self._learner_logs or {}, None
         return {
             **{name: float(np.asarray(value).reshape(())) for name, value in logs.items()},
             "learner_steps": self.learner.learner_steps,
             "params_version": self.learner.params_version,
-            **{f"replay_{name}": value for name, value in self.replay_buffer.stats().items()},  # as `Learner.stats`
+            **{f"replay_{name}": value for name, value in self.replay_buffer.stats().items()},  # like `Learner.stats`
         }
 
     def _evaluate(self, *, final: bool) -> EvaluationOutcome:
-        """Evaluate the policy, which is saved before the row of the evaluation is written. A signal ends it."""
+        """Evaluate the policy, save it, and write the row of the evaluation. A signal ends the evaluation."""
         now = self.actor.env_steps
-        if self._evaluated is not None and self._evaluated.step == now:
-            return self._evaluated
+        if self._newest_evaluation is not None and self._newest_evaluation.step == now:
+            return self._newest_evaluation
         evaluate = functools.partial(self._evaluations.evaluate, self.actor.close if final else None)
         try:
             with self._stop.interruptible():
                 outcome = try_evaluation(evaluate, now, final=final)
         except KeyboardInterrupt:
-            if self._stop.number is None:  # it came from elsewhere
+            if self._stop.number is None:  # not from a signal
                 raise
             return EvaluationOutcome(now)
         if outcome.values is not None:
-            self._evaluated = outcome
+            self._newest_evaluation = outcome
             if not final:
                 self._save(final=False)
             self._rows.log_evaluation(now, evaluation_row(outcome.values))
         return outcome
 
     def _save(self, *, final: bool) -> None:
-        """Write a checkpoint if something has happened since the last one. A failure ends the run only if `final`."""
+        """Write a checkpoint if there were steps since the last one. A failure ends the run only if `final`."""
         now = self.actor.env_steps
         if self.learner.restored is not None and now == self._first_step:
-            return  # nothing has happened since the checkpoint that this session began with
+            return  # no steps since the checkpoint from which this session was restored
         if now == self._saved_env_steps and not final:
             return
         try:
@@ -252,18 +256,18 @@ class TrainingLoop:
         except CheckpointError as error:
             if final:
                 raise CheckpointError(f"{error} {self._directory.describe_checkpoint()}") from error
-            _log.warning("%s The run goes on; the next checkpoint is another try.", error)
+            _log.warning("%s The run continues, and saves again at the next checkpoint.", error)
 
     def _save_all(self, *, with_envs: bool, final: bool) -> None:
         """Write a checkpoint of everything.
 
         Args:
-            with_envs: False if the environments have failed: a resumed run resets them.
-            final: nothing follows in this session. Then a large replay is saved too.
+            with_envs: Save the environments. False if they have failed; then a resumed run resets them.
+            final: True for the last checkpoint of the session, which includes a large replay buffer.
         """
         now, every = self.actor.env_steps, self._replay_checkpoint_every
         is_due = final or (every > 0 and now - self._replay_saved_env_steps >= every)
-        can_save = self.replay_buffer.is_saved_by_learner  # else a resumed run fills it again
+        can_save = self.replay_buffer.is_saved_by_learner  # if False, a resumed run fills the buffer again
         with_replay = can_save and (is_due or ReplayFiles.is_small(self.replay_buffer))
         extras = {
             "actor": self.actor.get_state(with_envs=with_envs),

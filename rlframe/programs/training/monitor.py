@@ -1,4 +1,4 @@
-"""The monitor of a program: it counts steps, writes the logs, evaluates the policy, and ends the run."""
+"""The monitor of a program: count steps, write the logs, evaluate the policy, and end the run."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _log = logging.getLogger(__name__)
 
 PendingEvaluation = futures.Future[EvaluationOutcome]
 
-POLL_SECONDS = 0.1  # seconds between two rounds of questions to the nodes
-_POLLING = Phase("looking at the others", 300.0)
-_FINISH_WITHIN = 3600.0  # seconds that the learner has for its last update and checkpoint, or to come back for them
+POLL_SECONDS = 0.1  # seconds between two polls of the nodes
+_POLLING = Phase("polling the nodes", 300.0)
+_FINISH_TIMEOUT = 3600.0  # seconds for the learner's last update and checkpoint, including a restart of the learner
 
 
 class Monitor(abc.ABC):
-    """Ends a run at its last step, evaluates the final policy, and then returns from `run()`.
+    """A node that ends the run at its last step and evaluates the final policy.
 
-    It asks the nodes for their progress, and never waits for a node that collects: a dead or paused one does not delay
-    it. The monitor itself may be restarted: its counts are in the run directory. A subclass defines a step, and how to
-    evaluate.
+    The monitor polls the nodes for their progress. It never waits for an actor, so a dead or paused actor does not
+    delay the monitor. The monitor may be restarted, because its counts are in the run directory. A subclass defines the
+    unit of a step and the evaluation.
 
-    `run` calls `_watch` until the session ends, and then `_finish`. Evaluations run in a thread beside them:
+    `run` calls `_watch` until the session ends, and then `_finish`. Evaluations run in a separate thread.
 
-        _watch   _poll_nodes, _write_row, _begin_evaluation, _write_evaluation: ten times a second, what is due
-        _finish  _let_learner_finish, _write_row, _evaluate_finished_learner
+        _watch   _poll_nodes, _write_row, _start_evaluation, _write_evaluation: ten times a second, if due
+        _finish  _finish_learner, _write_row, _evaluate_finished_learner
 
     Args:
-        session: the session.
-        learner: a Learner, or a handle to one.
+        session: The session.
+        learner: A Learner, or a handle to one.
     """
 
     def __init__(self, session: Session, learner: Any) -> None:
@@ -54,18 +54,18 @@ class Monitor(abc.ABC):
         self._learner = handles.resolve(learner, "learner", deadline=session.peer_deadline, stop=self._stop)
         self._poll_learner = handles.Poller(self._learner, "stats")
         self._poll_finish = handles.Poller(self._learner, "finish")
-        self._learner_stats: dict[str, Any] = {}  # the newest; one that has just restarted has none
+        self._learner_stats: dict[str, Any] = {}  # newest stats; empty until the learner has answered
         self._progress = ProgressFile(session.directory.progress, session.session_id)
         self._early_stop = EarlyStop(session, self._progress.ended)
-        # An evaluation that was due when the monitor was killed is due still.
+        # If the monitor was killed before an evaluation was complete, the evaluation is still due.
         self._evaluation_schedule = Schedule(self._experiment.eval_every, self._progress.evaluated or 0)
-        self._evaluation: PendingEvaluation | None = None  # under way
+        self._evaluation: PendingEvaluation | None = None  # the running evaluation
 
     def run(self) -> None:
-        """Watch the program until the session's last step, and evaluate the final policy; or until `stop()`."""
+        """Watch the program until the session's last step, and evaluate the final policy. `stop()` ends this early."""
         with handles.stop_with_program(self.stop):
             try:
-                self._begin()
+                self._prepare()
             except StoppedError:
                 return
             self._progress.try_to_save()
@@ -77,23 +77,26 @@ class Monitor(abc.ABC):
             except StoppedError:
                 pass
             finally:
-                self.stop()  # an evaluation that is under way
+                self.stop()  # also stops a running evaluation
                 self._progress.save()
                 self._rows.close()
         self._session.directory.write_result(self._result(evaluation, stopped_by))
 
     def stop(self) -> None:
-        """End `run()`, without an evaluation. Any thread may call it."""
+        """End `run()` without an evaluation. Any thread may call this."""
         self._stop.set()
 
     def end(self, by: str, evaluate: bool = True) -> None:
-        """End `run()` as at the last step. Any thread or node may call it, again and again; see `EarlyStop.request`."""
+        """End `run()` like at the last step. Any thread or node may call this, also repeatedly.
+
+        See `EarlyStop.request`.
+        """
         self._early_stop.request(by, evaluate)
 
     @property
     @abc.abstractmethod
     def step(self) -> int:
-        """Steps so far, with those of earlier sessions, in the unit of the logs."""
+        """Steps so far, including earlier sessions, in the unit of the logs."""
 
     @abc.abstractmethod
     def _poll_nodes(self) -> None:
@@ -101,37 +104,42 @@ class Monitor(abc.ABC):
 
     @abc.abstractmethod
     def _is_done(self) -> bool:
-        """Return True once the session's last step was taken."""
+        """Return True if the session has reached its last step."""
 
     @abc.abstractmethod
     def _evaluate(self, *, final: bool) -> Logs:
-        """Return the values of an evaluation of the newest policy: `final` after training, else during it.
+        """Evaluate the newest policy, and return the values. It is called in a separate thread.
 
-        It is called in a thread. It raises if the evaluation fails, or StoppedError after `stop()`.
+        Args:
+            final: True after training, False during training.
+
+        Raises:
+            StoppedError: `stop()` was called.
+            RlframeError: The evaluation failed.
         """
 
     @abc.abstractmethod
     def _result(self, evaluation: EvaluationOutcome, stopped_by: str) -> Result:
-        """How the session ended."""
+        """Return the result of the session."""
 
-    def _begin(self) -> None:  # noqa: B027
-        """Prepare for the first questions."""
+    def _prepare(self) -> None:  # noqa: B027
+        """Prepare for the first poll."""
 
     def _pause_actors(self) -> None:  # noqa: B027
-        """Keep nodes from collecting more, once the session ends. Call it repeatedly: it never waits."""
+        """Stop actors from taking more steps. Call this repeatedly, because it does not wait for answers."""
 
     def _warn_about_missing_updates(self) -> None:  # noqa: B027
-        """Warn if the learner made fewer updates than it should."""
+        """Warn if the learner made fewer updates than expected."""
 
     def _values(self) -> dict[str, Any]:
-        """Return the values of a row beside the counts."""
+        """Return the values of a row, except the counts."""
         return {name: value for name, value in self._learner_stats.items() if name != "finished"}
 
     def _evaluation_row(self, values: Logs) -> dict[str, Any]:
         return evaluation_row(values)
 
     def _watch(self) -> str:
-        """Write rows and evaluate, until the session ends. Return why it does, as `Result.stopped_by`."""
+        """Write rows and evaluate until the session ends. Return the reason, for `Result.stopped_by`."""
         at_start = self.step
         row_schedule = Schedule(self._experiment.row_every, at_start)
         while not self._stop.wait(POLL_SECONDS):
@@ -144,7 +152,7 @@ class Monitor(abc.ABC):
                 return self._session.last_step_reason
             learner_steps = self._learner_stats.get("learner_steps", 0)
             if (by := self._early_stop.check_limits(learner_steps, self._rows.eval_return)) is not None:
-                self._progress.ended = by  # before the learner is told: this node may be restarted
+                self._progress.ended = by  # save the reason first, in case this node is restarted
                 self._progress.try_to_save()
                 return by
             if row_schedule.advance_to(now):
@@ -156,10 +164,10 @@ class Monitor(abc.ABC):
                 self._write_evaluation(self._evaluation)
         self._poll_nodes()
         self._write_row()
-        raise StoppedError("Told to stop before the last step.")
+        raise StoppedError("The monitor was stopped before the last step.")
 
     def _finish(self) -> EvaluationOutcome:
-        """Let the learner finish, then evaluate its last policy, if that is wanted."""
+        """Finish the learner, then evaluate its last policy unless evaluations are off."""
         self._finish_learner()
         self._write_row()
         if not self._early_stop.evaluates:
@@ -174,8 +182,8 @@ class Monitor(abc.ABC):
     def _evaluate_finished_learner(self) -> EvaluationOutcome:
         """Evaluate the learner's last policy.
 
-        A learner that dies meanwhile is restarted, and may learn on before it is told to finish again. Then the policy
-        has changed, and is evaluated again.
+        If the learner dies during the evaluation, it is restarted and may make more updates before it finishes again.
+        Then the policy has changed, and is evaluated again.
         """
         while True:
             learner_steps = self._learner_stats["learner_steps"]
@@ -183,22 +191,22 @@ class Monitor(abc.ABC):
             self._finish_learner()
             if self._learner_stats["learner_steps"] == learner_steps:
                 return self._write_evaluation(evaluation)
-            _log.warning("The learner came back during the evaluation, and learned on: its end is evaluated again.")
+            _log.warning("The learner restarted during the evaluation and made more updates. Evaluating again.")
 
     def _finish_learner(self) -> None:
-        """Tell the learner to finish, wait for it, and take its stats. Hold the actors meanwhile.
+        """Request the learner to finish, wait for it, and store its stats. Pause the actors during the wait.
 
         Raises:
-            PeerError: it did not in time.
-            StoppedError: `stop()` was called before.
+            PeerError: The learner did not finish in time.
+            StoppedError: `stop()` was called before the learner finished.
         """
-        deadline = time.monotonic() + _FINISH_WITHIN
+        deadline = time.monotonic() + _FINISH_TIMEOUT
         self._pause_actors()
         while not (stats := self._learner.stats())["finished"]:
             self._learner.finish()
             if time.monotonic() > deadline:
-                raise PeerError(f"The learner had not finished {_FINISH_WITHIN:g} s after it was told to.")
-            self._pause("the learner had finished")
+                raise PeerError(f"The learner did not finish within {_FINISH_TIMEOUT:g} s of the request.")
+            self._pause("the learner finished")
             self._pause_actors()
         self._learner_stats = stats
 
@@ -209,21 +217,21 @@ class Monitor(abc.ABC):
 
     def _wait_for(self, evaluation: PendingEvaluation) -> PendingEvaluation:
         while not evaluation.done():
-            self._poll_finish()  # again: a restarted learner would continue to learn
+            self._poll_finish()  # repeat the request, because a restarted learner would continue to learn
             self._pause_actors()
             self._pause("the final policy was evaluated")
         return evaluation
 
     def _pause(self, until: str) -> None:
         if self._stop.wait(POLL_SECONDS):
-            raise StoppedError(f"Told to stop before {until}.")
+            raise StoppedError(f"The monitor was stopped before {until}.")
 
     def _write_row(self) -> None:
         if self._rows.write(self.step, self._progress.counts, self._values):
             self._progress.try_to_save()
 
     def _write_evaluation(self, evaluation: PendingEvaluation) -> EvaluationOutcome:
-        """Write the row of an evaluation that is done, unless it failed. Return its outcome."""
+        """Write the row of a completed evaluation, unless it failed. Return its outcome."""
         self._evaluation, outcome = None, evaluation.result()
         if outcome.values:
             self._rows.log_evaluation(self.step, self._evaluation_row(outcome.values))
@@ -233,7 +241,7 @@ class Monitor(abc.ABC):
 
 
 def _evaluate_in_thread(evaluate: Callable[[], EvaluationOutcome]) -> PendingEvaluation:
-    """Evaluate in a thread, which does not keep the process from ending."""
+    """Evaluate in a daemon thread, so that the process can end at any time."""
     result: PendingEvaluation = futures.Future()
 
     def run() -> None:

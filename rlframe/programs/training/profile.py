@@ -1,4 +1,4 @@
-"""The profile of a run in one process: the time of each part."""
+"""The profile of a run in one process: a table with the time of each part."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ if TYPE_CHECKING:
     from rlframe.programs.training.loop import TrainingLoop
 
 
-class Line(NamedTuple):
-    """One part of the table."""
+class ProfileRow(NamedTuple):
+    """A row of the table."""
 
     name: str
     calls: int
     seconds: float
     microseconds_per_call: float
-    share: float  # of the whole, 0 to 1
+    share: float  # share of the total time, 0 to 1
 
 
 class Profile:
-    """Times the calls between the objects of a run, and waits for each update before the next call.
+    """A profile of the time of calls between the objects of a run.
 
-    The first call of each part, which compiles, is counted on its own.
+    Each call of the learner waits until its update is complete. The first call of a jitted function, which compiles,
+    counts separately.
 
     Args:
-        traces: write a trace of JAX (for TensorBoard or Perfetto) as well.
+        traces: Also write a JAX trace, for TensorBoard or Perfetto.
     """
 
     def __init__(self, traces: bool = False) -> None:
@@ -47,15 +48,15 @@ class Profile:
 
     @contextlib.contextmanager
     def measure(self, loop: TrainingLoop, trace_dir: pathlib.Path) -> Iterator[None]:
-        """Time the calls between the parts of the run, until the context ends. A trace goes to `trace_dir`."""
+        """Measure the calls between the parts of the run until the context ends. Write a trace to `trace_dir`."""
         env = loop.pool
-        self._clock(env, "step" if env.is_sync else "recv", "environment")
+        self._time_calls(env, "step" if env.is_sync else "recv", "environment")
         if not env.is_sync:
-            self._clock(env, "send", "environment")
-        self._clock(loop.inferencer, "inference", "inference")
-        self._clock(loop.replay_buffer, "add", "replay add")
-        self._clock(loop.replay_buffer, "sample", "replay sample")
-        self._clock(loop.learner, "step", "learner", wait=True)
+            self._time_calls(env, "send", "environment")
+        self._time_calls(loop.inferencer, "inference", "inference")
+        self._time_calls(loop.replay_buffer, "add", "replay add")
+        self._time_calls(loop.replay_buffer, "sample", "replay sample")
+        self._time_calls(loop.learner, "step", "learner", wait=True)
         began, native = time.perf_counter(), None
         if self._traces:
             trace_dir.mkdir(parents=True, exist_ok=True)
@@ -69,33 +70,35 @@ class Profile:
                 native.close()
             self._total = time.perf_counter() - began
 
-    def lines(self) -> list[Line]:
-        """Return the table, the largest part first; `rlframe` is the rest: the loop, the Actor, the logs."""
-        rows = {**self._seconds, "compilation (first calls)": self._compiling}
-        rows["rlframe (loop, actor, logs)"] = max(0.0, self._total - sum(rows.values()))
+    def rows(self) -> list[ProfileRow]:
+        """Return the rows of the table, largest time first. `rlframe` is the rest of the time: loop, Actor, logs."""
+        seconds_of = {**self._seconds, "compilation (first calls)": self._compiling}
+        seconds_of["rlframe (loop, actor, logs)"] = max(0.0, self._total - sum(seconds_of.values()))
         calls = {**self._calls, "compilation (first calls)": len(self._calls)}
         calls["rlframe (loop, actor, logs)"] = self._calls.get("inference", 0)
         return [
-            Line(name, calls[name], seconds, 1e6 * seconds / max(calls[name], 1), seconds / max(self._total, 1e-9))
-            for name, seconds in sorted(rows.items(), key=lambda row: -row[1])
+            ProfileRow(
+                name, calls[name], seconds, 1e6 * seconds / max(calls[name], 1), seconds / max(self._total, 1e-9)
+            )
+            for name, seconds in sorted(seconds_of.items(), key=lambda row: -row[1])
         ]
 
     def print(self) -> None:
-        """Print the table for a person, on stderr."""
+        """Print the table to stderr."""
         rows = [
             (
-                line.name,
-                f"{line.calls:,}",
-                f"{line.seconds:.2f}",
-                f"{line.microseconds_per_call:.0f}",
-                f"{line.share:.1%}",
+                row.name,
+                f"{row.calls:,}",
+                f"{row.seconds:.2f}",
+                f"{row.microseconds_per_call:.0f}",
+                f"{row.share:.1%}",
             )
-            for line in self.lines()
+            for row in self.rows()
         ]
         columns = ("part", "calls", "seconds", "us per call", "share")
-        console(sys.stderr).print(table(columns, rows, title="where the time went", right=True))
+        console(sys.stderr).print(table(columns, rows, title="time of each part", right=True))
 
-    def _clock(self, owner: Any, method: str, name: str, wait: bool = False) -> None:
+    def _time_calls(self, owner: Any, method: str, name: str, wait: bool = False) -> None:
         function: Callable[..., Any] = getattr(owner, method)
         self._seconds.setdefault(name, 0.0)
         self._calls.setdefault(name, 0)

@@ -1,4 +1,4 @@
-"""The file in which a program keeps its progress: `RUN_DIR/progress.json`."""
+"""The file with the progress of a program: `RUN_DIR/progress.json`."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _log = logging.getLogger(__name__)
 
 
 class ProgressFile:
-    """What a program has counted: a restarted monitor, and the next session, continue from it.
+    """The counts of a program. A restarted monitor and the next session continue from them.
 
     Args:
-        path: the file, which may not exist yet.
-        session: names the session. The actors of earlier sessions count together, as "before".
+        path: The file, which may not exist yet.
+        session_id: ID of the session. The counts of earlier sessions are added up under the key "before".
 
     Raises:
-        CheckpointError: the file is damaged.
+        CheckpointError: The file is damaged.
 
     Attributes:
-        counts: what the actors have done.
-        evaluated: the step at which the newest evaluation began that is in the logs; None: there is none.
-        ended: why the session ends before its last step; None while it goes on.
+        counts: Counts of the actors.
+        evaluated: Step at which the newest evaluation in the logs started. None means no evaluation yet.
+        ended: Reason why the session ends before its last step. None means no early stop.
     """
 
     def __init__(self, path: pathlib.Path, session_id: str) -> None:
         self._path, self._session_id = path, session_id
-        self._is_behind = False  # the file is older than the counts: the disk is full
+        self._save_failed = False  # the last save failed, for example because the disk is full
         self.counts = ActorCounts()
         self.evaluated: int | None = None
         self.ended: str | None = None
@@ -44,7 +44,7 @@ class ProgressFile:
                 self.counts = ActorCounts({"before": total}, {"before": logged})
 
     def save(self) -> None:
-        """Write the file in one piece. Raise CheckpointError if that fails."""
+        """Write the file atomically. Raise CheckpointError if that fails."""
         content = {
             "session": self._session_id,
             "evaluated": self.evaluated,
@@ -55,20 +55,22 @@ class ProgressFile:
         try:
             write_atomically(self._path, json.dumps(content))
         except OSError as error:
-            raise CheckpointError(f"Cannot write {self._path}: {error.strerror}. Make room, then resume.") from error
+            raise CheckpointError(
+                f"Cannot write {self._path}: {error.strerror}. Free some disk space, then resume the run."
+            ) from error
 
     def try_to_save(self) -> None:
-        """Write the file, or warn once that this fails: the next row is another try."""
+        """Write the file. If that fails, warn once; the next row tries again."""
         try:
             self.save()
         except CheckpointError as error:
-            if not self._is_behind:
+            if not self._save_failed:
                 _log.warning("%s", error)
-            self._is_behind = True
+            self._save_failed = True
         else:
-            if self._is_behind:
-                _log.warning("%s is written again.", self._path)
-            self._is_behind = False
+            if self._save_failed:
+                _log.warning("Writing %s works again.", self._path)
+            self._save_failed = False
 
     def _read(self) -> tuple[str, ActorCounts, int | None, str | None]:
         try:
@@ -80,8 +82,8 @@ class ProgressFile:
             return saved["session"], ActorCounts(counters, saved.get("logged", {})), evaluated, saved.get("ended")
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(
-                f"{self._path} is damaged: {type(error).__name__}: {error}. It must hold what the run's actors have "
-                f'done: {{"session": ..., "evaluated": STEPS, "counts": {{"RANK.INCARNATION": '
-                f"[{', '.join(COUNTERS)}]}}}}. Put back a copy of it, or remove it: what was learned stays, but steps "
-                "are counted from 0, and the logs begin anew."
+                f"{self._path} is damaged: {type(error).__name__}: {error}. It must contain the counts of the actors: "
+                f'{{"session": ..., "evaluated": STEPS, "counts": {{"RANK.INCARNATION": '
+                f"[{', '.join(COUNTERS)}]}}}}. Restore a copy of the file, or remove it. If you remove it, the "
+                "checkpoints stay, but steps are counted from 0, and the logs start again."
             ) from error

@@ -1,4 +1,4 @@
-"""The rows of a run: written to its files and loggers, and passed on to the loggers of another process."""
+"""Write the rows of a run to its files and loggers, and forward rows from another process to loggers."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.session import Session
 from rlframe.programs.training.callbacks import Callbacks
 
-_NUMBERS = ("return_mean", "return_std", "length_mean", "episodes")  # of `Evaluator.evaluate`
-_LOOK_EVERY = 0.5  # seconds between two looks at the rows that another process has written
+_EVALUATION_METRICS = ("return_mean", "return_std", "length_mean", "episodes")  # from `Evaluator.evaluate`
+_POLL_SECONDS = 0.5  # seconds between two reads of the rows from another process
 
 
 class RowWriter:
-    """Writes the rows of a session, and measures its speed.
+    """A writer for the rows of a session. It also measures the speed of training.
 
-    Rows go to the files of the run directory, and to `session.loggers` (trackers, the progress, callbacks). If the
-    program has several processes, these loggers are in the launcher's process, and `forward_rows` passes rows to them.
+    Rows go to the files of the run directory, and to `session.loggers` (trackers, progress, callbacks). In a program of
+    several processes, these loggers are in the launcher, and `forward_rows` passes the rows to them.
 
     Args:
-        session: the session.
-        step: of the logs, at which the session begins. Rows after it are removed from the files.
-        counts: what the actors had done by then.
+        session: The session.
+        step: First step of the session in the logs. Later rows are removed from the files.
+        counts: Counts of the actors at that step.
 
     Attributes:
-        eval_return: mean return of the newest evaluation; None before the first.
+        eval_return: Mean return of the newest evaluation. None means no evaluation yet.
     """
 
     def __init__(self, session: Session, step: int, counts: ActorCounts) -> None:
         self._session, self._files = session, session.directory.open_logs(step)
         self._logger = MultiLogger([self._files, *session.loggers])
         self._rows = Rows(step, counts.total(), counts.total_logged(), time.monotonic())
-        self._first: tuple[float, int] | None = None  # time and step at which training was first seen to advance
+        self._first: tuple[float, int] | None = None  # time and step of the first call of `record_step`
         self._last = (0.0, 0)
         self.eval_return: float | None = None
 
     def record_step(self, step: int) -> None:
-        """Take the step of training now. Its speed is measured from the first note to the last."""
+        """Record the time of the current step. The speed is measured between the first and the last call."""
         self._last = time.monotonic(), step
         self._first = self._first or self._last
 
     def exclude(self, seconds: float) -> None:
-        """Exclude time that was not training (an evaluation, a checkpoint) from the speed."""
+        """Exclude the time of an evaluation or a checkpoint from the speed of training."""
         self._rows.began += seconds
         if self._first is not None:
             self._first = self._first[0] + seconds, self._first[1]
 
     def write(self, step: int, counts: ActorCounts, values: Callable[[], Mapping[str, Any]]) -> bool:
-        """Write the row of training that ends at this step, with `values()` in it.
+        """Write a training row for `step`, with the additional `values()`.
 
         Returns:
-            False if no step was taken since the row before: there is nothing to write.
+            True if a row was written. False if there was no step since the last row.
         """
         if step == self._rows.step:
             return False
@@ -68,23 +68,23 @@ class RowWriter:
         return True
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
-        """Write a row that is complete but for the time: the rows of training have it."""
+        """Write a row. Add the wall time to a training row."""
         if "steps_per_second" in row:
             row = {**row, "wall_seconds": time.time() - self._session.began}
         self._logger.write(step, row)
 
     def log_evaluation(self, step: int, row: Mapping[str, Any]) -> None:
-        """Write the row of an evaluation, with its `return_mean`."""
+        """Write the row of an evaluation, and set `eval_return`."""
         self.eval_return = row["return_mean"]
         self.log(step, row)
 
     def close(self) -> None:
-        """Close the files. Loggers are closed by the process that made them."""
+        """Close the files. The process that made the loggers closes them."""
         self._files.close()
 
     @property
     def seconds(self) -> float:
-        """Seconds since the newest row of training."""
+        """Seconds since the last training row."""
         return max(time.monotonic() - self._rows.began, 1e-9)
 
     def result(
@@ -98,21 +98,22 @@ class RowWriter:
         steps_per_row_step: int = 1,
         metrics: dict[str, float] | None = None,
     ) -> Result:
-        """Return how the session ended.
+        """Make the result of the session.
 
         Args:
-            env_steps: of the whole run.
-            learner: its `learner_steps` and `params_version`.
-            evaluation: the final evaluation.
-            stopped_by: see `Result`.
-            signal: the number of the signal that stopped it, and the final evaluation, if one was under way.
-            steps_per_row_step: environment steps in a step of the logs.
-            metrics: all numbers of that evaluation; None: `return_mean`, `return_std`, `length_mean` and `episodes`.
+            env_steps: Environment steps of the whole run.
+            learner: Stats of the learner, with `learner_steps` and `params_version`.
+            evaluation: Outcome of the final evaluation.
+            stopped_by: See `Result`.
+            signal: Number of the signal that stopped the session, or None.
+            steps_per_row_step: Number of environment steps per step of the logs.
+            metrics: All metrics of the evaluation. None means `return_mean`, `return_std`, `length_mean` and
+                `episodes`.
         """
         (began, first), (ended, last) = self._first or self._last, self._last
         values = evaluation.values or {}
         if metrics is None and values:
-            metrics = {name: values[name] for name in _NUMBERS}
+            metrics = {name: values[name] for name in _EVALUATION_METRICS}
         return Result(
             env_steps=env_steps,
             learner_steps=learner.get("learner_steps", 0),
@@ -132,12 +133,12 @@ class RowWriter:
 
 @contextlib.contextmanager
 def forward_rows(path: pathlib.Path, loggers: list[Logger], callbacks: Callbacks) -> Iterator[None]:
-    """Pass each row that another process writes to a file to the loggers, until the context ends.
+    """Read the rows that another process writes to a file, and pass them to loggers, until the context ends.
 
     Args:
-        path: the file, `metrics.jsonl`.
-        loggers: they get each row, in a thread of this process.
-        callbacks: one of them, or none of the loggers; its request to end the run is repeated until the run ends.
+        path: The file, `metrics.jsonl`.
+        loggers: The loggers. A thread of this process calls them. `callbacks` is one of them unless it is empty.
+        callbacks: The callbacks. Their request to end the run is repeated until the run ends.
     """
     logger, over = MultiLogger(loggers), threading.Event()
     at = path.stat().st_size if path.exists() else 0
@@ -145,7 +146,7 @@ def forward_rows(path: pathlib.Path, loggers: list[Logger], callbacks: Callbacks
     def read() -> None:
         nonlocal at
         try:
-            at = min(at, path.stat().st_size)  # a restarted monitor may take its last row back
+            at = min(at, path.stat().st_size)  # a restarted monitor may remove the last row
             for row, position in rows_after(path, at):
                 at = position
                 logger.write(row.pop("step"), row)
@@ -153,7 +154,7 @@ def forward_rows(path: pathlib.Path, loggers: list[Logger], callbacks: Callbacks
             pass
 
     def follow() -> None:
-        while not over.wait(_LOOK_EVERY):
+        while not over.wait(_POLL_SECONDS):
             read()
             callbacks.request_end()
 

@@ -1,4 +1,4 @@
-"""The number of updates of a run, and the step of the first one: printed before it starts. None is an error."""
+"""The number of updates of a run, and the step of the first update. A run without any update is refused."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _log = logging.getLogger(__name__)
 
 
 def total_learner_steps(spec: ReplaySpec, steps: int, num_envs: int) -> int:
-    """Return the number of updates in a run of `steps` environment steps. Schedules end there.
+    """Return the number of updates in a run of `steps` environment steps. Schedules end at this number.
 
-    Steps whose action is ignored (after an episode's end) are items too, but do not count here.
+    The number is approximate: it does not include items from steps with an ignored action (after an episode's end).
     """
     period = spec.item.period if isinstance(spec.item, Sequence) else 1
     items = steps / period
@@ -30,15 +30,16 @@ def total_learner_steps(spec: ReplaySpec, steps: int, num_envs: int) -> int:
 
 
 def updates_between(spec: ReplaySpec, first: int, last: int, num_envs: int) -> int:
-    """Return the number of updates between two environment steps of a run."""
+    """Return the number of updates between the environment steps `first` and `last` of a run."""
     return total_learner_steps(spec, last, num_envs) - total_learner_steps(spec, first, num_envs)
 
 
 def min_updates(spec: ReplaySpec, steps: int, num_envs: int) -> int:
-    """Return the least number of updates that a program has made after `steps` environment steps, if it lost nothing.
+    """Return the smallest number of updates after `steps` environment steps of a program that lost no data.
 
-    It is less than `total_learner_steps`: writers may be ahead, the first sequence of an environment takes longer than
-    the next ones, and a restarted learner does not make up for a tenth.
+    The number is less than `total_learner_steps` for three reasons: writers may be ahead of the learner, the first
+    sequence of an environment takes longer than the next ones, and restarts of the learner may cost a tenth of the
+    updates.
     """
     late = num_envs * (spec.item.length - spec.item.period) if isinstance(spec.item, Sequence) else 0
     ahead = samples_of_rounds(spec, num_envs, ROUNDS_AHEAD) / (spec.batch_size or num_envs)
@@ -46,9 +47,10 @@ def min_updates(spec: ReplaySpec, steps: int, num_envs: int) -> int:
 
 
 def steps_until_first_update(spec: ReplaySpec, num_envs: int) -> int:
-    """Return the environment steps until there are enough items for the first update.
+    """Return the number of environment steps until there are enough items for the first update.
 
-    It may come earlier: the last items of episodes are shorter, and steps whose action is ignored are items too.
+    The first update may come earlier, because the last item of an episode is shorter, and steps with an ignored action
+    are items too.
     """
     batch = spec.batch_size or num_envs
     items = max(spec.min_size, batch) if spec.kind == "queue" else spec.min_size
@@ -59,21 +61,22 @@ def steps_until_first_update(spec: ReplaySpec, num_envs: int) -> int:
 
 
 def warn_if_no_updates(spec: ReplaySpec, made: int, steps: int, num_envs: int) -> None:
-    """Warn if a run made no update in its environment steps."""
+    """Log a warning if a run made no update."""
     if made == 0:
         _log.warning(
-            "No update was made in %d environment steps: the first one needs %d. Run for more steps, or let learning "
-            "begin earlier.",
+            "The run made no update in %d environment steps. The first update needs %d. Run for more steps, or start "
+            "learning earlier.",
             steps,
             steps_until_first_update(spec, num_envs),
         )
 
 
 def check_updates(experiment: Experiment, agent: Agent) -> str:
-    """Return the sentence about the updates of a run from its beginning to its last step; "" for a language model.
+    """Return a sentence about the number of updates of a new run. It is empty for a language model.
 
     Raises:
-        UsageError: it would make none, the agent cannot learn from so many environments, or it would never explore.
+        UsageError: The run would make no update, the agent does not support this number of environments, or the agent
+            would never explore.
     """
     if experiment.topology_config.learns_from != "steps":
         return ""
@@ -81,29 +84,30 @@ def check_updates(experiment: Experiment, agent: Agent) -> str:
     agent.check_num_envs(experiment.num_envs)
     spec = agent.replay_spec
     first = steps_until_first_update(spec, experiment.num_envs)
-    if experiment.steps <= first - experiment.num_envs:  # a run takes a step in each environment, up to its last one
+    # A run steps all environments at once, so it may exceed `steps` by up to num_envs - 1.
+    if experiment.steps <= first - experiment.num_envs:
         known = {field.name for field in dataclasses.fields(experiment.agent_config)}
-        asked = ("unroll_length", "batch_size") if spec.kind == "queue" else ("min_replay_size",)
-        earlier = [f"--{name.replace('_', '-')}" for name in asked if name in known]
+        fields = ("unroll_length", "batch_size") if spec.kind == "queue" else ("min_replay_size",)
+        earlier = [f"--{name.replace('_', '-')}" for name in fields if name in known]
         if spec.batch_size is None:
             earlier.append("--num-envs")
-        less = f", or lower {' or '.join(earlier)}" if earlier else ", or have the agent's replay_spec ask for less"
+        less = f", or lower {' or '.join(earlier)}" if earlier else ", or lower the sizes in the agent's replay_spec"
         raise UsageError(
-            f"A run of {experiment.steps:,} environment steps would make no update: the first one needs {first:,}. "
+            f"A run of {experiment.steps:,} environment steps would make no update. The first update needs {first:,}. "
             f"Raise --steps{less}."
         )
     items, after = spec.batch_size or experiment.num_envs, f"the first after {first:,} environment steps"
     if spec.kind != "queue" and spec.samples_per_insert is None:
-        return f"Updates of {items:,} items each, as fast as they come, {after}."
+        return f"Updates of {items:,} items each, as fast as possible, {after}."
     updates = total_learner_steps(spec, experiment.steps, experiment.num_envs)
     return f"About {updates:,} update{'s' * (updates != 1)} of {items:,} items each, {after}."
 
 
 def _check_explores(experiment: Experiment, agent: Agent) -> None:
-    """Raise UsageError if one of our agents takes no random action, and its network has no noise that explores."""
+    """Raise UsageError if a built-in agent never explores: epsilon is 0, and the network has no noise."""
     config = experiment.agent_config
     chances = [getattr(config, name, None) for name in ("epsilon_begin", "epsilon_end")]
-    network = getattr(getattr(agent, "agent", agent), "network", None)  # `Normalized` holds its agent
+    network = getattr(getattr(agent, "agent", agent), "network", None)  # `Normalized` wraps an agent
     if experiment.agent in registry.AGENTS and chances == [0.0, 0.0] and getattr(network, "sample", None) is None:
         raise UsageError(
             f"{experiment.agent} would never explore: epsilon_begin and epsilon_end are 0, and its network has no "

@@ -92,7 +92,7 @@ def test_every_option_of_the_command_is_one_of_the_function_or_is_named_as_none(
         found.add(name)
         value = values[name]
         if name in api.COMMAND_LINE_ONLY:
-            with pytest.raises(UsageError, match=f"^{name} is an option of the command line, and not of rlframe.train"):
+            with pytest.raises(UsageError, match=f"^{name} is an option of the command line only, not of rlframe"):
                 rlframe.train(agent, **{name: value})
             assert f"`{name}`" in rlframe.train.__doc__
             continue
@@ -159,11 +159,11 @@ def test_a_saved_config_is_run_again_with_other_options(asked, tmp_path):
     rlframe.train(config=tmp_path / "run" / "config.json", seed=8, learning_rate=0.25)
     ((experiment, _),) = asked
     assert experiment == make_experiment("dqn", "Acrobot-v1", seed=8, learning_rate=0.25)
-    with pytest.raises(UsageError, match="The config is of the agent 'dqn': agent 'ppo' cannot replace it"):
+    with pytest.raises(UsageError, match="The config has the agent 'dqn'. The option agent='ppo' cannot change it"):
         rlframe.train("ppo", config=tmp_path / "run")
-    with pytest.raises(UsageError, match="resume goes on with the run's own config.json: leave config out"):
+    with pytest.raises(UsageError, match="resume uses the config.json of the run. Leave config out"):
         rlframe.train(config=tmp_path / "run", run_dir=tmp_path / "run", resume=True)
-    with pytest.raises(UsageError, match="The config is of the agent 'dqn'"):
+    with pytest.raises(UsageError, match="The config has the agent 'dqn'"):
         rlframe.train("ppo", run_dir=tmp_path / "run", resume=True)
 
 
@@ -243,8 +243,8 @@ def test_a_resumed_run_takes_the_options_that_it_began_with(tmp_path):
         ({"stepz": 3}, "There is no option 'stepz' of an experiment with ppo. Did you mean 'steps'?"),
         ({"callback": print}, "There is no option 'callback' of an experiment with ppo. Did you mean 'callbacks'?"),
         ({"wandbb": True}, "There is no option 'wandbb' of an experiment with ppo. Did you mean 'wandb'?"),
-        ({"at-once": 2}, "at_once is an option of the command line, and not of rlframe.train: it is of several seeds: "
-         "run `rlframe train --seeds`."),
+        ({"at-once": 2}, "at_once is an option of the command line only, not of rlframe.train: it applies only to "
+         "several seeds, with `rlframe train --seeds`."),
         ({"network": "mlp", "network.hiden": (8,)}, "There is no option 'network.hiden' of an experiment with ppo. Did "
          "you mean 'network.hidden'?"),
         ({"no_async": True}, "There is no option 'no_async' of an experiment with ppo. Turn a switch off by "
@@ -254,7 +254,8 @@ def test_a_resumed_run_takes_the_options_that_it_began_with(tmp_path):
          "some networks: name one that has it by network, as network='mlp'."),
         ({"async_": True, "async_envs": True}, "The option async_envs is given twice, once as async_envs: give it "
          "once."),
-        ({"profile": True, "quiet": True}, "profile prints a table, and quiet prints nothing: leave one of them out."),
+        ({"profile": True, "quiet": True}, "profile prints a table, but quiet=True allows no output. Leave one of "
+         "them out."),
     ],
 )  # fmt: skip
 def test_an_option_that_does_not_fit_is_named_with_what_is_expected_and_what_came(options, message, asked):

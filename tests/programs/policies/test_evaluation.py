@@ -146,7 +146,7 @@ def test_without_evaluations_none_is_built_and_the_run_ends_well(env, tmp_path, 
 
 
 def test_evaluations_during_a_run_that_has_none_are_refused():
-    with pytest.raises(UsageError, match="eval_every=100 asks for evaluations .* eval_episodes=0 turns"):
+    with pytest.raises(UsageError, match="eval_every=100 requests evaluations .* eval_episodes=0 turns"):
         rlframe.train("ppo", "CartPole-v1", eval_every=100, eval_episodes=0)
 
 

@@ -158,7 +158,7 @@ def test_a_single_process_serves_while_it_trains(tmp_path):
 
 def test_options_of_a_service_that_there_is_not_are_refused(tmp_path, capsys):
     assert main(["train", "--run-dir", str(tmp_path / "run"), "--http-host", "0.0.0.0"]) == 2
-    told = "http_host is of the HTTP service of the run, and there is none: give it a port by --http."
+    told = "http_host is an option of the HTTP service, but this run has none. Add --http PORT."
     assert capsys.readouterr().err.splitlines()[-1] == f"rlframe: {told}"
 
 

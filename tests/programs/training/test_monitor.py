@@ -1,4 +1,4 @@
-"""The monitor beside a real learner, in one process: what becomes of evaluations when nodes die."""
+"""The monitor with a real learner in one process: evaluations when nodes die."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rlframe.programs.training.game_monitor import GameMonitor
 from rlframe.programs.training.progress import ProgressFile
 from rlframe.replay import ReplayBuffer
 
-# An evaluation's environments are there once the gate is.
+# An evaluation waits until the file `gate` exists.
 ENV = """
 import pathlib
 import time
@@ -54,15 +54,15 @@ def make_session(tmp_path: pathlib.Path, **fields: Any) -> Session:
     values = {"network": "mlp", "network_config": MLPConfig((16,)), "env_type": "loop", "num_envs": 2, **fields}
     values |= {"eval_episodes": 2, "eval_env_kwargs": {"gate": str(tmp_path / "gate")}, "topology": "heavy_env"}
     values |= {"min_replay_size": 20, "batch_size": 4, "update_period": 1}
-    described = make_experiment("dqn", f"{tmp_path}/env.py:make_env", engine="threads", **values)
+    experiment = make_experiment("dqn", f"{tmp_path}/env.py:make_env", engine="threads", **values)
     directory = RunDir(tmp_path / "run")
     directory.create()
-    directory.write_config(described, {})
-    return Session(described, make_agent(described), directory.path, until=described.steps, began=time.time())
+    directory.write_config(experiment, {})
+    return Session(experiment, make_agent(experiment), directory.path, until=experiment.steps, began=time.time())
 
 
-class Node:
-    """A learner and the actor that feeds it, in threads until the context is left."""
+class LearnerAndActor:
+    """A learner and an actor, which run in threads until the context exits."""
 
     def __init__(self, session: Session) -> None:
         buffer = ReplayBuffer(session.agent)
@@ -72,7 +72,7 @@ class Node:
         self.actor = Actor(lambda seed: make_pool(session.experiment, 2, {}, seed), inferencer, buffer)
         self._threads = [threading.Thread(target=node.run, daemon=True) for node in (self.learner, self.actor)]
 
-    def __enter__(self) -> Node:
+    def __enter__(self) -> LearnerAndActor:
         for thread in self._threads:
             thread.start()
         return self
@@ -87,8 +87,8 @@ class Node:
         self.learner.close()
 
 
-class Address:
-    """Where a learner is found, whichever it is at the time."""
+class ReplaceableLearner:
+    """A reference to the current learner. A test can replace the learner."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
@@ -98,7 +98,7 @@ class Address:
 
 
 class StoppedActor:
-    """One that took `env_steps` and takes no more."""
+    """A fake actor that has taken `env_steps` steps and takes no more."""
 
     def __init__(self, env_steps: int) -> None:
         self._env_steps = env_steps
@@ -122,24 +122,24 @@ def running(monitor: GameMonitor) -> Iterator[threading.Thread]:
 
 @pytest.mark.system
 @pytest.mark.parametrize("learns_on", [False, True])
-def test_what_is_evaluated_is_what_was_saved_though_the_learner_dies_meanwhile(tmp_path, learns_on):
+def test_evaluated_policy_is_the_saved_one_if_the_learner_dies_during_evaluation(tmp_path, learns_on):
     session = make_session(tmp_path, steps=200)
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(Node(session))
+        first = stack.enter_context(LearnerAndActor(session))
         wait_until(lambda: first.learner.learner_steps > 0)
-        address = Address(first.learner)
-        monitor = stack.enter_context(running(GameMonitor(session, address, [StoppedActor(200)])))
+        reference = ReplaceableLearner(first.learner)
+        monitor = stack.enter_context(running(GameMonitor(session, reference, [StoppedActor(200)])))
         wait_until((tmp_path / "reached").exists)
         at = first.learner.learner_steps
-        again = Node(session)  # from the checkpoint, as after a death
+        again = LearnerAndActor(session)  # restored from the checkpoint, as after a crash
         assert again.learner.learner_steps == at
         if not learns_on:
-            address.learner = again.learner
-            wait_until(lambda: again.learner._finish.is_set())  # before it has begun
+            reference.learner = again.learner
+            wait_until(lambda: again.learner._finish.is_set())  # before its first update
         stack.enter_context(again)
         if learns_on:
             wait_until(lambda: again.learner.learner_steps > at)
-            address.learner = again.learner
+            reference.learner = again.learner
         wait_until(lambda: again.learner.stats()["finished"])
         (tmp_path / "gate").touch()
         monitor.join(120.0)
@@ -152,27 +152,27 @@ def test_what_is_evaluated_is_what_was_saved_though_the_learner_dies_meanwhile(t
     assert [row["step"] for row in rows] == [200]
 
 
-def test_a_learner_that_did_not_keep_up_is_named(tmp_path, caplog):
+def test_missing_updates_are_logged(tmp_path, caplog):
     session = make_session(tmp_path, steps=100_000)
     (tmp_path / "gate").touch()
-    with Node(session) as node:
+    with LearnerAndActor(session) as node:
         wait_until(lambda: node.learner.learner_steps > 0)
         with running(GameMonitor(session, node.learner, [StoppedActor(100_000)])) as monitor:
             monitor.join(120.0)
     made = Result.read(RunDir(session.path).result).learner_steps
-    assert 0 < made < 50_000  # of one each step
+    assert 0 < made < 50_000  # one update per step would be expected
     assert (
-        f"{made} updates were made, of about 99980 that 100000 environment steps ask for: the learner came back"
+        f"The learner made {made} updates, but about 99980 were expected for 100000 environment steps. The learner was"
         in caplog.text
     )
 
 
-def test_an_evaluation_that_was_under_way_when_a_monitor_died_is_made_by_the_next(tmp_path):
+def test_restarted_monitor_repeats_an_interrupted_evaluation(tmp_path):
     session = make_session(tmp_path, steps=100_000, eval_every=300)
-    with Node(session) as node:
+    with LearnerAndActor(session) as node:
         with running(GameMonitor(session, node.learner, [StoppedActor(350)])):
             wait_until((tmp_path / "reached").exists)
-        assert evaluated_at(session) == []  # it ended with the evaluation under way, as at its death
+        assert evaluated_at(session) == []  # the first monitor stopped during the evaluation, as in a crash
         (tmp_path / "gate").touch()
         with running(GameMonitor(session, node.learner, [StoppedActor(350)])):
             wait_until(lambda: evaluated_at(session))
@@ -182,12 +182,12 @@ def test_an_evaluation_that_was_under_way_when_a_monitor_died_is_made_by_the_nex
     )  # the next one is due at 600
 
 
-def test_a_monitor_that_has_just_restarted_says_nothing_of_a_learner_that_it_has_not_heard(tmp_path):
-    """Its version would fall to 0."""
+def test_restarted_monitor_writes_no_learner_stats_before_the_learner_answers(tmp_path):
+    """Otherwise, the row would show version 0 after a higher version."""
     session = make_session(tmp_path, steps=100_000, log_every=100)
     path = RunDir(session.path).metrics
     with socket.socket() as silent:
-        silent.bind(("localhost", 0))  # and nothing listens there
+        silent.bind(("localhost", 0))  # no server listens at this port
         learner = courier.Client(f"localhost:{silent.getsockname()[1]}")
         with running(GameMonitor(session, learner, [StoppedActor(350)])):
             wait_until(lambda: path.exists() and read_jsonl(path))
@@ -200,28 +200,28 @@ def evaluated_at(session: Session) -> list[int]:
     return [row["step"] for row in read_jsonl(path) if "return_mean" in row] if path.exists() else []
 
 
-class LedActor(StoppedActor):
-    """One that goes as far as it is let; its monitor hears of it one call late."""
+class LimitedActor(StoppedActor):
+    """A fake actor that takes steps up to its limit, and reports them one call later."""
 
     def __init__(self) -> None:
         super().__init__(0)
         self.limits: list[float] = []
 
     def allow(self, incarnation: int, env_steps: float) -> dict[str, float]:
-        said = super().allow(incarnation, env_steps)
+        stats = super().allow(incarnation, env_steps)
         if incarnation == 0:
             self.limits.append(env_steps)
             self._env_steps = max(self._env_steps, min(int(env_steps), self._env_steps + 30))
-        return {**said, "rank": 0}
+        return {**stats, "rank": 0}
 
 
 @pytest.mark.system
-def test_actors_are_let_go_as_far_as_the_run_goes_whoever_of_them_is_silent(tmp_path):
+def test_actors_take_exactly_the_steps_of_the_run_if_one_actor_takes_none(tmp_path):
     session = make_session(tmp_path, steps=200)
     (tmp_path / "gate").touch()
-    quick, silent = LedActor(), StoppedActor(20)
-    silent.allow = lambda *_: {**StoppedActor(20).allow(0, 0), "rank": 1}  # it is heard, and takes nothing
-    with Node(session) as node, running(GameMonitor(session, node.learner, [quick, silent])):
+    quick, silent = LimitedActor(), StoppedActor(20)
+    silent.allow = lambda *_: {**StoppedActor(20).allow(0, 0), "rank": 1}  # it reports, but takes no steps
+    with LearnerAndActor(session) as node, running(GameMonitor(session, node.learner, [quick, silent])):
         wait_until(lambda: RunDir(session.path).result.exists())
-    assert Result.read(RunDir(session.path).result).env_steps == 200  # 180 and 20: not one too many
+    assert Result.read(RunDir(session.path).result).env_steps == 200  # exactly 180 + 20
     assert quick.limits[0] == 90 and max(quick.limits) == 180

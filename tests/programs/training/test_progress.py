@@ -11,7 +11,7 @@ def stats(rank: int, incarnation: int, steps: int, **logged: list[float]) -> dic
     return {"rank": rank, "incarnation": incarnation, **counters, "logged": logged}
 
 
-def test_a_restarted_monitor_goes_on_counting_the_same_actors(tmp_path):
+def test_restarted_monitor_continues_the_counts_of_the_same_actors(tmp_path):
     progress = ProgressFile(tmp_path / "progress.json", "first")
     progress.counts.add(stats(0, 0, 10, a=[1.0, 2.0]))
     progress.counts.add(stats(1, 0, 5, a=[4.0, 3.0]))
@@ -22,7 +22,7 @@ def test_a_restarted_monitor_goes_on_counting_the_same_actors(tmp_path):
     assert again.counts.env_steps == 17 and again.counts.total_logged() == {"a": [6.0, 6.0]}
 
 
-def test_when_the_newest_evaluation_began_is_kept(tmp_path):
+def test_step_of_the_newest_evaluation_is_saved(tmp_path):
     progress = ProgressFile(tmp_path / "progress.json", "first")
     assert progress.evaluated is None
     progress.evaluated = 300
@@ -30,7 +30,7 @@ def test_when_the_newest_evaluation_began_is_kept(tmp_path):
     assert ProgressFile(tmp_path / "progress.json", "second").evaluated == 300
 
 
-def test_a_file_that_cannot_be_written_is_told_of_once_and_when_it_can_again(tmp_path, caplog):
+def test_failed_save_warns_once_and_recovery_is_logged(tmp_path, caplog):
     progress = ProgressFile(tmp_path / "there" / "progress.json", "first")
     for _ in range(3):
         progress.try_to_save()
@@ -38,10 +38,10 @@ def test_a_file_that_cannot_be_written_is_told_of_once_and_when_it_can_again(tmp
     for _ in range(2):
         progress.try_to_save()
     first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith(f"Cannot write {tmp_path}/there/progress.json: ") and second.endswith("is written again.")
+    assert first.startswith(f"Cannot write {tmp_path}/there/progress.json: ") and second.endswith("works again.")
 
 
-def test_actors_of_a_resumed_run_are_others_although_their_ranks_are_the_same(tmp_path):
+def test_counts_of_earlier_sessions_are_added_to_those_of_new_actors(tmp_path):
     progress = ProgressFile(tmp_path / "progress.json", "first")
     progress.counts.add(stats(0, 0, 10, a=[1.0, 2.0]))
     progress.counts.add(stats(1, 0, 10, a=[4.0, 3.0]))
@@ -58,19 +58,19 @@ def test_actors_of_a_resumed_run_are_others_although_their_ranks_are_the_same(tm
     ["", '{"session": "first", "cou', "[]", '{"counts": {}}', '{"session": "a", "counts": {}}']
     + [f'{{"session": "a", "evaluated": 0, "counts": {{"0.0": {it}}}}}' for it in ("[1]", "[0, 0, 0, {}]", "0")],
 )
-def test_a_damaged_file_is_named_with_what_to_do(tmp_path, content):
+def test_damaged_file_raises_an_error_with_instructions(tmp_path, content):
     (tmp_path / "progress.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"progress\.json is damaged: .*or remove it: .* counted from 0"):
+    with pytest.raises(CheckpointError, match=r"progress\.json is damaged: .*or remove it\. .* counted from 0"):
         ProgressFile(tmp_path / "progress.json", "first")
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path):
+def test_failed_save_raises_an_error_with_the_path(tmp_path):
     progress = ProgressFile(tmp_path / "gone" / "progress.json", "first")
     with pytest.raises(CheckpointError, match=r"Cannot write .*progress\.json: No such file or directory"):
         progress.save()
 
 
-def test_why_a_session_ends_early_is_kept_for_a_monitor_that_is_restarted_but_not_for_the_next_session(tmp_path):
+def test_early_stop_reason_is_saved_for_this_session_only(tmp_path):
     progress = ProgressFile(tmp_path / "progress.json", "first")
     assert progress.ended is None
     progress.ended = "until_return"

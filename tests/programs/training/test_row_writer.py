@@ -1,4 +1,4 @@
-"""The rows of every topology have the same names."""
+"""The rows of all topologies have the same columns."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def columns(path, **topology):
 
 
 @pytest.fixture(scope="module")
-def of_single_process(tmp_path_factory):
+def single_process_columns(tmp_path_factory):
     training, evaluation = columns(tmp_path_factory.mktemp("rows") / "run", topology="single_process")
     assert {"episode_return", "loss", "staleness", "replay_items", "replay_sampled", "wall_seconds"} <= training
     return training, evaluation
 
 
 @pytest.mark.parametrize("topology", ["heavy_env", pytest.param("light_env", marks=pytest.mark.system)])
-def test_a_program_has_the_columns_of_a_single_process(tmp_path, of_single_process, topology):
-    assert columns(tmp_path / "run", topology=topology, engine="threads") == of_single_process
+def test_program_rows_have_the_same_columns_as_a_single_process(tmp_path, single_process_columns, topology):
+    assert columns(tmp_path / "run", topology=topology, engine="threads") == single_process_columns
 
 
 @pytest.mark.system
-def test_elastic_also_has_the_number_of_its_collectors(tmp_path, of_single_process):
+def test_elastic_rows_also_have_the_number_of_collectors(tmp_path, single_process_columns):
     training, evaluation = columns(tmp_path / "run", topology="elastic", engine="local")
-    assert (training - {"collectors"}, evaluation) == of_single_process and "collectors" in training
+    assert (training - {"collectors"}, evaluation) == single_process_columns and "collectors" in training

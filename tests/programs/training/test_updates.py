@@ -1,4 +1,4 @@
-"""How many updates a run makes, said before it starts."""
+"""The number of updates of a run, which is announced before the run starts."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from rlframe.programs.training.updates import check_updates, min_updates, steps_
 from rlframe.types import ReplaySpec, Sequence, Transition
 
 UNROLLS = ReplaySpec("queue", Sequence(32), None, 1000)
-SAID = r"About ([\d,]+) updates? of ([\d,]+) items each, the first after ([\d,]+) environment steps\."
+SENTENCE = r"About ([\d,]+) updates? of ([\d,]+) items each, the first after ([\d,]+) environment steps\."
 
 
 @pytest.mark.parametrize(
     "spec, num_envs, steps",
     [
-        (UNROLLS, 8, 32 * 8),  # one of each environment
+        (UNROLLS, 8, 32 * 8),  # one unroll of each environment
         (dataclasses.replace(UNROLLS, batch_size=20), 8, 3 * 32 * 8),
         (ReplaySpec("uniform", Transition(1), 32, 10_000, min_size=1000, samples_per_insert=8.0), 1, 1000),
         (ReplaySpec("uniform", Transition(3), 32, 10_000, min_size=1000, samples_per_insert=8.0), 8, (125 + 2) * 8),
         (ReplaySpec("uniform", Sequence(20, 5), 32, 10_000, min_size=10, samples_per_insert=8.0), 2, (20 + 4 * 5) * 2),
     ],
 )
-def test_the_first_update_comes_once_there_are_items_enough(spec, num_envs, steps):
+def test_first_update_needs_min_size_items(spec, num_envs, steps):
     assert steps_until_first_update(spec, num_envs) == steps
 
 
-def test_the_least_updates_leave_out_what_writers_are_ahead_by_and_first_sequences():
+def test_min_updates_subtracts_steps_ahead_and_first_sequences():
     every_step = ReplaySpec("uniform", Transition(1), 32, 10_000, min_size=1000, samples_per_insert=32.0)
     assert min_updates(every_step, 11_000, 1) == int(0.9 * (10_000 - 2))
     assert min_updates(every_step, 11_000, 8) == int(0.9 * (10_000 - 2 * 8))
     sequences = ReplaySpec("uniform", Sequence(20, 5), 32, 10_000, min_size=10, samples_per_insert=8.0)
-    due = (10_000 - 8 * 15) / 5 - 10  # items, of 8 samples each
+    due = (10_000 - 8 * 15) / 5 - 10  # number of items, each sampled 8 times
     assert min_updates(sequences, 10_000, 8) == int(0.9 * (int(due * 8 / 32) - 2 * 8 * 8 / 32))
 
 
@@ -50,20 +50,20 @@ def test_the_least_updates_leave_out_what_writers_are_ahead_by_and_first_sequenc
         pytest.param("dqn", {"min_replay_size": 100, "batch_size": 8, "steps": 400}, marks=pytest.mark.system),
     ],
 )
-def test_a_run_makes_as_many_updates_as_were_said(agent, fields, tmp_path):
-    described = make_experiment(agent, preset="none", num_envs=2, eval_episodes=1, **fields)
-    said = re.fullmatch(SAID, check_updates(described, make_agent(described)))
-    assert said is not None
-    updates, _, first = (int(number.replace(",", "")) for number in said.groups())
-    result = run_experiment(described, run_dir=tmp_path / "run")
-    # Steps whose action is ignored are not counted, and some of them end items.
+def test_run_makes_the_announced_number_of_updates(agent, fields, tmp_path):
+    experiment = make_experiment(agent, preset="none", num_envs=2, eval_episodes=1, **fields)
+    match = re.fullmatch(SENTENCE, check_updates(experiment, make_agent(experiment)))
+    assert match is not None
+    updates, _, first = (int(number.replace(",", "")) for number in match.groups())
+    result = run_experiment(experiment, run_dir=tmp_path / "run")
+    # There may be more updates, because steps with an ignored action are not counted, but some of them complete items.
     assert updates <= result.learner_steps <= 1.2 * updates + 1
-    before = run_experiment(described, run_dir=tmp_path / "before", stop_at=int(0.8 * first))
+    before = run_experiment(experiment, run_dir=tmp_path / "before", stop_at=int(0.8 * first))
     assert before.learner_steps == 0
 
 
 @pytest.mark.system
-def test_the_command_says_it_and_quiet_does_not(tmp_path, capsys):
+def test_train_command_prints_the_number_of_updates_unless_quiet(tmp_path, capsys):
     arguments = ["train", "--agent", "ppo", "--preset", "none", "--num-envs", "2", "--unroll-length", "16"]
     arguments += ["--steps", "64", "--eval-episodes", "1", "--num-epochs", "1", "--env-type", "loop"]
     assert main([*arguments, "--run-dir", str(tmp_path / "run")]) == 0
@@ -77,33 +77,35 @@ def test_the_command_says_it_and_quiet_does_not(tmp_path, capsys):
     [("ppo", "16,384", "--unroll-length or --num-envs"), ("dqn", "50,000", "or lower --min-replay-size.")],
 )
 @pytest.mark.parametrize("topology", ["single_process", "heavy_env"])
-def test_a_fresh_run_without_an_update_is_refused_and_leaves_nothing(agent, first, options, topology, tmp_path, capsys):
+def test_new_run_without_updates_is_refused_and_leaves_no_directory(agent, first, options, topology, tmp_path, capsys):
     arguments = ["--agent", agent, "--preset", "none", "--steps", "5000", "--topology", topology]
     if topology != "single_process":
         arguments += ["--engine", "threads"]
     assert main(["train", *arguments, "--run-dir", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(
-        f"rlframe: A run of 5,000 environment steps would make no update: the first one needs {first}."
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith(
+        f"rlframe: A run of 5,000 environment steps would make no update. The first update needs {first}."
     )
-    assert options in said and not (tmp_path / "run").exists()
+    assert options in message and not (tmp_path / "run").exists()
 
 
-def test_a_recurrent_agent_of_fewer_environments_than_minibatches_is_refused(tmp_path, capsys):
+def test_recurrent_agent_with_fewer_environments_than_minibatches_is_refused(tmp_path, capsys):
     arguments = ["--agent", "ppo", "--network", "lstm", "--preset", "none", "--steps", "50000", "--num-envs", "8"]
     assert main(["train", *arguments, "--run-dir", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("rlframe: PPO: num_minibatches=32 of a batch of 8 rows") and "--num-minibatches" in said
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        message.startswith("rlframe: PPO: num_minibatches=32 of a batch of 8 rows") and "--num-minibatches" in message
+    )
     assert not (tmp_path / "run").exists()
 
 
-def test_a_session_that_stops_before_the_first_update_is_not(tmp_path):
-    described = make_experiment("ppo", preset="none", num_envs=2, unroll_length=64, steps=256, eval_episodes=1)
-    assert run_experiment(described, run_dir=tmp_path / "run", stop_at=32).learner_steps == 0
-    assert run_experiment(described, run_dir=tmp_path / "run", resume=True).learner_steps == 2
+def test_session_may_stop_before_the_first_update(tmp_path):
+    experiment = make_experiment("ppo", preset="none", num_envs=2, unroll_length=64, steps=256, eval_episodes=1)
+    assert run_experiment(experiment, run_dir=tmp_path / "run", stop_at=32).learner_steps == 0
+    assert run_experiment(experiment, run_dir=tmp_path / "run", resume=True).learner_steps == 2
 
 
-QUIET_NETWORK = """
+NETWORKS = """
 from rlframe.agents.networks import MLPConfig, action_values
 
 def plain(observation_spec, action_spec):
@@ -116,12 +118,12 @@ def noisy(observation_spec, action_spec):
 
 @pytest.mark.parametrize("network", ["mlp", "FILE:plain"])
 @pytest.mark.parametrize("normalized", [False, True])
-def test_an_agent_that_never_explores_is_refused(tmp_path, network, normalized):
-    (tmp_path / "net.py").write_text(QUIET_NETWORK)
+def test_agent_that_never_explores_is_refused(tmp_path, network, normalized):
+    (tmp_path / "net.py").write_text(NETWORKS)
     options = {"epsilon_begin": 0.0, "epsilon_end": 0.0, "normalize_observations": normalized}
-    described = make_experiment("dqn", network=network.replace("FILE", f"{tmp_path}/net.py"), **options)
+    experiment = make_experiment("dqn", network=network.replace("FILE", f"{tmp_path}/net.py"), **options)
     with pytest.raises(UsageError, match="dqn would never explore: epsilon_begin and epsilon_end are 0"):
-        check_updates(described, make_agent(described))
+        check_updates(experiment, make_agent(experiment))
     noisy = make_experiment("dqn", network=f"{tmp_path}/net.py:noisy", **options)
     assert check_updates(noisy, make_agent(noisy))
     explores = make_experiment("dqn", network="mlp", **{**options, "epsilon_end": 0.1})
