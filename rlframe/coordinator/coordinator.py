@@ -41,13 +41,13 @@ _log = logging.getLogger(__name__)
 
 _TICK = 0.05  # seconds between two ticks
 _JOURNAL_EVERY = 0.1  # seconds between two writings of counters alone
-_PLAIN = (str, int, float, bool, type(None))  # what of a note goes into the journal
+_JSON_SCALARS = (str, int, float, bool, type(None))  # what of a note goes into the journal
 _HANDLING = Phase("handling what happened", 300.0)
-_HEARD_WITHIN = 1.0  # seconds for the loop to write what a person wants into the journal
+_JOURNAL_WITHIN = 1.0  # seconds for the loop to write what a person wants into the journal
 _CLOSE_WITHIN = 14.0  # seconds more that `close` waits, for the operator
 
 
-class _Journaled(threading.Event):
+class _JournaledMarker(threading.Event):
     """A mark among the events, which is set once all events before it are in the journal."""
 
 
@@ -267,11 +267,11 @@ class Coordinator:
 
     def _request(self, event: Any) -> None:
         """Hand a request to the loop, and wait for up to 1 s until it is in the journal; then no restart loses it."""
-        mark = _Journaled()
+        mark = _JournaledMarker()
         self._events.put(event)
         self._events.put(mark)
         if self._thread is not None and threading.current_thread() is not self._thread:
-            mark.wait(_HEARD_WITHIN)
+            mark.wait(_JOURNAL_WITHIN)
 
     def status(self) -> dict[str, Any]:
         """Return the status of the job; see docs/coordinator.md."""
@@ -337,14 +337,14 @@ class Coordinator:
         effects: list[Any] = []
         with self._lock:
             for event in happened:
-                if not isinstance(event, _Journaled):
+                if not isinstance(event, _JournaledMarker):
                     effects += advance(self._job, event, self._clock())
             wanted = self._scaling.wanted(self._job, self._clock())
             if wanted is not None:
                 effects += advance(self._job, ev.ScaleRequested("collector", wanted, "load"), self._clock())
             self._write_journal(effects)
         for event in happened:
-            if isinstance(event, _Journaled):
+            if isinstance(event, _JournaledMarker):
                 event.set()
         for effect in effects:
             self._carry_out[type(effect)](effect)
@@ -353,7 +353,7 @@ class Coordinator:
         """Write the journal before acting, so that the successor of a killed coordinator knows every effect."""
         notes, now = [effect for effect in effects if isinstance(effect, ev.Note)], time.monotonic()
         for note in notes:
-            fields = {name: value for name, value in note.fields.items() if isinstance(value, _PLAIN)}
+            fields = {name: value for name, value in note.fields.items() if isinstance(value, _JSON_SCALARS)}
             number = self._journal.notes[-1]["number"] + 1 if self._journal.notes else 1
             self._journal.note({**fields, "number": number, "time": time.time(), "kind": note.kind, "text": note.text})
         if notes or now > self._journaled_at + _JOURNAL_EVERY:

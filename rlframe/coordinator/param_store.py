@@ -25,7 +25,7 @@ from rlframe.transport.sockets import SocketTransport
 from rlframe.types import Tree
 
 _PINS = 2  # versions of a policy that can be pinned at once
-_REMOTE = (
+_REMOTE_METHODS = (
     *("open_policy", "check_not_fenced", "put", "get", "pin", "unpin", "versions", "newest_version"),
     *("get_packed", "wait_for_version", "publication_reader", "finish"),
 )
@@ -89,7 +89,7 @@ class ParamStore:
         transport = SocketTransport()
         with self._changed:
             if self._server is None:
-                self._server = transport.serve({name: getattr(self, name) for name in _REMOTE})
+                self._server = transport.serve({name: getattr(self, name) for name in _REMOTE_METHODS})
         return Remote([self._server.address], "param store", transport=transport).__reduce__()
 
     # --- for the learner

@@ -45,15 +45,15 @@ class Scaling:
     """
 
     STARVED, IDLE = 0.2, 0.5
-    _PATIENCE = 4  # windows
-    _SECONDS = 5.0  # of a window
+    _FIRST_PAUSE = 4  # windows
+    _WINDOW_SECONDS = 5.0  # of a window
 
     def __init__(self, least: int, most: int, cores: int, mean_staleness: float | None = None) -> None:
         self.least, self.most = least, max(least, min(most, cores))
         self._mean_staleness = mean_staleness
-        self._rests = 0  # windows to let pass
-        self._before: Load | None = None  # a collector was added
-        self._patience = self._PATIENCE
+        self._windows_to_skip = 0  # windows to let pass
+        self._load_before: Load | None = None  # a collector was added
+        self._pause_windows = self._FIRST_PAUSE
         self._window: tuple[float, float, int, float, float] | None = None  # the counters at its begin
 
     def wanted(self, job: TrainingJob, now: float) -> int | None:
@@ -73,7 +73,7 @@ class Scaling:
             self._window = here
             return None
         began, waited, steps_before, collected, waiting_share = self._window
-        if now - began < self._SECONDS:
+        if now - began < self._WINDOW_SECONDS:
             return None
         self._window = here
         count = job.requests.wanted["collector"]
@@ -94,23 +94,23 @@ class Scaling:
     def judge(self, load: Load) -> int:
         """Return the number of collectors after this window."""
         count, waited = load.collectors, load.learner_waiting_seconds / max(load.seconds, 1e-9)
-        if self._rests > 0:
-            self._rests -= 1
+        if self._windows_to_skip > 0:
+            self._windows_to_skip -= 1
             return self._within(count)
-        before, self._before = self._before, None
+        before, self._load_before = self._load_before, None
         if before is not None and not _is_better(load, before):
-            self._rests, self._patience = self._patience, 2 * self._patience
+            self._windows_to_skip, self._pause_windows = self._pause_windows, 2 * self._pause_windows
             return self._within(count - 1)  # it brought nothing
         is_old = self._mean_staleness is not None and (load.staleness or 0.0) > self._mean_staleness
         if is_old or (load.waiting_share > self.IDLE and waited < self.STARVED):
             return self._change(count - 1)
         if waited > self.STARVED and load.waiting_share < self.IDLE and count < self.most:
-            self._before = load
+            self._load_before = load
             return self._change(count + 1)
         return self._within(count)
 
     def _change(self, count: int) -> int:
-        self._rests = 1
+        self._windows_to_skip = 1
         return self._within(count)
 
     def _within(self, count: int) -> int:

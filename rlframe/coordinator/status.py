@@ -10,7 +10,7 @@ from rlframe.coordinator.core.records import WorkerRecord
 from rlframe.coordinator.messages import ROLES
 from rlframe.coordinator.states import JobState, WorkerState, is_over
 
-_NOTHING = {"id": "", "agent": "", "env": "", "run_dir": "", "until": None}  # of a job that is not described
+_EMPTY_RUN_INFO = {"id": "", "agent": "", "env": "", "run_dir": "", "until": None}  # of a job that is not described
 _ACCOUNTS = ("granted", "learned", "dropped", "lost", "learns", "discarded", "stale")
 
 
@@ -38,7 +38,7 @@ def status(
         now: the time.
     """
     return {
-        "job": {**_NOTHING, **run_info, **_job(job, counters, rates, now)},
+        "job": {**_EMPTY_RUN_INFO, **run_info, **_job(job, counters, rates, now)},
         "wanted": dict(job.requests.wanted),
         "limits": limits,
         "scaling": "manual" if job.requests.count_is_manual else "auto",

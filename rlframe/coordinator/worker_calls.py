@@ -14,7 +14,7 @@ from rlframe.coordinator.messages import Failed, WorkerKey, WorkerReply
 from rlframe.errors import UnavailableError
 from rlframe.transport import Client, Transport
 
-_MOST = 1000  # calls under way; each ends within `CALL_TIMEOUT`
+_MAX_CALLS = 1000  # calls under way; each ends within `CALL_TIMEOUT`
 
 
 class WorkerCalls:
@@ -28,9 +28,9 @@ class WorkerCalls:
     def __init__(self, transport: Transport, put_event: Callable[[Any], None]) -> None:
         self._transport, self._put_event = transport, put_event
         self._clients: dict[WorkerKey, Client] = {}
-        self._put_off: list[tuple[float, int, ev.Send]] = []
+        self._delayed: list[tuple[float, int, ev.Send]] = []
         self._order = itertools.count()
-        self._threads = ThreadPoolExecutor(_MOST, "rlframe worker call")
+        self._threads = ThreadPoolExecutor(_MAX_CALLS, "rlframe worker call")
 
     def connect(self, key: WorkerKey, address: str) -> None:
         """Connect to a worker."""
@@ -43,37 +43,37 @@ class WorkerCalls:
     def close(self) -> None:
         """Drop all connections, and the calls that have not begun."""
         self._clients.clear()
-        self._put_off.clear()
+        self._delayed.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def send(self, effect: ev.Send) -> None:
         """Call a worker, now or after `effect.delay`."""
         if effect.delay > 0:
-            heapq.heappush(self._put_off, (time.monotonic() + effect.delay, next(self._order), effect))
+            heapq.heappush(self._delayed, (time.monotonic() + effect.delay, next(self._order), effect))
         else:
             self._call(effect)
 
     def send_due(self) -> float:
         """Make the postponed calls that are due; return the seconds until the next one."""
         now = time.monotonic()
-        while self._put_off and self._put_off[0][0] <= now:
-            self._call(heapq.heappop(self._put_off)[2])
-        return max(self._put_off[0][0] - now, 0.0) if self._put_off else float("inf")
+        while self._delayed and self._delayed[0][0] <= now:
+            self._call(heapq.heappop(self._delayed)[2])
+        return max(self._delayed[0][0] - now, 0.0) if self._delayed else float("inf")
 
     def _call(self, effect: ev.Send) -> None:
         client = self._clients.get(effect.key)
         if client is None:
             self._put_event(ev.Unanswered(*effect.key, effect.method, effect.header))  # there is no connection
         else:
-            self._threads.submit(self._ask, client, effect)
+            self._threads.submit(self._call_and_report, client, effect)
 
-    def _ask(self, client: Client, effect: ev.Send) -> None:
-        who = (*effect.key, effect.method, effect.header)
+    def _call_and_report(self, client: Client, effect: ev.Send) -> None:
+        call = (*effect.key, effect.method, effect.header)
         args = effect.args if effect.header is None else (effect.header, *effect.args)
         try:
-            self._put_event(ev.Replied(*who, call_worker(client, effect.method, *args)))
+            self._put_event(ev.Replied(*call, call_worker(client, effect.method, *args)))
         except UnavailableError:
-            self._put_event(ev.Unanswered(*who))
+            self._put_event(ev.Unanswered(*call))
 
 
 def call_worker(client: Client, method: str, *args: Any) -> WorkerReply:

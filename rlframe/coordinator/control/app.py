@@ -26,8 +26,8 @@ from rlframe.http.serving import ServerThread
 PAGE = pathlib.Path(__file__).with_name("page.html")  # asks for /status and /events/stream
 _MAX_BODY = 1 << 20
 _MAX_CONNECTIONS = 256
-_ATTEMPTS = 2.0  # seconds for which a call to another process is repeated; the app has deadlines of its own
-_OPEN = ("/healthz",)  # without a token
+_CALL_DEADLINE = 2.0  # seconds for which a call to another process is repeated; the app has deadlines of its own
+_WITHOUT_TOKEN = ("/healthz",)  # without a token
 _RETRY_AFTER = 1  # seconds, of a 503
 _TYPES = {
     400: "bad_request",
@@ -83,7 +83,7 @@ def serve_control(
     """
     check_access_is_restricted(host, token_file, "steer and stop the run")
     stop = threading.Event()
-    target = handles.resolve(target, "coordinator", deadline=_ATTEMPTS, stop=stop)
+    target = handles.resolve(target, "coordinator", deadline=_CALL_DEADLINE, stop=stop)
     app = make_app(target, read_token(token_file), kind=kind)
     with ServerThread(app, host, port, _MAX_CONNECTIONS, on_shutdown=app.state.on_shutdown) as server:
         try:
@@ -132,7 +132,7 @@ def make_app(
         errors={RequestValidationError: _invalid, RlframeError: _refused},
         refusal=_refusal,
         lifespan=life,
-        without_token=_OPEN,
+        without_token=_WITHOUT_TOKEN,
         page=PAGE,
         responses=REFUSED,
     )

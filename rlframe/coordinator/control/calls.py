@@ -24,7 +24,7 @@ FIRST = 300  # events at the start of a stream, unless its reader names the last
 HEARTBEAT = 5.0  # seconds without an event after which a stream says that it is there
 _POLL = 1.0  # seconds that the coordinator may wait for an event
 _EVENTS_DEADLINE = 8.0  # seconds for it to answer: more than one attempt of a remote call
-_PAUSE = 0.5  # seconds before it is asked again, where it did not wait or is away
+_RETRY_AFTER = 0.5  # seconds before it is asked again, where it did not wait or is away
 
 
 class CoordinatorCalls:
@@ -80,14 +80,14 @@ class CoordinatorCalls:
         """Return the coordinator's status, at most `STATUS_MAX_AGE` seconds old. Concurrent readers share one call."""
         task = self._status
         if task is None or (task.done() and time.monotonic() - self._status_at > STATUS_MAX_AGE):
-            task = self._status = asyncio.create_task(self._ask_status())
+            task = self._status = asyncio.create_task(self._fetch_status())
         return await asyncio.shield(task)
 
     def forget_status(self) -> None:
         """Drop the cached status, so that the next reader sees what was just changed."""
         self._status = None
 
-    async def _ask_status(self) -> dict[str, Any]:
+    async def _fetch_status(self) -> dict[str, Any]:
         try:
             return await self("status", deadline=STATUS_DEADLINE)
         finally:
@@ -101,7 +101,7 @@ class EventLog:
         self._calls = calls
         self._events: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self._changed = asyncio.Event()
-        self._followed = asyncio.Event()  # the first answer has come
+        self._has_followed = asyncio.Event()  # the first answer has come
         self._closing = False
 
     async def follow(self) -> None:
@@ -111,11 +111,11 @@ class EventLog:
             try:
                 events = await self._calls("events", self.newest, _POLL, deadline=_EVENTS_DEADLINE)
             except RlframeError:
-                await asyncio.sleep(_PAUSE)
+                await asyncio.sleep(_RETRY_AFTER)
                 continue
             self._take(events)
-            if not events and time.monotonic() - asked < _PAUSE:
-                await asyncio.sleep(_PAUSE)
+            if not events and time.monotonic() - asked < _RETRY_AFTER:
+                await asyncio.sleep(_RETRY_AFTER)
 
     def close(self) -> None:
         """End every stream."""
@@ -134,7 +134,7 @@ class EventLog:
             PeerError: no event could be had yet (before anything is sent).
         """
         try:
-            await asyncio.wait_for(self._followed.wait(), _EVENTS_DEADLINE)
+            await asyncio.wait_for(self._has_followed.wait(), _EVENTS_DEADLINE)
         except asyncio.TimeoutError:
             raise PeerError("The coordinator has not told its events: it may be restarting. Ask again.") from None
         known = since if since is not None else self._events[-FIRST]["number"] - 1 if len(self._events) > FIRST else 0
@@ -156,7 +156,7 @@ class EventLog:
                 yield b": here\n\n"
 
     def _take(self, events: list[dict[str, Any]]) -> None:
-        self._followed.set()
+        self._has_followed.set()
         for event in events:
             if event["number"] > self.newest:
                 self._events.append(event)

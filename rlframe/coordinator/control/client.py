@@ -75,7 +75,7 @@ class ControlClient(Closeable):
                     if line.startswith("data: "):
                         yield json.loads(line.removeprefix("data: "))
         except httpx.HTTPError as error:
-            raise self._away(error) from error
+            raise self._connection_error(error) from error
 
     def cancel(self, reason: str = "") -> Any:
         """End the job, in good order."""
@@ -106,20 +106,20 @@ class ControlClient(Closeable):
         return self._post("/restore")
 
     def _get(self, path: str, **query: Any) -> Any:
-        return self._ask("GET", path, params=query)
+        return self._request("GET", path, params=query)
 
     def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Return the `result` of the answer."""
-        return self._ask("POST", path, **({} if body is None else {"json": body})).get("result")
+        return self._request("POST", path, **({} if body is None else {"json": body})).get("result")
 
-    def _ask(self, method: str, path: str, **arguments: Any) -> Any:
+    def _request(self, method: str, path: str, **arguments: Any) -> Any:
         try:
             response = self._http.request(method, path, **arguments)
         except httpx.HTTPError as error:
-            raise self._away(error) from error
+            raise self._connection_error(error) from error
         return self._check(response)
 
-    def _away(self, error: httpx.HTTPError) -> PeerError:
+    def _connection_error(self, error: httpx.HTTPError) -> PeerError:
         if isinstance(error, httpx.ConnectError):
             return PeerError(
                 f"Nobody listens at {self.url}: has the run ended, or is its control elsewhere? (RUN_DIR, --url)"

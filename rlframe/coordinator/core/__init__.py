@@ -29,7 +29,7 @@ of these functions `next_calls.call_next` adds the worker's next call.
                                                                                    collect/2, attempt 0
     Replied(start_task, Started)                     answers._on_started           Send(get_data)
     Replied(get_data, Collected: 64 steps)           answers._on_collected         Send(get_data): 64 steps are counted
-    OperatorAnswered: without collector/0            worker_tracking.lose          Disconnect(collector/0),
+    OperatorAnswered: without collector/0            worker_tracking.mark_lost          Disconnect(collector/0),
                                                                                    Replace(collector/0): collect/2 waits
     OperatorAnswered: collector/0, incarnation 1     worker_tracking.take_list     Connect(collector/0), Send(ping)
     Replied(ping, Alive)                             worker_tracking.on_ping_reply     Send(resources), Send(start_task):

@@ -30,9 +30,9 @@ from rlframe.coordinator.messages import (
 from rlframe.coordinator.states import TaskState
 from rlframe.metrics.rows import COUNTERS, add_point, evaluation_row
 
-_AGAIN = 0.02  # seconds before a call that was not done is repeated; the worker itself waits for some tenths
-_LATER = 0.05  # seconds before a learner that can take no batch is asked again
-_MUCH_LATER = 1.0  # the same, where the replay buffer raised
+_REPEAT_AFTER = 0.02  # seconds before a call that was not done is repeated; the worker itself waits for some tenths
+_DEMAND_AGAIN_AFTER = 0.05  # seconds before a learner that can take no batch is asked again
+_DRAW_AGAIN_AFTER = 1.0  # the same, where the replay buffer raised
 
 
 # --- all answers
@@ -59,7 +59,7 @@ def on_replied(job: TrainingJob, event: ev.Replied) -> None:
     elif worker.call is None or worker.call.header != event.header:
         job.accounts.stale += 1  # and no sign of life: it may have been on its way for long
     elif isinstance(event.reply, CallRefused) and event.reply.is_misdirected:
-        worker_tracking.lose(job, worker, worker_tracking.REPLACED)
+        worker_tracking.mark_lost(job, worker, worker_tracking.REPLACED)
     else:
         worker_tracking.mark_alive(job, worker)
         _on_answer(job, worker, worker.call, job.tasks.get(event.header.task_id), event.reply)
@@ -87,18 +87,18 @@ def _on_not_ready(job: TrainingJob, worker: WorkerRecord, task: Task, call: ev.S
     if waits:
         if call.method == "learn":
             job.learner.wait_for("data", job.now)
-        if _is_put_off(job, worker, task, call):
+        if _is_preempted(job, worker, task, call):
             if call.method == "learn":
                 tasks.return_grant(job, task)
             worker.call = None
             job.queue_call(worker)
             return
     if call.method == "get_data" and task.kind == "collect":
-        _note_pace(job, worker, waits)
-    job.call_again(worker, call, _AGAIN)
+        _record_waiting(job, worker, waits)
+    job.call_again(worker, call, _REPEAT_AFTER)
 
 
-def _is_put_off(job: TrainingJob, worker: WorkerRecord, task: Task, call: ev.Send) -> bool:
+def _is_preempted(job: TrainingJob, worker: WorkerRecord, task: Task, call: ev.Send) -> bool:
     """Return True if a call that waits for data is given up for something more urgent."""
     if call.method == "learn" and not task.batches and evaluations.needs_save(job, task):
         return True
@@ -154,7 +154,7 @@ def _on_failed(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Failed
 
 def _on_collected(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Collected) -> None:
     """Note the counters of a collector."""
-    _note_pace(job, worker, reply.waits)
+    _record_waiting(job, worker, reply.waits)
     job.accounts.add(reply.stats)
     worker.progress.counts = {name: reply.stats[name] for name in COUNTERS}
     worker.progress.env_steps += reply.length
@@ -164,7 +164,7 @@ def _on_collected(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Col
         job.write_row()
 
 
-def _note_pace(job: TrainingJob, worker: WorkerRecord, waits: bool) -> None:
+def _record_waiting(job: TrainingJob, worker: WorkerRecord, waits: bool) -> None:
     """Note how long a collector's call took, and whether it waited."""
     seconds, worker.progress.is_waiting = max(job.now - worker.called_at, 0.0), waits
     job.collectors.seconds += seconds
@@ -178,7 +178,7 @@ def _on_demand(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Demand
     """Draw or grant as many batches as the learner can take."""
     count = min(reply.batches, job.limits.grant)
     if count <= 0 or job.must_close(worker, task) or job.requests.paused:
-        task.retry_at = job.now + _LATER
+        task.retry_at = job.now + _DEMAND_AGAIN_AFTER
     elif job.by_key:
         task.drawing = job.header(worker, task)
         job.emit(ev.DrawBatches(task.drawing, count))
@@ -193,8 +193,8 @@ def on_batches_drawn(job: TrainingJob, event: ev.BatchesDrawn) -> None:
     is_awaited = task is not None and task.drawing == event.header
     if task is not None and is_awaited:
         task.drawing = None
-        task.retry_at = job.now + _MUCH_LATER if event.why else task.retry_at
-    _judge_replay(job, event)
+        task.retry_at = job.now + _DRAW_AGAIN_AFTER if event.why else task.retry_at
+    _check_replay(job, event)
     if task is None or not is_awaited or worker is None or not worker.can_be_called:
         job.accounts.granted += len(event.batches)
         job.accounts.lost += len(event.batches)
@@ -208,7 +208,7 @@ def on_batches_drawn(job: TrainingJob, event: ev.BatchesDrawn) -> None:
         job.queue_call(worker)
 
 
-def _judge_replay(job: TrainingJob, event: ev.BatchesDrawn) -> None:
+def _check_replay(job: TrainingJob, event: ev.BatchesDrawn) -> None:
     """End the job if the replay buffer has raised for too long."""
     deadline = job.limits.progress_deadline
     if not event.why:

@@ -10,7 +10,7 @@ from rlframe.stop_conditions import StopReason
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfWorker:
+class _WorkerKeyed:
     worker_id: str
     incarnation: int
 
@@ -44,7 +44,7 @@ class OperatorFailed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Replied(_OfWorker):
+class Replied(_WorkerKeyed):
     """A worker answered a call."""
 
     method: str
@@ -53,7 +53,7 @@ class Replied(_OfWorker):
 
 
 @dataclasses.dataclass(frozen=True)
-class Unanswered(_OfWorker):
+class Unanswered(_WorkerKeyed):
     """A call did not reach a worker, or no answer came in time."""
 
     method: str
@@ -134,7 +134,7 @@ class Ticked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Send(_OfWorker):
+class Send(_WorkerKeyed):
     """Call a worker after `delay`; `Replied` or `Unanswered` follows."""
 
     method: str
@@ -144,14 +144,14 @@ class Send(_OfWorker):
 
 
 @dataclasses.dataclass(frozen=True)
-class Connect(_OfWorker):
+class Connect(_WorkerKeyed):
     """Make a connection to a worker."""
 
     address: Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Disconnect(_OfWorker):
+class Disconnect(_WorkerKeyed):
     """Drop the connection to a worker. Later answers change nothing."""
 
 
@@ -164,12 +164,12 @@ class ScaleRole:
 
 
 @dataclasses.dataclass(frozen=True)
-class Replace(_OfWorker):
+class Replace(_WorkerKeyed):
     """Tell the operator to replace this incarnation: it is lost."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Release(_OfWorker):
+class Release(_WorkerKeyed):
     """Tell the operator to end this incarnation for good."""
 
 

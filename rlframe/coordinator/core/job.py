@@ -304,9 +304,9 @@ class TrainingJob:
         """
         if self.ending is not None:
             return worker.is_leaving or self.ending.closes(task)
-        return worker.is_leaving or (task.kind != "evaluate" and not self._is_still_wanted(worker.role, task))
+        return worker.is_leaving or (task.kind != "evaluate" and not self._is_still_assigned(worker.role, task))
 
-    def _is_still_wanted(self, role: Role, task: Task) -> bool:
+    def _is_still_assigned(self, role: Role, task: Task) -> bool:
         """Return True if the commander still gives the task's worker the same task."""
         now, then = self.commander.task(role, task.index, self.view), task.start
         return now is not None and (now.policy_id, now.overrides) == (then.policy_id, then.overrides)

@@ -107,7 +107,7 @@ def _is_step_done(job: TrainingJob, ending: JobEnding) -> bool:
         return _is_evaluated(job, ending, waited)
     left = job.tasks.open("collect" if ending.step is EndingStep.COLLECTORS else "learn")
     if ending.step is EndingStep.COLLECTORS or not ending.needs_learner or not job.learner.has_started:
-        left = [task for task in left if task.is_live or _may_be_at_work(job, task)]
+        left = [task for task in left if task.is_live or _may_be_running(job, task)]
     if not left:
         return True
     if waited <= ending.close_within:
@@ -121,7 +121,7 @@ def _is_step_done(job: TrainingJob, ending: JobEnding) -> bool:
     return True
 
 
-def _may_be_at_work(job: TrainingJob, task: Task) -> bool:
+def _may_be_running(job: TrainingJob, task: Task) -> bool:
     """Return True if the task's worker may still work at it, and has not answered this restarted coordinator yet."""
     worker = job.roster.get(task.worker_id, task.incarnation)
     if task.attempt < 0:
@@ -164,10 +164,10 @@ def _on_workers_ended(job: TrainingJob, event: ev.WorkersEnded) -> None:
 def _on_submitted(job: TrainingJob, event: ev.Submitted) -> None:
     if job.state is JobState.INIT:
         job.become(JobState.CONNECTING)
-        _take_up_evaluations(job)
+        _resume_evaluations(job)
 
 
-def _take_up_evaluations(job: TrainingJob) -> None:
+def _resume_evaluations(job: TrainingJob) -> None:
     """Continue the evaluations that a killed coordinator had begun."""
     for task in job.tasks.open("evaluate"):
         if task.has_result:
@@ -218,7 +218,7 @@ def _on_scale_requested(job: TrainingJob, event: ev.ScaleRequested) -> None:
     job.request_workers(event.role, event.count)
     here = [worker for worker in job.roster.of(event.role) if worker.counts_as_wanted]
     for worker in here[event.count :]:
-        worker_tracking.let_go(job, worker)
+        worker_tracking.drain(job, worker)
 
 
 def _on_pause_requested(job: TrainingJob, event: ev.PauseRequested) -> None:

@@ -3,9 +3,9 @@
 How workers go:
 
 function           its state after                              when
-`let_go`           DRAINING, and GONE once its task is closed   there is one too many
+`drain`           DRAINING, and GONE once its task is closed   there is one too many
 `make_idle`        IDLE; GONE if it is leaving                  its task is closed, or has failed
-`lose`             LOST, and the operator replaces it           it died, is silent, or was replaced
+`mark_lost`        LOST, and the operator replaces it           it died, is silent, or was replaced
 `disconnect_all`   GONE                                         the job ends
 """
 
@@ -18,7 +18,7 @@ from rlframe.coordinator.core.tasks import retry
 from rlframe.coordinator.messages import ROLES, Alive, Resources, Role, WorkerInfo, WorkerReply
 from rlframe.coordinator.states import TaskState, WorkerState, is_over
 
-_NEEDED: tuple[Role, ...] = ("learner", "collector")  # a job makes no progress without one of each
+_REQUIRED_ROLES: tuple[Role, ...] = ("learner", "collector")  # a job makes no progress without one of each
 REPLACED = "its process was replaced"  # why a worker is lost if another one has its address or index
 _CAN_BE_SUSPECT = (WorkerState.IDLE, WorkerState.BUSY, WorkerState.CLOSING)
 
@@ -28,7 +28,7 @@ _CAN_BE_SUSPECT = (WorkerState.IDLE, WorkerState.BUSY, WorkerState.CLOSING)
 def update_from_list(job: TrainingJob, listed: tuple[WorkerInfo, ...]) -> None:
     """Take the operator's list: add new workers, connect to those that have an address, lose those not listed."""
     for info in listed:
-        worker = _find_or_add(job, info)
+        worker = _current_record(job, info)
         is_same = worker.incarnation == info.incarnation  # else the operator lists one that is replaced
         if is_same and worker.state is WorkerState.REQUESTED and info.address is not None:
             worker.last_reply_at = job.now
@@ -38,50 +38,50 @@ def update_from_list(job: TrainingJob, listed: tuple[WorkerInfo, ...]) -> None:
     keys = {info.key for info in listed}
     for worker in job.roster:
         if not is_over(worker.state) and worker.key not in keys:
-            lose(job, worker, "its process has ended")
+            mark_lost(job, worker, "its process has ended")
 
 
-def _find_or_add(job: TrainingJob, info: WorkerInfo) -> WorkerRecord:
+def _current_record(job: TrainingJob, info: WorkerInfo) -> WorkerRecord:
     """Return the newest incarnation of a listed worker. A new one replaces the last one. A worker too many leaves."""
     newest = job.roster.newest(info.worker_id)
     if newest is not None and newest.incarnation >= info.incarnation:
         return newest
     if newest is not None and not is_over(newest.state):
-        lose(job, newest, REPLACED)
+        mark_lost(job, newest, REPLACED)
     worker = job.roster.add(info, job.now)
     present = [each for each in job.roster.of(worker.role) if each.counts_as_wanted]
     if len(present) > job.requests.wanted[worker.role] and job.ending is None:
-        let_go(job, worker)
+        drain(job, worker)
     return worker
 
 
 def on_ping_reply(job: TrainingJob, worker: WorkerRecord, reply: WorkerReply) -> None:
     """Take the answer to a call without a task: `ping` or `resources`."""
     if isinstance(reply, Alive) and (reply.worker_id, reply.incarnation) != worker.key:
-        lose(job, worker, REPLACED)
+        mark_lost(job, worker, REPLACED)
         return
     mark_alive(job, worker)
     if isinstance(reply, Alive):
         worker.ping.is_out = False
         if worker.state is WorkerState.CONNECTING:
-            _note_first_answer(job, worker, reply)
+            _on_first_reply(job, worker, reply)
         job.queue_call(worker)
     elif isinstance(reply, Resources):
         worker.host, worker.pid = reply.host, reply.pid
 
 
-def _note_first_answer(job: TrainingJob, worker: WorkerRecord, reply: Alive) -> None:
+def _on_first_reply(job: TrainingJob, worker: WorkerRecord, reply: Alive) -> None:
     worker.become(WorkerState.IDLE)
     worker.failed_starts, worker.has_answered = 0, True
     job.emit(ev.Send(*worker.key, "resources", None))
     text = f"{worker.worker_id} (incarnation {worker.incarnation}) is here."
     job.note("came", text, worker_id=worker.worker_id)
     task = job.tasks.get(reply.task_id)
-    if task is not None and _still_works_at(worker, task, reply):
+    if task is not None and _still_runs(worker, task, reply):
         _adopt(job, worker, task)
 
 
-def _still_works_at(worker: WorkerRecord, task: Task, reply: Alive) -> bool:
+def _still_runs(worker: WorkerRecord, task: Task, reply: Alive) -> bool:
     """Return True if it still works at the attempt that it had before the coordinator was restarted."""
     is_its_own = (task.worker_id, task.incarnation) == worker.key
     is_known = (task.state, task.attempt) == (TaskState.PENDING, reply.attempt)
@@ -108,7 +108,7 @@ def missing_worker_reason(job: TrainingJob) -> str:
     unless no learner has come before it.
     """
     deadline = job.limits.starting_deadline
-    for role in _NEEDED:
+    for role in _REQUIRED_ROLES:
         since = job.roster.missing_since.setdefault(role, job.now)
         is_here = any(worker.role == role and not is_over(worker.state) for worker in job.roster)
         if is_here or (job.operator.is_away and job.learner.has_started):
@@ -133,7 +133,7 @@ def check_all(job: TrainingJob) -> None:
         starts = task is not None and task.state is TaskState.ASSIGNED
         why = _why_lost(job, worker, starts)
         if why:
-            lose(job, worker, why)
+            mark_lost(job, worker, why)
             continue
         _ping_if_due(job, worker, starts)
         if worker.call is None:
@@ -180,7 +180,7 @@ def mark_alive(job: TrainingJob, worker: WorkerRecord) -> None:
 # --- going
 
 
-def let_go(job: TrainingJob, worker: WorkerRecord) -> None:
+def drain(job: TrainingJob, worker: WorkerRecord) -> None:
     """Release a worker, once its task is closed."""
     worker.become(WorkerState.DRAINING)
     if job.tasks.get(worker.task_id) is None:
@@ -216,7 +216,7 @@ def disconnect_all(job: TrainingJob) -> None:
             job.emit(ev.Disconnect(*worker.key))
 
 
-def lose(job: TrainingJob, worker: WorkerRecord, why: str) -> None:
+def mark_lost(job: TrainingJob, worker: WorkerRecord, why: str) -> None:
     """Give a worker up: another one takes its index, and its task is tried again."""
     is_replaced = not worker.is_leaving and (job.ending is None or job.ending.replaces(worker.role))
     worker.become(WorkerState.LOST)

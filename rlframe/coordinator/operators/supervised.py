@@ -24,8 +24,8 @@ MakeNode = Callable[[int, int], StartableNode]  # (index, incarnation) -> the no
 
 BACKOFF = Backoff(healthy=30.0)
 _EVERY, _GRACE = 0.1, 7.0
-_CALLED_WITHIN = 5.0  # seconds for a call by a handle
-_PLACED_WITHIN = 15.0  # seconds after which it is a problem that a worker has no process yet
+_CALL_TIMEOUT = 5.0  # seconds for a call by a handle
+_START_WITHIN = 15.0  # seconds after which it is a problem that a worker has no process yet
 
 
 class SupervisedOperator(Supervisor):
@@ -68,7 +68,7 @@ class SupervisedOperator(Supervisor):
     def list_workers(self) -> list[WorkerInfo]:
         """See `Operator`."""
         with self.lock:
-            return [self._seen(slot) for slot in self.slots.values() if slot.state != "ENDED"]
+            return [self._worker_info(slot) for slot in self.slots.values() if slot.state != "ENDED"]
 
     def scale(self, role: Role, n: int) -> None:
         """See `Operator`."""
@@ -76,7 +76,7 @@ class SupervisedOperator(Supervisor):
             raise UsageError(f"There are no workers of the role {role!r}, only {', '.join(self._nodes)}.")
         with self.lock:
             self._wanted[role] = n
-            self._fit(role)
+            self._adjust_slots(role)
         self.events.put(_wake)
 
     def replace(self, key: WorkerKey) -> None:
@@ -92,8 +92,8 @@ class SupervisedOperator(Supervisor):
         with self.lock:
             slot = self.slots.get(key[0])
             if slot is not None and slot.incarnation == key[1] and slot.running is not None:
-                self._give_up(slot)
-                self._fit(_role_of(slot))
+                self._end_slot(slot)
+                self._adjust_slots(_role_of(slot))
         self.events.put(_wake)
 
     def close(self) -> None:
@@ -110,14 +110,14 @@ class SupervisedOperator(Supervisor):
         while not self._is_closed:
             self.step()
 
-    def _fit(self, role: Role) -> None:
+    def _adjust_slots(self, role: Role) -> None:
         """Want as many slots as are asked for; a running one is never given up here."""
         slots = [
             slot for slot in self.slots.values() if _role_of(slot) == role and slot.state not in ("ENDING", "ENDED")
         ]
         for slot in reversed(slots[:]):
             if len(slots) > self._wanted[role] and slot.state == "WAITING":
-                self._give_up(slot)
+                self._end_slot(slot)
                 slots.remove(slot)
         for index in itertools.count():
             if len(slots) >= self._wanted[role]:
@@ -127,7 +127,7 @@ class SupervisedOperator(Supervisor):
                 slot.state, slot.deadline = "WAITING", time.monotonic()
                 slots.append(slot)
 
-    def _give_up(self, slot: Slot) -> None:
+    def _end_slot(self, slot: Slot) -> None:
         slot.deaths, slot.problem = 0, ""
         self.terminate(slot)
 
@@ -154,9 +154,9 @@ class SupervisedOperator(Supervisor):
         if state != "ENDING":
             self.count_death(slot, running)
             self.restart_later(slot)
-        self._fit(_role_of(slot))
+        self._adjust_slots(_role_of(slot))
 
-    def _seen(self, slot: Slot) -> WorkerInfo:
+    def _worker_info(self, slot: Slot) -> WorkerInfo:
         running, problem = slot.running, slot.problem
         info = WorkerInfo(_role_of(slot), int(slot.name.partition("/")[2]), slot.incarnation, is_live=False)
         if slot.deaths > 1:
@@ -165,7 +165,7 @@ class SupervisedOperator(Supervisor):
             return dataclasses.replace(info, problem=problem)
         if running.uptime() > self.backoff.healthy:
             problem = ""
-        if running.pid is None and running.uptime() > _PLACED_WITHIN:
+        if running.pid is None and running.uptime() > _START_WITHIN:
             problem = f"{slot.name} has not been started by Ray yet: its nodes may have no CPU to spare."
         return dataclasses.replace(
             info,
@@ -190,7 +190,7 @@ class OperatorHandle:
 
     def __init__(self, kind: str, address: str, transport: Transport) -> None:
         self.kind, self.transport = kind, transport
-        self._operator = Remote([address], "launcher", _CALLED_WITHIN, None, transport)
+        self._operator = Remote([address], "launcher", _CALL_TIMEOUT, None, transport)
 
     def list_workers(self) -> list[WorkerInfo]:
         """See `Operator`."""

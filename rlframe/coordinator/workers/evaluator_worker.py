@@ -14,7 +14,7 @@ from rlframe.errors import UsageError
 from rlframe.params.publication import LocalParams
 from rlframe.types import Logs
 
-_VALUES = ("return_mean", "return_std", "length_mean", "episodes")  # of an evaluation's logs
+_LOG_NAMES = ("return_mean", "return_std", "length_mean", "episodes")  # of an evaluation's logs
 
 
 class VersionGoneError(UsageError):
@@ -63,7 +63,7 @@ class EvaluatorWorker(TaskWorker):
         self._version = LocalParams()  # the learner that evaluators are made with: it has the task's version
         self._evaluator: VersionEvaluator | None = None  # kept for the next task
         self._policy: dict[str, Any] = {}  # hyper-parameters that it was made with
-        self._at_work: VersionEvaluator | None = None  # the same, during a task
+        self._running_evaluator: VersionEvaluator | None = None  # the same, during a task
         self._result: Evaluated | None = None  # of the task
         super().__init__(worker_id, index, incarnation)
 
@@ -85,29 +85,29 @@ class EvaluatorWorker(TaskWorker):
         if self._evaluator is None or policy != self._policy:
             self._evaluator = self._make_evaluator(with_config(self._agent, policy), self._version)
             self._policy = policy
-        self._at_work, self._result = self._evaluator, None
+        self._running_evaluator, self._result = self._evaluator, None
         return Started({"params_version": version})
 
     def _evaluate(self) -> Evaluated:
         if self._result is None:
-            assert self._at_work is not None
+            assert self._running_evaluator is not None
             if self._stop.is_set():
-                self._at_work.stop()
-            logs = self._at_work.evaluate()
-            self._result = Evaluated(logs["params_version"], {name: float(logs[name]) for name in _VALUES})
+                self._running_evaluator.stop()
+            logs = self._running_evaluator.evaluate()
+            self._result = Evaluated(logs["params_version"], {name: float(logs[name]) for name in _LOG_NAMES})
         return self._result
 
     def _progress_count(self) -> int:
-        evaluator = self._at_work
+        evaluator = self._running_evaluator
         return evaluator.steps if evaluator is not None else 0
 
     def _interrupt(self) -> None:
-        evaluator = self._at_work
+        evaluator = self._running_evaluator
         if evaluator is not None:
             evaluator.stop()
 
     def _close_task(self, final: bool) -> dict[str, Any]:
-        if self._at_work is not None and self._stop.is_set():
+        if self._running_evaluator is not None and self._stop.is_set():
             self._evaluator = None  # it was told to stop, and evaluates no more
-        self._at_work = None
+        self._running_evaluator = None
         return {}

@@ -70,9 +70,9 @@ class LearnerWorker(TaskWorker):
         *,
         batches: int = 32,
     ) -> None:
-        self._made_with, self._agent = cfg, agent
+        self._base_cfg, self._agent = cfg, agent
         self._store = handles.resolve(param_store, "param store")
-        self._given = replay_buffer
+        self._replay_source = replay_buffer
         self._batches = batches
         self._cfg = cfg  # of the task
         self._learner: Learner | None = None
@@ -90,12 +90,12 @@ class LearnerWorker(TaskWorker):
     def _start_task(self, task: StartTask) -> Started:
         self._policy_id, self._policy = task.policy_id, task.overrides.get("policy", {})
         agent = with_config(self._agent, self._policy)
-        self._cfg = replaced(self._made_with, "learner", task.overrides.get("learner", {}), _OVERRIDES)
+        self._cfg = replaced(self._base_cfg, "learner", task.overrides.get("learner", {}), _OVERRIDES)
         assert self._task is not None
         self._fence = fence = Attempt(task.options.get("epoch", 0), self._task.attempt)
         # First: no earlier learner can write a checkpoint or a version after this.
         self._store.open_policy(task.policy_id, fence)
-        self._buffer = as_replay_buffer(self._given, lambda: self._agent)
+        self._buffer = as_replay_buffer(self._replay_source, lambda: self._agent)
         self._max_staleness = self._buffer.spec.max_staleness
         self._recording_buffer = RecordingReplayBuffer(self._buffer)
         check_may_write = functools.partial(self._store.check_not_fenced, task.policy_id, fence)
@@ -195,7 +195,7 @@ class LearnerWorker(TaskWorker):
         finally:
             if learner is not None:
                 learner.close()
-            if buffer is not None and buffer is not self._given:
+            if buffer is not None and buffer is not self._replay_source:
                 buffer.close()
 
     def _checkpoints(self) -> list[str]:

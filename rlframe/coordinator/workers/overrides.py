@@ -24,14 +24,14 @@ def with_config(agent: Any, values: Mapping[str, Any]) -> Any:
     """
     if not values:
         return agent
-    made = agent.with_inner(lambda inner: _reconfigured(inner, values))
-    for what, fits in _FITS.items():
-        if fits(made) != fits(agent):
+    changed = agent.with_inner(lambda inner: _with_replaced_config(inner, values))
+    for what, property_of in _FIXED_PROPERTIES.items():
+        if property_of(changed) != property_of(agent):
             raise UsageError(
                 f"The policy overrides {values!r} change the {what} of {agent.type_name}, and the run's buffer "
                 "and param store were made for what it was. Leave them out, or begin another run."
             )
-    return made
+    return changed
 
 
 def policy_overrides(found: StoredParams | None) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def policy_overrides(found: StoredParams | None) -> dict[str, Any]:
     return ((found.hparams if found is not None else None) or {}).get("policy", {})
 
 
-def _reconfigured(agent: Any, values: Mapping[str, Any]) -> Any:
+def _with_replaced_config(agent: Any, values: Mapping[str, Any]) -> Any:
     args, kwargs = agent._constructed_with
     if not any(each is agent.cfg for each in (*args, *kwargs.values())):
         raise UsageError(f"{agent.type_name} is not made from its config: no policy overrides, got {values!r}.")
@@ -50,7 +50,7 @@ def _reconfigured(agent: Any, values: Mapping[str, Any]) -> Any:
     )
 
 
-_FITS = {
+_FIXED_PROPERTIES = {
     "replay_spec": lambda agent: agent.replay_spec,
     "step_spec": lambda agent: agent.step_spec,
     "parameters": lambda agent: jax.eval_shape(lambda: _acting_params(agent)),

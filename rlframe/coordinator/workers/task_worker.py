@@ -29,10 +29,10 @@ from rlframe.coordinator.messages import (
 from rlframe.errors import CheckpointError, FencedError, NonFiniteLossError, UsageError
 from rlframe.interprocess.phases import STARTING, Phase
 
-_ANSWER_WITHIN = 0.3  # seconds; what takes longer is asked for again
-_FOR_GOOD = (UsageError, NonFiniteLossError, CheckpointError)  # another try would end in the same way
-_STUCK_AFTER = 120.0  # seconds that work may make no progress, outside of phases that allow more
-_ENDS_WITHIN = 4.0  # seconds that the work under way has when the worker is closed
+_REPLY_WITHIN = 0.3  # seconds; what takes longer is asked for again
+_PERMANENT_ERRORS = (UsageError, NonFiniteLossError, CheckpointError)  # another try would end in the same way
+_STUCK_SECONDS = 120.0  # seconds that work may make no progress, outside of phases that allow more
+_CLOSE_TIMEOUT = 4.0  # seconds that the work under way has when the worker is closed
 
 
 class TaskWorker:
@@ -102,9 +102,9 @@ class TaskWorker:
         """
         with self._lock:
             self._closed = True
-            self._end_waits()
+            self._interrupt_work()
             self._lock.notify_all()
-        self._thread.join(_ENDS_WITHIN)
+        self._thread.join(_CLOSE_TIMEOUT)
 
     # --- what subclasses do, in the worker's thread
 
@@ -132,12 +132,12 @@ class TaskWorker:
 
     def _call(self, header: Header, name: str, do: Callable[[], WorkerReply]) -> Any:
         """Accept the call, or find the work of an earlier one with its number; then wait for a while."""
-        deadline = time.monotonic() + _ANSWER_WITHIN
+        deadline = time.monotonic() + _REPLY_WITHIN
         while True:
             with self._lock:
                 refusal = self._refusal(header, name)
                 if refusal:
-                    return CallRefused(refusal, not self._is_meant(header))
+                    return CallRefused(refusal, not self._is_for_this_worker(header))
                 work = self._accept(header, name, do)
             if not work.is_done.wait(max(0.0, deadline - time.monotonic())):
                 return NotReady(self._waiting_for() if work.seq == header.seq else None)
@@ -145,7 +145,7 @@ class TaskWorker:
                 assert work.reply is not None
                 return work.reply
 
-    def _is_meant(self, header: Header) -> bool:
+    def _is_for_this_worker(self, header: Header) -> bool:
         return (header.worker_id, header.incarnation) == (self.worker_id, self.incarnation)
 
     def _refusal(self, header: Header, name: str) -> str:
@@ -153,7 +153,7 @@ class TaskWorker:
         task, work = self._task, self._work
         if self._closed:
             return f"{self.worker_id} is closed."
-        if not self._is_meant(header):
+        if not self._is_for_this_worker(header):
             there, here = f"{header.worker_id}, incarnation {header.incarnation}", self.incarnation
             return f"The call is for {there}; this is {self.worker_id}, incarnation {here}."
         if work is not None and header.seq < work.seq:
@@ -164,11 +164,11 @@ class TaskWorker:
         called = f"{header.task_id}, attempt {header.attempt}"
         if task is None:
             return "" if name == "start_task" else f"{self.worker_id} was not told to start {called}."
-        is_its = (header.task_id, header.attempt) == (task.task_id, task.attempt)
+        is_current = (header.task_id, header.attempt) == (task.task_id, task.attempt)
         is_old = header.task_id == task.task_id and header.attempt < task.attempt
-        if is_old or (name != "start_task" and not is_its):
+        if is_old or (name != "start_task" and not is_current):
             return f"The call is of {called}: {self.worker_id} is at {task.task_id}, attempt {task.attempt}."
-        if is_its and task.result is not None and name != "close_task":
+        if is_current and task.result is not None and name != "close_task":
             may_begin_again = name == "start_task" and task.started is None
             return "" if may_begin_again else f"{called} has ended at {self.worker_id}."
         if self._stop.is_set() and name not in ("start_task", "close_task"):
@@ -180,7 +180,7 @@ class TaskWorker:
         work = self._work
         if work is not None and not work.is_done.is_set():
             if header.seq != work.seq and (name == "close_task" or (name == "start_task" and self._is_other(header))):
-                self._end_waits()
+                self._interrupt_work()
             return work
         if work is not None and header.seq == work.seq and not isinstance(work.reply, NotReady):
             return work
@@ -192,7 +192,7 @@ class TaskWorker:
         task = self._task
         return task is None or (header.task_id, header.attempt) != (task.task_id, task.attempt)
 
-    def _end_waits(self) -> None:
+    def _interrupt_work(self) -> None:
         self._stop.set()
         self._interrupt()
 
@@ -219,14 +219,16 @@ class TaskWorker:
 
     def _do(self, work: _Work) -> WorkerReply:
         try:
-            with Phase(work.name, _STUCK_AFTER, self._progress_marker):
+            with Phase(work.name, _STUCK_SECONDS, self._progress_marker):
                 return work.do()
         except BaseException as error:  # of any kind: the coordinator must hear of it, and the thread continue
             if not self._stop.is_set():  # else it was told to end, which may be why
                 traceback.print_exc()
             if isinstance(error, FencedError):
                 self._abandon_task()
-            return Failed(type(error).__name__, str(error), traceback.format_exc(), isinstance(error, _FOR_GOOD))
+            return Failed(
+                type(error).__name__, str(error), traceback.format_exc(), isinstance(error, _PERMANENT_ERRORS)
+            )
 
     def _progress_marker(self) -> Any:
         """Return a value that changes while the work gets on, or waits for others. Who watches this process asks."""

@@ -529,7 +529,7 @@ def test_a_lost_collectors_open_fragments_are_counted() -> None:
     worker = world.m.roster.get("collector/1")
     assert worker is not None
     worker.progress.num_envs = 8
-    worker_tracking.lose(world.m, worker, "it was killed")
+    worker_tracking.mark_lost(world.m, worker, "it was killed")
     assert world.m.accounts.discarded == 8
 
 

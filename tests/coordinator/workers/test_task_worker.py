@@ -356,7 +356,7 @@ def test_a_worker_that_does_not_do_such_work_says_so(worker, call):
 
 
 def test_close_ends_work_that_waits_and_leaves_no_thread(worker, call, monkeypatch):
-    monkeypatch.setattr(task_worker, "_ENDS_WITHIN", 60.0)
+    monkeypatch.setattr(task_worker, "_CLOSE_TIMEOUT", 60.0)
     held_up(worker, call)
     worker.close()
     assert not worker._thread.is_alive()
@@ -367,7 +367,7 @@ def test_close_ends_work_that_waits_and_leaves_no_thread(worker, call, monkeypat
 
 
 def test_close_is_bounded_where_the_work_hangs(worker, call, monkeypatch):
-    monkeypatch.setattr(task_worker, "_ENDS_WITHIN", 0.2)
+    monkeypatch.setattr(task_worker, "_CLOSE_TIMEOUT", 0.2)
     held_up(worker, call)
     worker.is_stuck = True
     worker.close()
