@@ -242,7 +242,7 @@ class Coordinator:
             raise UsageError("This job evaluates nothing: it was started with eval_episodes=0.")
         with self._lock:
             if self._job.tasks.open("evaluate"):
-                raise UsageError("An evaluation is under way already.")
+                raise UsageError("An evaluation is already in progress.")
         self._request_change(ev.EvaluationRequested())
 
     def checkpoint(self) -> None:
