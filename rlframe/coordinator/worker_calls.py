@@ -1,4 +1,4 @@
-"""Call workers by the operator's transport, now or after a while. Each call waits in a thread of its own."""
+"""Calls to workers through the operator's transport. Each call waits for its reply in a separate thread."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rlframe.coordinator.messages import Failed, WorkerKey, WorkerReply
 from rlframe.errors import UnavailableError
 from rlframe.transport import Client, Transport
 
-_MAX_CALLS = 1000  # calls under way; each ends within `CALL_TIMEOUT`
+_MAX_CALLS = 1000  # concurrent calls; each ends within `CALL_TIMEOUT`
 
 
 class WorkerCalls:
-    """Calls workers, each by its (worker_id, incarnation). Used by one thread.
+    """The connections to workers, by (worker_id, incarnation), and the calls to them. Not thread-safe.
 
     Args:
-        transport: of the workers.
-        put_event: called with `Replied` and `Unanswered`, by other threads.
+        transport: The workers' transport.
+        put_event: Function that receives `Replied` and `Unanswered`. Other threads call it.
     """
 
     def __init__(self, transport: Transport, put_event: Callable[[Any], None]) -> None:
@@ -41,7 +41,7 @@ class WorkerCalls:
         self._clients.pop(key, None)
 
     def close(self) -> None:
-        """Drop all connections, and the calls that have not begun."""
+        """Drop all connections, and the calls that have not started."""
         self._clients.clear()
         self._delayed.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -54,7 +54,7 @@ class WorkerCalls:
             self._call(effect)
 
     def send_due(self) -> float:
-        """Make the postponed calls that are due; return the seconds until the next one."""
+        """Make the delayed calls that are due. Return the seconds until the next delayed call."""
         now = time.monotonic()
         while self._delayed and self._delayed[0][0] <= now:
             self._call(heapq.heappop(self._delayed)[2])
@@ -63,7 +63,7 @@ class WorkerCalls:
     def _call(self, effect: ev.Send) -> None:
         client = self._clients.get(effect.key)
         if client is None:
-            self._put_event(ev.Unanswered(*effect.key, effect.method, effect.header))  # there is no connection
+            self._put_event(ev.Unanswered(*effect.key, effect.method, effect.header))
         else:
             self._threads.submit(self._call_and_report, client, effect)
 
@@ -77,10 +77,10 @@ class WorkerCalls:
 
 
 def call_worker(client: Client, method: str, *args: Any) -> WorkerReply:
-    """Call a worker, and return its reply. Workers answer errors with `Failed`; an exception is a bug of the worker.
+    """Call a worker and return its reply. Return `Failed` for an exception, which is a bug of the worker.
 
     Raises:
-        UnavailableError: there is no answer.
+        UnavailableError: No reply arrived.
     """
     try:
         reply = client.call(method, *args)
@@ -89,5 +89,5 @@ def call_worker(client: Client, method: str, *args: Any) -> WorkerReply:
     except Exception as error:
         return Failed(type(error).__name__, f"{method} raised: {error}")
     if not isinstance(reply, WorkerReply):
-        return Failed("TypeError", f"{method} must give a WorkerReply, it gave {type(reply).__name__}")
+        return Failed("TypeError", f"{method} must return a WorkerReply, got {type(reply).__name__}")
     return reply

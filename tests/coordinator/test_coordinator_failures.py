@@ -75,9 +75,9 @@ def test_a_job_that_ends_refuses_what_it_would_not_do_any_more(tmp_path: pathlib
     coordinator.cancel("enough")
     wait_until(lambda: coordinator.status()["job"]["state"] == "DRAINING", "the ending")
     for ask in (coordinator.pause, coordinator.evaluate_now, coordinator.checkpoint, coordinator.restore):
-        with pytest.raises(UsageError, match="about to end: nothing can be changed any more. enough"):
+        with pytest.raises(UsageError, match="is ending and cannot be changed any more. enough"):
             ask()
-    with pytest.raises(UsageError, match="about to end"):
+    with pytest.raises(UsageError, match="is ending"):
         coordinator.scale("collector", 2)
     coordinator.cancel("once more")  # that is no change
     cluster.worker("learner/0").scripts.clear()

@@ -137,8 +137,10 @@ def test_a_full_disk_ends_nothing_and_once_there_is_room_all_is_written(path: pa
         states = [state for line in lines if (state := json.loads(line).get("state"))]
         assert Journal(killed).state == (states[-1] if states else None)
         warned = process.communicate("\n", timeout=60.0)[1]
-    told = f"Cannot write {path}: File too large. Make room. The job goes on, and the next line is another try."
-    assert set(warned.splitlines()) == {told, f"{path} is written again."}
+    told = (
+        f"Cannot write {path}: File too large. Free some disk space. The job continues, and the next line tries again."
+    )
+    assert set(warned.splitlines()) == {told, f"{path} can be written again and is complete."}
     journal = Journal(path)
     assert journal.state == {"counts": [99] * 20} and numbers(journal) == list(range(101))
 

@@ -115,7 +115,7 @@ def test_of_too_many_pins_the_oldest_is_let_go(make: Make) -> None:
 def test_a_version_that_does_not_rise_is_refused(make: Make, version: int) -> None:
     store = make()
     store.put("main", 7, params(7))
-    with pytest.raises(UsageError, match=f"Version {version} of policy 'main' was put, but version 7 is there"):
+    with pytest.raises(UsageError, match=f"Version {version} of policy 'main' is not above the newest version 7"):
         as_elsewhere(store).put("main", version, params(9))
     assert store.versions("main") == [7]
     assert numbers_in(store.get("main").params) == {7}
@@ -130,7 +130,7 @@ def test_a_repeated_put_of_the_same_attempt_changes_nothing(make: Make) -> None:
         store.put("main", 4, params(4), attempt=attempt)
     assert store.versions("main") == [4]
     store.open_policy("main", Attempt(1, 1))
-    with pytest.raises(UsageError, match="version 4 is there already"):
+    with pytest.raises(UsageError, match="is not above the newest version 4"):
         store.put("main", 4, params(9), attempt=Attempt(1, 1))
 
 
@@ -146,7 +146,7 @@ def test_an_older_attempt_puts_no_more_once_a_newer_one_has_opened_the_policy(ma
         with pytest.raises(FencedError, match="Attempt 0 of epoch 1 is fenced off: policy 'main' was"):
             store.put("main", version, params(6), attempt=old)
     for refused in (store.check_not_fenced, store.open_policy, other.check_not_fenced):
-        with pytest.raises(FencedError, match="attempt 1 of epoch 1, which goes on"):
+        with pytest.raises(FencedError, match="attempt 1 of epoch 1, which continues"):
             refused("main", old)
     assert store.versions("main") == [5]
     store.check_not_fenced("main", new)
@@ -174,7 +174,7 @@ def test_a_policy_that_nobody_opened_takes_what_anybody_puts_and_one_that_was_op
     store.check_not_fenced("rival", None)
     store.put("rival", 2, params(2), attempt=Attempt(0, 0))
     assert store.versions("rival") == [1, 2]
-    with pytest.raises(FencedError, match="opened by attempt 0 of epoch 1, which alone may put versions"):
+    with pytest.raises(FencedError, match="opened by attempt 0 of epoch 1, and only that attempt may put versions"):
         store.put("main", 1, params(1))
     assert store.versions("main") == []
 
@@ -272,7 +272,7 @@ def test_close_ends_a_wait(make: Make) -> None:
     store.close()
     store.close()
     thread.join(DEADLINE)
-    assert "closed while a version of 'main' was waited for" in str(raised[0])
+    assert "closed while a caller waited for a version of 'main'" in str(raised[0])
     with pytest.raises(StoppedError, match="closed before version 1"):
         store.put("main", 1, params(1))
 
@@ -286,7 +286,7 @@ def test_other_trees_are_refused_by_name(make: Make) -> None:
     store = make()
     store.put("main", 0, params(0))
     wrong = {**params(1), "layers": (np.zeros((3, 4), np.float32), np.zeros((), np.float32))}
-    with pytest.raises(UsageError, match=r"parameters\['layers'\]\[0\] that were put are float32\[3, 4\].*\[3, 5\]"):
+    with pytest.raises(UsageError, match=r"parameters\['layers'\]\[0\] are float32\[3, 4\].*\[3, 5\]"):
         store.put("main", 1, wrong)
     with pytest.raises(UsageError, match="another tree than earlier versions"):
         store.put("main", 1, {"bias": np.zeros(7, np.int32)})

@@ -71,7 +71,7 @@ def test_an_exception_is_a_reply(worker: Answering, ping: Callable[[], WorkerRep
 
 def test_what_is_no_reply_is_an_error_of_the_workers(worker: Answering, ping: Callable[[], WorkerReply]) -> None:
     worker.does = [lambda: 7]
-    assert ping() == Failed("TypeError", "ping must give a WorkerReply, it gave int")
+    assert ping() == Failed("TypeError", "ping must return a WorkerReply, got int")
 
 
 def test_a_worker_that_says_it_cannot_just_now_is_no_answer(worker: Answering, ping: Callable[[], WorkerReply]) -> None:

@@ -83,10 +83,14 @@ def collect(**overrides) -> StartTask:
         ("learn", {"env": {"length": 4}}, "A task to learn has no overrides 'env', only policy and learner"),
         ("collect", {"policy": {}}, "A task to collect has no overrides 'policy', only env and collector"),
         ("collect", {"envs": {}}, "Did you mean 'env'"),
-        ("evaluate", {"env": {"length": 4}}, "A task to evaluate has no overrides 'env', none"),
-        ("collect", {"collector": 0.5}, "The overrides 'collector' of a task are values by name, got 0.5"),
-        ("learn", {"policy": {"learning_rate": np.zeros(2)}}, "plain numbers and words by name"),
-        ("learn", {"policy": {"learning_rate": float("nan")}}, "plain numbers and words by name"),
+        ("evaluate", {"env": {"length": 4}}, "A task to evaluate has no overrides 'env', none at all"),
+        (
+            "collect",
+            {"collector": 0.5},
+            "The overrides 'collector' of a task must be a dict of values by name, got 0.5",
+        ),
+        ("learn", {"policy": {"learning_rate": np.zeros(2)}}, "finite numbers, strings or other JSON values"),
+        ("learn", {"policy": {"learning_rate": float("nan")}}, "finite numbers, strings or other JSON values"),
     ],
 )
 def test_overrides_that_a_task_cannot_have_are_refused_where_it_is_made(kind, overrides, message):
