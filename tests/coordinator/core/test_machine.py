@@ -90,8 +90,8 @@ def test_an_evaluation_waits_for_a_learner_that_saves_no_longer_than_its_deadlin
     began = world.now
     assert world.run(300.0, lambda: len(world.m.accounts.evaluations) == 2)
     assert LIMITS.progress_deadline <= world.now - began < LIMITS.progress_deadline + 20.0
-    said = [note.text for note in world.notes if "is logged before its checkpoint" in note.text]
-    assert len(said) == 1 and "no learner has saved main within 120 s" in said[0]
+    said = [note.text for note in world.notes if "starts without a checkpoint of its version" in note.text]
+    assert len(said) == 1 and "no learner saved main within 120 s" in said[0]
 
 
 def test_calls_are_made_in_the_order_of_the_diagram() -> None:
@@ -378,7 +378,7 @@ def test_workers_that_never_come_fail_the_job() -> None:
     world = Simulation(limits=Limits(starting_deadline=60.0, max_failures=2), commander=ENDLESS)
     world.operator.never_comes.add("learner")
     assert world.run(300.0, lambda: world.is_over)
-    assert world.over[0].failed and "learner/0 did not come up 3 times in a row" in world.over[0].reason
+    assert world.over[0].failed and "learner/0 failed to start 3 times in a row" in world.over[0].reason
 
 
 @pytest.mark.parametrize("role", ["learner", "collector"])
@@ -387,7 +387,7 @@ def test_a_job_whose_operator_lists_nobody_of_a_role_fails(role: str) -> None:
     world.operator.never_starts.add(role)
     assert not world.run(LIMITS.starting_deadline - 1.0, lambda: world.is_over)
     assert world.run(3.0 + LIMITS.close_deadline, lambda: world.is_over)
-    why = f"the operator answers, but has listed no {role} for 300 s: see that it can start one"
+    why = f"the operator has listed no {role} for 300 s: check that it can start one"
     assert world.over == [ev.Over(True, why)]
 
 
@@ -419,7 +419,7 @@ def test_a_replay_buffer_that_raises_is_asked_again_and_not_for_ever() -> None:
     world.buffer.raises = "OSError: it is full"
     world.run(20.0)
     draws = [note.text for note in world.notes if note.kind == "replay"]
-    assert draws == ["The replay buffer gives no batches; it is asked again. OSError: it is full"]
+    assert draws == ["Cannot draw batches from the replay buffer; trying again. OSError: it is full"]
     assert world.m.learner.waits_for == "data"
     world.buffer.raises, learned = "", world.m.accounts.learned
     world.run(LIMITS.progress_deadline + 1.0)
@@ -427,7 +427,9 @@ def test_a_replay_buffer_that_raises_is_asked_again_and_not_for_ever() -> None:
     world.buffer.raises = "OSError: it is gone"
     assert not world.run(LIMITS.progress_deadline - 10.0, lambda: world.is_over)
     assert world.run(40.0, lambda: world.is_over)
-    assert world.over == [ev.Over(True, "the replay buffer has given no batches for 120 s: OSError: it is gone")]
+    assert world.over == [
+        ev.Over(True, "no batch could be drawn from the replay buffer for 120 s: OSError: it is gone")
+    ]
 
 
 def test_wall_time_ends_a_job_to_which_nobody_comes() -> None:

@@ -259,7 +259,7 @@ def test_a_worker_that_has_an_address_and_never_answers_there_is_replaced() -> N
     assert world.run(10.0, lambda: len(world.live("collector")) == 2)
     world.stop(world.live("collector")[1])
     assert world.run(LIMITS.lost_after_starting + 5.0, lambda: world.m.accounts.restarts == 1)
-    assert any("collector/1 (incarnation 0) is lost: it did not come within 6" in note.text for note in world.notes)
+    assert any("collector/1 (incarnation 0) is lost: it did not start within 6" in note.text for note in world.notes)
 
 
 def test_a_worker_may_be_silent_for_longer_while_its_task_starts() -> None:
