@@ -1,4 +1,4 @@
-"""The coordinator's thread for the replay buffer: it draws keys, sets priorities and pins versions. It reads no data."""
+"""The coordinator's thread for the replay buffer and the param store. It handles keys and versions, but no data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers under the supervisor that also runs the nodes of programs (`rlframe.engines.supervision.supervisor`)."""
+"""The base of operators, which uses the supervisor of program nodes (`rlframe.engines.supervision.supervisor`)."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ MakeNode = Callable[[int, int], StartableNode]  # (index, incarnation) -> the no
 
 BACKOFF = Backoff(healthy=30.0)
 _EVERY, _GRACE = 0.1, 7.0
-_CALL_TIMEOUT = 5.0  # seconds for a call by a handle
-_START_WITHIN = 15.0  # seconds after which it is a problem that a worker has no process yet
+_CALL_TIMEOUT = 5.0  # seconds for a call through a handle
+_START_WITHIN = 15.0  # seconds before a worker without a process is reported as a problem
 
 
 class SupervisedOperator(Supervisor):
-    """Keeps the workers of each role running, in a thread of this process. See `Operator`.
+    """An operator that supervises the workers in a thread of this process. See `Operator`.
 
-    They end with this process at the latest. The operator pickles as a handle: if the launcher makes it, the
-    coordinator may die, and its successor finds the workers.
+    The workers end with this process at the latest. The operator pickles as a handle. If the launcher creates the
+    operator, a restarted coordinator finds the workers of the earlier coordinator.
 
     Args:
-        nodes: by role, makes the nodes of the workers.
-        transport: by which the workers are called, and this object by its handles.
-        address: of this object.
-        logs, hang_timeout, backoff: see `Supervisor`.
+        nodes: For each role, a function that makes a worker's node.
+        transport: Transport for calls to the workers and to this object.
+        address: Address of this object.
+        logs, hang_timeout, backoff: See `Supervisor`.
     """
 
     every, grace = _EVERY, _GRACE
@@ -73,7 +73,7 @@ class SupervisedOperator(Supervisor):
     def scale(self, role: Role, n: int) -> None:
         """See `Operator`."""
         if n and role not in self._nodes:
-            raise UsageError(f"There are no workers of the role {role!r}, only {', '.join(self._nodes)}.")
+            raise UsageError(f"This operator has no workers of the role {role!r}, only {', '.join(self._nodes)}.")
         with self.lock:
             self._wanted[role] = n
             self._adjust_slots(role)
@@ -111,7 +111,7 @@ class SupervisedOperator(Supervisor):
             self.step()
 
     def _adjust_slots(self, role: Role) -> None:
-        """Want as many slots as are asked for; a running one is never given up here."""
+        """Add or remove slots until their number is as requested. Never remove a slot with a running worker."""
         slots = [
             slot for slot in self.slots.values() if _role_of(slot) == role and slot.state not in ("ENDING", "ENDED")
         ]
@@ -136,10 +136,10 @@ class SupervisedOperator(Supervisor):
         return self.slots.setdefault(name, Slot(name, functools.partial(self._nodes[role], index)))
 
     def start(self, slot: Slot) -> None:
-        """Start the next incarnation of a worker; later, if that fails."""
+        """Start the next incarnation of a worker. If that fails, try again later."""
         try:
             super().start(slot)
-        except Exception as error:  # no room for a process, or any error of Ray: the other workers need this thread
+        except Exception as error:  # such as no memory, or an error of Ray; the other workers need this thread
             slot.deaths += 1
             slot.problem = f"{slot.name} could not be started: {type(error).__name__}: {error}."
             self.restart_later(slot)
@@ -150,7 +150,7 @@ class SupervisedOperator(Supervisor):
             reason = _exit_reason(running)
             slot.problem = f"{slot.name} {reason}"
             self.node_logs.warn(slot.name, f"(incarnation {slot.incarnation}) {reason}")
-        running.send(signal.SIGKILL)  # to the processes that it started, and left
+        running.send(signal.SIGKILL)  # kills processes that the worker started and left running
         if state != "ENDING":
             self.count_death(slot, running)
             self.restart_later(slot)
@@ -160,13 +160,13 @@ class SupervisedOperator(Supervisor):
         running, problem = slot.running, slot.problem
         info = WorkerInfo(_role_of(slot), int(slot.name.partition("/")[2]), slot.incarnation, is_live=False)
         if slot.deaths > 1:
-            problem += f" It died {slot.deaths} times in succession."
+            problem += f" It died {slot.deaths} times in a row."
         if running is None:
             return dataclasses.replace(info, problem=problem)
         if running.uptime() > self.backoff.healthy:
             problem = ""
         if running.pid is None and running.uptime() > _START_WITHIN:
-            problem = f"{slot.name} has not been started by Ray yet: its nodes may have no CPU to spare."
+            problem = f"Ray has not started {slot.name} yet: its nodes may have no free CPU."
         return dataclasses.replace(
             info,
             address=running.serves_at,
@@ -178,12 +178,12 @@ class SupervisedOperator(Supervisor):
 
 
 class OperatorHandle:
-    """An operator in another process. See `Operator`.
+    """A handle to an operator in another process. See `Operator`.
 
     Args:
-        kind: the name of its class.
-        address: at which it is called.
-        transport: by which it and its workers are called.
+        kind: Name of the operator's class.
+        address: Address of the operator.
+        transport: Transport for calls to the operator and its workers.
     """
 
     every, grace = _EVERY, _GRACE
@@ -209,7 +209,7 @@ class OperatorHandle:
         self._operator.release(key)
 
     def close(self) -> None:
-        """See `Operator`: the workers belong to the other process."""
+        """Do nothing: the workers belong to the other process."""
 
 
 def _role_of(slot: Slot) -> Role:

@@ -202,9 +202,9 @@ def test_a_worker_that_cannot_be_made_shows_its_traceback_and_is_tried_less_and_
     lives = tmp_path / "lives"
     one = local({"collector": workers.Counts(str(lives))}, backoff=Backoff(first=0.1, longest=600.0))
     one.operator.scale("collector", 1)
-    problem = wait_until(
-        lambda: re.search(r".*[3-9] times in succession", one.operator.problems().get("collector/0", ""))
-    )[0]
+    problem = wait_until(lambda: re.search(r".*[3-9] times in a row", one.operator.problems().get("collector/0", "")))[
+        0
+    ]
     assert lives.read_text().split()[:3] == ["0", "1", "2"]
     assert "failed with exit code 1" in problem and "RuntimeError: cannot live" in problem
     assert "[collector/0] RuntimeError: cannot live" in one.output.getvalue().splitlines()
