@@ -1,4 +1,4 @@
-"""A world for the state machine, in simulated time: workers, an operator, a buffer and a param store.
+"""A sim for the state machine, in simulated time: workers, an operator, a buffer and a param store.
 
 The workers keep to the protocol (one piece of work at a time, the last reply kept, older calls refused), the operator
 to that of `LocalOperator`, and everything checks what it is handed: what must never happen raises AssertionError.
@@ -135,8 +135,8 @@ class Work:
 class SimWorker:
     """One process. Work is done when somebody looks, and is as far as the time is then."""
 
-    def __init__(self, world: Simulation, worker_id: str, role: str, index: int, incarnation: int) -> None:
-        self.world, self.worker_id, self.role, self.index, self.incarnation = world, worker_id, role, index, incarnation
+    def __init__(self, sim: Simulation, worker_id: str, role: str, index: int, incarnation: int) -> None:
+        self.sim, self.worker_id, self.role, self.index, self.incarnation = sim, worker_id, role, index, incarnation
         self.address: str | None = None
         self.is_dead = self.is_stopped = self.is_doomed = False
         self.heard: list[Callable[[], None]] = []  # while it was stopped
@@ -209,8 +209,8 @@ class SimWorker:
             assert work.reply is not None
             return work.reply
         self.max_seq = header.seq
-        takes = self.world.work_seconds(method, self)
-        self.work = Work(header, method, lambda: self._do(method, header, args), self.world.now + takes)
+        takes = self.sim.work_seconds(method, self)
+        self.work = Work(header, method, lambda: self._do(method, header, args), self.sim.now + takes)
         self._work_on(header.seq)
         return self.work.reply or NotReady()
 
@@ -224,7 +224,7 @@ class SimWorker:
             return
         if work.found_nothing and asked_by != work.header.seq:
             return
-        if self.world.now < work.done_at and not (self.ends_waits and work.method == "learn"):
+        if self.sim.now < work.done_at and not (self.ends_waits and work.method == "learn"):
             return
         if self.fails is not None:
             work.reply, self.fails = self.fails, None
@@ -239,7 +239,7 @@ class SimWorker:
         if method == "start_task":
             return self._start(header, args[0])
         if method == "data_demand":
-            return Demand(self.world.rng.choice([0, 1, 3, 8]))
+            return Demand(self.sim.rng.choice([0, 1, 3, 8]))
         if method == "learn":
             return self._learn(args[0])
         if method == "get_data":
@@ -253,26 +253,26 @@ class SimWorker:
         if self.started is not None and self.task == (header.task_id, header.attempt):
             return self.started
         self.task, self.start, self.result, self.ends_waits = (header.task_id, header.attempt), start, None, False
-        self.world.check_one_live_attempt(self)
+        self.sim.check_one_live_attempt(self)
         info: dict[str, Any] = {}
         if self.role == "learner":
             assert start.kind == "learn"
-            attempt, opened = (start.options["epoch"], header.attempt), self.world.opened.get(start.policy_id, (-1, 0))
+            attempt, opened = (start.options["epoch"], header.attempt), self.sim.opened.get(start.policy_id, (-1, 0))
             assert attempt > opened, f"{self.key} begins as {attempt}, and {opened} has begun"
-            self.world.opened[start.policy_id] = attempt
-            self.steps, saved = self.world.checkpoint
-            self.version = max(saved, start.options["min_version"] + 1, self.world.store.newest + 1)
-            self.world.store.put(self.version)
-            self.world.learner_started = True
+            self.sim.opened[start.policy_id] = attempt
+            self.steps, saved = self.sim.checkpoint
+            self.version = max(saved, start.options["min_version"] + 1, self.sim.store.newest + 1)
+            self.sim.store.put(self.version)
+            self.sim.learner_started = True
             info = {"learner_steps": self.steps, "params_version": self.version}
         elif self.role == "collector":
             assert start.kind == "collect"
-            assert self.world.store.newest >= 0, "a collector started before there was a version"
-            self.rank_incarnation = next(self.world.claims)
+            assert self.sim.store.newest >= 0, "a collector started before there was a version"
+            self.rank_incarnation = next(self.sim.claims)
             self.counts = dict.fromkeys(self.counts, 0.0)
         else:
             assert start.kind == "evaluate"
-            assert start.options["params_version"] in self.world.store.pins, "a version that is not pinned"
+            assert start.options["params_version"] in self.sim.store.pins, "a version that is not pinned"
         self.started = Started(info)
         return self.started
 
@@ -282,32 +282,32 @@ class SimWorker:
         if request.batches is not None:
             assert len(request.batches) == request.count
             for batch in request.batches:
-                if self.world.rng.random() < 0.1:
+                if self.sim.rng.random() < 0.1:
                     dropped += 1
                 else:
                     taken.append(batch.keys)
         else:
-            while len(taken) < request.count and (keys := self.world.buffer.take()) is not None:
+            while len(taken) < request.count and (keys := self.sim.buffer.take()) is not None:
                 taken.append(keys)
             if request.count and not taken and not self.ends_waits:
                 return None
         if taken:
             self.steps += len(taken)
             self.version += len(taken)
-            self.world.store.put(self.version)
-        if request.save or self.world.rng.random() < 0.2:
-            self.world.checkpoint = (self.steps, self.version)
-            self.world.saved.add(self.version)
+            self.sim.store.put(self.version)
+        if request.save or self.sim.rng.random() < 0.2:
+            self.sim.checkpoint = (self.steps, self.version)
+            self.sim.saved.add(self.version)
         return Learned(self.version, self.steps, tuple(Update(keys) for keys in taken), dropped, {"loss": 1.0})
 
     def _collect(self) -> WorkerReply:
         steps = 10
-        self.world.buffer.add(steps, "collect")
+        self.sim.buffer.add(steps, "collect")
         self.counts["env_steps"] += steps
         self.counts["episodes"] += 1
         self.counts["return_sum"] += 5
         self.counts["length_sum"] += steps
-        return Collected(self._stats(), self.world.store.newest, waits=False, length=steps)
+        return Collected(self._stats(), self.sim.store.newest, waits=False, length=steps)
 
     def _stats(self) -> dict[str, Any]:
         logged = {"speed": [3.0 * self.counts["env_steps"], self.counts["env_steps"]]}
@@ -316,7 +316,7 @@ class SimWorker:
     def _evaluate(self) -> WorkerReply:
         assert self.start is not None
         version = self.start.options["params_version"]
-        assert version in self.world.store.pins, "its version is gone"
+        assert version in self.sim.store.pins, "its version is gone"
         values = {"return_mean": float(version), "return_std": 0.0, "length_mean": 1.0, "episodes": 1.0}
         return Evaluated(version, values)
 
@@ -324,7 +324,7 @@ class SimWorker:
         self.started = None if self.started is None else self.started
         if self.role == "learner":
             if final:
-                self.world.checkpoint = (self.steps, self.version)
+                self.sim.checkpoint = (self.steps, self.version)
             return {"learner_steps": self.steps, "params_version": self.version}
         return self._stats() if self.role == "collector" else {}
 
@@ -332,8 +332,8 @@ class SimWorker:
 class SimOperator:
     """Starts the dead again, the same index and the next incarnation; ends what is released or reported."""
 
-    def __init__(self, world: Simulation) -> None:
-        self.world = world
+    def __init__(self, sim: Simulation) -> None:
+        self.sim = sim
         self.wanted: dict[str, int] = {}
         self.slots: dict[str, SimWorker | None] = {}  # None: it is being started
         self.incarnations: dict[str, int] = {}
@@ -361,7 +361,7 @@ class SimOperator:
         worker = self.slots.get(key[0])
         if worker is not None and worker.key == key:
             del self.slots[key[0]]
-            self.world.later(0.5, lambda: self._end(worker))
+            self.sim.later(0.5, lambda: self._end(worker))
 
     def _end(self, worker: SimWorker) -> None:
         worker.is_dead = True
@@ -400,13 +400,13 @@ class SimOperator:
             if len(alive) >= self.wanted.get(role, 0):  # not wanted any more
                 del self.slots[worker_id]
                 return
-            worker = SimWorker(self.world, worker_id, role, index, incarnation)
+            worker = SimWorker(self.sim, worker_id, role, index, incarnation)
             self.slots[worker_id] = worker
-            self.world.all_workers.append(worker)
+            self.sim.all_workers.append(worker)
             if role not in self.never_comes:
-                self.world.later(self.world.rng.uniform(0.1, 2.0), lambda: setattr(worker, "address", worker_id))
+                self.sim.later(self.sim.rng.uniform(0.1, 2.0), lambda: setattr(worker, "address", worker_id))
 
-        self.world.later(self.world.rng.uniform(0.1, 1.0), up)
+        self.sim.later(self.sim.rng.uniform(0.1, 1.0), up)
 
 
 class Simulation:
@@ -442,7 +442,7 @@ class Simulation:
         self.opened: dict[str, tuple[int, int]] = {}  # policy -> (epoch, attempt) of its newest learner
         self.journal: dict[str, Any] | None = None
         self.journaled_at = -1e9
-        self.job: TrainingJob | None = None
+        self.maybe_job: TrainingJob | None = None
         self.life = 0
         self.loses_effects = False  # of the next event: the coordinator is killed after it has written its journal
         self._seen_states: dict[Any, Any] = {}
@@ -482,16 +482,16 @@ class Simulation:
     # --- the coordinator
 
     @property
-    def m(self) -> TrainingJob:
-        assert self.job is not None
-        return self.job
+    def job(self) -> TrainingJob:
+        assert self.maybe_job is not None
+        return self.maybe_job
 
     def start_coordinator(self) -> None:
-        if self.job is not None:
+        if self.maybe_job is not None:
             return
         self.life += 1
         saved = json.loads(json.dumps(self.journal)) if self.journal is not None else None
-        self.job = TrainingJob(
+        self.maybe_job = TrainingJob(
             self.commander,
             self.limits,
             self._wanted,
@@ -505,12 +505,12 @@ class Simulation:
         self.deliver(ev.Submitted())
 
     def kill_coordinator(self) -> None:
-        self.job = None
+        self.maybe_job = None
         self.life += 1
 
     def deliver(self, event: Any) -> None:
         """Something happens to the coordinator, where there is one."""
-        job = self.job
+        job = self.maybe_job
         if job is None:
             return
         before_over = is_over(job.state)
@@ -691,7 +691,7 @@ class Simulation:
         self._floor = self._floors(job.accounts)
 
     def _check_floor(self) -> None:
-        for name, value in self._floors(self.m.accounts).items():
+        for name, value in self._floors(self.job.accounts).items():
             assert value >= self._floor.get(name, value), f"{name} fell to {value} from {self._floor[name]}"
 
     def _check(self, job: TrainingJob) -> None:
