@@ -300,9 +300,8 @@ def test_counters_do_not_fall_when_the_coordinator_restarts(coordinators: Coordi
     assert after["coordinator_restarts"] == 1 and after["evaluated_version"] == before["evaluated_version"]
     wait_until(lambda: job(second)["learner_steps"] > before["learner_steps"] + 10, "training")
     assert all(second.status()["accounts"][name] >= value for name, value in accounts.items())
-    assert {worker.incarnation for worker in coordinators.cluster.operator.workers.values()} == {
-        0
-    }  # the workers continued
+    # The workers continued.
+    assert {worker.incarnation for worker in coordinators.cluster.operator.workers.values()} == {0}
     assert second.status()["wanted"]["collector"] == 2
     assert second.events(numbers[-1])[0]["number"] == numbers[-1] + 1
 

@@ -1,4 +1,4 @@
-"""Whole jobs, in simulated time."""
+"""Tests of whole jobs in simulated time."""
 
 from __future__ import annotations
 
@@ -36,13 +36,17 @@ def learner(sim: Simulation):
 
 
 @pytest.mark.parametrize("by_key", [True, False])
-def test_a_job_ends_at_its_limit_with_its_last_version_evaluated(by_key: bool) -> None:
+def test_job_ends_at_its_limit_and_evaluates_its_last_version(by_key: bool) -> None:
     sim = Simulation(by_key=by_key, commander=TrainOne(env_steps=1000, eval_every=300))
     assert sim.run(200.0, lambda: sim.is_over)
     accounts = sim.job.accounts
     assert not sim.over[0].failed and sim.over[0].reason == "1,000 of 1,000 environment steps were taken"
     assert accounts.env_steps >= 1000 and accounts.learned > 0 and accounts.lost == 0
-    assert accounts.evaluations[-1][1:] == [sim.store.newest, sim.store.newest]  # the mean is the version here
+    # In the simulation the mean return is the version.
+    assert accounts.evaluations[-1][1:] == [
+        sim.store.newest,
+        sim.store.newest,
+    ]
     assert sim.job.ending is not None and sim.job.ending.evaluation["params_version"] == sim.store.newest
     assert sim.checkpoint == (accounts.learner_steps, sim.store.newest)  # the final policy was saved
     assert len(accounts.evaluations) >= 3 and not sim.store.pins and not sim.buffer.out
@@ -50,7 +54,7 @@ def test_a_job_ends_at_its_limit_with_its_last_version_evaluated(by_key: bool) -
 
 
 @pytest.mark.parametrize("by_key", [True, False])
-def test_an_evaluation_during_a_job_is_of_a_version_that_a_checkpoint_holds(by_key: bool) -> None:
+def test_each_evaluated_version_is_in_a_checkpoint(by_key: bool) -> None:
     sim = Simulation(by_key=by_key, commander=TrainOne(env_steps=1000, eval_every=100))
     assert sim.run(200.0, lambda: sim.is_over)
     versions = [version for _, _, version in sim.job.accounts.evaluations]
@@ -58,7 +62,7 @@ def test_an_evaluation_during_a_job_is_of_a_version_that_a_checkpoint_holds(by_k
 
 
 @pytest.mark.parametrize("by_key", [True, False])
-def test_the_learner_of_a_paused_job_saves_for_an_evaluation(by_key: bool) -> None:
+def test_learner_of_a_paused_job_saves_before_an_evaluation(by_key: bool) -> None:
     sim = running(by_key=by_key)
     sim.deliver(ev.PauseRequested(True))
     sim.run(10.0)
@@ -68,7 +72,7 @@ def test_the_learner_of_a_paused_job_saves_for_an_evaluation(by_key: bool) -> No
     assert sim.job.state is JobState.PAUSED and sim.job.accounts.lost == 0
 
 
-def test_an_evaluation_waits_for_the_learner_that_replaces_a_dead_one() -> None:
+def test_evaluation_waits_for_the_replacement_of_a_dead_learner() -> None:
     sim = running()
     sim.deliver(ev.EvaluationRequested())
     sim.kill(learner(sim))
@@ -76,12 +80,12 @@ def test_an_evaluation_waits_for_the_learner_that_replaces_a_dead_one() -> None:
     assert sim.job.accounts.evaluations[-1][2] in sim.saved
 
 
-@pytest.mark.parametrize("fault", ["dies and is not replaced", "hangs and is not lost for that"])
-def test_an_evaluation_waits_for_a_learner_that_saves_no_longer_than_its_deadline(fault: str) -> None:
+@pytest.mark.parametrize("fault", ["dies", "hangs"])
+def test_evaluation_starts_without_a_save_after_the_deadline(fault: str) -> None:
     sim = running(limits=dataclasses.replace(LIMITS, lost_after=math.inf, lost_after_starting=math.inf))
     sim.deliver(ev.EvaluationRequested())
     assert sim.run(60.0, lambda: not sim.job.tasks.open("evaluate"))
-    if fault == "hangs and is not lost for that":
+    if fault == "hangs":
         sim.stop(learner(sim))
     else:
         sim.operator.is_out = True
@@ -90,11 +94,11 @@ def test_an_evaluation_waits_for_a_learner_that_saves_no_longer_than_its_deadlin
     began = sim.now
     assert sim.run(300.0, lambda: len(sim.job.accounts.evaluations) == 2)
     assert LIMITS.progress_deadline <= sim.now - began < LIMITS.progress_deadline + 20.0
-    said = [note.text for note in sim.notes if "starts without a checkpoint of its version" in note.text]
-    assert len(said) == 1 and "no learner saved main within 120 s" in said[0]
+    texts = [note.text for note in sim.notes if "starts without a checkpoint of its version" in note.text]
+    assert len(texts) == 1 and "no learner saved main within 120 s" in texts[0]
 
 
-def test_calls_are_made_in_the_order_of_the_diagram() -> None:
+def test_calls_have_the_documented_order() -> None:
     sim = Simulation(commander=TrainOne(env_steps=100))
     assert sim.run(200.0, lambda: sim.is_over)
     asked = methods(sim, "learner")
@@ -104,14 +108,15 @@ def test_calls_are_made_in_the_order_of_the_diagram() -> None:
     assert set(methods(sim, "collector")[1:-1]) == {"get_data"}
     assert methods(sim, "evaluator") == ["start_task", "get_data", "close_task"]
     first = next(send for send in sim.sent if send.header is not None and send.worker_id == "collector/0")
+    # `Simulation` checks that a learner had started before.
     assert (first.method, sim.sent[0].method) == (
         "start_task",
         "ping",
-    )  # `Simulation` checks that a learner had started
+    )
 
 
 def methods(sim: Simulation, role: str) -> list[str]:
-    """Of each new call."""
+    """Return the method of each call to the workers of a role, without repeated calls."""
     found, seqs = [], set()
     for send in sim.sent:
         if send.header is not None and send.worker_id.startswith(role) and send.header.seq not in seqs:
@@ -120,7 +125,7 @@ def methods(sim: Simulation, role: str) -> list[str]:
     return found
 
 
-def test_collectors_are_scaled_up_and_down_while_it_trains() -> None:
+def test_collectors_are_scaled_up_and_down_during_training() -> None:
     sim = running(1)
     sim.deliver(ev.ScaleRequested("collector", 4))
     assert sim.run(30.0, lambda: at_work(sim) == 4)
@@ -135,7 +140,7 @@ def test_collectors_are_scaled_up_and_down_while_it_trains() -> None:
 
 @pytest.mark.parametrize("role", ["learner", "collector"])
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_worker_that_dies_or_hangs_is_replaced_at_its_index(role: str, how: str) -> None:
+def test_dead_or_hanging_worker_is_replaced_at_its_index(role: str, how: str) -> None:
     sim = running(2)
     worker = sim.live(role)[0]
     getattr(sim, how)(worker)
@@ -146,13 +151,13 @@ def test_a_worker_that_dies_or_hangs_is_replaced_at_its_index(role: str, how: st
     new = sim.job.roster.newest(worker.worker_id)
     assert new.incarnation == worker.incarnation + 1 and new.state is WorkerState.BUSY
     assert sim.job.accounts.restarts == 1
-    sim.resume(worker)  # the old one changes nothing any more
+    sim.resume(worker)  # the old process has no effect
     sim.run(5.0)
     assert sim.job.roster.newest(worker.worker_id) is new
 
 
 @pytest.mark.parametrize("method", ["get_data", "ping"])
-def test_a_worker_at_whose_address_another_answers_is_lost_and_its_task_has_not_failed(method: str) -> None:
+def test_reply_of_another_worker_marks_the_worker_as_lost_without_a_failure(method: str) -> None:
     sim = running(1)
     (worker,) = (known for known in sim.job.roster if known.role == "collector")
     (task,) = sim.job.tasks.open("collect")
@@ -166,7 +171,7 @@ def test_a_worker_at_whose_address_another_answers_is_lost_and_its_task_has_not_
     assert sim.run(30.0, lambda: at_work(sim) == 1)
 
 
-def test_a_worker_that_hangs_is_suspect_first_and_comes_back() -> None:
+def test_silent_worker_is_suspect_until_it_replies() -> None:
     sim = running(1)
     worker = sim.live("collector")[0]
     sim.stop(worker)
@@ -182,7 +187,7 @@ def state(sim: Simulation, worker_id: str) -> WorkerState:
     return worker.state
 
 
-def test_a_worker_that_answers_has_its_call_repeated_until_its_supervisor_ends_it() -> None:
+def test_call_of_a_slow_worker_is_repeated_until_the_worker_ends() -> None:
     sim = running(1)
     slow = sim.live("collector")[0]
     seconds = sim.work_seconds
@@ -193,21 +198,21 @@ def test_a_worker_that_answers_has_its_call_repeated_until_its_supervisor_ends_i
     assert sim.run(30.0, lambda: sim.job.accounts.restarts == 1 and at_work(sim) == 1)
 
 
-def test_training_goes_on_while_the_operator_is_away_and_is_reconciled_after() -> None:
+def test_training_continues_during_an_operator_outage_and_requests_are_met_after_it() -> None:
     sim = running(2)
     sim.operator.is_out = True
     sim.kill(sim.live("collector")[1])
     steps = sim.job.accounts.env_steps
     sim.run(40.0)
     assert sim.job.accounts.env_steps > steps and sim.job.operator.problem
-    assert at_work(sim) == 1  # nobody replaces it
+    assert at_work(sim) == 1  # no replacement during the outage
     sim.deliver(ev.ScaleRequested("collector", 3))
     sim.operator.is_out = False
     assert sim.run(30.0, lambda: at_work(sim) == 3)
     assert sim.job.operator.problem == ""
 
 
-def test_a_pause_stops_collecting_and_learning_until_it_is_resumed() -> None:
+def test_pause_stops_collecting_and_learning() -> None:
     sim = running(2)
     sim.deliver(ev.PauseRequested(True))
     sim.run(3.0)
@@ -222,7 +227,7 @@ def test_a_pause_stops_collecting_and_learning_until_it_is_resumed() -> None:
 
 @pytest.mark.parametrize("after", [0.0, 0.3, 1.5, 4.0, 20.0])
 @pytest.mark.parametrize("is_out", [True, False])
-def test_a_job_can_be_cancelled_at_any_time_and_ends_soon(after: float, is_out: bool) -> None:
+def test_job_can_be_cancelled_at_any_time_and_ends_soon(after: float, is_out: bool) -> None:
     sim = Simulation(commander=ENDLESS)
     sim.operator.is_out = is_out
     sim.run(after)
@@ -231,7 +236,7 @@ def test_a_job_can_be_cancelled_at_any_time_and_ends_soon(after: float, is_out: 
     assert (sim.over[0].failed, sim.over[0].reason) == (False, "enough")
 
 
-def test_a_stop_is_sticky() -> None:
+def test_later_requests_and_a_restart_do_not_undo_a_stop() -> None:
     sim = running(1)
     sim.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
     sim.deliver(ev.PauseRequested(False))
@@ -244,7 +249,7 @@ def test_a_stop_is_sticky() -> None:
     assert sim.over == [ev.Over(False, "enough")]
 
 
-def test_a_restarted_coordinator_adopts_the_workers_that_went_on() -> None:
+def test_restarted_coordinator_adopts_running_workers() -> None:
     sim = running(2)
     keys = sorted(worker.key for worker in sim.live())
     steps, learned = sim.job.accounts.env_steps, sim.job.accounts.learned
@@ -260,7 +265,7 @@ def test_a_restarted_coordinator_adopts_the_workers_that_went_on() -> None:
 
 
 @pytest.mark.parametrize("is_replaced_meanwhile", [True, False])
-def test_workers_that_end_while_the_coordinator_is_away_are_counted_as_restarts(is_replaced_meanwhile: bool) -> None:
+def test_workers_that_end_without_a_coordinator_are_counted_as_restarts(is_replaced_meanwhile: bool) -> None:
     sim = running(2)
     lost = [learner(sim), sim.live("collector")[1]]
     sim.kill_coordinator()
@@ -278,10 +283,10 @@ def test_workers_that_end_while_the_coordinator_is_away_are_counted_as_restarts(
     sim.kill_coordinator()
     sim.start_coordinator()
     sim.run(5.0)
-    assert sim.job.accounts.restarts == 2  # each once
+    assert sim.job.accounts.restarts == 2  # each is counted once
 
 
-def test_workers_that_ended_are_counted_by_a_coordinator_whose_predecessor_had_not_heard_of_the_operator() -> None:
+def test_ended_workers_are_counted_after_two_restarts_and_an_operator_outage() -> None:
     sim = running(2)
     sim.kill_coordinator()
     sim.kill(sim.live("collector")[0])
@@ -296,7 +301,7 @@ def test_workers_that_ended_are_counted_by_a_coordinator_whose_predecessor_had_n
     assert sim.job.accounts.restarts == 1
 
 
-def test_a_restart_in_the_ending_still_takes_the_closing_results() -> None:
+def test_coordinator_restarted_during_the_ending_counts_the_closing_results() -> None:
     sim = running(2)
     sim.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
     sim.kill_coordinator()
@@ -307,7 +312,7 @@ def test_a_restart_in_the_ending_still_takes_the_closing_results() -> None:
     assert sim.checkpoint == (sim.job.accounts.learner_steps, sim.store.newest)
 
 
-def test_an_evaluation_whose_worker_dies_is_done_again_at_the_same_version() -> None:
+def test_evaluation_of_a_dead_worker_is_retried_with_the_same_version() -> None:
     sim = running(1)
     sim.deliver(ev.EvaluationRequested())
     assert sim.run(30.0, lambda: any(t.state is TaskState.RUNNING for t in sim.job.tasks.open("evaluate")))
@@ -319,7 +324,7 @@ def test_an_evaluation_whose_worker_dies_is_done_again_at_the_same_version() -> 
     assert not sim.store.pins
 
 
-def test_connections_are_closed_before_the_operator_is_left() -> None:
+def test_connections_are_dropped_before_the_workers_are_ended() -> None:
     sim = running(2)
     effects: list[object] = []
     execute = sim._execute
@@ -335,7 +340,7 @@ def test_connections_are_closed_before_the_operator_is_left() -> None:
     assert {worker.state for worker in sim.job.roster} == {WorkerState.GONE}
 
 
-def test_a_learner_lost_while_the_job_drains_comes_back_and_saves() -> None:
+def test_learner_lost_during_the_ending_is_replaced_and_saves() -> None:
     sim = running(1)
     sim.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
     sim.kill(learner(sim))
@@ -346,14 +351,14 @@ def test_a_learner_lost_while_the_job_drains_comes_back_and_saves() -> None:
     assert set(closed) == {1}
 
 
-def test_a_failure_for_good_fails_the_job_at_once() -> None:
+def test_permanent_failure_fails_the_job_at_once() -> None:
     sim = running(1)
     learner(sim).fails = Failed("UsageError", "no such agent", is_permanent=True)
     assert sim.run(60.0, lambda: sim.is_over)
     assert sim.over == [ev.Over(True, "learn/1 failed: UsageError: no such agent")]
 
 
-def test_a_learner_that_cannot_save_in_the_ending_fails_the_job() -> None:
+def test_failed_last_save_fails_the_job() -> None:
     sim = running(1)
     sim.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
     learner(sim).fails = Failed("CheckpointError", "no room", is_permanent=True)
@@ -361,7 +366,7 @@ def test_a_learner_that_cannot_save_in_the_ending_fails_the_job() -> None:
     assert sim.over == [ev.Over(True, "enough; but learn/1 failed: CheckpointError: no room")]
 
 
-def test_a_task_that_fails_too_often_fails_the_job() -> None:
+def test_task_that_fails_too_often_fails_the_job() -> None:
     sim = running(1)
 
     def boom(method: str, worker: object) -> float:
@@ -374,7 +379,7 @@ def test_a_task_that_fails_too_often_fails_the_job() -> None:
     assert sim.over[0].failed and "failed 6 times: ValueError: boom" in sim.over[0].reason
 
 
-def test_workers_that_never_come_fail_the_job() -> None:
+def test_workers_that_never_start_fail_the_job() -> None:
     sim = Simulation(limits=Limits(starting_deadline=60.0, max_failures=2), commander=ENDLESS)
     sim.operator.never_comes.add("learner")
     assert sim.run(300.0, lambda: sim.is_over)
@@ -382,7 +387,7 @@ def test_workers_that_never_come_fail_the_job() -> None:
 
 
 @pytest.mark.parametrize("role", ["learner", "collector"])
-def test_a_job_whose_operator_lists_nobody_of_a_role_fails(role: str) -> None:
+def test_job_fails_if_the_operator_never_lists_a_required_role(role: str) -> None:
     sim = Simulation(commander=ENDLESS)
     sim.operator.never_starts.add(role)
     assert not sim.run(LIMITS.starting_deadline - 1.0, lambda: sim.is_over)
@@ -391,7 +396,7 @@ def test_a_job_whose_operator_lists_nobody_of_a_role_fails(role: str) -> None:
     assert sim.over == [ev.Over(True, why)]
 
 
-def test_a_job_whose_operator_never_answers_fails() -> None:
+def test_job_fails_if_the_operator_never_answers() -> None:
     sim = Simulation(commander=ENDLESS)
     sim.operator.is_out = True
     assert not sim.run(LIMITS.starting_deadline - 1.0, lambda: sim.is_over)
@@ -400,7 +405,7 @@ def test_a_job_whose_operator_never_answers_fails() -> None:
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_an_outage_of_the_operator_is_waited_for_in_a_run(restarts: bool) -> None:
+def test_operator_outage_during_a_run_does_not_fail_the_job(restarts: bool) -> None:
     sim = running(1, limits=dataclasses.replace(LIMITS, starting_deadline=20.0))
     sim.operator.is_out = True
     if restarts:
@@ -414,7 +419,7 @@ def test_an_outage_of_the_operator_is_waited_for_in_a_run(restarts: bool) -> Non
     assert sim.run(30.0, lambda: sim.job.state is JobState.RUNNING and at_work(sim) == 1)
 
 
-def test_a_replay_buffer_that_raises_is_asked_again_and_not_for_ever() -> None:
+def test_failing_replay_buffer_is_retried_until_the_deadline() -> None:
     sim = running(1)
     sim.buffer.raises = "OSError: it is full"
     sim.run(20.0)
@@ -430,14 +435,14 @@ def test_a_replay_buffer_that_raises_is_asked_again_and_not_for_ever() -> None:
     assert sim.over == [ev.Over(True, "no batch could be drawn from the replay buffer for 120 s: OSError: it is gone")]
 
 
-def test_wall_time_ends_a_job_to_which_nobody_comes() -> None:
+def test_time_limit_ends_a_job_without_workers() -> None:
     sim = Simulation(commander=TrainOne(seconds=20.0))
     sim.operator.is_out = True
     assert sim.run(60.0, lambda: sim.is_over)
     assert sim.over == [ev.Over(False, "20 of 20 s are over")]
 
 
-def test_a_learner_told_to_restore_starts_again_above_the_versions_that_were() -> None:
+def test_restored_learner_publishes_above_earlier_versions() -> None:
     sim = running(1)
     newest = sim.store.newest
     sim.deliver(ev.RestoreRequested())
@@ -446,7 +451,7 @@ def test_a_learner_told_to_restore_starts_again_above_the_versions_that_were() -
     assert sim.job.accounts.restarts == 0
 
 
-def test_what_was_lost_is_counted() -> None:
+def test_lost_batches_are_counted() -> None:
     sim = running(1)
     assert sim.run(20.0, lambda: sim.job.tasks.open("learn")[0].granted > 0)
     granted = sim.job.tasks.open("learn")[0].granted
@@ -455,7 +460,7 @@ def test_what_was_lost_is_counted() -> None:
     assert sim.job.accounts.lost == granted and not sim.buffer.out
 
 
-def test_nobody_is_lost_where_that_is_turned_off() -> None:
+def test_infinite_lost_after_marks_no_worker_as_lost() -> None:
     limits = dataclasses.replace(LIMITS, lost_after=math.inf, lost_after_starting=math.inf)
     sim = running(1, limits=limits)
     sim.stop(sim.live("collector")[0])
@@ -464,7 +469,7 @@ def test_nobody_is_lost_where_that_is_turned_off() -> None:
 
 
 class Curriculum(TrainOne):
-    """Makes the environment harder after a number of steps, and gives each collector its own exploration."""
+    """A commander that makes the environment harder over time, and sets the exploration of each collector."""
 
     def task(self, role, index, view):
         stage = view.env_steps // 1000
@@ -474,12 +479,12 @@ class Curriculum(TrainOne):
         return StartTask("collect", "main", overrides=overrides) if stage < 4 or index == 0 else None
 
 
-def test_a_worker_has_another_task_when_the_commander_says_so_and_only_then() -> None:
+def test_tasks_change_only_when_the_commander_changes_them() -> None:
     sim = running(2, commander=Curriculum(env_steps=10**9))
     of = {task.index: task for task in sim.job.tasks.open("collect")}
     assert of[1].start.overrides == {"env": {"level": 0}, "collector": {"epsilon": 0.5}}
     assert sim.run(60.0, lambda: sim.job.accounts.env_steps > 900) and len(list(sim.job.tasks)) == 3
-    sim.kill(sim.live("collector")[1])  # its successor is told the same
+    sim.kill(sim.live("collector")[1])  # the replacement gets the same task
     assert sim.run(60.0, lambda: of[1].attempt == 1 and at_work(sim) == 2)
     assert sim.run(60.0, lambda: sim.job.accounts.env_steps > 3200 and at_work(sim) == 2)
     assert all(task.start.overrides["env"] == {"level": 3} for task in sim.job.tasks.open("collect"))
@@ -487,12 +492,12 @@ def test_a_worker_has_another_task_when_the_commander_says_so_and_only_then() ->
     first, second = (task for task in sim.job.tasks if task.kind == "learn")
     assert first.state is TaskState.SUCCEEDED and second.state is TaskState.RUNNING
     assert second.start.overrides == {"policy": {"learning_rate": 0.05}}
-    assert sim.checkpoint[0] > 0  # it was saved for the second
+    assert sim.checkpoint[0] > 0  # the first task saved for the second
     assert sim.run(60.0, lambda: sim.job.accounts.env_steps > 4200)
     assert [task.index for task in sim.job.tasks.open("collect")] == [0]
 
 
-def test_a_restarted_coordinator_finds_the_overrides_of_the_tasks_that_went_on() -> None:
+def test_restarted_coordinator_keeps_the_overrides_of_running_tasks() -> None:
     sim = running(2, commander=Curriculum(env_steps=10**9))
     before = {task.task_id: task.start.overrides for task in sim.job.tasks}
     sim.kill_coordinator()
@@ -502,7 +507,7 @@ def test_a_restarted_coordinator_finds_the_overrides_of_the_tasks_that_went_on()
     assert not [note for note in sim.notes if note.kind == "closed"]
 
 
-def test_the_example_of_the_package_a_collector_dies_and_its_successor_gets_the_task() -> None:
+def test_example_in_the_package_docstring() -> None:
     job = TrainingJob(ENDLESS, LIMITS, {"learner": 1, "collector": 1}, by_key=False, now=0.0)
     effects: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""The machine over random schedules. What must always hold is checked by `sim.Simulation` with every event."""
+"""Property tests of the state machine with random events. `Simulation` checks the invariants after each event."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlframe.coordinator.states import JobState, TaskState, WorkerState, is_over
 from rlframe.stop_conditions import StopReason
 from tests.coordinator.core.simulation import Simulation
 
-# RLFRAME_SCHEDULES=2000 for a long look.
+# Set RLFRAME_SCHEDULES=2000 for a long test.
 SCHEDULES = int(os.environ.get("RLFRAME_SCHEDULES", "8"))
 ENDLESS = 10**9
 
@@ -25,7 +25,7 @@ which = st.integers(0, 7)
 
 
 class Curriculum(TrainOne):
-    """Wants other tasks a few times."""
+    """A commander that changes the tasks a few times."""
 
     def task(self, role: Any, index: int, view: Any) -> StartTask | None:
         start, stage = super().task(role, index, view), min(view.env_steps // 200, 3)
@@ -34,7 +34,7 @@ class Curriculum(TrainOne):
 
 
 class Schedules(RuleBasedStateMachine):
-    """Whatever may happen to a job, in any order, and then a while in which nothing does."""
+    """Random sequences of requests and failures, followed by a time without failures."""
 
     @initialize(
         seed=st.integers(0, 2**16),
@@ -89,7 +89,7 @@ class Schedules(RuleBasedStateMachine):
         self.sim.deliver(ev.RestoreRequested())
 
     @rule(n=which)
-    def say_an_old_answer_again(self, n: int) -> None:
+    def repeat_an_old_reply(self, n: int) -> None:
         if self.sim.old_answers:
             self.sim.deliver(self.sim.old_answers[n % len(self.sim.old_answers)])
 
@@ -118,7 +118,7 @@ class Schedules(RuleBasedStateMachine):
 
 
 def check_that_it_recovers(sim: Simulation, *, endless: bool, cancelled: bool) -> None:
-    """Once nothing goes wrong any more the job works, and ends as it should."""
+    """Check that without failures the job runs and ends."""
     sim.operator.is_out, sim.trouble, sim.loses_effects = False, 0.0, False
     resumed = [worker for worker in sim.all_workers if worker.is_stopped]
     for worker in resumed:
@@ -139,7 +139,7 @@ def check_that_it_recovers(sim: Simulation, *, endless: bool, cancelled: bool) -
     assert not over.failed or "failed" in over.reason or "did not" in over.reason, over
     assert all(is_over(task.state) for task in sim.job.tasks)
     assert not sim.live()
-    if sim.life == 1:  # what a coordinator that was killed had just begun is not all known to the next
+    if sim.life == 1:  # a restarted coordinator may not have recorded the last effects
         assert not sim.store.pins and sim.pinned == sim.unpinned
         if sim.by_key:
             assert not sim.buffer.out and sim.buffer.settled == sim.buffer.drawn

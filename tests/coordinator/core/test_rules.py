@@ -1,4 +1,4 @@
-"""Rules of the machine that whole jobs and random schedules seldom meet, one by one."""
+"""Tests of single rules of the state machine."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def calls(sim: Simulation, worker_id: str, since: int = 0) -> list[str]:
     return [s.method for s in sim.sent[since:] if s.worker_id == worker_id and s.header is not None]
 
 
-# --- what comes next
+# --- the next call
 
 
-def test_a_collector_that_comes_in_a_pause_waits_for_its_end() -> None:
+def test_collector_that_connects_during_a_pause_starts_after_it() -> None:
     sim = running(1)
     sim.deliver(ev.PauseRequested(True))
     sim.deliver(ev.ScaleRequested("collector", 2))
@@ -50,7 +50,7 @@ def test_a_collector_that_comes_in_a_pause_waits_for_its_end() -> None:
     assert sim.run(10.0, lambda: at_work(sim) == 2)
 
 
-def test_a_learner_that_is_to_go_closes_once_its_batches_are_drawn() -> None:
+def test_released_learner_closes_after_its_pending_draw() -> None:
     sim = running(1)
     (task,) = sim.job.tasks.open("learn")
     assert sim.run(20.0, lambda: task.drawing is not None)
@@ -62,23 +62,22 @@ def test_a_learner_that_is_to_go_closes_once_its_batches_are_drawn() -> None:
     assert task.state is TaskState.SUCCEEDED and not sim.buffer.out
 
 
-def test_what_is_drawn_for_a_learner_that_was_lost_meanwhile_is_settled() -> None:
+def test_batches_drawn_for_a_lost_learner_are_finished() -> None:
     sim = running(1)
     (task,) = sim.job.tasks.open("learn")
     enough = sim.buffer.BATCH
     assert sim.run(20.0, lambda: task.drawing is not None and len(sim.buffer.items) >= enough)
     header, lost = task.drawing, sim.job.accounts.lost
     sim.kill(learner(sim))
-    worker_tracking.update_from_list(
-        sim.job, sim.operator.list_workers()
-    )  # which misses it before the batches are here
+    # The list lacks the learner, and the batches arrive later.
+    worker_tracking.update_from_list(sim.job, sim.operator.list_workers())
     batch = sim.buffer.draw()
     assert batch is not None and header is not None
     sim.deliver(ev.BatchesDrawn(header, (batch,)))
     assert sim.job.accounts.lost == lost + 1 and int(batch.keys[0, 0]) not in sim.buffer.out
 
 
-def test_an_answer_that_comes_twice_is_asked_for_once() -> None:
+def test_duplicate_not_ready_reply_repeats_the_call_once() -> None:
     sim = running(1)
     worker = sim.job.roster.get("collector/0")
     assert worker is not None
@@ -92,7 +91,7 @@ def test_an_answer_that_comes_twice_is_asked_for_once() -> None:
 
 
 def starving(by_key: bool) -> Simulation:
-    """The learner waits for data: nothing that is collected reaches the buffer."""
+    """Return a simulation whose learner waits for data, because no collected data reaches the buffer."""
     sim = running(1, by_key=by_key)
     sim.buffer.add = lambda count, source: None  # type: ignore[method-assign]
     assert sim.run(30.0, lambda: sim.job.learner.waits_for == "data")
@@ -101,7 +100,7 @@ def starving(by_key: bool) -> Simulation:
 
 
 @pytest.mark.parametrize("by_key", [True, False])
-def test_who_waits_for_data_is_not_stuck(by_key: bool) -> None:
+def test_learner_that_waits_for_data_is_not_restarted(by_key: bool) -> None:
     sim = starving(by_key)
     waited = sim.job.learner.seconds_without_data(sim.now)
     sim.run(200.0)
@@ -109,7 +108,7 @@ def test_who_waits_for_data_is_not_stuck(by_key: bool) -> None:
     assert sim.job.learner.seconds_without_data(sim.now) - waited == pytest.approx(200.0, abs=0.5)
 
 
-def test_a_grant_that_nothing_came_of_is_taken_back_when_the_job_ends() -> None:
+def test_unused_grant_is_taken_back_when_the_job_ends() -> None:
     sim = starving(by_key=False)
     assert sim.job.tasks.open("learn")[0].granted > 0
     sim.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
@@ -118,7 +117,7 @@ def test_a_grant_that_nothing_came_of_is_taken_back_when_the_job_ends() -> None:
     assert accounts.lost == 0 and accounts.granted == accounts.learned + accounts.dropped
 
 
-def test_nothing_is_drawn_once_the_job_is_paused() -> None:
+def test_no_batch_is_drawn_during_a_pause() -> None:
     sim = running(1)
     worker = sim.job.roster.get("learner/0")
     assert worker is not None
@@ -130,7 +129,7 @@ def test_nothing_is_drawn_once_the_job_is_paused() -> None:
 
 
 @pytest.mark.parametrize("by_key", [True, False])
-def test_batches_that_a_learner_does_not_tell_of_are_counted_as_dropped_or_were_never_granted(by_key: bool) -> None:
+def test_unreported_batches_are_dropped_if_drawn_and_taken_back_if_granted(by_key: bool) -> None:
     sim = running(1, by_key=by_key)
     (task,), worker = sim.job.tasks.open("learn"), sim.job.roster.get("learner/0")
     assert worker is not None
@@ -146,7 +145,7 @@ def test_batches_that_a_learner_does_not_tell_of_are_counted_as_dropped_or_were_
     assert accounts.granted - now.granted == (0 if by_key else granted - 1)
 
 
-def test_a_collector_takes_the_task_of_its_own_index() -> None:
+def test_collector_gets_the_task_of_its_index() -> None:
     sim = running(3)
     for _ in range(4):
         for worker in sim.live("collector"):
@@ -157,7 +156,7 @@ def test_a_collector_takes_the_task_of_its_own_index() -> None:
         assert all(task.worker_id == f"collector/{task.index}" for task in sim.job.tasks.open("collect"))
 
 
-def test_a_learner_is_told_above_which_version_to_publish() -> None:
+def test_start_of_a_learner_contains_the_newest_version() -> None:
     sim = running(1)
     version = sim.job.accounts.params_version
     sim.kill(learner(sim))
@@ -168,7 +167,7 @@ def test_a_learner_is_told_above_which_version_to_publish() -> None:
     assert start.args[0].options["min_version"] == version > 0
 
 
-def test_a_learners_epoch_and_attempt_rise_with_each_that_follows_another() -> None:
+def test_epoch_and_attempt_of_learners_rise() -> None:
     sim = running(1)
     sim.kill(learner(sim))
     assert sim.run(30.0, lambda: sim.job.state is JobState.DEGRADED)
@@ -177,7 +176,7 @@ def test_a_learners_epoch_and_attempt_rise_with_each_that_follows_another() -> N
     sim.kill(learner(sim))
     sim.start_coordinator()
     assert sim.run(60.0, lambda: sim.job.state is JobState.RUNNING)
-    sim.deliver(ev.ScaleRequested("learner", 0))  # the task is closed: the next one's attempts begin anew
+    sim.deliver(ev.ScaleRequested("learner", 0))  # the task is closed; the next task counts its attempts from 0
     assert sim.run(30.0, lambda: not sim.job.tasks.open("learn"))
     sim.deliver(ev.ScaleRequested("learner", 1))
     assert sim.run(60.0, lambda: sim.job.state is JobState.RUNNING)
@@ -190,14 +189,14 @@ def test_a_learners_epoch_and_attempt_rise_with_each_that_follows_another() -> N
     assert attempts == sorted(attempts) and attempts[0][0] == attempts[2][0] < attempts[3][0]
 
 
-def test_a_learner_is_granted_so_many_batches_at_once() -> None:
+def test_grant_is_limited() -> None:
     sim = running(1, limits=dataclasses.replace(LIMITS, grant=2))
     sim.run(20.0)
     granted = [send.args[0].count for send in sim.sent if send.method == "learn"]
     assert max(granted) == 2
 
 
-def test_a_checkpoint_that_was_asked_for_is_written_once() -> None:
+def test_requested_checkpoint_is_saved_once() -> None:
     sim = running(1)
     sent = len(sim.sent)
     sim.deliver(ev.CheckpointRequested())
@@ -206,7 +205,7 @@ def test_a_checkpoint_that_was_asked_for_is_written_once() -> None:
     assert [learn.save for learn in learns.values()].count(True) == 1 and len(learns) > 2
 
 
-def test_there_is_one_learner_for_each_policy() -> None:
+def test_only_one_learner_per_policy_gets_a_task() -> None:
     class Eager(TrainOne):
         def task(self, role: Any, index: int, view: Any) -> StartTask | None:
             return StartTask("learn" if role == "learner" else "collect", "main")
@@ -221,18 +220,18 @@ def test_there_is_one_learner_for_each_policy() -> None:
     assert sorted(state(sim, f"learner/{index}").name for index in (0, 1)) == ["BUSY", "IDLE"]
 
 
-# --- who is there
+# --- workers
 
 
-def test_a_worker_more_than_is_wanted_is_sent_away() -> None:
+def test_surplus_worker_is_released() -> None:
     sim = running(1)
-    sim.operator.wanted["collector"] = 2  # as one that another coordinator asked for
+    sim.operator.wanted["collector"] = 2  # as if an earlier coordinator had requested it
     assert sim.run(20.0, lambda: sim.job.roster.newest("collector/1") is not None)
     sim.run(5.0)
     assert state(sim, "collector/1") is WorkerState.GONE and not calls(sim, "collector/1")
 
 
-def test_a_lost_worker_is_reported_and_one_that_is_not_wanted_is_released() -> None:
+def test_lost_worker_is_replaced_and_surplus_worker_is_released() -> None:
     sim = running(2)
     told: list[tuple[str, Any]] = []
     for name in ("replace", "release"):
@@ -245,7 +244,7 @@ def test_a_lost_worker_is_reported_and_one_that_is_not_wanted_is_released() -> N
     assert sim.run(10.0, lambda: len(told) == 2) and told[1] == ("release", ("collector/1", 0))
 
 
-def test_workers_are_pinged_every_few_seconds() -> None:
+def test_workers_are_pinged_periodically() -> None:
     sim = running(1)
     sent = len(sim.sent)
     sim.run(30.0)
@@ -253,7 +252,7 @@ def test_workers_are_pinged_every_few_seconds() -> None:
     assert 9 <= len(pings) <= 11
 
 
-def test_a_worker_that_has_an_address_and_never_answers_there_is_replaced() -> None:
+def test_worker_that_never_replies_at_its_address_is_replaced() -> None:
     sim = running(1)
     sim.deliver(ev.ScaleRequested("collector", 2))
     assert sim.run(10.0, lambda: len(sim.live("collector")) == 2)
@@ -262,7 +261,7 @@ def test_a_worker_that_has_an_address_and_never_answers_there_is_replaced() -> N
     assert any("collector/1 (incarnation 0) is lost: it did not start within 6" in note.text for note in sim.notes)
 
 
-def test_a_worker_may_be_silent_for_longer_while_its_task_starts() -> None:
+def test_worker_may_be_silent_for_longer_while_its_task_starts() -> None:
     sim = running(1)
     sim.deliver(ev.ScaleRequested("collector", 2))
     assert sim.run(20.0, lambda: bool(calls(sim, "collector/1")))
@@ -275,19 +274,20 @@ def test_a_worker_may_be_silent_for_longer_while_its_task_starts() -> None:
     assert sim.job.accounts.restarts == 0
 
 
-def test_starts_that_failed_are_forgotten_once_the_worker_came() -> None:
+def test_successful_start_resets_the_count_of_failed_starts() -> None:
     sim = running(1, limits=dataclasses.replace(LIMITS, starting_deadline=10.0, max_failures=1))
     for _ in range(3):
         sim.operator.never_comes.add("collector")
         sim.kill(sim.live("collector")[0])
         lost = sim.job.accounts.restarts
-        assert sim.run(30.0, lambda lost=lost: sim.job.accounts.restarts >= lost + 2)  # it, and one that did not come
+        # The killed one, and one failed start.
+        assert sim.run(30.0, lambda lost=lost: sim.job.accounts.restarts >= lost + 2)
         sim.operator.never_comes.clear()
         assert sim.run(30.0, lambda: at_work(sim) == 1)
     assert sim.job.state is JobState.RUNNING
 
 
-def test_a_collector_may_be_lost_as_often_as_it_likes() -> None:
+def test_losses_of_a_collector_never_fail_the_job() -> None:
     sim = running(1, limits=dataclasses.replace(LIMITS, max_failures=1, healthy_after=1e6))
     for _ in range(4):
         sim.kill(sim.live("collector")[0])
@@ -296,7 +296,7 @@ def test_a_collector_may_be_lost_as_often_as_it_likes() -> None:
     assert sim.job.state is JobState.RUNNING
 
 
-def test_failures_are_forgotten_after_a_while_of_work() -> None:
+def test_successful_work_resets_the_failure_count() -> None:
     sim = running(1, limits=dataclasses.replace(LIMITS, max_failures=1, healthy_after=5.0))
     for _ in range(4):
         sim.kill(learner(sim))
@@ -306,7 +306,7 @@ def test_failures_are_forgotten_after_a_while_of_work() -> None:
     assert sim.job.state is JobState.RUNNING and sim.job.accounts.retries == 4
 
 
-def test_a_learner_that_is_lost_again_and_again_fails_the_job() -> None:
+def test_too_many_losses_of_the_learner_fail_the_job() -> None:
     sim = running(1, limits=dataclasses.replace(LIMITS, max_failures=1, healthy_after=1e6))
     sim.kill(learner(sim))
     assert sim.run(30.0, lambda: sim.job.state is JobState.DEGRADED)
@@ -317,14 +317,14 @@ def test_a_learner_that_is_lost_again_and_again_fails_the_job() -> None:
     assert sim.over == [ev.Over(True, "learn/1 failed 2 times: its process has ended")]
 
 
-def test_a_learner_that_hangs_in_every_life_fails_the_job() -> None:
+def test_learner_that_always_hangs_fails_the_job() -> None:
     sim = running(1, limits=dataclasses.replace(LIMITS, max_failures=1))
     seconds = sim.work_seconds
     sim.work_seconds = lambda method, who: 1e9 if method == "learn" else seconds(method, who)  # type: ignore[method-assign]
     for _ in range(2):
         assert sim.run(30.0, lambda: sim.job.state is JobState.RUNNING)
-        sim.run(100.0)  # longer than a task has to run for its failures to be forgotten
-        sim.kill(learner(sim))  # as its supervisor does
+        sim.run(100.0)  # longer than `healthy_after`
+        sim.kill(learner(sim))  # like its supervisor
         sim.run(1.0)
     assert sim.run(60.0, lambda: sim.is_over)
     assert sim.over == [ev.Over(True, "learn/1 failed 2 times: its process has ended")]
@@ -333,7 +333,7 @@ def test_a_learner_that_hangs_in_every_life_fails_the_job() -> None:
 # --- evaluations
 
 
-def test_an_evaluation_of_another_version_is_none() -> None:
+def test_evaluation_of_a_wrong_version_is_retried() -> None:
     sim = running(1)
     sim.deliver(ev.EvaluationRequested())
 
@@ -351,28 +351,28 @@ def test_an_evaluation_of_another_version_is_none() -> None:
     assert sim.job.accounts.evaluations[0][1] != 500.0
 
 
-def test_a_version_that_is_pinned_too_late_is_let_go() -> None:
+def test_version_pinned_for_a_finished_evaluation_is_unpinned() -> None:
     sim = running(1)
     sim.store.pins.append(3)
     sim.deliver(ev.Pinned("evaluate/99", "main", 3))
     assert sim.store.pins == []
 
 
-def test_an_evaluation_of_a_policy_that_has_no_version_is_cancelled() -> None:
+def test_evaluation_of_a_policy_without_versions_is_cancelled() -> None:
     sim = running(1)
     task = evaluations.evaluate(sim.job, "other")
     sim.deliver(ev.Pinned(task.task_id, "other", -1))
     assert task.state is TaskState.CANCELLED
 
 
-def test_a_row_of_an_evaluation_does_not_count_its_episodes_as_those_of_training() -> None:
+def test_evaluation_row_has_no_training_episodes() -> None:
     sim = running(1, commander=TrainOne(env_steps=400))
     assert sim.run(400.0, lambda: sim.is_over)
     (row,) = [row.values for row in sim.rows if "return_mean" in row.values]
     assert set(row) == {"return_mean", "return_std", "length_mean", "eval_episodes"} and row["eval_episodes"] == 1.0
 
 
-def test_evaluations_are_as_far_apart_as_they_should_be() -> None:
+def test_evaluations_start_at_most_once_per_period() -> None:
     sim = running(1, commander=TrainOne(env_steps=10**9, eval_every=200))
     sim.run(60.0)
     began = [note for note in sim.notes if note.kind == "evaluation"]
@@ -380,7 +380,7 @@ def test_evaluations_are_as_far_apart_as_they_should_be() -> None:
     assert sim.job.accounts.evaluated_at > 0
 
 
-# --- how it ends
+# --- the ending
 
 
 @pytest.mark.parametrize("what", ["collectors", "learner", "evaluation"])
@@ -405,7 +405,7 @@ def test_each_step_of_the_ending_has_a_deadline(what: str) -> None:
     assert over.failed == (what == "learner") and why in over.reason
 
 
-def test_a_last_evaluation_that_fails_does_not_fail_the_job(monkeypatch) -> None:
+def test_failed_last_evaluation_does_not_fail_the_job(monkeypatch) -> None:
     sim = running(1, commander=TrainOne(env_steps=400))
     monkeypatch.setattr(SimWorker, "_evaluate", lambda worker: Failed("EnvError", "no license", is_permanent=True))
     assert sim.run(400.0, lambda: sim.is_over)
@@ -415,7 +415,7 @@ def test_a_last_evaluation_that_fails_does_not_fail_the_job(monkeypatch) -> None
 
 
 @pytest.mark.parametrize("by", ["steps", "callback"])
-def test_a_job_without_evaluations_ends_after_its_learner(by: str) -> None:
+def test_job_without_evaluations_ends_after_its_learner(by: str) -> None:
     sim = running(1, commander=TrainOne(env_steps=400))
     sim.job.evaluates = False
     if by == "callback":
@@ -427,14 +427,14 @@ def test_a_job_without_evaluations_ends_after_its_learner(by: str) -> None:
     assert sim.job.ending.reason.by == by and sim.job.requests.wanted["evaluator"] == 0
 
 
-def test_who_is_in_a_hurry_waits_no_longer_than_that() -> None:
+def test_end_request_limits_the_time_to_close() -> None:
     sim = running(1)
     sim.stop(sim.live("collector")[0])
     sim.deliver(ev.EndRequested(StopReason("interrupt", "enough"), within=2.0))
     assert sim.run(6.0, lambda: sim.is_over)
 
 
-def test_an_operator_that_never_lets_go_does_not_keep_the_job_from_ending() -> None:
+def test_job_ends_even_if_the_operator_never_reports_the_end_of_workers() -> None:
     sim = running(1)
     sim.operator.disconnect = lambda: None  # type: ignore[method-assign]
     deliver = sim.deliver
@@ -444,25 +444,25 @@ def test_an_operator_that_never_lets_go_does_not_keep_the_job_from_ending() -> N
     assert any("did not answer within 30 s" in note.text for note in sim.notes)
 
 
-def test_nobody_is_scaled_once_the_job_ends() -> None:
+def test_scale_request_during_the_ending_changes_nothing() -> None:
     sim = running(1)
     sim.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
     sim.deliver(ev.ScaleRequested("collector", 5))
     assert sim.job.requests.wanted["collector"] == 1
 
 
-def test_the_rows_of_training_are_of_what_was_done_since_the_last() -> None:
+def test_training_row_covers_the_time_since_the_last_row() -> None:
     sim = running(1, limits=dataclasses.replace(LIMITS, row_every=100), commander=TrainOne(env_steps=450))
     assert sim.run(200.0, lambda: sim.is_over)
     rows = [row for row in sim.rows if "steps_per_second" in row.values]
     assert [row.env_steps for row in rows] == [100, 200, 300, 400, sim.job.accounts.env_steps]
     assert [row.values["episodes"] for row in rows] == [10, 10, 10, 10, sim.job.accounts.env_steps // 10 - 40]
     assert {(row.values["episode_return"], row.values["episode_length"]) for row in rows} == {(5.0, 10.0)}
-    assert {row.values["env/speed"] for row in rows} == {3.0}  # as the environments logged
-    assert all(20.0 < row.values["steps_per_second"] < 60.0 for row in rows[1:])  # 10 steps take a quarter of a second
+    assert {row.values["env/speed"] for row in rows} == {3.0}  # logged by the environments
+    assert all(20.0 < row.values["steps_per_second"] < 60.0 for row in rows[1:])  # 10 steps take 0.25 s
 
 
-def test_the_first_row_of_a_resumed_run_is_of_its_own_session() -> None:
+def test_first_row_of_a_resumed_run_covers_its_session_only() -> None:
     before = ActorCounts({"before": [100.0, 10.0, 500.0, 100.0]})
     job = TrainingJob(TrainOne(env_steps=1000), LIMITS, {"learner": 1}, by_key=False, now=0.0, counts_before=before)
     job.write_row()
@@ -478,7 +478,7 @@ def test_the_first_row_of_a_resumed_run_is_of_its_own_session() -> None:
 # --- accounts
 
 
-def test_an_answer_without_logs_leaves_those_that_were() -> None:
+def test_reply_without_logs_keeps_the_last_logs() -> None:
     accounts = Accounts()
     accounts.learn(Learned(3, 5, (), 2, {"loss": 0.5}))
     accounts.learn(Learned(2, 6, (), 1))
@@ -486,7 +486,7 @@ def test_an_answer_without_logs_leaves_those_that_were() -> None:
     assert (accounts.params_version, accounts.learner_steps) == (3, 6)  # a version never falls
 
 
-def test_long_curves_keep_their_span() -> None:
+def test_long_curves_are_thinned_but_keep_their_span() -> None:
     accounts = Accounts()
     for number in range(1300):
         accounts.add(dict(env_steps=number, episodes=0, return_sum=0.0, length_sum=0.0, rank=0, incarnation=0))
@@ -497,7 +497,7 @@ def test_long_curves_keep_their_span() -> None:
         assert all(row[0] == row[1] for row in curve)
 
 
-def test_of_tasks_that_are_over_the_newest_are_kept() -> None:
+def test_only_the_newest_finished_tasks_are_kept() -> None:
     board = Tasks()
     for _ in range(200):
         board.add(StartTask("evaluate", "main")).become(TaskState.CANCELLED)
@@ -506,17 +506,17 @@ def test_of_tasks_that_are_over_the_newest_are_kept() -> None:
     assert board.add(StartTask("learn", "main")).task_id == "learn/201"
 
 
-# --- who comes, and who is asked for
+# --- operator and requests
 
 
-def test_an_operator_that_breaks_fails_the_job_and_names_what_it_raised() -> None:
+def test_permanent_operator_error_fails_the_job_and_is_named() -> None:
     sim = running(1)
     sim.deliver(ev.OperatorFailed("AttributeError: no such thing", is_permanent=True))
     assert sim.run(100.0, lambda: sim.is_over)
     assert sim.job.state is JobState.FAILED and "AttributeError: no such thing" in sim.job.reason
 
 
-def test_an_evaluation_that_is_asked_for_while_one_is_under_way_is_that_one() -> None:
+def test_second_evaluation_request_starts_no_second_evaluation() -> None:
     sim = running(1)
     sim.run(5.0)
     sim.deliver(ev.EvaluationRequested())
@@ -524,7 +524,7 @@ def test_an_evaluation_that_is_asked_for_while_one_is_under_way_is_that_one() ->
     assert len(sim.job.tasks.open("evaluate")) == 1
 
 
-def test_a_lost_collectors_open_fragments_are_counted() -> None:
+def test_open_fragments_of_a_lost_collector_are_counted() -> None:
     sim = running(2)
     worker = sim.job.roster.get("collector/1")
     assert worker is not None
@@ -533,7 +533,7 @@ def test_a_lost_collectors_open_fragments_are_counted() -> None:
     assert sim.job.accounts.discarded == 8
 
 
-def test_a_learner_publishes_above_what_the_job_before_it_had() -> None:
+def test_learner_publishes_above_the_versions_of_the_previous_job() -> None:
     job = TrainingJob(TrainOne(env_steps=10), LIMITS, {"learner": 1}, by_key=False, now=0.0, min_version=70)
     advance(job, ev.Submitted(), 0.0)
     advance(job, ev.OperatorAnswered((WorkerInfo("learner", 0, 0, "there"),)), 1.0)
@@ -542,7 +542,7 @@ def test_a_learner_publishes_above_what_the_job_before_it_had() -> None:
     assert start.options["min_version"] == 70 and job.to_json()["min_version"] == 70
 
 
-def test_what_is_written_down_of_a_job_does_not_change_with_it() -> None:
+def test_saved_state_does_not_change_with_the_job() -> None:
     sim = running(1)
     before = sim.job.to_json()
     sim.deliver(ev.ScaleRequested("collector", 2))
