@@ -19,7 +19,7 @@ class Limits:
     lost_after: float = 17.0  # silence after which a worker is LOST
     lost_after_starting: float = 60.0  # the same while its task starts: a compilation may block the replies
     starting_deadline: float = 300.0  # for a worker to appear and to reply to its first ping
-    progress_deadline: float = 120.0  # for a learner to save before an evaluation, and for a failing replay buffer
+    progress_deadline: float = 120.0  # for the save before an evaluation, and for failed draws before the job fails
     close_deadline: float = 60.0  # for closing all tasks at the end of the job, including the last checkpoint
     evaluation_deadline: float = 1800.0  # for the last evaluation
     healthy_after: float = 60.0  # time of successful work that resets a task's failure count
@@ -34,7 +34,7 @@ class Limits:
         check_above(self, 0, *(field.name for field in dataclasses.fields(self) if field.name != "max_failures"))
         if not self.ping_every < self.suspect_after < self.lost_after <= self.lost_after_starting:
             raise UsageError(
-                "Limits must rise from ping_every over suspect_after and lost_after to lost_after_starting, got "
+                "Limits must satisfy ping_every < suspect_after < lost_after <= lost_after_starting, got "
                 f"{self.ping_every:g}, {self.suspect_after:g}, {self.lost_after:g} and {self.lost_after_starting:g} s."
             )
 

@@ -102,7 +102,7 @@ class Journal:
         del self.notes[:-_KEPT_NOTES]
 
     def _compact(self) -> None:
-        """Replace the file atomically by one with only the newest state and the newest notes."""
+        """Rewrite the file atomically, with only the newest state and notes."""
         records: list[dict[str, Any]] = [{"note": note} for note in self.notes]
         if self.state is not None:
             records.append({"state": self.state})

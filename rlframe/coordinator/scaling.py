@@ -37,8 +37,8 @@ class Scaling:
     - Remove a collector if the data is older than `mean_staleness`, or if collectors waited for more than `IDLE` of
       their time and the learner waited for less than `STARVED`.
     - Skip one window after a change, because a new collector compiles first.
-    - Remove an added collector if it brought neither more steps nor less waiting of the learner, and pause. Each such
-      pause is twice as long as the last. On busy cores, or with a slow game, more collectors do not help the learner.
+    - Remove an added collector if it did not help: there are no more steps, and the learner does not wait less. Then
+      pause. Each pause is twice as long as the last. On busy cores, or with a slow game, more collectors do not help.
 
     Args:
         least, most: Bounds of the number of collectors.

@@ -55,7 +55,7 @@ class ControlClient(Closeable):
         self._http.close()
 
     def status(self) -> dict[str, Any]:
-        """Return the same as `Coordinator.status`."""
+        """Return the status of the job. See `Coordinator.status`."""
         return self._get("/status")
 
     def events(self, since: int = 0) -> list[dict[str, Any]]:
@@ -98,7 +98,7 @@ class ControlClient(Closeable):
         return self._post("/evaluate")
 
     def checkpoint(self) -> Any:
-        """Save the learner."""
+        """Save a checkpoint of the learner with its next update."""
         return self._post("/checkpoint")
 
     def restore(self) -> Any:

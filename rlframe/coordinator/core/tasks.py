@@ -79,7 +79,7 @@ def lose_grant(job: TrainingJob, task: Task) -> None:
 
 
 def return_grant(job: TrainingJob, task: Task) -> None:
-    """Take back a grant from which nothing was learned. Drawn batches are lost."""
+    """Take back a grant that the learner has not used. Batches that were drawn for it count as lost."""
     if not task.batches:
         job.accounts.granted -= task.granted
         task.granted = 0

@@ -44,7 +44,7 @@ class Operator(Protocol):
         """Return all workers: those that run, and dead ones whose next incarnation starts soon."""
 
     def scale(self, role: Role, n: int) -> None:
-        """Keep `n` workers of this role running. If more are running, none of them ends: see `release`.
+        """Keep `n` workers of this role running. If more are running, they continue: see `release`.
 
         Raises:
             UsageError: The operator cannot start workers of this role.

@@ -267,11 +267,11 @@ class RecordingReplayBuffer(BaseReplayBuffer):
         return self._buffer.stats()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """See the buffer."""
+        """See `BaseReplayBuffer`."""
         self._buffer.save(path)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """See the buffer."""
+        """See `BaseReplayBuffer`."""
         self._buffer.restore(path)
 
     def close(self) -> None:

@@ -312,7 +312,7 @@ def test_token_is_required_except_for_the_page_and_healthz(coordinator, tmp_path
     assert coordinator.calls == []
 
 
-def test_other_addresses_than_loopback_require_a_token(coordinator):
+def test_address_other_than_loopback_requires_a_token(coordinator):
     with pytest.raises(UsageError, match="--token-file"), serve_control(coordinator, host="0.0.0.0", port=0):
         pass
 

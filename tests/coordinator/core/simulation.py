@@ -76,7 +76,7 @@ class Buffer:
         self.added = self.evicted = self.consumed = self.drawn = 0
         self.out: dict[int, int] = {}  # unfinished batches: number -> items
         self.settled = self.orphans = 0
-        self.raises = ""  # error of each draw of the coordinator
+        self.raises = ""  # message of the error that each draw by the coordinator raises
 
     def add(self, count: int, source: str) -> None:
         assert source == "collect", f"{source} data reached the buffer"

@@ -42,7 +42,7 @@ class OperatorDriver:
             self._thread.put(ev.Release(*key))
 
     def disconnect(self, end_workers: bool = True) -> None:
-        """End the thread, and the workers unless `end_workers` is False. Repeated calls change nothing."""
+        """End the thread. Also end the workers unless `end_workers` is False. Repeated calls change nothing."""
         if end_workers and not self._is_gone:
             self._thread.put(ev.EndWorkers())
             wait_until(lambda: isinstance(self.events[-1], ev.WorkersEnded))

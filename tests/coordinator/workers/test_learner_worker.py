@@ -353,7 +353,7 @@ def everything_in(path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-@pytest.mark.parametrize("publish_every", [0.0, 1e9])  # the version or the checkpoint is written first
+@pytest.mark.parametrize("publish_every", [0.0, 1e9])  # 0.0: the version comes first; 1e9: the checkpoint
 def test_learner_that_wakes_up_after_its_replacement_started_writes_nothing(
     make, store, tmp_path, monkeypatch, publish_every
 ):

@@ -119,7 +119,7 @@ def test_learner_applies_its_overrides_and_stores_them_with_the_parameters(call,
     assert store.get(POLICY).params["w"] == 0.25  # a quarter of the way to the reward, which is 1
 
 
-def test_next_task_of_a_learner_continues_from_the_checkpoint_of_the_last(call, store):
+def test_next_task_of_a_learner_continues_from_the_last_checkpoint(call, store):
     caller = call("learner")
     caller.until_done("start_task", learn(policy={"learning_rate": 0.5}))
     collector = call("collector", functools.partial(actor, caller.worker.buffer))
