@@ -214,7 +214,7 @@ class ParamStore:
             return newest
 
     def unpin(self, policy_id: str, version: int) -> None:
-        """End a pin. Does nothing if the version is not pinned."""
+        """End a pin. Do nothing if the version is not pinned."""
         with self._changed:
             policy = self._policies[policy_id]
             policy.pinned = [pinned for pinned in policy.pinned if pinned != version]

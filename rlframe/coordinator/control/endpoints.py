@@ -82,7 +82,10 @@ WRITES = _described(409, 422, 503)
 def reading_router(calls: CoordinatorCalls, log: EventLog) -> APIRouter:
     """Return the endpoints that only read."""
     router = APIRouter()
-    stream = {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "As they happen."}
+    stream = {
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "description": "A stream of server-sent events.",
+    }
 
     @router.get("/healthz", response_model=Health, tags=["service"])
     async def healthz() -> Response:

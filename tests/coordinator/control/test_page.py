@@ -92,7 +92,7 @@ def test_plot_shows_points_and_their_values(coordinator, server, open_page):
     curve = page.locator("#plot polyline.curve").first
     points = [tuple(map(float, point.split(","))) for point in (curve.get_attribute("points") or "").split()]
     (x1, y1), (x2, y2), (x3, y3) = points
-    assert x2 - x1 == pytest.approx(x3 - x2, abs=0.2) and x1 < x2  # the axes are linear, and up is more
+    assert x2 - x1 == pytest.approx(x3 - x2, abs=0.2) and x1 < x2  # the axes are linear, and larger values are higher
     assert (y1 - y2) / (y3 - y2) == pytest.approx(30.0 / 14.5, rel=0.02) and y2 < y3 < y1
     assert page.locator("#plot circle.mark").count() == 1
     assert {"0", "1K", "2K", "3K", "20", "40"} <= set(page.locator("#plot text").all_text_contents())
@@ -122,9 +122,9 @@ def test_buttons_call_the_coordinator(coordinator, server, open_page):
     expect(page.locator("#state")).to_have_text("RUNNING")
     page.get_by_role("button", name="Evaluate now").click()
     page.get_by_role("button", name="Checkpoint").click()
-    page.get_by_role("button", name="One collector more").click()
+    page.get_by_role("button", name="Add a collector").click()
     expect(page.locator("#workers tbody tr")).to_have_count(5)
-    page.get_by_role("button", name="One collector fewer").click()
+    page.get_by_role("button", name="Remove a collector").click()
     expect(page.locator("#workers tbody tr")).to_have_count(4)
     called = [call for call in coordinator.calls if call[0] != "scale"]
     assert called == [("pause",), ("unpause",), ("evaluate_now",), ("checkpoint",)]
@@ -138,10 +138,10 @@ def test_scale_buttons_are_disabled_at_the_limits(coordinator, server, open_page
     coordinator.scale("collector", MAX_ACTORS)
     page = open_page(server.url)
     expect(page.locator("#wanted")).to_have_text(str(MAX_ACTORS))
-    expect(page.get_by_role("button", name="One collector more")).to_be_disabled()
+    expect(page.get_by_role("button", name="Add a collector")).to_be_disabled()
     coordinator.scale("collector", 1)
-    expect(page.get_by_role("button", name="One collector fewer")).to_be_disabled()
-    expect(page.get_by_role("button", name="One collector more")).to_be_enabled()
+    expect(page.get_by_role("button", name="Remove a collector")).to_be_disabled()
+    expect(page.get_by_role("button", name="Add a collector")).to_be_enabled()
 
 
 def test_stop_button_requires_confirmation(coordinator, server, open_page):
