@@ -102,7 +102,7 @@ def test_a_coordinator_made_by_hand_learns_and_leaves_no_process():
 def test_a_commander_of_ones_own_gives_each_collector_its_exploration_and_makes_the_environment_harder():
     done = run("examples/elastic_curriculum.py")
     told = re.findall(
-        r"^collector/(\d) is to do (collect/\d+), attempt 0 by gravity (\S+), epsilon (\S+)\.$", done.stdout, re.M
+        r"^collector/(\d) is assigned (collect/\d+), attempt 0 with gravity (\S+), epsilon (\S+)\.$", done.stdout, re.M
     )
     assert {(index, gravity, epsilon) for index, _, gravity, epsilon in told} == {
         (index, gravity, epsilon)
@@ -110,7 +110,7 @@ def test_a_commander_of_ones_own_gives_each_collector_its_exploration_and_makes_
         for gravity in ("9.8", "12.0", "15.0")
     }
     assert len({task for _, task, _, _ in told}) == len(told) == 6
-    assert "learner/0 is to do learn/1, attempt 0 by learning_rate 0.001." in done.stdout
+    assert "learner/0 is assigned learn/1, attempt 0 with learning_rate 0.001." in done.stdout
     returns = re.findall(r"^return ([\d.]+)$", done.stdout, re.MULTILINE)
     assert float(returns[0]) >= 60.0, done.stdout + done.stderr  # 20 untrained
 

@@ -1,4 +1,4 @@
-"""Decide what a job does next, and when it has done enough. The policy has no I/O, and can be replaced."""
+"""Choose the tasks of a job, and decide when the job is over. A commander does no I/O and can be replaced."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ class View:
     learner_steps: int
     params_version: int
     seconds: float  # since the job began
-    eval_return: float | None = None  # of the newest evaluation
-    evaluated_at: int = 0  # environment steps at which the newest evaluation was begun
+    eval_return: float | None = None  # mean return of the newest evaluation
+    evaluated_at: int = 0  # environment steps at the start of the newest evaluation
 
 
 class Commander(Protocol):
-    """Decides what workers do. A coordinator asks it whenever a worker has answered, or has nothing to do."""
+    """Chooses the workers' tasks. The coordinator calls it after each reply of a worker, and for each idle worker."""
 
     def task(self, role: Role, index: int, view: View) -> StartTask | None:
-        """Return the task of worker `index` of a role; None: nothing to do. Not called for evaluators.
+        """Return the task of worker `index` of a role, or None if it has nothing to do. Not called for evaluators.
 
-        If it differs from the worker's present task, the worker closes that task and starts the new one, which takes
-        as long as any start: change in stages. A learner saves a checkpoint then and continues from it, so its
-        `LearnerConfig` needs a checkpoint_dir and resume.
+        If the task differs from the worker's current task, the worker closes the current task and starts the new one.
+        A start is slow, so change tasks rarely. A learner saves a checkpoint when it closes a task, and continues from
+        it in the next task. This requires `checkpoint_dir` and `resume` in its `LearnerConfig`.
         """
 
     def evaluation(self, view: View) -> str | None:
-        """Return the policy whose newest version must be evaluated now; None: no evaluation is due."""
+        """Return the policy whose newest version must be evaluated now, or None if no evaluation is due."""
 
     def stop(self, view: View) -> StopReason | None:
-        """Return why the job is over, None while it is not. Not called again after a reason."""
+        """Return the reason to end the job, or None to continue. Not called again after it has returned a reason."""
 
     def final_policy(self) -> str:
-        """Return the policy that is evaluated when the job is over."""
+        """Return the policy to evaluate at the end of the job."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainOne(StopConditions):
-    """Trains one policy until the first of its limits is reached. See `StopConditions`.
+    """A commander that trains one policy until one of its limits is reached. See `StopConditions`.
 
     Attributes:
-        policy_id: in the param store.
-        eval_every: environment steps between two evaluations; 0: only the last version is evaluated.
+        policy_id: The policy's id in the param store.
+        eval_every: Environment steps between two evaluations; 0 evaluates only the last version.
     """
 
     policy_id: str = "main"

@@ -1,4 +1,4 @@
-"""The configuration of a coordinator: deadlines, bounds, and the recorder of a run's metrics."""
+"""Configuration of a coordinator: deadlines, bounds, and the recorder of a run's metrics."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from rlframe.metrics.rows import ActorCounts
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Seconds, unless said otherwise."""
+    """Deadlines and intervals of a job. In seconds, unless the comment names another unit."""
 
     ping_every: float = 3.0
-    suspect_after: float = 9.0
-    lost_after: float = 17.0
-    lost_after_starting: float = 60.0  # while a task starts: a compilation may keep its process from answering
-    starting_deadline: float = 300.0  # for a worker to come, and for its task to start
-    progress_deadline: float = 120.0  # for a learner to save before an evaluation, and for a replay buffer that raises
-    close_deadline: float = 60.0  # for tasks to be closed when the job ends, the last checkpoint among them
+    suspect_after: float = 9.0  # silence after which a worker is SUSPECT
+    lost_after: float = 17.0  # silence after which a worker is LOST
+    lost_after_starting: float = 60.0  # the same while its task starts: a compilation may block the replies
+    starting_deadline: float = 300.0  # for a worker to appear and to reply to its first ping
+    progress_deadline: float = 120.0  # for the save before an evaluation, and for failed draws before the job fails
+    close_deadline: float = 60.0  # for closing all tasks at the end of the job, including the last checkpoint
     evaluation_deadline: float = 1800.0  # for the last evaluation
-    healthy_after: float = 60.0  # of running, and getting on, after which a task's failures are forgotten
-    max_failures: int = 3  # of a task, and of a worker's starts, in a row
-    retry_after: float = 0.2  # before a call that was not answered is repeated
-    grant: int = 32  # most batches of one call of a learner
-    slice: float = 0.1  # of collecting, between two answers of a collector
+    healthy_after: float = 60.0  # time of successful work that resets a task's failure count
+    max_failures: int = 3  # consecutive failures of a task, and of a worker's starts
+    retry_after: float = 0.2  # delay before a call without a reply is repeated
+    grant: int = 32  # maximum number of batches in one call of a learner
+    slice: float = 0.1  # collecting time of one call of a collector
     row_every: int = 1000  # environment steps between two rows of the metrics
 
     def __post_init__(self) -> None:
@@ -34,26 +34,26 @@ class Limits:
         check_above(self, 0, *(field.name for field in dataclasses.fields(self) if field.name != "max_failures"))
         if not self.ping_every < self.suspect_after < self.lost_after <= self.lost_after_starting:
             raise UsageError(
-                "Limits must rise from ping_every over suspect_after and lost_after to lost_after_starting, got "
+                "Limits must satisfy ping_every < suspect_after < lost_after <= lost_after_starting, got "
                 f"{self.ping_every:g}, {self.suspect_after:g}, {self.lost_after:g} and {self.lost_after_starting:g} s."
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class CoordinatorConfig:
-    """Bounds of a job."""
+    """Configuration of a coordinator and its job."""
 
-    path: str  # a folder for its journal
-    job_id: str = ""  # a journal of another job is not continued
-    counts_before: ActorCounts = dataclasses.field(default_factory=ActorCounts)  # collected before the job
+    path: str  # directory of the journal
+    job_id: str = ""  # only a journal of the same job is continued
+    counts_before: ActorCounts = dataclasses.field(default_factory=ActorCounts)  # counts of earlier sessions of the run
     min_collectors: int = 1
     max_collectors: int = 8
-    collectors: int = 0  # to begin with; 0: the least
-    cores: int | None = None  # that collectors share: scaling starts no more collectors; None: this machine's
-    mean_staleness: float | None = None  # versions, on average, above which there are fewer collectors; None: no bound
+    collectors: int = 0  # number at the start; 0 means `min_collectors`
+    cores: int | None = None  # upper bound of automatic scaling; None means this machine's number of cores
+    mean_staleness: float | None = None  # in versions; scaling removes collectors above it; None means no bound
     stop_within: float = 6.0  # seconds for tasks to close when the program ends
-    evaluates: bool = True  # the last version, once the job is over
-    run_info: dict[str, Any] = dataclasses.field(default_factory=dict)  # agent, env, run_dir, until: for its status
+    evaluates: bool = True  # evaluate the last version at the end of the job
+    run_info: dict[str, Any] = dataclasses.field(default_factory=dict)  # agent, env, run_dir and until, for the status
     limits: Limits = dataclasses.field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -69,23 +69,23 @@ class CoordinatorConfig:
             )
 
     def check_count(self, role: str, n: Any) -> None:
-        """Raise `UsageError` if there is no such role, or there cannot be `n` workers of it."""
+        """Raise `UsageError` if the role does not exist, or if `n` is out of its bounds."""
         if role not in ROLES:
-            raise UsageError(f"There is no role {role!r}; there are {', '.join(ROLES)}.{suggest(str(role), ROLES)}")
+            raise UsageError(f"There is no role {role!r}; the roles are {', '.join(ROLES)}.{suggest(str(role), ROLES)}")
         least, most = (self.min_collectors, self.max_collectors) if role == "collector" else (1, 1)
         if isinstance(n, bool) or not isinstance(n, int) or not least <= n <= most:
             bounds = f"{least} to {most}" if least < most else f"{least}"
-            raise UsageError(f"There can be {bounds} workers of the role {role}, not {n!r}.")
+            raise UsageError(f"The number of workers of the role {role} must be {bounds}, got {n!r}.")
 
 
 class JobRecorder(Protocol):
-    """Writes a run's metrics. Called by the coordinator's own thread."""
+    """A writer of a run's metrics. The coordinator's thread calls it."""
 
     def begin(self, counts: ActorCounts) -> None:
-        """Begin at these counts, in a new job or a resumed one. Drop rows of later steps."""
+        """Start at these counts, in a new job or a resumed one. Drop rows of later steps."""
 
     def write(self, env_steps: int, row: dict[str, Any], counts: ActorCounts) -> None:
-        """Write a row, and the counts of the collectors."""
+        """Write a row and the counts of the collectors."""
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Write the result: failed, reason, evaluation (or None), and the status of the job."""
+        """Write the result: the job's status, `failed`, `reason`, and the evaluation (or None)."""

@@ -1,4 +1,4 @@
-"""The Coordinator: runs a job's state machine against real workers, a real operator and real time."""
+"""The Coordinator, which runs a job's state machine with real workers, a real operator and a real clock."""
 
 from __future__ import annotations
 
@@ -40,45 +40,46 @@ from rlframe.stop_conditions import StopReason
 _log = logging.getLogger(__name__)
 
 _TICK = 0.05  # seconds between two ticks
-_JOURNAL_EVERY = 0.1  # seconds between two writings of counters alone
-_PLAIN = (str, int, float, bool, type(None))  # what of a note goes into the journal
-_HANDLING = Phase("handling what happened", 300.0)
-_HEARD_WITHIN = 1.0  # seconds for the loop to write what a person wants into the journal
-_CLOSE_WITHIN = 14.0  # seconds more that `close` waits, for the operator
+_JOURNAL_EVERY = 0.1  # seconds between two writes of the journal if there is no note
+_JSON_SCALARS = (str, int, float, bool, type(None))  # types of the note fields that the journal keeps
+_HANDLING = Phase("handling events", 300.0)
+_JOURNAL_WITHIN = 1.0  # seconds that a request waits until it is in the journal
+_CLOSE_WITHIN = 14.0  # additional seconds that `close` waits for the operator
 
 
-class _Journaled(threading.Event):
-    """A mark among the events, which is set once all events before it are in the journal."""
+class _JournaledMarker(threading.Event):
+    """A marker in the event queue. The loop sets it when all earlier events are in the journal."""
 
 
 class Coordinator:
-    """Trains elastically: the job continues while workers come, leave, hang and die.
+    """The coordinator of an elastic job, which continues while workers start, leave, hang and die.
 
-    Metadata alone passes through it: experience goes through the replay buffer, parameters through the param store.
-    `run()` is the job from its start, or from where the journal ends, to its end. Any thread may call the others.
+    Only metadata passes through the coordinator. Experience goes through the replay buffer, and parameters go through
+    the param store. `run()` starts the job, or continues the job in the journal, and returns at its end. Any thread may
+    call the other methods.
 
     The life of a job, in order:
 
-        `submit`                     starts the loop in a thread: its first event, `Submitted`, begins the job
-        `run`                        submits, waits for the end, and raises if the job failed
+        `submit`                     starts the loop in a thread; the first event, `Submitted`, starts the job
+        `run`                        submits the job, waits for its end, and raises if it failed
         `wait`                       waits for the end of a submitted job
-        `cancel`, `end`              a person or a callback asks for the end, by the event `EndRequested`
-        `close`                      the program asks for it in bounded time, and waits
-        `TrainingJob.begin_ending`   the core begins it: it was asked for, or the commander stops (`fail`: an error)
-        `EndingStep`                 the core closes the tasks, step by step; its last effect is `Over`
-        `_write_result`              carries out `Over`: journal, status and recorder have the result
+        `cancel`, `end`              a person or a callback requests the end with the event `EndRequested`
+        `close`                      the program requests the end, and waits for a bounded time
+        `TrainingJob.begin_ending`   the core starts the ending: on request, after the commander's `stop`, or in `fail`
+        `EndingStep`                 the core closes the tasks step by step; its last effect is `Over`
+        `_write_result`              carries out `Over`: writes the result to journal, status file and recorder
         `_tear_down`                 ends the threads and the connections
 
     Args:
-        commander: decides the workers' tasks, and when the job is over.
-        operator: starts the workers.
-        replay: the buffer that collectors write to and the learner reads from, or a handle to it.
-        param_store: a `ParamStore`, in which learners put parameters, or a handle to one.
-        cfg: see `CoordinatorConfig`.
-        recorder: gets the rows of the metrics, and the end; None: nobody does.
+        commander: Chooses the workers' tasks, and decides when the job is over.
+        operator: Starts the workers.
+        replay: The replay buffer of the collectors and the learner, or a handle to it.
+        param_store: The `ParamStore` of the learners, or a handle to it.
+        cfg: The configuration.
+        recorder: Writes the metrics and the result. None writes none.
 
     Raises:
-        CheckpointError: the journal cannot be read or written.
+        CheckpointError: The journal cannot be read or written.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Coordinator:
         self._journal = Journal(pathlib.Path(cfg.path) / "journal.jsonl")
         newest = self._journal.state
         saved = newest if newest is not None and newest["job_id"] == cfg.job_id else None
-        newest_before = -1  # version of another job, whose journal is in the same folder
+        newest_before = -1  # newest version of another job whose journal is in the same directory
         if newest is not None and saved is None:
             newest_before = max(newest["accounts"]["params_version"], newest["min_version"])
         self._clock = SuspendAwareClock()
@@ -109,9 +110,9 @@ class Coordinator:
             min_version=newest_before,
             saved=saved,
         )
-        # A job may be over without a result: its coordinator was killed before it wrote the result.
+        # A job can be over without a result: its coordinator was killed before it wrote the result.
         self._result_is_missing = saved is not None and not saved["result_is_written"]
-        self._lock = threading.RLock()  # of the job and the journal
+        self._lock = threading.RLock()  # protects the job and the journal
         self._note_added = threading.Condition(self._lock)
         self._events: Inbox[Any] = Inbox()
         self._calls = WorkerCalls(operator.transport, self._events.put)
@@ -124,7 +125,7 @@ class Coordinator:
             ev.Disconnect: lambda effect: self._calls.disconnect(effect.key),
             **dict.fromkeys((ev.ScaleRole, ev.Replace, ev.Release, ev.EndWorkers), self._operator.put),
             **dict.fromkeys((ev.DrawBatches, ev.FinishBatches, ev.SaveReplay, ev.Pin, ev.Unpin), self._replay.put),
-            ev.Note: lambda note: None,  # it is in the journal by now
+            ev.Note: lambda note: None,  # `_write_journal` has written it
             ev.Row: self._write_row,
             ev.Over: self._write_result,
         }
@@ -140,32 +141,32 @@ class Coordinator:
     # --- the job
 
     def submit(self) -> None:
-        """Start the job, or continue the job in the journal, in a thread. See `run`, which waits for its end.
+        """Start the job, or continue the job in the journal, in a thread. See also `run`, which waits for the end.
 
         Raises:
-            UsageError: the job in the journal is over: another one needs another folder.
+            UsageError: The job in the journal is over. A new job needs another directory.
         """
         with self._lock:
             if self._thread is not None:
                 return
             if is_over(self._job.state):
                 raise UsageError(
-                    f"The job in {self._cfg.path} is over ({self._job.reason}). Give another job another folder."
+                    f"The job in {self._cfg.path} is over ({self._job.reason}). A new job needs another directory."
                 )
-            (pathlib.Path(self._cfg.path) / "status.json").unlink(missing_ok=True)  # of a job before: this is not over
+            (pathlib.Path(self._cfg.path) / "status.json").unlink(missing_ok=True)  # final status of an earlier job
             self._thread = threading.Thread(target=self._run, name="rlframe coordinator", daemon=True)
             self._thread.start()
 
     def run(self) -> None:
-        """Run the job to its end; on a node of a program, the program's end cancels it.
+        """Run the job to its end. If this is a node of a program, the end of the program cancels the job.
 
         Raises:
-            JobFailedError: the job failed.
+            JobFailedError: The job failed.
         """
-        told = ev.EndRequested(StopReason("interrupt", "the program was told to stop"), within=self._cfg.stop_within)
-        with handles.stop_with_program(lambda: self._request(told)):
+        end = ev.EndRequested(StopReason("interrupt", "the program was stopped"), within=self._cfg.stop_within)
+        with handles.stop_with_program(lambda: self._request(end)):
             if not is_over(self._job.state):
-                # The imported objects do not become garbage. To look through them takes up to a tenth of a second.
+                # Imported objects never become garbage. Without the freeze, each full collection takes up to 0.1 s.
                 gc.collect()
                 gc.freeze()
                 self.submit()
@@ -179,18 +180,18 @@ class Coordinator:
             raise JobFailedError(f"The job failed: {self._job.reason.rstrip('.')}.")
 
     def wait(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds (1 at most) for the job's end; return True if it is over.
+        """Wait up to `timeout` seconds (at most 1) for the job's end. Return True if the job is over.
 
         Raises:
-            Exception: the coordinator itself failed, so the job is not over, and nobody runs it.
+            Exception: The coordinator's loop failed. The job is not over, but it no longer runs.
         """
-        came = self._over.wait(min(timeout, 1.0))
+        is_set = self._over.wait(min(timeout, 1.0))
         if self._failure is not None:
             raise self._failure
-        return came or is_over(self._job.state)
+        return is_set or is_over(self._job.state)
 
     def close(self) -> None:
-        """End the job, if it still runs, and the workers, in bounded time. May be called again."""
+        """End the job if it still runs, and end the workers, in bounded time. Repeated calls change nothing."""
         if self._thread is not None and not self._over.is_set():
             self._request(ev.EndRequested(StopReason("interrupt", "it was closed"), within=self._cfg.stop_within))
             self._over.wait(self._cfg.stop_within + _CLOSE_WITHIN)
@@ -203,35 +204,35 @@ class Coordinator:
         with self._lock:
             self._journal.close()
 
-    # --- what a person may ask for
+    # --- requests
 
     def cancel(self, reason: str = "") -> None:
-        """End the job for good: tasks are closed, the learner saves, nothing is evaluated any more."""
+        """End the job: close the tasks and save the learner, without a last evaluation."""
         self._request(ev.EndRequested(StopReason("interrupt", reason or "it was cancelled")))
 
     def end(self, by: str, evaluate: bool = True) -> None:
-        """End the job as at its last step, for a callback. Repeated calls change nothing.
+        """End the job early, on behalf of a callback. Repeated calls change nothing.
 
         Args:
-            by: the reason's name, for `Result.stopped_by`.
-            evaluate: whether the last version is evaluated.
+            by: Name of the reason, for `Result.stopped_by`.
+            evaluate: Evaluate the last version, as after a regular end.
         """
         text = "a callback stopped it" if evaluate else "a callback raised"
         self._request(ev.EndRequested(StopReason(by, text), evaluate))
 
     def pause(self) -> None:
-        """Pause collectors and the learner after their present call."""
+        """Pause the collectors and the learner after their current calls."""
         self._request_change(ev.PauseRequested(True))
 
     def unpause(self) -> None:
-        """Continue after `pause`."""
+        """Resume the collectors and the learner."""
         self._request_change(ev.PauseRequested(False))
 
     def scale(self, role: Role, n: int) -> None:
-        """Set the number of workers of a role. The number of collectors is no longer chosen automatically then.
+        """Set the number of workers of a role. This turns off the automatic scaling of collectors.
 
         Raises:
-            UsageError: there is no such role, it cannot be scaled, n is out of bounds, or the job is over.
+            UsageError: The role does not exist, `n` is out of bounds, or the job does not run.
         """
         self._cfg.check_count(role, n)
         self._request_change(ev.ScaleRequested(role, n))
@@ -239,42 +240,42 @@ class Coordinator:
     def evaluate_now(self) -> None:
         """Evaluate the newest version."""
         if not self._cfg.evaluates:
-            raise UsageError("This job evaluates nothing: it was started with eval_episodes=0.")
+            raise UsageError("This job has no evaluations: it was started with eval_episodes=0.")
         with self._lock:
             if self._job.tasks.open("evaluate"):
-                raise UsageError("An evaluation is under way already.")
+                raise UsageError("An evaluation is already in progress.")
         self._request_change(ev.EvaluationRequested())
 
     def checkpoint(self) -> None:
-        """Save the learner with its next update, and the replay where this coordinator keeps it."""
+        """Save the learner with its next update. Save the replay buffer now if this process samples from it."""
         self._request_change(ev.CheckpointRequested())
 
     def restore(self) -> None:
-        """Send the learner back to its latest checkpoint. Versions keep rising."""
+        """Restart the learner from its latest checkpoint. Version numbers keep rising."""
         self._request_change(ev.RestoreRequested())
 
     def _request_change(self, event: Any) -> None:
-        """Check that the job runs, then `_request`: a job that has not begun, ends or is over would drop the event."""
+        """Make a request. Raise if the job has not started, is ending or is over, because it would drop the event."""
         if self._thread is None:
-            raise UsageError("The job is not submitted: there is nothing to change.")
+            raise UsageError("The job has not been submitted, so it cannot be changed.")
         if is_over(self._job.state):
             raise UsageError(
-                f"The job is over: {self._job.state.value} ({self._job.reason}). It takes no more commands."
+                f"The job is over: {self._job.state.value} ({self._job.reason}). It accepts no more commands."
             )
         if self._job.ending is not None:
-            raise UsageError(f"The job is about to end: nothing can be changed any more. {self._job.reason}".rstrip())
+            raise UsageError(f"The job is ending and cannot be changed any more. {self._job.reason}".rstrip())
         self._request(event)
 
     def _request(self, event: Any) -> None:
-        """Hand a request to the loop, and wait for up to 1 s until it is in the journal; then no restart loses it."""
-        mark = _Journaled()
+        """Queue a request. Wait up to 1 s until it is in the journal, so that a restart does not lose it."""
+        mark = _JournaledMarker()
         self._events.put(event)
         self._events.put(mark)
         if self._thread is not None and threading.current_thread() is not self._thread:
-            mark.wait(_HEARD_WITHIN)
+            mark.wait(_JOURNAL_WITHIN)
 
     def status(self) -> dict[str, Any]:
-        """Return the status of the job; see docs/coordinator.md."""
+        """Return the status of the job. See docs/coordinator.md."""
         with self._lock:
             return statuses.status(
                 self._job,
@@ -288,9 +289,10 @@ class Coordinator:
             )
 
     def events(self, since: int = 0, timeout: float = 0.0) -> list[dict[str, Any]]:
-        """Return the notes after number `since`: number, time (seconds since the epoch), kind, text, and more.
+        """Return the notes after the number `since`.
 
-        Numbers rise, across restarts too. Waits up to `timeout` seconds (1 at most) for one.
+        A note has the keys number, time (Unix time in seconds), kind and text, and may have more. Numbers rise, even
+        across restarts. If there is no newer note, wait for one for up to `timeout` seconds (at most 1).
         """
         with self._note_added:
             notes = self._journal.notes
@@ -322,7 +324,7 @@ class Coordinator:
                 self._note_added.notify_all()
 
     def _next_events(self) -> list[Any]:
-        """Return the events since the last call, after a short wait for one; send the calls that were put off."""
+        """Return the events since the last call, after a short wait. Send the delayed calls that are due."""
         self._clock.tick()
         wait = min(_TICK, self._calls.send_due())
         found: list[Any] = []
@@ -333,27 +335,27 @@ class Coordinator:
         return found
 
     def _advance(self, happened: list[Any]) -> None:
-        """Advance the job by these events, write the journal, and carry out the effects."""
+        """Pass the events to the job, write the journal, and carry out the effects."""
         effects: list[Any] = []
         with self._lock:
             for event in happened:
-                if not isinstance(event, _Journaled):
+                if not isinstance(event, _JournaledMarker):
                     effects += advance(self._job, event, self._clock())
             wanted = self._scaling.wanted(self._job, self._clock())
             if wanted is not None:
                 effects += advance(self._job, ev.ScaleRequested("collector", wanted, "load"), self._clock())
             self._write_journal(effects)
         for event in happened:
-            if isinstance(event, _Journaled):
+            if isinstance(event, _JournaledMarker):
                 event.set()
         for effect in effects:
             self._carry_out[type(effect)](effect)
 
     def _write_journal(self, effects: list[Any]) -> None:
-        """Write the journal before acting, so that the successor of a killed coordinator knows every effect."""
+        """Write the journal before the effects, so that it covers each effect of a killed coordinator."""
         notes, now = [effect for effect in effects if isinstance(effect, ev.Note)], time.monotonic()
         for note in notes:
-            fields = {name: value for name, value in note.fields.items() if isinstance(value, _PLAIN)}
+            fields = {name: value for name, value in note.fields.items() if isinstance(value, _JSON_SCALARS)}
             number = self._journal.notes[-1]["number"] + 1 if self._journal.notes else 1
             self._journal.note({**fields, "number": number, "time": time.time(), "kind": note.kind, "text": note.text})
         if notes or now > self._journaled_at + _JOURNAL_EVERY:
@@ -373,14 +375,14 @@ class Coordinator:
             self._recorder.write(row.env_steps, {**row.values, **replay}, self._job.accounts)
 
     def _write_late_result(self) -> None:
-        """Call `_write_result` for a coordinator that was killed before it did."""
+        """Write the result of a job whose coordinator was killed before it wrote the result."""
         self._replay.start()
         if self._recorder is not None:
             self._recorder.begin(self._job.accounts)
         self._write_result(ev.Over(self._job.state is JobState.FAILED, self._job.reason))
 
     def _write_result(self, over: ev.Over) -> None:
-        """Write the result: all workers have stopped."""
+        """Write the result. All workers have stopped."""
         self._replay.close()
         with self._lock:
             self._journaled_accounts = self._job.accounts.to_json()
@@ -388,7 +390,7 @@ class Coordinator:
         path = pathlib.Path(self._cfg.path) / "status.json"
         try:
             write_atomically(path, json.dumps(status, indent=1), "\n")
-        except OSError as error:  # what the recorder writes counts
+        except OSError as error:  # the recorder's result below is more important
             _log.warning("Cannot write %s: %s.", path, error.strerror)
         if self._recorder is not None:
             ending = self._job.ending

@@ -1,4 +1,4 @@
-"""The journal of a coordinator, on disk: a restarted coordinator continues from it."""
+"""The journal of a coordinator, a file from which a restarted coordinator continues."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _KEPT_NOTES = 1000
 
 
 class Journal:
-    """A file of lines: states of the job, of which the newest counts, and the log of events.
+    """A file of lines: states of the job, and the log of notes. The newest state is valid.
 
-    A line is written at once. If its writer is killed, the file has whole lines and at most a part of one more, which
-    is cut off. The file is not synced with each line: it outlives its writer, but not a power failure. If the disk is
-    full, the journal warns, keeps the line in memory and tries again with the next one.
+    Each line is written at once. If the writer is killed, only the last line can be incomplete; it is dropped. The file
+    is not synced after each line, so it survives the death of its writer, but not a power failure. If the disk is full,
+    the journal logs a warning, keeps the line in memory, and tries again with the next line.
 
         {"note": {"number": 1, "time": 1.7e9, "kind": "job", "text": "INIT → CONNECTING", ...}}
         {"state": {"state": "CONNECTING", "tasks": [], "accounts": {...}, "job_id": ..., ...}}
 
     Args:
-        path: the file; its folder is made.
+        path: Path of the file. Its directory is created.
 
     Attributes:
-        state: what was written last; None in a new file.
-        notes: the newest events, oldest first.
+        state: Newest state; None in a new file.
+        notes: Newest notes, oldest first.
 
     Raises:
-        CheckpointError: the file cannot be read or written, or is damaged.
+        CheckpointError: The file cannot be read or written, or is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -43,7 +43,7 @@ class Journal:
         self.state: dict[str, Any] | None = None
         self.notes: list[dict[str, Any]] = []
         self._file: Any = None
-        self._is_behind = False  # of the memory
+        self._is_behind = False  # the file lacks lines that are in memory
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
@@ -58,13 +58,13 @@ class Journal:
         self._append({"state": state})
 
     def note(self, note: dict[str, Any]) -> None:
-        """Add an event to the log."""
+        """Add a note to the log."""
         self.notes.append(note)
         del self.notes[:-_KEPT_NOTES]
         self._append({"note": note})
 
     def close(self) -> None:
-        """Close the file. May be called again."""
+        """Close the file. Repeated calls change nothing."""
         self._file.close()
 
     def _append(self, record: dict[str, Any]) -> None:
@@ -74,21 +74,21 @@ class Journal:
             if self._is_behind or self._size > _COMPACT_AT:
                 self._compact()
             if self._is_behind:
-                _log.warning("%s is written again.", self._path)
+                _log.warning("%s can be written again and is complete.", self._path)
             self._is_behind = False
         except OSError as error:
             if not self._is_behind:
-                _log.warning("%s The job goes on, and the next line is another try.", self._unwritable(error))
+                _log.warning("%s The job continues, and the next line tries again.", self._unwritable(error))
             self._is_behind = True
 
     def _write_line(self, line: bytes) -> None:
         self._size += len(line)
-        while line:  # a disk that is nearly full takes a part of it
+        while line:  # a nearly full disk may accept only a part of the line
             line = line[self._file.write(line) :]
 
     def _read(self) -> None:
         lines = self._path.read_bytes().split(b"\n")
-        for number, line in enumerate(lines[:-1], 1):  # what follows the last line's end was cut short
+        for number, line in enumerate(lines[:-1], 1):  # the last item has no line end: it is empty or incomplete
             try:
                 record = json.loads(line)
                 self.state = record.get("state", self.state)
@@ -97,12 +97,12 @@ class Journal:
             except (ValueError, AttributeError) as error:
                 raise CheckpointError(
                     f"{self._path}, line {number}, is damaged: {error}. It must hold a JSON object with a state or a "
-                    "note. Put back a copy of it, or remove it: what was learned stays, the counters begin anew."
+                    "note. Restore the file from a backup, or remove it: the checkpoints stay, the counters restart."
                 ) from error
         del self.notes[:-_KEPT_NOTES]
 
     def _compact(self) -> None:
-        """Replace the file by the newest state and the kept events, atomically."""
+        """Rewrite the file atomically, with only the newest state and notes."""
         records: list[dict[str, Any]] = [{"note": note} for note in self.notes]
         if self.state is not None:
             records.append({"state": self.state})
@@ -112,8 +112,8 @@ class Journal:
             self._file.close()
         self._file = file
         self._size = self._path.stat().st_size
-        if self._size > _COMPACT_AT // 2:  # then its content is that large: no compaction with every line
+        if self._size > _COMPACT_AT // 2:  # large even after compaction: do not compact again with every line
             self._size = 0
 
     def _unwritable(self, error: OSError) -> str:
-        return f"Cannot write {self._path}: {error.strerror}. Make room."
+        return f"Cannot write {self._path}: {error.strerror}. Free some disk space."

@@ -1,7 +1,7 @@
 """Messages between a coordinator and its workers: typed, picklable, and small.
 
-Steps and parameters never travel in them: those go through the replay buffer and the param store. Every request but
-`ping` and `resources` carries a `Header`, by which a repeated, late or misdirected one is told.
+Messages never contain steps or parameters, which go through the replay buffer and the param store. Each request, except
+`ping` and `resources`, carries a `Header`. It identifies repeated, late and misdirected calls.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from rlframe.errors import UsageError, suggest
 
 Role = Literal["learner", "collector", "evaluator"]
 Kind = Literal["learn", "collect", "evaluate"]
-WaitsFor = Literal["data", "params"]  # "data": batches to learn from, or room for steps
-TaskPhase = Literal["idle", "starting", "running", "closing"]  # of a worker's task; "idle": it has none
+WaitsFor = Literal["data", "params"]  # "data" means batches for a learner, or room in the buffer for a collector
+TaskPhase = Literal["idle", "starting", "running", "closing"]  # "idle" means that the worker has no task
 
 ROLES: tuple[Role, ...] = ("learner", "collector", "evaluator")
-KINDS: dict[Role, Kind] = {"learner": "learn", "collector": "collect", "evaluator": "evaluate"}  # what each works at
+KINDS: dict[Role, Kind] = {"learner": "learn", "collector": "collect", "evaluator": "evaluate"}
 OVERRIDES: dict[Kind, tuple[str, ...]] = {
     "learn": ("policy", "learner"),
     "collect": ("env", "collector"),
@@ -29,47 +29,47 @@ OVERRIDES: dict[Kind, tuple[str, ...]] = {
 }
 
 
-WorkerKey = tuple[str, int]  # (worker_id, incarnation): exactly one life of one worker
+WorkerKey = tuple[str, int]  # (worker_id, incarnation), which identifies one process of one worker
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerInfo:
-    """One incarnation of a worker, as its operator lists it."""
+    """One incarnation of a worker, in the operator's list."""
 
     role: Role
     index: int
-    incarnation: int  # of that index, from 0; never goes back
-    address: str | None = None  # where the operator's transport calls it; None until it serves
+    incarnation: int  # counted from 0 for each index; never falls
+    address: str | None = None  # address for the operator's transport; None until the worker serves
     host: str = ""
-    pid: int | None = None  # on that host; None where it is not known
-    is_live: bool = True  # it runs or starts, and was not told to end
-    problem: str = ""  # why it does not start, or how it ended, if that is known
+    pid: int | None = None  # process on that host; None if unknown
+    is_live: bool = True  # it runs or starts, and was not released
+    problem: str = ""  # reason that it does not start, or that it ended, if known
 
     @functools.cached_property
     def worker_id(self) -> str:
-        """`collector/1`."""
+        """Name of the worker, such as "collector/1"."""
         return worker_id_of(self.role, self.index)
 
     @functools.cached_property
     def key(self) -> WorkerKey:
-        """Unique key."""
+        """Unique key: (worker_id, incarnation)."""
         return self.worker_id, self.incarnation
 
 
 def worker_id_of(role: str, index: int) -> str:
-    """`collector/1`."""
+    """Return the name of a worker, such as "collector/1"."""
     return f"{role}/{index}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """Name the task, attempt, worker and number of a call. A worker refuses attempts older than the newest it knows."""
+    """The task, attempt, worker and number of a call. A worker refuses calls of older attempts than its current one."""
 
     task_id: str
-    attempt: int  # of the task, from 0
-    worker_id: str  # "collector/1": the role and the index
-    incarnation: int  # of that index, from 0
-    seq: int  # rises with every new call to a worker, across restarts of the coordinator; the same one: a repetition
+    attempt: int  # attempt at the task, from 0
+    worker_id: str  # role and index, such as "collector/1"
+    incarnation: int  # incarnation of the worker, from 0
+    seq: int  # number of the call; rises with each new call to a worker, and stays the same for a repeated call
 
 
 # --- requests
@@ -77,21 +77,22 @@ class Header:
 
 @dataclasses.dataclass(frozen=True)
 class StartTask:
-    """Start a task.
+    """A request to start a task.
 
     Attributes:
-        kind: learn, collect or evaluate.
-        policy_id: whose parameters, in the param store.
-        options: of an evaluation `params_version`, the one version that it is of; of a learner `min_version`, which
-            it publishes above, and `epoch`, when the task began, which comes before the attempt's number in the param
-            store's `Attempt`. The coordinator's own: a commander leaves them out.
-        overrides: what this task does otherwise than its worker was made to, plain numbers and words by name. Of a
-            learner `policy` (fields of the agent's config: the policy's hyper-parameters) and `learner` (of the
-            `LearnerConfig`); of a collector `env` (options of the environment) and `collector` (numbers that its
-            actor acts by, as DQN's `epsilon`). See `rlframe.coordinator.workers.overrides`.
+        kind: The kind of the task: learn, collect or evaluate.
+        policy_id: The policy's id in the param store.
+        options: Set by the coordinator, not by a commander. An evaluation has `params_version`, the version to
+            evaluate. A learner has `min_version` (it publishes only higher versions) and `epoch` (the start time of the
+            task, the first part of the param store's `Attempt`).
+        overrides: Values that replace the worker's configuration during this task: JSON values by name, by section. A
+            learner has the sections `policy` (fields of the agent's config, the policy's hyperparameters) and `learner`
+            (fields of the `LearnerConfig`). A collector has the sections `env` (options of the environment) and
+            `collector` (numbers among its actor's parameters, such as DQN's `epsilon`). See
+            `rlframe.coordinator.workers.overrides`.
 
     Raises:
-        UsageError: a task of this kind has no such overrides, or they are not plain.
+        UsageError: A task of this kind has no such section, or a value cannot be written as JSON.
     """
 
     kind: Kind
@@ -103,24 +104,25 @@ class StartTask:
         takes = OVERRIDES[self.kind]
         for name, values in self.overrides.items():
             if name not in takes:
-                there = f"only {' and '.join(takes)}" if takes else "none"
+                allowed = f"only {' and '.join(takes)}" if takes else "none at all"
                 raise UsageError(
-                    f"A task to {self.kind} has no overrides {name!r}, {there}: got {values!r}.{suggest(name, takes)}"
+                    f"A task to {self.kind} has no overrides {name!r}, {allowed}: got {values!r}.{suggest(name, takes)}"
                 )
             if not isinstance(values, dict):
-                raise UsageError(f"The overrides {name!r} of a task are values by name, got {values!r}.")
-        try:  # as a journal gives them back, so that a coordinator which was restarted finds the same task
+                raise UsageError(f"The overrides {name!r} of a task must be a dict of values by name, got {values!r}.")
+        try:  # the same form as in the journal, so that a restarted coordinator finds the same task
             plain = json.loads(json.dumps(self.overrides, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise UsageError(
-                f"The overrides of a task are plain numbers and words by name, got {self.overrides!r}: {error}."
+                f"The overrides of a task must be finite numbers, strings or other JSON values, got "
+                f"{self.overrides!r}: {error}."
             ) from None
         object.__setattr__(self, "overrides", plain)
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchMeta:
-    """Which items a learner fetches from the replay buffer: a batch without its data."""
+    """The keys of a batch, without its data. The learner fetches the items from the replay buffer."""
 
     keys: np.ndarray  # [B, 3] int64
     probabilities: np.ndarray  # [B]
@@ -128,20 +130,20 @@ class BatchMeta:
 
 @dataclasses.dataclass(frozen=True)
 class Learn:
-    """Batches to learn from: by their keys, or so many as the learner draws itself."""
+    """A request to learn from batches: with their keys, or as a grant of batches that the learner draws itself."""
 
-    count: int  # updates at most; 0: it only saves
-    batches: tuple[BatchMeta, ...] | None = None  # `count` of them; None: a grant, the learner draws and reports
-    seconds: float = 0.25  # after which no further update is begun
-    save: bool = False  # write a checkpoint as well
+    count: int  # maximum number of updates; 0 only saves
+    batches: tuple[BatchMeta, ...] | None = None  # `count` batches; None means a grant
+    seconds: float = 0.25  # time after which the learner starts no further update of a grant
+    save: bool = False  # write a checkpoint too
 
 
 @dataclasses.dataclass(frozen=True)
 class GetData:
-    """Step the environments for this long, then report."""
+    """A request to collect, or to evaluate. A collector steps its environments and then reports."""
 
-    steps: int = 0  # environment steps to take at least, where the time lasts; 0: until it is up
-    seconds: float = 0.25
+    steps: int = 0  # stop early once this many environment steps were taken; 0 means no early stop
+    seconds: float = 0.25  # collecting time; an evaluation ignores both fields
 
 
 # --- replies
@@ -149,37 +151,37 @@ class GetData:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerReply:
-    """An answer of a worker."""
+    """A reply of a worker."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NotReady(WorkerReply):
-    """The call is under way, or waits for something: repeat it, with the same number."""
+    """The call is still in progress. The coordinator repeats it with the same number."""
 
-    waits_for: WaitsFor | None = None  # however long that takes; None: it works
+    waits_for: WaitsFor | None = None  # None means that the worker is busy, not waiting
 
 
 @dataclasses.dataclass(frozen=True)
 class CallRefused(WorkerReply):
-    """The call is of another attempt, incarnation or number than this worker is at: it changed nothing."""
+    """The call has another attempt, incarnation or number than this worker. It changed nothing."""
 
     why: str = ""
-    is_misdirected: bool = False  # this is not the worker, or not the incarnation, that the call is for
+    is_misdirected: bool = False  # the call is for another worker or incarnation
 
 
 @dataclasses.dataclass(frozen=True)
 class Failed(WorkerReply):
     """The call raised."""
 
-    error: str  # the exception's type
+    error: str  # type of the exception
     message: str
     traceback: str = ""
-    is_permanent: bool = False  # another try would end in the same way
+    is_permanent: bool = False  # a retry would fail in the same way
 
 
 @dataclasses.dataclass(frozen=True)
 class Alive(WorkerReply):
-    """The answer to `ping`."""
+    """The reply to `ping`."""
 
     worker_id: str
     incarnation: int
@@ -198,21 +200,21 @@ class Resources(WorkerReply):
 
 @dataclasses.dataclass(frozen=True)
 class Started(WorkerReply):
-    """A task has begun."""
+    """The task has started."""
 
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Demand(WorkerReply):
-    """Batches that a learner can take now."""
+    """The number of batches that a learner can accept now."""
 
     batches: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """One batch that was learned from: which items, and their new priorities where the agent gives some."""
+    """One update: the keys of its batch, and their new priorities if the agent computes them."""
 
     keys: np.ndarray  # [B, 3] int64
     priorities: np.ndarray | None = None  # [B]
@@ -220,28 +222,28 @@ class Update:
 
 @dataclasses.dataclass(frozen=True)
 class Learned(WorkerReply):
-    """The result of a `Learn`."""
+    """The reply to `learn`."""
 
-    params_version: int  # that is in the param store
-    learner_steps: int  # since the run began
-    updates: tuple[Update, ...]  # one for each batch that was learned from
-    dropped: int = 0  # batches that were granted and not learned from: too old, or gone
-    logs: dict[str, float] = dataclasses.field(default_factory=dict)  # of the last update
+    params_version: int  # newest version in the param store
+    learner_steps: int  # updates since the start of the run
+    updates: tuple[Update, ...]
+    dropped: int = 0  # granted batches that were too old, or no longer in the buffer
+    logs: dict[str, float] = dataclasses.field(default_factory=dict)  # logs of the last update
 
 
 @dataclasses.dataclass(frozen=True)
 class Collected(WorkerReply):
-    """The counters of a collector, and how much this call has added to the buffer."""
+    """The counters of a collector, and the number of steps of this call."""
 
-    stats: dict[str, Any]  # as `Actor.stats`: counters since it was made, its rank and incarnation
-    params_version: int  # that acted last
-    waits: bool = False  # for newer parameters, or for room in the buffer
-    length: int = 0  # of the rollout: environment steps that this call took
+    stats: dict[str, Any]  # `Actor.stats()`: counters since the start of the task, rank and incarnation
+    params_version: int  # version of the last actions
+    waits: bool = False  # the collector waits for newer parameters, or for room in the buffer
+    length: int = 0  # environment steps of this call
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluated(WorkerReply):
-    """An evaluation, of exactly one version."""
+    """The result of an evaluation of one version."""
 
     params_version: int
     values: dict[str, float]  # return_mean, return_std, length_mean, episodes
@@ -249,7 +251,8 @@ class Evaluated(WorkerReply):
 
 @dataclasses.dataclass(frozen=True)
 class Closed(WorkerReply):
-    """A task has ended."""
+    """The task has ended."""
 
-    # Of a learner learner_steps, params_version, checkpoint; of a collector its last stats, and env_steps_per_second.
+    # A learner returns learner_steps, params_version and checkpoint. A collector returns its last stats and
+    # env_steps_per_second.
     result: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""A coordinator's thread for the operator: it asks for workers, and lists them."""
+"""The coordinator's thread for the operator, which requests workers and lists them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rlframe.retry import backoff
 
 _log = logging.getLogger(__name__)
 
-_BACKOFF = 0.25, 5.0  # seconds between two tries to reach it: the first, at most
-_PATIENCE = 5.0  # seconds, beside the grace that they are given, for workers to be gone
-_JOIN = 10.0  # seconds for the thread to end: longer than any call of an operator takes
+_BACKOFF = 0.25, 5.0  # seconds between two attempts to reach the operator: first, longest
+_PATIENCE = 5.0  # seconds, in addition to the operator's grace, for workers to end
+_JOIN = 10.0  # seconds for the thread to end: longer than any call to an operator
 
 
 class OperatorThread:
-    """Carries out the effects that need the operator, and lists its workers a few times a second.
+    """A thread that carries out the operator's effects, and lists its workers a few times per second.
 
-    While the operator cannot be reached, effects are kept and repeated.
+    While the operator cannot be reached, effects stay in the queue and are retried with backoff.
 
     Args:
-        operator: see `rlframe.coordinator.operators`.
-        put_event: called with `OperatorAnswered`, `OperatorFailed` and `WorkersEnded`.
+        operator: See `rlframe.coordinator.operators`.
+        put_event: Function that receives `OperatorAnswered`, `OperatorFailed` and `WorkersEnded`.
     """
 
     def __init__(self, operator: Operator, put_event: Callable[[Any], None]) -> None:
@@ -42,16 +42,16 @@ class OperatorThread:
         self._problems: dict[str, str] = {}
         self._outage = ""
         self._has_answered = False
-        self._stops_workers = False  # at the end
+        self._stops_workers = False  # end the workers at the end of the thread
         self._wake, self._ends, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="rlframe operator", daemon=True)
 
     def start(self) -> None:
-        """Begin: workers that are there already are adopted."""
+        """Start the thread. It lists workers of an earlier coordinator too."""
         self._thread.start()
 
     def put(self, effect: Any) -> None:
-        """Queue an effect. `EndWorkers` ends all workers, in the background and within seconds."""
+        """Queue an effect. `EndWorkers` ends all workers in the background, within seconds."""
         if isinstance(effect, ev.EndWorkers):
             self._stops_workers = True
             self._ends.set()
@@ -60,7 +60,7 @@ class OperatorThread:
         self._wake.set()
 
     def close(self) -> None:
-        """End the thread, and close the operator. May be repeated."""
+        """End the thread and close the operator. Repeated calls change nothing."""
         self._closed.set()
         self._ends.set()
         self._wake.set()
@@ -70,7 +70,7 @@ class OperatorThread:
             self._operator.close()
 
     def problems(self) -> dict[str, str]:
-        """Return the present problems, a sentence each: by worker_id, or "" for the operator itself."""
+        """Return a sentence about each current problem, by worker_id; the key "" stands for the operator."""
         outage = {"": self._outage} if self._outage else {}
         return {**outage, **self._problems}
 
@@ -82,7 +82,7 @@ class OperatorThread:
                 live = self._round()
             except Exception as error:
                 self._fail(error)
-                # Not shorter after a wake-up: an operator that does not answer is not asked sooner.
+                # Wait for `_ends`, not for `_wake`: a new effect must not shorten the backoff.
                 self._ends.wait(next(waits))
             else:
                 self._outage, self._has_answered, waits = "", True, backoff(*_BACKOFF)
@@ -94,16 +94,16 @@ class OperatorThread:
             self._put_event(ev.WorkersEnded(why))
 
     def _fail(self, error: Exception) -> None:
-        """Report an error. One that is no outage ends the job if another try would end in the same way."""
+        """Report an error. It is permanent if it is a `UsageError`, or no outage and before the first reply."""
         is_outage = isinstance(error, (OperatorError, PeerError, OSError))
         if not is_outage:
-            _log.error("The operator raised what is no outage.", exc_info=error)
+            _log.error("The operator raised an unexpected error.", exc_info=error)
         self._outage = why = f"{type(error).__name__}: {error}"
         ends_job = isinstance(error, UsageError) or not (is_outage or self._has_answered)
         self._put_event(ev.OperatorFailed(why, ends_job))
 
     def _round(self) -> list[WorkerInfo]:
-        """Carry out the effects; return the workers that live and are wanted."""
+        """Carry out the queued effects. Return the live workers."""
         while self._effects:
             self._carry_out[type(self._effects[0])](self._effects[0])
             self._effects.popleft()
@@ -113,7 +113,7 @@ class OperatorThread:
         return [worker for worker in seen if worker.is_live]
 
     def _stop_all(self) -> str:
-        """End all workers; return why that could not be done, empty if it was."""
+        """End all workers. Return the reason if that fails, else an empty string."""
         why = ""
         for pause in backoff(0.02, self._operator.every, self._operator.grace + _PATIENCE):
             try:
@@ -128,5 +128,5 @@ class OperatorThread:
             if not why or self._closed.wait(pause):
                 break
         if why:
-            _log.warning("Workers that could not be ended in time: %s", why)
+            _log.warning("Some workers did not end in time: %s", why)
         return why

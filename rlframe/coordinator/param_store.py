@@ -1,7 +1,7 @@
-"""The parameters of elastic's learner, kept in a process that outlives it.
+"""The param store of the elastic topology: the newest parameters, in a process that outlives the learner.
 
-The learner puts each version here; collectors and evaluators read it here. Versions that are pinned for an evaluation
-and the newest version survive the learner, and a learner that was replaced can put nothing any more.
+The learner puts each version, and collectors and evaluators read it. The newest versions and those that are pinned for
+an evaluation survive the learner. A replaced learner is fenced off: it cannot put versions any more.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rlframe.transport import Server
 from rlframe.transport.sockets import SocketTransport
 from rlframe.types import Tree
 
-_PINS = 2  # versions of a policy that can be pinned at once
-_REMOTE = (
+_PINS = 2  # maximum number of pinned versions of a policy
+_REMOTE_METHODS = (
     *("open_policy", "check_not_fenced", "put", "get", "pin", "unpin", "versions", "newest_version"),
     *("get_packed", "wait_for_version", "publication_reader", "finish"),
 )
@@ -36,42 +36,42 @@ class StoredParams(NamedTuple):
 
     version: int
     packed: PackedParams
-    hparams: dict[str, Any] | None  # as they were put with the parameters
+    hparams: dict[str, Any] | None  # hyperparameters that were put with the parameters
 
     @property
     def params(self) -> Tree:
-        """The tree, of numpy arrays that the caller may write to."""
+        """The parameters as a tree of writable numpy arrays."""
         return jax.tree.map(lambda leaf: leaf if leaf.flags.writeable else leaf.copy(), self.packed.unpack_numpy())
 
 
 class Attempt(NamedTuple):
-    """The learner that puts a policy's versions: the greater attempt replaces the smaller one."""
+    """The attempt of a learner that puts versions of a policy. A greater attempt fences off smaller ones."""
 
-    epoch: int  # when its task began, in milliseconds of Unix time: the attempts of each task are counted from 0
-    number: int  # of the attempt at the task
+    epoch: int  # start of its task in milliseconds of Unix time; each task counts its attempts from 0
+    number: int  # number of the attempt at the task
 
 
 @dataclasses.dataclass
 class _Policy:
-    attempt: Attempt | None = None  # the newest, if one has opened the policy
+    attempt: Attempt | None = None  # the newest attempt that opened the policy
     put_by: Attempt | None = None  # the attempt that put the newest version
-    versions: dict[int, StoredParams] = dataclasses.field(default_factory=dict)  # in order
+    versions: dict[int, StoredParams] = dataclasses.field(default_factory=dict)  # in ascending order
     pinned: list[int] = dataclasses.field(default_factory=list)  # oldest pin first
-    publication: Publication | None = None  # of the newest version; None before the first
+    publication: Publication | None = None  # the newest version; None before the first
 
 
 class ParamStore:
-    """The newest versions of each policy. Any thread may call it.
+    """A store of the newest versions of each policy. Thread-safe.
 
-    A node of its own, or an object in the process that makes it: it pickles as a handle, by which other processes of
-    this machine call it.
+    The store is a node of a program, or an object in the process that creates it. It pickles as a handle, through which
+    other processes of this machine call it.
 
-    Versions of a policy only rise. A learner that opens a policy (`open_policy`) fences off all older attempts. A
-    policy that nobody has opened accepts versions from anybody.
+    The version numbers of a policy only rise. A learner that opens a policy (`open_policy`) fences off all older
+    attempts. Any caller may put versions of a policy that no learner has opened.
 
     Args:
-        kept: number of versions to keep for each policy, besides the pinned ones.
-        at_end: seconds that `run` waits for `finish` when the program ends: the learner still puts its last version.
+        kept: Number of versions to keep for each policy, in addition to the pinned versions.
+        at_end: Seconds that `run` waits for `finish` after the end of the program, for the learner's last version.
     """
 
     def __init__(self, kept: int = 4, at_end: float = 0.0) -> None:
@@ -80,32 +80,33 @@ class ParamStore:
         self._kept, self._at_end = kept, at_end
         self._changed = threading.Condition()
         self._policies: dict[str, _Policy] = collections.defaultdict(_Policy)
-        # `stop` or the end of the program begins the `at_end` seconds of `run`; `finish` ends them; `close` ends calls.
+        # `stop` and the end of the program start the last `at_end` seconds of `run`; `finish` ends `run` at once;
+        # `close` ends all calls that wait.
         self._is_stopping, self._finished, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._server: Server | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a handle; the first time, start the server that its calls go to."""
+        """Pickle as a handle. The first call starts the server of the handles."""
         transport = SocketTransport()
         with self._changed:
             if self._server is None:
-                self._server = transport.serve({name: getattr(self, name) for name in _REMOTE})
+                self._server = transport.serve({name: getattr(self, name) for name in _REMOTE_METHODS})
         return Remote([self._server.address], "param store", transport=transport).__reduce__()
 
     # --- for the learner
 
     def open_policy(self, policy_id: str, attempt: Attempt) -> None:
-        """Accept versions only from this attempt, until a newer one opens the policy.
+        """Accept versions only from this attempt, until a newer attempt opens the policy.
 
         Raises:
-            FencedError: a newer attempt has opened it.
+            FencedError: A newer attempt has opened the policy.
         """
         with self._changed:
             _check_attempt(policy_id, attempt, self._policies[policy_id].attempt)
             self._policies[policy_id].attempt = attempt
 
     def check_not_fenced(self, policy_id: str, attempt: Attempt | None) -> None:
-        """Raise `FencedError` if `put` would: asked before a learner writes a checkpoint."""
+        """Raise `FencedError` if a newer attempt has opened the policy. Called before a learner writes a checkpoint."""
         with self._changed:
             _check_attempt(policy_id, attempt, self._policies[policy_id].attempt)
 
@@ -121,16 +122,17 @@ class ParamStore:
         """Make `params` the newest version of a policy. A repeated call of the same attempt changes nothing.
 
         Args:
-            policy_id: the policy.
-            version: from 0, above all versions before.
-            params: a tree of arrays, or packed ones, as a Learner's `get_packed` gives them.
-            hparams: plain numbers and words that belong to the parameters.
-            attempt: of the learner; needed once the policy was opened.
+            policy_id: The policy.
+            version: Version number, at least 0 and above all earlier versions.
+            params: A tree of arrays, or packed parameters as returned by `Learner.get_packed`.
+            hparams: Hyperparameters of the policy, as JSON values.
+            attempt: The learner's attempt. Required once the policy has been opened.
 
         Raises:
-            FencedError: a newer attempt has opened the policy.
-            UsageError: the version is not above the newest, the tree is not that of earlier versions, or hparams are
-                not plain.
+            FencedError: A newer attempt has opened the policy.
+            StoppedError: The store was closed.
+            UsageError: The version is not above the newest, the tree differs from that of earlier versions, or the
+                hyperparameters are not JSON values.
         """
         if version < 0:
             raise UsageError(f"Versions of a policy start at 0, got {version} for {policy_id!r}.")
@@ -149,8 +151,8 @@ class ParamStore:
                 return
             if version <= newest:
                 raise UsageError(
-                    f"Version {version} of policy {policy_id!r} was put, but version {newest} is there already: "
-                    f"versions only rise. A learner that is restarted publishes above {newest}."
+                    f"Version {version} of policy {policy_id!r} is not above the newest version {newest}. Versions "
+                    f"must rise: a restarted learner must publish above {newest}."
                 )
             if policy.publication is None:
                 policy.publication = Publication(version, packed)
@@ -160,29 +162,29 @@ class ParamStore:
                 policy.publication.publish(version, packed)
             policy.versions[version] = StoredParams(version, packed, hparams)
             policy.put_by = attempt
-            policy.attempt = attempt or policy.attempt  # a store that was restarted has forgotten it
+            policy.attempt = attempt or policy.attempt  # a restarted store has lost the attempt
             self._drop_old(policy)
             self._changed.notify_all()
 
-    # --- for those who act
+    # --- for collectors and evaluators
 
     def get(self, policy_id: str, min_version: int = -1, *, version: int | None = None) -> StoredParams | None:
-        """Return the newest version, or exactly `version`; None if it is not there, or below `min_version`."""
+        """Return the newest version, or `version` if given. Return None if it is missing or below `min_version`."""
         with self._changed:
             versions = self._policies[policy_id].versions
             wanted = max(versions, default=-1) if version is None else version
             return versions.get(wanted) if wanted >= min_version else None
 
     def get_packed(self, policy_id: str, known_version: int = -1) -> tuple[int, PackedParams | None]:
-        """As `PackedSource.get_packed`; (-1, None) before the first version."""
+        """See `PackedSource.get_packed`. Return (-1, None) before the first version."""
         publication = self._policies[policy_id].publication
         return publication.get_packed(known_version) if publication is not None else (-1, None)
 
     def wait_for_version(self, policy_id: str, known_version: int, timeout: float) -> int:
-        """As `ParamSource.wait_for_version`.
+        """See `ParamSource.wait_for_version`.
 
         Raises:
-            StoppedError: the store was closed.
+            StoppedError: The store was closed.
         """
         with self._changed:
             self._changed.wait_for(
@@ -191,18 +193,18 @@ class ParamStore:
             )
             newest = self.newest_version(policy_id)
         if self._closed.is_set() and newest <= known_version:
-            raise StoppedError(f"The param store was closed while a version of {policy_id!r} was waited for.")
+            raise StoppedError(f"The param store was closed while a caller waited for a version of {policy_id!r}.")
         return newest
 
     def publication_reader(self, policy_id: str) -> PublicationReader | None:
-        """As `Learner.publication_reader`; None before the first version."""
+        """See `Learner.publication_reader`. Return None before the first version."""
         publication = self._policies[policy_id].publication
         return publication.reader() if publication is not None else None
 
-    # --- for evaluations of exactly one version
+    # --- for evaluations of one version
 
     def pin(self, policy_id: str) -> int:
-        """Keep the newest version until `unpin`, and return it; -1 if there is none. A third pin ends the oldest."""
+        """Keep the newest version until `unpin`, and return it; -1 if there is none. A third pin removes the first."""
         with self._changed:
             policy = self._policies[policy_id]
             newest = max(policy.versions, default=-1)
@@ -212,14 +214,14 @@ class ParamStore:
             return newest
 
     def unpin(self, policy_id: str, version: int) -> None:
-        """End a pin. Does nothing if the version is not pinned."""
+        """End a pin. Do nothing if the version is not pinned."""
         with self._changed:
             policy = self._policies[policy_id]
             policy.pinned = [pinned for pinned in policy.pinned if pinned != version]
             self._drop_old(policy)
 
     def versions(self, policy_id: str) -> list[int]:
-        """Return the versions that are there, in order."""
+        """Return the stored versions, in ascending order."""
         return list(self._policies[policy_id].versions)
 
     def newest_version(self, policy_id: str) -> int:
@@ -235,22 +237,22 @@ class ParamStore:
     # --- as a node
 
     def run(self) -> None:
-        """Serve until `finish`, or for `at_end` seconds after the program was told to end."""
+        """Serve until `finish`, or until `at_end` seconds after the end of the program."""
         with stop_with_program(self._is_stopping.set):
             self._is_stopping.wait()
             self._finished.wait(self._at_end)
 
     def stop(self) -> None:
-        """End `run` as the end of the program does. Any thread may call it."""
+        """End `run` like the end of the program does. Any thread may call it."""
         self._is_stopping.set()
 
     def finish(self) -> None:
-        """End `run` at once: no worker needs the store any more."""
+        """End `run` at once, because no worker needs the store any more."""
         self._finished.set()
         self._is_stopping.set()
 
     def close(self) -> None:
-        """Accept no more versions, and end all waits. May be called again."""
+        """Accept no more versions, and end all waits. Repeated calls change nothing."""
         self._closed.set()
         with self._changed:
             self._changed.notify_all()
@@ -263,18 +265,18 @@ class ParamStore:
 
 
 def _check_attempt(policy_id: str, attempt: Attempt | None, opened: Attempt | None) -> None:
-    """Raise `FencedError` if `attempt` is older than the one that opened the policy; None is the oldest."""
+    """Raise `FencedError` if `attempt` is older than the attempt that opened the policy. None is older than any."""
     if opened is None or (attempt is not None and attempt >= opened):
         return
     whose = f"attempt {opened.number} of epoch {opened.epoch}"
     if attempt is None:
         raise FencedError(
-            f"Policy {policy_id!r} was opened by {whose}, which alone may put versions. To put one by hand, open the "
-            "policy with a newer Attempt and put with that."
+            f"Policy {policy_id!r} was opened by {whose}, and only that attempt may put versions. To put a version "
+            "from another program, open the policy with a newer Attempt and pass that Attempt to put."
         )
     raise FencedError(
         f"Attempt {attempt.number} of epoch {attempt.epoch} is fenced off: policy {policy_id!r} was opened by {whose}, "
-        "which goes on."
+        "which continues."
     )
 
 
@@ -282,7 +284,7 @@ def _check_hparams(policy_id: str, hparams: dict[str, Any] | None) -> None:
     try:
         json.dumps(hparams)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"The hparams of policy {policy_id!r} must be plain numbers and words: {error}.") from None
+        raise UsageError(f"The hparams of policy {policy_id!r} must be JSON values: {error}.") from None
 
 
 def _difference(expected: Tree, came: Tree) -> str:
@@ -290,9 +292,9 @@ def _difference(expected: Tree, came: Tree) -> str:
     leaves, treedef = jax.tree_util.tree_flatten_with_path(expected)
     others, given = jax.tree.flatten(came)
     if given != treedef:
-        return f"The parameters that were put have another tree than earlier versions: {given}, not {treedef}."
+        return f"The new parameters have another tree than earlier versions: got {given}, expected {treedef}."
     path, leaf, other = next((path, leaf, other) for (path, leaf), other in zip(leaves, others) if leaf != other)
     return (
-        f"The parameters{jax.tree_util.keystr(path)} that were put are {other.dtype}{list(other.shape)}; those of "
-        f"earlier versions are {leaf.dtype}{list(leaf.shape)}."
+        f"The new parameters{jax.tree_util.keystr(path)} are {other.dtype}{list(other.shape)}; those of earlier "
+        f"versions are {leaf.dtype}{list(leaf.shape)}."
     )

@@ -1,4 +1,4 @@
-"""A coordinator's thread for the replay buffer: it draws keys, sets priorities and pins versions. No data passes."""
+"""The coordinator's thread for the replay buffer and the param store. It handles keys and versions, but no data."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from rlframe.replay.replay_files import ReplayFiles
 
 _log = logging.getLogger(__name__)
 
-_WAIT = 0.2  # seconds that a draw waits for enough to be there
+_WAIT = 0.2  # seconds that a draw waits for enough data
 _STATS_EVERY = 0.5  # seconds
-_SAVE_EVERY = 30.0  # seconds between two writings of a small replay
-_END = 60.0  # seconds for the last writing
+_SAVE_EVERY = 30.0  # seconds between two saves of a small replay buffer
+_JOIN_TIMEOUT = 60.0  # seconds for the last save
 
 
 class ReplayThread:
-    """Draws keys for learners and tells the buffer what became of them; keeps versions for evaluations.
+    """A thread that draws keys for learners, finishes drawn batches, and pins versions for evaluations.
 
     Args:
-        replay: the buffer. Where it gives no keys, it is only asked for its counters.
-        param_store: a `ParamStore`, or a handle to one.
-        put_event: called with `BatchesDrawn` and `Pinned`.
-        directory: where a buffer that is drawn from here is saved, and found again.
+        replay: The replay buffer. If it cannot fetch by key, only its counters are read.
+        param_store: A `ParamStore`, or a handle to one.
+        put_event: Function that receives `BatchesDrawn` and `Pinned`.
+        directory: Directory of the saved replay buffer, if this process samples from it.
 
     Attributes:
-        stats: the buffer's counters, as they were a moment ago.
+        stats: Recent counters of the replay buffer.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class ReplayThread:
         spec = getattr(replay, "spec", None)
         self._max_staleness = spec.max_staleness if spec is not None else None
         self._kind = spec.kind if spec is not None else ""
-        self._wanted: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._effects: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stop = threading.Event()
         self.stats: dict[str, Any] = {}
-        self._looked_at = 0.0
-        # A buffer is saved by the process that draws from it.
+        self._stats_read_at = 0.0
+        # The process that draws from a buffer also saves it.
         draws = bool(getattr(replay, "fetches_by_key", False))
         self._files = ReplayFiles(directory, 1) if draws and replay.is_saved_by_learner else None
         self._save_at = time.monotonic() + _SAVE_EVERY
         self._carry_out: dict[type, Callable[[Any], None]] = {
             ev.DrawBatches: self._draw,
-            ev.FinishBatches: self._settle,
+            ev.FinishBatches: self._finish_batches,
             ev.SaveReplay: lambda effect: self._save(),
             ev.Pin: self._pin,
             ev.Unpin: lambda effect: self._store.unpin(effect.policy_id, effect.params_version),
@@ -66,10 +66,10 @@ class ReplayThread:
         self._thread = threading.Thread(target=self._run, name="rlframe keys", daemon=True)
 
     def start(self) -> None:
-        """Restore the saved buffer (only its priorities, if it is not a new one), and start to take effects.
+        """Restore the saved buffer (only its priorities, if the buffer is not new), and start the thread.
 
         Raises:
-            CheckpointError: the saved buffer is damaged.
+            CheckpointError: The saved buffer is damaged.
         """
         if self._files is not None and (newest := self._files.newest()) is not None:
             self._files.restore(self._replay, newest)
@@ -77,45 +77,45 @@ class ReplayThread:
 
     def put(self, effect: Any) -> None:
         """Queue an effect."""
-        self._wanted.put(effect)
+        self._effects.put(effect)
 
     def close(self) -> None:
-        """End the thread after its queued effects, and read the counters a last time."""
+        """Carry out the queued effects, read the counters a last time, and end the thread."""
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(_END)
+            self._thread.join(_JOIN_TIMEOUT)
 
     def _run(self) -> None:
         while True:
             try:
-                effect = self._wanted.get(timeout=0.1)
+                effect = self._effects.get(timeout=0.1)
             except queue.Empty:
                 if self._stop.is_set():
                     break
                 effect = None
             if effect is not None:
                 self._try(functools.partial(self._carry_out[type(effect)], effect))
-            self._look()
+            self._read_stats()
             if time.monotonic() > self._save_at:
                 self._try(self._save_if_due)
-        self._looked_at = 0.0
-        self._look()
+        self._stats_read_at = 0.0
+        self._read_stats()
         self._try(functools.partial(self._save_if_due, final=True))
 
-    def _try(self, what: Callable[[], None]) -> None:
+    def _try(self, action: Callable[[], None]) -> None:
         try:
-            what()
-        except Exception as error:  # the thread goes on: the job waits for its answers
-            _log.warning("The coordinator's data: %s", error, exc_info=not isinstance(error, RlframeError))
+            action()
+        except Exception as error:  # keep the thread alive: the job waits for its events
+            _log.warning("Replay thread of the coordinator: %s", error, exc_info=not isinstance(error, RlframeError))
 
-    def _look(self) -> None:
-        if time.monotonic() < self._looked_at + _STATS_EVERY or not hasattr(self._replay, "stats"):
+    def _read_stats(self) -> None:
+        if time.monotonic() < self._stats_read_at + _STATS_EVERY or not hasattr(self._replay, "stats"):
             return
-        self._looked_at = time.monotonic()
+        self._stats_read_at = time.monotonic()
         try:
             self.stats = {"kind": self._kind, **self._replay.stats()}
-        except Exception as error:  # a server that is being restarted: asked again
-            _log.info("The replay buffer does not say how full it is: %s", error)
+        except Exception as error:  # its server may be restarting; the next round tries again
+            _log.info("Cannot read the counters of the replay buffer: %s", error)
 
     def _save_if_due(self, *, final: bool = False) -> None:
         self._save_at = time.monotonic() + _SAVE_EVERY
@@ -147,10 +147,10 @@ class ReplayThread:
                 batches.append(BatchMeta(drawn.keys, drawn.probabilities))
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            _log.debug("The coordinator's data.", exc_info=True)
+            _log.debug("Drawing batches failed.", exc_info=True)
         self._put_event(ev.BatchesDrawn(effect.header, tuple(batches), why))
 
-    def _settle(self, effect: ev.FinishBatches) -> None:
+    def _finish_batches(self, effect: ev.FinishBatches) -> None:
         for update in effect.updates:
             if update.priorities is not None and self._kind == "prioritized":
                 self._replay.update_priorities(update.keys, update.priorities)

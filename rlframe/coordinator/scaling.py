@@ -1,4 +1,4 @@
-"""Choose the number of collectors: enough that the learner need not wait, and no more than it can learn from."""
+"""Automatic scaling: choose the number of collectors, so that the learner seldom waits and no collector is wasted."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rlframe.coordinator.states import JobState
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """The load in a window of time.
+    """The load in one time window.
 
     Attributes:
-        collectors: that are at work.
-        seconds: how long it was.
-        learner_waited: seconds of it in which the learner waited for data.
-        env_steps: that were taken in it.
-        paced: share of their time that collectors waited: for newer parameters, or for room.
-        staleness: mean age in versions of the data that was learned from; None if nothing was learned.
+        collectors: Number of collectors.
+        seconds: Length of the window.
+        learner_waiting_seconds: Seconds that the learner waited for data.
+        env_steps: Environment steps of all collectors.
+        waiting_share: Share of the collectors' time that they waited for newer parameters or for room in the buffer.
+        staleness: Mean age, in versions, of the data in a batch; None if the learner has not learned yet.
     """
 
     collectors: int
@@ -30,36 +30,38 @@ class Load:
 
 
 class Scaling:
-    """Chooses the number of collectors from the load in one window of time after another. It has no clock.
+    """A rule that chooses the number of collectors from the load in consecutive time windows. It reads no clock.
 
-    - One more if the learner waited for data for more than `STARVED` of the window, and collectors did not wait.
-    - One fewer if the data is older than `mean_staleness`, or collectors waited for more than `IDLE` of the window.
-    - After a change the next window is not judged: a new collector compiles first.
-    - If one more collector brought neither more steps nor a learner that waits less, it is removed. The next try comes
-      after a pause, which doubles. On busy cores, or with a slow game, more collectors cannot feed the learner.
+    - Add a collector if the learner waited for data for more than `STARVED` of the window, and collectors waited for
+      less than `IDLE` of their time.
+    - Remove a collector if the data is older than `mean_staleness`, or if collectors waited for more than `IDLE` of
+      their time and the learner waited for less than `STARVED`.
+    - Skip one window after a change, because a new collector compiles first.
+    - Remove an added collector if it did not help: there are no more steps, and the learner does not wait less. Then
+      pause. Each pause is twice as long as the last. On busy cores, or with a slow game, more collectors do not help.
 
     Args:
-        least, most: bounds of the number of collectors.
-        cores: of the machine, a second upper bound.
-        mean_staleness: versions; None: no bound.
+        least, most: Bounds of the number of collectors.
+        cores: Number of the machine's cores, a second upper bound.
+        mean_staleness: Bound of the mean staleness, in versions; None means no bound.
     """
 
     STARVED, IDLE = 0.2, 0.5
-    _PATIENCE = 4  # windows
-    _SECONDS = 5.0  # of a window
+    _FIRST_PAUSE = 4  # windows
+    _WINDOW_SECONDS = 5.0
 
     def __init__(self, least: int, most: int, cores: int, mean_staleness: float | None = None) -> None:
         self.least, self.most = least, max(least, min(most, cores))
         self._mean_staleness = mean_staleness
-        self._rests = 0  # windows to let pass
-        self._before: Load | None = None  # a collector was added
-        self._patience = self._PATIENCE
-        self._window: tuple[float, float, int, float, float] | None = None  # the counters at its begin
+        self._windows_to_skip = 0
+        self._load_before: Load | None = None  # load before the last window, in which a collector was added
+        self._pause_windows = self._FIRST_PAUSE
+        self._window: tuple[float, float, int, float, float] | None = None  # counters at the start of the window
 
     def wanted(self, job: TrainingJob, now: float) -> int | None:
-        """Return the number of collectors from now on, at the end of a window; None: as many as are wanted.
+        """Return the new number of collectors, or None to keep the number. Changes come at the end of a window.
 
-        No window is judged if a person chose the number, while the job does not run, or while collectors start.
+        The number does not change if a person chose it, while the job does not run, or while collectors start.
         """
         steps = job.accounts.env_steps
         here = (
@@ -73,7 +75,7 @@ class Scaling:
             self._window = here
             return None
         began, waited, steps_before, collected, waiting_share = self._window
-        if now - began < self._SECONDS:
+        if now - began < self._WINDOW_SECONDS:
             return None
         self._window = here
         count = job.requests.wanted["collector"]
@@ -92,25 +94,25 @@ class Scaling:
         return wanted if wanted != count else None
 
     def judge(self, load: Load) -> int:
-        """Return the number of collectors after this window."""
+        """Return the number of collectors for the next window."""
         count, waited = load.collectors, load.learner_waiting_seconds / max(load.seconds, 1e-9)
-        if self._rests > 0:
-            self._rests -= 1
+        if self._windows_to_skip > 0:
+            self._windows_to_skip -= 1
             return self._within(count)
-        before, self._before = self._before, None
+        before, self._load_before = self._load_before, None
         if before is not None and not _is_better(load, before):
-            self._rests, self._patience = self._patience, 2 * self._patience
-            return self._within(count - 1)  # it brought nothing
+            self._windows_to_skip, self._pause_windows = self._pause_windows, 2 * self._pause_windows
+            return self._within(count - 1)  # the added collector did not help
         is_old = self._mean_staleness is not None and (load.staleness or 0.0) > self._mean_staleness
         if is_old or (load.waiting_share > self.IDLE and waited < self.STARVED):
             return self._change(count - 1)
         if waited > self.STARVED and load.waiting_share < self.IDLE and count < self.most:
-            self._before = load
+            self._load_before = load
             return self._change(count + 1)
         return self._within(count)
 
     def _change(self, count: int) -> int:
-        self._rests = 1
+        self._windows_to_skip = 1
         return self._within(count)
 
     def _within(self, count: int) -> int:
@@ -118,10 +120,10 @@ class Scaling:
 
 
 def _is_better(load: Load, before: Load) -> bool:
-    """Return True if one more collector made a difference.
+    """Return True if the added collector helped: the learner waits less, or there are more environment steps.
 
-    The share of waiting alone does not tell: a learner that two slow collectors feed waits nearly as long as with one,
-    and learns twice as much.
+    The waiting time alone is not enough: with two slow collectors, a learner waits nearly as long as with one, but it
+    learns twice as much.
     """
     seconds, seconds_before = max(load.seconds, 1e-9), max(before.seconds, 1e-9)
     waits_less = load.learner_waiting_seconds / seconds <= 0.9 * before.learner_waiting_seconds / seconds_before

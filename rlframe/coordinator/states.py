@@ -1,4 +1,4 @@
-"""The states of jobs, tasks and workers, and which may follow which; the steps of a job's ending."""
+"""States of jobs, tasks and workers, the allowed transitions, and the steps of a job's ending."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from rlframe.errors import RlframeError
 
 
 class TransitionError(RlframeError):
-    """A transition that is not allowed: a bug of this package, never of a worker."""
+    """A transition that is not allowed, which is a bug of this package and never of a worker."""
 
 
 class _State(enum.Enum):
-    # Each is one object, and what may follow is asked for with every message: Enum's own hash is of its name, slowly.
+    # Each message looks up transitions by state. Members are singletons, so the identity hash is valid. It is faster
+    # than Enum's hash of the name.
     __hash__ = object.__hash__
 
 
@@ -21,12 +22,12 @@ class JobState(_State):
     """The states of a job."""
 
     INIT = "INIT"
-    CONNECTING = "CONNECTING"  # to the operator
-    WAITING = "WAITING"  # for a learner
+    CONNECTING = "CONNECTING"  # the operator has not answered yet
+    WAITING = "WAITING"  # no learner has started yet
     RUNNING = "RUNNING"
-    DEGRADED = "DEGRADED"  # the learner is being replaced, collectors continue
+    DEGRADED = "DEGRADED"  # the learner is being replaced; collectors continue
     PAUSED = "PAUSED"
-    DRAINING = "DRAINING"  # tasks are closed, the last version is evaluated
+    DRAINING = "DRAINING"  # tasks are being closed, then the last version is evaluated
     CLOSED = "CLOSED"
     FAILED = "FAILED"
 
@@ -35,10 +36,10 @@ class TaskState(_State):
     """The states of a task."""
 
     PENDING = "PENDING"
-    ASSIGNED = "ASSIGNED"  # to a worker that has been told to start
+    ASSIGNED = "ASSIGNED"  # its worker is starting it
     RUNNING = "RUNNING"
-    CLOSING = "CLOSING"  # its worker must close it, or it has its result
-    RETRYING = "RETRYING"  # its worker was lost
+    CLOSING = "CLOSING"  # its worker must close it; an evaluation has its result by then
+    RETRYING = "RETRYING"  # its worker was lost or failed; PENDING follows at once
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
     CANCELLED = "CANCELLED"
@@ -47,24 +48,24 @@ class TaskState(_State):
 class WorkerState(_State):
     """The states of one incarnation of a worker."""
 
-    REQUESTED = "REQUESTED"  # from the operator: it has no address yet
-    CONNECTING = "CONNECTING"  # to it: its first ping is out
+    REQUESTED = "REQUESTED"  # the operator has not listed an address yet
+    CONNECTING = "CONNECTING"  # it has not replied to its first ping yet
     IDLE = "IDLE"
     BUSY = "BUSY"
     CLOSING = "CLOSING"  # its task is CLOSING
-    SUSPECT = "SUSPECT"  # it has not answered for a while
+    SUSPECT = "SUSPECT"  # no reply for `Limits.suspect_after`
     LOST = "LOST"
-    DRAINING = "DRAINING"  # it leaves once its task is closed
+    DRAINING = "DRAINING"  # it leaves when its task is closed
     GONE = "GONE"
 
 
 class EndingStep(_State):
-    """The steps of a job's ending, in their order. Each begins when the last one is done, or took too long."""
+    """The steps of a job's ending, in order. Each starts when the last one is done or has exceeded its deadline."""
 
-    COLLECTORS = "collectors"  # close their tasks
-    LEARNER = "learner"  # saves, and closes its task
-    EVALUATION = "evaluation"  # of the last version
-    WORKERS = "workers"  # are ended by the operator
+    COLLECTORS = "collectors"  # collectors close their tasks
+    LEARNER = "learner"  # the learner saves and closes its task
+    EVALUATION = "evaluation"  # the last version is evaluated
+    WORKERS = "workers"  # the operator ends all workers
 
 
 _J, _T, _W = JobState, TaskState, WorkerState
@@ -103,24 +104,26 @@ TRANSITIONS: dict[enum.Enum, set[Any]] = {
 
 
 class Stateful:
-    """A record with a state, which only `become` changes."""
+    """A record with a state that only `become` changes."""
 
     state: Any
 
     def become(self, state: enum.Enum) -> None:
-        """Change the state. Raises TransitionError if `state` may not follow."""
+        """Change the state. Raise `TransitionError` if the transition is not allowed."""
         if state is not self.state:
             check(self.state, state)
             self.state = state
 
 
 def is_over(state: enum.Enum) -> bool:
-    """Return True if no state follows this one."""
+    """Return True if the state is final."""
     return not TRANSITIONS[state]
 
 
 def check(before: enum.Enum, after: enum.Enum) -> None:
-    """Raise TransitionError if `after` may not follow `before`."""
+    """Raise `TransitionError` if the transition from `before` to `after` is not allowed."""
     if after not in TRANSITIONS[before]:
-        allowed = ", ".join(sorted(state.name for state in TRANSITIONS[before])) or "nothing: it is over"
-        raise TransitionError(f"{type(before).__name__} {before.name} cannot become {after.name}, only {allowed}.")
+        allowed = ", ".join(sorted(state.name for state in TRANSITIONS[before])) or "none, because it is final"
+        raise TransitionError(
+            f"{type(before).__name__} {before.name} cannot become {after.name}. Allowed states: {allowed}."
+        )

@@ -1,4 +1,4 @@
-"""The status of a coordinator's job, in plain dicts, as the HTTP API has it."""
+"""The status of a coordinator's job, as plain dicts for the HTTP API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlframe.coordinator.core.records import WorkerRecord
 from rlframe.coordinator.messages import ROLES
 from rlframe.coordinator.states import JobState, WorkerState, is_over
 
-_NOTHING = {"id": "", "agent": "", "env": "", "run_dir": "", "until": None}  # of a job that is not described
+_EMPTY_RUN_INFO = {"id": "", "agent": "", "env": "", "run_dir": "", "until": None}
 _ACCOUNTS = ("granted", "learned", "dropped", "lost", "learns", "discarded", "stale")
 
 
@@ -28,17 +28,17 @@ def status(
     """Return the status of a job. See docs/coordinator.md, "Control".
 
     Args:
-        job: its state.
-        counters: its accounts as they are in the journal, so that a restart never lowers them.
-        describes: agent, env, run_dir, until.
-        limits: least and most workers of each role that can be scaled.
-        operator: its kind, and its problems.
-        replay: the buffer's counters.
-        rates: of environment steps and updates.
-        now: the time.
+        job: The job.
+        counters: The job's accounts as in the journal, so that a restart never lowers the numbers.
+        run_info: See `CoordinatorConfig`.
+        limits: Smallest and largest number of workers, for each role that can be scaled.
+        operator: The operator's kind and problems.
+        replay: Counters of the replay buffer.
+        rates: Rates of environment steps and updates.
+        now: The current time.
     """
     return {
-        "job": {**_NOTHING, **run_info, **_job(job, counters, rates, now)},
+        "job": {**_EMPTY_RUN_INFO, **run_info, **_job(job, counters, rates, now)},
         "wanted": dict(job.requests.wanted),
         "limits": limits,
         "scaling": "manual" if job.requests.count_is_manual else "auto",

@@ -1,4 +1,4 @@
-"""A Coordinator's surroundings in one process: scripted workers, an operator, a buffer and a param store."""
+"""Fakes for tests of the Coordinator, in one process: workers, an operator, a replay buffer and a param store."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from rlframe.coordinator.operators import OperatorError
 from rlframe.errors import UnavailableError
 from tests.in_process import InProcess
 
-WITHIN = 60.0  # seconds that anything may take
+WITHIN = 60.0  # seconds; the limit of any wait
 
 
 CALLS = ("ping", "resources", "start_task", "data_demand", "learn", "get_data", "close_task")
 
 
-class Called(NamedTuple):
-    """A line of the trace: a call that was answered for good."""
+class AnsweredCall(NamedTuple):
+    """A line of the trace: a call and its final reply."""
 
     worker_id: str
     method: str
@@ -50,7 +50,7 @@ class Called(NamedTuple):
 
 
 class Replay:
-    """A buffer by keys, that counts."""
+    """A fake replay buffer that fetches by key, and counts items."""
 
     fetches_by_key = True
     is_saved_by_learner = False
@@ -87,7 +87,7 @@ class Replay:
 
 
 class Store:
-    """Versions, and which are pinned."""
+    """A fake param store with versions and pins, without parameters."""
 
     def __init__(self) -> None:
         self.versions: list[int] = []
@@ -111,15 +111,15 @@ class Store:
 
 
 class FakeWorker:
-    """Answers at once, keeps to the protocol, and does as it is told: hang, die, raise or wait."""
+    """A fake worker that replies at once. The test can make it hang, die, raise or wait."""
 
     def __init__(self, cluster: FakeCluster, role: str, index: int, incarnation: int) -> None:
         self.cluster, self.role, self.index, self.incarnation = cluster, role, index, incarnation
         self.worker_id = f"{role}/{index}"
         self.is_dead = False
-        self.goes_on = threading.Event()
-        self.goes_on.set()
-        self.scripts: dict[str, Callable[[], WorkerReply]] = {}  # method -> what it answers, once
+        self.may_continue = threading.Event()
+        self.may_continue.set()
+        self.scripts: dict[str, Callable[[], WorkerReply]] = {}  # method -> function that returns its next reply
         self._lock = threading.Lock()
         self._last: tuple[int, WorkerReply] | None = None
         self._task: tuple[str, int] | None = None
@@ -154,8 +154,8 @@ class FakeWorker:
         return self._call("close_task", header, final)
 
     def _live(self) -> None:
-        if not self.goes_on.is_set():
-            self.goes_on.wait(WITHIN)
+        if not self.may_continue.is_set():
+            self.may_continue.wait(WITHIN)
         if self.is_dead:
             raise UnavailableError(f"{self.worker_id} is dead")
 
@@ -170,13 +170,13 @@ class FakeWorker:
                 if script is not None:
                     self.scripts.pop(method, None)
                 self._last = (header.seq, reply)
-                self.cluster.trace.append(Called(self.worker_id, method, header, reply))
+                self.cluster.trace.append(AnsweredCall(self.worker_id, method, header, reply))
             return reply
 
     def _start_task(self, header: Header, request: StartTask) -> WorkerReply:
         self._task, self._runs, self.start = (header.task_id, header.attempt), True, request
         if self.role != "learner":
-            assert self.cluster.store.versions, "it started before there was a version"
+            assert self.cluster.store.versions, "the task started before the first version"
             return Started()
         newest = self.cluster.store.versions[-1] if self.cluster.store.versions else -1
         self.cluster.version = max(newest, request.options["min_version"]) + 1
@@ -204,7 +204,7 @@ class FakeWorker:
             version = self.start.options["params_version"]
             assert version in self.cluster.store.pins
             return Evaluated(version, {"return_mean": 7.0, "return_std": 0.0, "length_mean": 1.0, "episodes": 1.0})
-        time.sleep(0.01)  # what it does takes time
+        time.sleep(0.01)  # collecting takes time
         self.env_steps += 1
         self.cluster.replay.add(self.worker_id)
         return Collected(self._stats(), self.cluster.version, length=1)
@@ -216,7 +216,7 @@ class FakeWorker:
             return Closed({"params_version": self.cluster.version, "learner_steps": self.cluster.steps})
         if self.role == "evaluator":
             return Closed()
-        self.env_steps += 1000  # only its closing result tells of these
+        self.env_steps += 1000  # only the closing result includes these steps
         return Closed(self._stats())
 
     def _stats(self) -> dict[str, float]:
@@ -225,14 +225,14 @@ class FakeWorker:
 
 
 class FakeOperator:
-    """Has workers in this process. See `Operator`."""
+    """A fake operator with workers in this process. See `Operator`."""
 
     transport = InProcess()
     every, grace = 0.05, 5.0
 
     def __init__(self, cluster: FakeCluster) -> None:
-        self._scene, self._lock = cluster, threading.Lock()
-        self.is_out, self.held = False, set[str]()  # held: roles that come later
+        self._cluster, self._lock = cluster, threading.Lock()
+        self.is_out, self.held = False, set[str]()  # held: roles whose workers do not start yet
         self.wanted: dict[str, int] = {}
         self.workers: dict[str, FakeWorker] = {}
         self.made: list[tuple[str, int]] = []
@@ -256,7 +256,7 @@ class FakeOperator:
             worker_id = f"{role}/{index}"
             incarnation = len([made for made, _ in self.made if made == worker_id])
             self.made.append((worker_id, incarnation))
-            self.workers[worker_id] = FakeWorker(self._scene, role, index, incarnation)
+            self.workers[worker_id] = FakeWorker(self._cluster, role, index, incarnation)
 
     def scale(self, role: str, n: int) -> None:
         self._check()
@@ -281,14 +281,14 @@ class FakeOperator:
 
     def _check(self) -> None:
         if self.is_out:
-            raise OperatorError("It is away.")
+            raise OperatorError("The operator is away.")
 
 
 class FakeCluster:
-    """All of it, and the trace of what was answered."""
+    """A fake operator, workers, replay buffer and param store, and a trace of the calls."""
 
     def __init__(self) -> None:
-        self.trace: list[Called] = []
+        self.trace: list[AnsweredCall] = []
         self.replay, self.store = Replay(), Store()
         self.version = self.saved = -1
         self.steps = 0

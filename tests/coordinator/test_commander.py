@@ -1,4 +1,4 @@
-"""What the plain commander says, of how far a job is."""
+"""Tests of the default commander."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def view(**values: Any) -> View:
     return View(**{"env_steps": 0, "learner_steps": 0, "params_version": 0, "seconds": 0.0, **values})
 
 
-def test_one_learner_learns_and_all_collectors_collect_for_it() -> None:
+def test_one_learner_and_all_collectors_get_tasks() -> None:
     commander = TrainOne("mine", env_steps=10)
     assert commander.task("learner", 0, view()) == StartTask("learn", "mine")
     assert commander.task("learner", 1, view()) is None
@@ -38,21 +38,21 @@ def test_one_learner_learns_and_all_collectors_collect_for_it() -> None:
         ),
     ],
 )
-def test_a_job_is_over_when_a_limit_is_reached(limits: Any, before: Any, reached: Any, why: str) -> None:
+def test_job_is_over_when_a_limit_is_reached(limits: Any, before: Any, reached: Any, why: str) -> None:
     commander = TrainOne(**limits)
     assert commander.stop(view()) is None and commander.stop(view(**before)) is None
     reason = commander.stop(view(**reached))
     assert reason is not None and reason.text == why
 
 
-def test_the_first_of_its_limits_counts() -> None:
+def test_first_reached_limit_is_the_reason() -> None:
     commander = TrainOne(env_steps=100, seconds=5.0)
     assert commander.stop(view(env_steps=99, seconds=5.5)) == StopReason("until_seconds", "6 of 5 s are over")
     reason = StopReason("steps", "100 of 100 environment steps were taken")
     assert commander.stop(view(env_steps=100, seconds=1.0)) == reason
 
 
-def test_no_return_is_no_return_that_was_reached() -> None:
+def test_return_limit_is_not_reached_without_an_evaluation() -> None:
     assert TrainOne(eval_return=-100.0).stop(view(env_steps=10**9)) is None
 
 
@@ -61,16 +61,16 @@ def test_evaluations_are_due_at_multiples_of_their_period() -> None:
     due = [(99, 0), (100, 0), (150, 100), (199, 150), (200, 150), (1000, 100)]
     found = [commander.evaluation(view(env_steps=steps, evaluated_at=at)) for steps, at in due]
     assert found == [None, "mine", None, None, "mine", "mine"]
-    assert TrainOne(env_steps=10**6).evaluation(view(env_steps=10**5)) is None  # the last version alone
+    assert TrainOne(env_steps=10**6).evaluation(view(env_steps=10**5)) is None  # only the last version
 
 
 @pytest.mark.parametrize("name", ["env_steps", "learner_steps", "seconds"])
-def test_limits_must_be_more_than_0(name: str) -> None:
+def test_limits_must_be_above_0(name: str) -> None:
     with pytest.raises(UsageError, match=f"TrainOne.{name} must be above 0, got 0"):
         TrainOne(**{name: 0})  # type: ignore[arg-type]
 
 
-def test_a_commander_needs_a_limit_and_a_period_that_can_be() -> None:
+def test_missing_limit_and_negative_eval_every_are_refused() -> None:
     with pytest.raises(UsageError, match="TrainOne needs a limit: env_steps, learner_steps, seconds or eval_return"):
         TrainOne()
     with pytest.raises(UsageError, match="TrainOne.eval_every must be at least 0, got -1"):

@@ -1,4 +1,4 @@
-"""The Coordinator from outside: its threads and its journal are real, workers and operator are scripted."""
+"""Tests of the Coordinator with real threads and a real journal, but fake workers and a fake operator."""
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ LIMITS = Limits(
 )
 
 
-class Stage:
-    """Makes coordinators in one folder, and ends them."""
+class Coordinators:
+    """A factory of coordinators with the same directory."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path, self.cluster = path, FakeCluster()
         self.made: list[Coordinator] = []
 
-    def coordinator(self, *, collectors: int = 1, **limits: Any) -> Coordinator:
+    def submit(self, *, collectors: int = 1, **limits: Any) -> Coordinator:
         commander = TrainOne(**(limits or {"env_steps": 10**9}))
         cfg = CoordinatorConfig(str(self.path), collectors=collectors, limits=LIMITS)
         made = Coordinator(commander, self.cluster.operator, self.cluster.replay, self.cluster.store, cfg)
-        made._job.requests.count_is_manual = True  # nobody scales but the test
+        made._job.requests.count_is_manual = True  # turn off automatic scaling
         self.made.append(made)
         made.submit()
         return made
 
     def running(self, **kwargs: Any) -> Coordinator:
-        coordinator = self.coordinator(**kwargs)
+        coordinator = self.submit(**kwargs)
         wait_until(lambda: job(coordinator)["learner_steps"] > 5 and job(coordinator)["env_steps"] > 5, "training")
         return coordinator
 
     def kill(self, coordinator: Coordinator) -> None:
-        """Leaves it as a process that is killed does: nothing more is said, and the workers go on."""
+        """Simulate the death of the coordinator's process: it does nothing more, and the workers continue."""
         coordinator._journal.write = coordinator._journal.note = lambda *_: None  # type: ignore[method-assign]
         coordinator._carry_out = collections.defaultdict(lambda: lambda effect: None)
         coordinator._calls.close()
@@ -78,13 +78,13 @@ class Stage:
 
 
 @pytest.fixture
-def stage(tmp_path: pathlib.Path) -> Iterator[Stage]:
-    stage = Stage(tmp_path)
-    yield stage
-    stage.cluster.operator.is_out = False
-    for worker in stage.cluster.operator.workers.values():
-        worker.goes_on.set()
-    for coordinator in stage.made:
+def coordinators(tmp_path: pathlib.Path) -> Iterator[Coordinators]:
+    coordinators = Coordinators(tmp_path)
+    yield coordinators
+    coordinators.cluster.operator.is_out = False
+    for worker in coordinators.cluster.operator.workers.values():
+        worker.may_continue.set()
+    for coordinator in coordinators.made:
         coordinator.close()
 
 
@@ -102,56 +102,56 @@ def finish(coordinator: Coordinator) -> dict[str, Any]:
     return job(coordinator)
 
 
-def test_messages_come_in_the_order_of_the_diagram(stage: Stage) -> None:
-    assert finish(stage.coordinator(learner_steps=40))["state"] == "CLOSED"
-    learner, collector = stage.cluster.calls("learner/0"), stage.cluster.calls("collector/0")
+def test_calls_have_the_documented_order(coordinators: Coordinators) -> None:
+    assert finish(coordinators.submit(learner_steps=40))["state"] == "CLOSED"
+    learner, collector = coordinators.cluster.calls("learner/0"), coordinators.cluster.calls("collector/0")
     assert (learner[0], learner[-1]) == ("start_task", "close_task")
     assert all(before == "data_demand" for before, method in itertools.pairwise(learner) if method == "learn")
     assert set(learner[1:-1]) == {"data_demand", "learn"}
     assert (collector[0], collector[-1], set(collector[1:-1])) == ("start_task", "close_task", {"get_data"})
-    assert stage.cluster.calls("evaluator/0") == ["start_task", "get_data", "close_task"]
-    closes = [called.worker_id for called in stage.cluster.trace if called.method == "close_task"]
+    assert coordinators.cluster.calls("evaluator/0") == ["start_task", "get_data", "close_task"]
+    closes = [called.worker_id for called in coordinators.cluster.trace if called.method == "close_task"]
     assert closes == ["collector/0", "learner/0", "evaluator/0"]
-    assert stage.cluster.operator.disconnects == 1
+    assert coordinators.cluster.operator.disconnects == 1
 
 
-def test_no_collector_starts_before_the_learners_buffer_is_there(stage: Stage) -> None:
-    stage.cluster.operator.held = {"learner"}
-    coordinator = stage.coordinator(collectors=3)
+def test_collectors_start_after_the_learner(coordinators: Coordinators) -> None:
+    coordinators.cluster.operator.held = {"learner"}
+    coordinator = coordinators.submit(collectors=3)
     wait_until(lambda: state_of(coordinator, "collector/2") == ("IDLE", 0), "collectors")
-    assert not stage.cluster.trace and job(coordinator)["state"] == "WAITING"
-    stage.cluster.operator.held = set()
-    wait_until(lambda: len(stage.cluster.replay.writers) > 3, "collecting")
-    assert stage.cluster.trace[0][:2] == ("learner/0", "start_task")
+    assert not coordinators.cluster.trace and job(coordinator)["state"] == "WAITING"
+    coordinators.cluster.operator.held = set()
+    wait_until(lambda: len(coordinators.cluster.replay.writers) > 3, "collecting")
+    assert coordinators.cluster.trace[0][:2] == ("learner/0", "start_task")
 
 
-def test_each_learned_batch_gives_one_update_and_the_last_one_does_too(stage: Stage) -> None:
-    coordinator = stage.coordinator(learner_steps=50)
+def test_each_learned_batch_gives_one_update(coordinators: Coordinators) -> None:
+    coordinator = coordinators.submit(learner_steps=50)
     finish(coordinator)
     coordinator.close()
-    learned = [called.reply for called in stage.cluster.trace if isinstance(called.reply, Learned)]
+    learned = [called.reply for called in coordinators.cluster.trace if isinstance(called.reply, Learned)]
     batches = [int(update.keys[0, 0]) for reply in learned for update in reply.updates]
-    assert [key for keys, _ in stage.cluster.replay.updates for key in keys] == batches
-    assert len(set(batches)) == len(batches) >= 50 and not stage.cluster.replay.out
+    assert [key for keys, _ in coordinators.cluster.replay.updates for key in keys] == batches
+    assert len(set(batches)) == len(batches) >= 50 and not coordinators.cluster.replay.out
     accounts = coordinator.status()["accounts"]
     assert accounts["learned"] == len(batches) == job(coordinator)["learner_steps"]
     assert accounts["learns"] == len(learned) and accounts["granted"] == len(batches)
 
 
-def test_the_closing_result_of_a_collector_reaches_the_history(stage: Stage) -> None:
-    coordinator = stage.running(collectors=2)
+def test_closing_result_of_a_collector_is_counted(coordinators: Coordinators) -> None:
+    coordinator = coordinators.running(collectors=2)
     coordinator.scale("collector", 1)
     wait_until(lambda: job(coordinator)["env_steps"] >= 1000, "the closing result")
     coordinator.cancel()
     assert finish(coordinator)["env_steps"] >= 2000
 
 
-def test_late_workers_are_picked_up(stage: Stage) -> None:
-    stage.cluster.operator.held = {"collector"}
-    coordinator = stage.coordinator()
+def test_late_collector_is_used(coordinators: Coordinators) -> None:
+    coordinators.cluster.operator.held = {"collector"}
+    coordinator = coordinators.submit()
     wait_until(lambda: job(coordinator)["state"] == "RUNNING", "the learner")
     assert job(coordinator)["env_steps"] == 0 and job(coordinator)["waits_for"] in ("data", None)
-    stage.cluster.operator.held = set()
+    coordinators.cluster.operator.held = set()
     wait_until(lambda: job(coordinator)["learner_steps"] > 5, "training")
 
 
@@ -164,28 +164,28 @@ def test_late_workers_are_picked_up(stage: Stage) -> None:
         pytest.param("stop", "learner/0", marks=pytest.mark.system),
     ],
 )
-def test_a_worker_that_dies_or_hangs_frees_its_slot(stage: Stage, role: str, how: str) -> None:
-    coordinator = stage.running()
-    worker = stage.cluster.worker(role)
+def test_dead_or_hanging_worker_is_replaced(coordinators: Coordinators, role: str, how: str) -> None:
+    coordinator = coordinators.running()
+    worker = coordinators.cluster.worker(role)
     if how == "kill":
         worker.is_dead = True
     else:
-        worker.goes_on.clear()
+        worker.may_continue.clear()
     wait_until(lambda: state_of(coordinator, role) == ("BUSY", 1), "a replacement")
     steps, learned = job(coordinator)["env_steps"], job(coordinator)["learner_steps"]
-    worker.goes_on.set()
+    worker.may_continue.set()
     wait_until(
         lambda: job(coordinator)["env_steps"] > steps and job(coordinator)["learner_steps"] > learned, "training"
     )
-    assert job(coordinator)["restarts"] == 1 and stage.cluster.operator.made.count((role, 1)) == 1
+    assert job(coordinator)["restarts"] == 1 and coordinators.cluster.operator.made.count((role, 1)) == 1
 
 
 @pytest.mark.parametrize("role", ["collector/0", "learner/0"])
-def test_a_task_that_raises_is_tried_again(stage: Stage, role: str) -> None:
-    coordinator = stage.running()
+def test_task_that_raises_is_retried(coordinators: Coordinators, role: str) -> None:
+    coordinator = coordinators.running()
     method = "get_data" if role == "collector/0" else "data_demand"
-    stage.cluster.worker(role).scripts[method] = lambda: Failed("ValueError", "boom")
-    wait_until(lambda: job(coordinator)["retries"] == 1, "another try")
+    coordinators.cluster.worker(role).scripts[method] = lambda: Failed("ValueError", "boom")
+    wait_until(lambda: job(coordinator)["retries"] == 1, "a retry")
     steps, learned = job(coordinator)["env_steps"], job(coordinator)["learner_steps"]
     wait_until(
         lambda: job(coordinator)["env_steps"] > steps and job(coordinator)["learner_steps"] > learned, "training"
@@ -194,50 +194,50 @@ def test_a_task_that_raises_is_tried_again(stage: Stage, role: str) -> None:
     assert (job(coordinator)["state"], job(coordinator)["restarts"]) == ("RUNNING", 0)
 
 
-def test_an_idle_and_a_busy_worker_can_be_removed(stage: Stage) -> None:
-    coordinator = stage.running(collectors=2)
+def test_busy_and_idle_workers_can_be_removed(coordinators: Coordinators) -> None:
+    coordinator = coordinators.running(collectors=2)
     coordinator.scale("collector", 1)
-    wait_until(lambda: "collector/1" not in stage.cluster.operator.workers, "the busy one's end")
-    assert stage.cluster.calls("collector/1")[-1] == "close_task"
-    stage.cluster.operator.held = {"learner"}
-    stage.cluster.worker("learner/0").is_dead = True
+    wait_until(lambda: "collector/1" not in coordinators.cluster.operator.workers, "the end of the busy worker")
+    assert coordinators.cluster.calls("collector/1")[-1] == "close_task"
+    coordinators.cluster.operator.held = {"learner"}
+    coordinators.cluster.worker("learner/0").is_dead = True
     coordinator.pause()
     wait_until(lambda: job(coordinator)["state"] == "PAUSED", "the pause")
     coordinator.scale("collector", 2)
-    wait_until(lambda: state_of(coordinator, "collector/1") == ("IDLE", 1), "an idle one")
+    wait_until(lambda: state_of(coordinator, "collector/1") == ("IDLE", 1), "an idle worker")
     coordinator.scale("collector", 1)
-    wait_until(lambda: "collector/1" not in stage.cluster.operator.workers, "the idle one's end")
+    wait_until(lambda: "collector/1" not in coordinators.cluster.operator.workers, "the end of the idle worker")
     assert state_of(coordinator, "collector/1") is None
 
 
-def test_a_failure_that_is_reported_twice_gives_one_replacement(stage: Stage) -> None:
-    coordinator = stage.running()
+def test_failure_reported_twice_gives_one_replacement(coordinators: Coordinators) -> None:
+    coordinator = coordinators.running()
     for _ in range(2):
         coordinator._operator.put(ev.Replace("collector/0", 0))
     wait_until(lambda: state_of(coordinator, "collector/0") == ("BUSY", 1), "a replacement")
     coordinator._operator.put(ev.Replace("collector/0", 0))
     steps = job(coordinator)["env_steps"]
     wait_until(lambda: job(coordinator)["env_steps"] > steps + 5, "training")
-    assert stage.cluster.operator.made.count(("collector/0", 1)) == 1
-    assert ("collector/0", 2) not in stage.cluster.operator.made and job(coordinator)["restarts"] == 1
+    assert coordinators.cluster.operator.made.count(("collector/0", 1)) == 1
+    assert ("collector/0", 2) not in coordinators.cluster.operator.made and job(coordinator)["restarts"] == 1
 
 
-def test_training_goes_on_while_the_operator_is_away_and_it_is_reconciled_after(stage: Stage) -> None:
-    coordinator = stage.running()
-    stage.cluster.operator.is_out = True
+def test_training_continues_during_an_operator_outage_and_requests_are_met_after_it(coordinators: Coordinators) -> None:
+    coordinator = coordinators.running()
+    coordinators.cluster.operator.is_out = True
     wait_until(lambda: not coordinator.status()["operator"]["connected"], "the outage")
     coordinator.scale("collector", 3)
     steps = job(coordinator)["learner_steps"]
     wait_until(lambda: job(coordinator)["learner_steps"] > steps + 10, "training")
     assert state_of(coordinator, "collector/2") is None
-    stage.cluster.operator.is_out = False
-    wait_until(lambda: state_of(coordinator, "collector/2") == ("BUSY", 0), "what was asked for meanwhile")
+    coordinators.cluster.operator.is_out = False
+    wait_until(lambda: state_of(coordinator, "collector/2") == ("BUSY", 0), "the collector requested during the outage")
     operator = coordinator.status()["operator"]
     assert operator == {"kind": "FakeOperator", "connected": True, "problem": "", "problems": {}}
 
 
-def test_a_stop_is_sticky(stage: Stage) -> None:
-    coordinator = stage.running()
+def test_later_requests_do_not_undo_a_stop(coordinators: Coordinators) -> None:
+    coordinator = coordinators.running()
     coordinator.cancel("enough")
     wait_until(lambda: job(coordinator)["state"] in ("DRAINING", "CLOSED"), "the ending")
     coordinator._events.put(ev.PauseRequested(False))
@@ -247,70 +247,74 @@ def test_a_stop_is_sticky(stage: Stage) -> None:
     with pytest.raises(UsageError, match=r"over: CLOSED \(enough\)"):
         coordinator.unpause()
     with pytest.raises(UsageError, match="is over"):
-        stage.coordinator()
+        coordinators.submit()
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("is_out", [False, True])
-def test_close_is_bounded_and_idempotent_and_leaves_no_thread(stage: Stage, is_out: bool) -> None:
+def test_close_takes_bounded_time_and_leaves_no_thread(coordinators: Coordinators, is_out: bool) -> None:
     before = set(threading.enumerate())
-    coordinator = stage.running()
-    stage.cluster.worker("collector/0").goes_on.clear()  # it will not close
-    stage.cluster.operator.is_out = is_out
+    coordinator = coordinators.running()
+    coordinators.cluster.worker("collector/0").may_continue.clear()  # this worker does not close its task
+    coordinators.cluster.operator.is_out = is_out
     began = time.monotonic()
     coordinator.close()
     coordinator.close()
     assert time.monotonic() - began < 60.0
-    stage.cluster.trace.clear()
-    for worker in stage.cluster.operator.workers.values():
-        worker.goes_on.set()
+    coordinators.cluster.trace.clear()
+    for worker in coordinators.cluster.operator.workers.values():
+        worker.may_continue.set()
     if not is_out:
-        assert job(coordinator)["state"] == "CLOSED" and not stage.cluster.operator.workers
+        assert job(coordinator)["state"] == "CLOSED" and not coordinators.cluster.operator.workers
     wait_until(
         lambda: not [t for t in set(threading.enumerate()) - before if not t.name.startswith("node ")],
-        "the threads' end",
+        "the end of the threads",
     )
 
 
-def test_evaluations_are_of_one_version_and_never_write_to_the_buffer(stage: Stage) -> None:
-    coordinator = stage.running()
+def test_evaluation_uses_the_saved_version_and_adds_nothing_to_the_buffer(coordinators: Coordinators) -> None:
+    coordinator = coordinators.running()
     coordinator.evaluate_now()
     wait_until(lambda: job(coordinator)["evaluated_version"] is not None, "an evaluation")
-    started = next(c for c in stage.cluster.trace if c[:2] == ("evaluator/0", "start_task"))
+    started = next(c for c in coordinators.cluster.trace if c[:2] == ("evaluator/0", "start_task"))
     assert started.header is not None
-    assert job(coordinator)["evaluated_version"] == stage.cluster.worker("evaluator/0").start.options["params_version"]
-    assert job(coordinator)["evaluated_version"] == stage.cluster.saved  # the learner saved it first
-    assert set(stage.cluster.replay.writers) == {"collector/0"}
-    wait_until(lambda: not stage.cluster.store.pins, "its version to be let go")
+    assert (
+        job(coordinator)["evaluated_version"]
+        == coordinators.cluster.worker("evaluator/0").start.options["params_version"]
+    )
+    assert job(coordinator)["evaluated_version"] == coordinators.cluster.saved  # the learner saved this version before
+    assert set(coordinators.cluster.replay.writers) == {"collector/0"}
+    wait_until(lambda: not coordinators.cluster.store.pins, "the end of the pin")
 
 
-def test_counters_do_not_go_back_when_the_coordinator_is_restarted(stage: Stage) -> None:
-    first = stage.running(collectors=2)
+def test_counters_do_not_fall_when_the_coordinator_restarts(coordinators: Coordinators) -> None:
+    first = coordinators.running(collectors=2)
     first.evaluate_now()
     wait_until(lambda: job(first)["eval_return"] == 7.0, "an evaluation")
     before, accounts = job(first), first.status()["accounts"]
     numbers = [note["number"] for note in first.events()]
-    stage.kill(first)
-    second = stage.coordinator()
+    coordinators.kill(first)
+    second = coordinators.submit()
     after = job(second)
     assert all(after[name] >= before[name] for name in ("env_steps", "learner_steps", "params_version"))
     assert after["coordinator_restarts"] == 1 and after["evaluated_version"] == before["evaluated_version"]
     wait_until(lambda: job(second)["learner_steps"] > before["learner_steps"] + 10, "training")
     assert all(second.status()["accounts"][name] >= value for name, value in accounts.items())
-    assert {worker.incarnation for worker in stage.cluster.operator.workers.values()} == {0}  # they went on
+    # The workers continued.
+    assert {worker.incarnation for worker in coordinators.cluster.operator.workers.values()} == {0}
     assert second.status()["wanted"]["collector"] == 2
     assert second.events(numbers[-1])[0]["number"] == numbers[-1] + 1
 
 
-def test_stale_and_repeated_answers_change_nothing(stage: Stage) -> None:
-    coordinator = stage.running()
+def test_stale_and_repeated_replies_change_nothing(coordinators: Coordinators) -> None:
+    coordinator = coordinators.running()
     coordinator.pause()
     wait_until(lambda: job(coordinator)["state"] == "PAUSED", "the pause")
     machine = coordinator._job
-    wait_until(lambda: all(worker.call is None for worker in machine.roster), "the last answers")
-    wait_until(lambda: machine.accounts.to_json() == coordinator._journaled_accounts, "them to be written down")
-    learned = [called for called in list(stage.cluster.trace) if isinstance(called.reply, Learned)]
-    collected = [called for called in list(stage.cluster.trace) if isinstance(called.reply, Collected)]
+    wait_until(lambda: all(worker.call is None for worker in machine.roster), "the last replies")
+    wait_until(lambda: machine.accounts.to_json() == coordinator._journaled_accounts, "the journal")
+    learned = [called for called in list(coordinators.cluster.trace) if isinstance(called.reply, Learned)]
+    collected = [called for called in list(coordinators.cluster.trace) if isinstance(called.reply, Collected)]
     before = {name: value for name, value in coordinator.status()["accounts"].items() if name != "stale"}
     steps, version = job(coordinator)["env_steps"], job(coordinator)["params_version"]
     assert learned and collected
@@ -321,17 +325,17 @@ def test_stale_and_repeated_answers_change_nothing(stage: Stage) -> None:
     foreign = dataclasses.replace(learned[-1].header, incarnation=7)
     update = Learned(10**6, 10**6, (), 0)
     coordinator._events.put(ev.Replied("learner/0", 7, "learn", foreign, update))
-    wait_until(lambda: coordinator.status()["accounts"]["stale"] >= 4, "them to be counted")
+    wait_until(lambda: coordinator.status()["accounts"]["stale"] >= 4, "the count of stale replies")
     after = {name: value for name, value in coordinator.status()["accounts"].items() if name != "stale"}
     assert after == before and job(coordinator)["params_version"] == version
     assert job(coordinator)["env_steps"] == steps
-    assert np.all(np.diff(stage.cluster.store.versions) > 0)
+    assert np.all(np.diff(coordinators.cluster.store.versions) > 0)
 
 
 @pytest.mark.system
-def test_a_job_outlives_a_full_disk_and_is_written_down_when_there_is_room_again(stage: Stage, small_disk) -> None:
-    stage.path = small_disk.path
-    coordinator = stage.running(learner_steps=400)
+def test_job_survives_a_full_disk_and_the_journal_is_completed_later(coordinators: Coordinators, small_disk) -> None:
+    coordinators.path = small_disk.path
+    coordinator = coordinators.running(learner_steps=400)
     small_disk.fill()
     learned = job(coordinator)["learner_steps"]
     wait_until(lambda: job(coordinator)["learner_steps"] > learned + 20, "learning")

@@ -1,4 +1,4 @@
-"""A Coordinator that is killed, or fails, where the job's own states do not show it."""
+"""Tests of a Coordinator that is killed, is ending, or fails itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.waiting import wait_until
 
 
 class Results:
-    """A recorder that keeps what it is told at the end."""
+    """A recorder that keeps the results."""
 
     def __init__(self) -> None:
         self.finished: list[dict[str, Any]] = []
@@ -35,7 +35,7 @@ class Results:
 
 
 class KilledAtTheEnd(Coordinator):
-    """Is killed when the job is over, and before it has written what came of it."""
+    """A coordinator that stops before it writes the result, as if it had been killed."""
 
     def _write_result(self, over: ev.Over) -> None:
         self._replay.close()
@@ -48,7 +48,7 @@ def make(
     return cls(TrainOne(**until), cluster.operator, cluster.replay, cluster.store, cfg, results)
 
 
-def test_the_result_of_a_job_is_written_by_the_next_coordinator_where_the_last_one_was_killed_before(
+def test_next_coordinator_writes_the_result_of_a_killed_one(
     tmp_path: pathlib.Path,
 ) -> None:
     cluster, results = FakeCluster(), Results()
@@ -66,7 +66,7 @@ def test_the_result_of_a_job_is_written_by_the_next_coordinator_where_the_last_o
     assert len(results.finished) == 1
 
 
-def test_a_job_that_ends_refuses_what_it_would_not_do_any_more(tmp_path: pathlib.Path) -> None:
+def test_job_that_is_ending_refuses_requests(tmp_path: pathlib.Path) -> None:
     cluster = FakeCluster()
     coordinator = make(Coordinator, tmp_path, cluster, Results(), env_steps=10**9)
     coordinator.submit()
@@ -75,17 +75,17 @@ def test_a_job_that_ends_refuses_what_it_would_not_do_any_more(tmp_path: pathlib
     coordinator.cancel("enough")
     wait_until(lambda: coordinator.status()["job"]["state"] == "DRAINING", "the ending")
     for ask in (coordinator.pause, coordinator.evaluate_now, coordinator.checkpoint, coordinator.restore):
-        with pytest.raises(UsageError, match="about to end: nothing can be changed any more. enough"):
+        with pytest.raises(UsageError, match="is ending and cannot be changed any more. enough"):
             ask()
-    with pytest.raises(UsageError, match="about to end"):
+    with pytest.raises(UsageError, match="is ending"):
         coordinator.scale("collector", 2)
-    coordinator.cancel("once more")  # that is no change
+    coordinator.cancel("once more")  # a repeated cancel is allowed
     cluster.worker("learner/0").scripts.clear()
     wait_until(lambda: coordinator.wait(1.0), "the end")
     coordinator.close()
 
 
-def test_who_waits_hears_that_the_coordinator_itself_failed(tmp_path: pathlib.Path) -> None:
+def test_wait_raises_the_failure_of_the_coordinator(tmp_path: pathlib.Path) -> None:
     class FullDisk(Results):
         def begin(self, env_steps: int) -> None:
             raise CheckpointError("there is no room")

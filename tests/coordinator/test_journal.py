@@ -1,4 +1,4 @@
-"""What a coordinator knew is on the disk: whatever happens to it, its successor reads that, or says what is wrong."""
+"""Tests of the journal: after any failure it can be read, or the error names the problem."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlframe.coordinator import journal as journals
 from rlframe.coordinator.journal import Journal
 from rlframe.errors import CheckpointError
 
-# A disk on which there is no room after so many bytes: this process may write no larger file.
+# A program that simulates a full disk with a limit of the file size.
 FULL = """
 import resource, signal, sys
 from rlframe.coordinator.journal import Journal
@@ -52,23 +52,23 @@ def written(path: pathlib.Path, states: int = 3) -> Journal:
     return journal
 
 
-def test_a_new_journal_knows_nothing(path: pathlib.Path) -> None:
+def test_new_journal_is_empty(path: pathlib.Path) -> None:
     journal = Journal(path)
     assert journal.state is None and journal.notes == []
 
 
-def test_the_newest_state_and_all_events_are_read_again(path: pathlib.Path) -> None:
+def test_newest_state_and_all_notes_are_read_back(path: pathlib.Path) -> None:
     written(path).close()
     journal = Journal(path)
     assert journal.state == {"counts": {"env_steps": 2}} and journal.notes == [note(0), note(1), note(2)]
 
 
-def test_one_that_was_not_closed_is_read_as_well(path: pathlib.Path) -> None:
+def test_journal_that_was_not_closed_is_read_back(path: pathlib.Path) -> None:
     killed = written(path)
     assert Journal(path).state == killed.state
 
 
-def test_killed_at_any_byte_it_leaves_a_state_that_was_written(path: pathlib.Path) -> None:
+def test_journal_truncated_at_any_byte_has_the_last_complete_state(path: pathlib.Path) -> None:
     written(path).close()
     whole = path.read_bytes()
     lines = whole.splitlines(keepends=True)
@@ -80,21 +80,21 @@ def test_killed_at_any_byte_it_leaves_a_state_that_was_written(path: pathlib.Pat
         states = [record["state"] for record in records if "state" in record]
         assert journal.state == (states[-1] if states else None)
         assert journal.notes == [record["note"] for record in records if "note" in record]
-        journal.note(note(99))  # and it can be gone on with
+        journal.note(note(99))  # the journal can be continued
         journal.close()
         assert numbers(Journal(path))[-1] == 99
 
 
-def test_a_damaged_line_is_named(path: pathlib.Path) -> None:
+def test_error_names_the_damaged_line(path: pathlib.Path) -> None:
     written(path).close()
     lines = path.read_bytes().split(b"\n")
     for damage in (b"\x00" * 30, b'{"state": {"cou', b"[1, 2]", b"7"):
         path.write_bytes(b"\n".join([lines[0], damage, *lines[2:]]))
-        with pytest.raises(CheckpointError, match=r"journal\.jsonl, line 2, is damaged.*Put back a copy"):
+        with pytest.raises(CheckpointError, match=r"journal\.jsonl, line 2, is damaged.*from a backup"):
             Journal(path)
 
 
-def test_compaction_keeps_what_holds(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compaction_keeps_the_newest_state_and_notes(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journals, "_COMPACT_AT", 2000)
     monkeypatch.setattr(journals, "_KEPT_NOTES", 5)
     journal, sizes = Journal(path), []
@@ -102,48 +102,48 @@ def test_compaction_keeps_what_holds(path: pathlib.Path, monkeypatch: pytest.Mon
         journal.note(note(number))
         journal.write({"counts": {"env_steps": number}})
         sizes.append(path.stat().st_size)
-    assert max(sizes) < 2200 and min(sizes[50:]) < 600  # it grows, and is written anew
+    assert max(sizes) < 2200 and min(sizes[50:]) < 600  # the file grows until it is compacted
     journal.close()
     again = Journal(path)
     assert again.state == {"counts": {"env_steps": 199}} and numbers(again) == [195, 196, 197, 198, 199]
-    assert len(path.read_bytes().splitlines()) == 6  # what holds, and no more
+    assert len(path.read_bytes().splitlines()) == 6  # 5 notes and the newest state
 
 
-def test_a_state_larger_than_that_is_not_compacted_with_every_line(
-    path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_state_is_not_compacted_with_every_line(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journals, "_COMPACT_AT", 2000)
     journal, large = Journal(path), {"counts": list(range(500))}
     journal.write(large)
     node = path.stat().st_ino
     journal.note(note(1))
-    assert path.stat().st_ino == node  # it is the same file
+    assert path.stat().st_ino == node  # not compacted: the file is the same
     journal.write(large)
     journal.close()
     assert Journal(path).state == large
 
 
 @pytest.mark.parametrize("room", [0, 1, 3000, 3021, 3333])
-def test_a_full_disk_ends_nothing_and_once_there_is_room_all_is_written(path: pathlib.Path, room: int) -> None:
+def test_journal_survives_a_full_disk_and_writes_everything_later(path: pathlib.Path, room: int) -> None:
     command = [sys.executable, "-c", FULL, str(path), str(room)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "full\n"
-        assert path.stat().st_size <= room  # its last line may be half of one
+        assert path.stat().st_size <= room  # the last line may be incomplete
         lines = path.read_bytes().split(b"\n")[:-1]
         killed = path.with_name("killed.jsonl")
         killed.write_bytes(path.read_bytes())
         states = [state for line in lines if (state := json.loads(line).get("state"))]
         assert Journal(killed).state == (states[-1] if states else None)
         warned = process.communicate("\n", timeout=60.0)[1]
-    told = f"Cannot write {path}: File too large. Make room. The job goes on, and the next line is another try."
-    assert set(warned.splitlines()) == {told, f"{path} is written again."}
+    told = (
+        f"Cannot write {path}: File too large. Free some disk space. The job continues, and the next line tries again."
+    )
+    assert set(warned.splitlines()) == {told, f"{path} can be written again and is complete."}
     journal = Journal(path)
     assert journal.state == {"counts": [99] * 20} and numbers(journal) == list(range(101))
 
 
-def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: pathlib.Path) -> None:
+def test_directory_that_cannot_be_created_is_reported(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="Cannot write .*file/journal.jsonl: "):
         Journal(tmp_path / "file" / "journal.jsonl")

@@ -1,4 +1,4 @@
-"""The param store, in one process and called from others."""
+"""Tests of the param store, in its process and through handles."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make() -> Iterator[Make]:
 
 
 def as_elsewhere(store: ParamStore) -> Any:
-    """The store, as another process has it: a handle."""
+    """Return a handle to the store, as in another process."""
     return pickle.loads(pickle.dumps(store))
 
 
@@ -55,7 +55,7 @@ def process() -> Iterator[Callable[..., Process]]:
         one.kill()
 
 
-def test_what_was_put_is_what_comes_back(make: Make) -> None:
+def test_get_returns_the_parameters_that_were_put(make: Make) -> None:
     store = make()
     assert store.get("main") is None
     assert store.newest_version("main") == -1
@@ -65,12 +65,12 @@ def test_what_was_put_is_what_comes_back(make: Make) -> None:
         assert numbers_in(found.params) == {5}
         for leaf, put in zip(found.params["layers"], params(5)["layers"]):
             assert (leaf.shape, leaf.dtype) == (put.shape, put.dtype)
-    store.put("main", 1, {**params(6), "bias": jnp.full(7, 6, jnp.int32)})  # an array of a device
+    store.put("main", 1, {**params(6), "bias": jnp.full(7, 6, jnp.int32)})  # a device array
     assert store.get("main").hparams is None
     assert numbers_in(store.get("main").params) == {6}
 
 
-def test_the_newest_are_kept_and_found_by_their_versions(make: Make) -> None:
+def test_newest_versions_are_kept(make: Make) -> None:
     store = make(kept=3)
     for version in (2, 3, 7, 11, 12):
         store.put("main", version, params(version))
@@ -84,7 +84,7 @@ def test_the_newest_are_kept_and_found_by_their_versions(make: Make) -> None:
     assert store.get("main", min_version=13) is None
 
 
-def test_a_pinned_version_outlasts_those_that_come_after_it_until_it_is_let_go(make: Make) -> None:
+def test_pinned_version_is_kept_until_unpin(make: Make) -> None:
     store = make(kept=2)
     assert store.pin("main") == -1
     store.put("main", 1, params(1))
@@ -101,7 +101,7 @@ def test_a_pinned_version_outlasts_those_that_come_after_it_until_it_is_let_go(m
     assert store.get("main", version=1) is None
 
 
-def test_of_too_many_pins_the_oldest_is_let_go(make: Make) -> None:
+def test_third_pin_removes_the_oldest_pin(make: Make) -> None:
     store = make(kept=1)
     for version in range(6):
         store.put("main", version, params(version))
@@ -112,10 +112,10 @@ def test_of_too_many_pins_the_oldest_is_let_go(make: Make) -> None:
 
 
 @pytest.mark.parametrize("version", [0, 6, 7])
-def test_a_version_that_does_not_rise_is_refused(make: Make, version: int) -> None:
+def test_version_that_does_not_rise_is_refused(make: Make, version: int) -> None:
     store = make()
     store.put("main", 7, params(7))
-    with pytest.raises(UsageError, match=f"Version {version} of policy 'main' was put, but version 7 is there"):
+    with pytest.raises(UsageError, match=f"Version {version} of policy 'main' is not above the newest version 7"):
         as_elsewhere(store).put("main", version, params(9))
     assert store.versions("main") == [7]
     assert numbers_in(store.get("main").params) == {7}
@@ -123,30 +123,30 @@ def test_a_version_that_does_not_rise_is_refused(make: Make, version: int) -> No
         store.put("main", -1, params(0))
 
 
-def test_a_repeated_put_of_the_same_attempt_changes_nothing(make: Make) -> None:
+def test_repeated_put_of_the_same_attempt_changes_nothing(make: Make) -> None:
     store, attempt = make(), Attempt(1, 0)
     store.open_policy("main", attempt)
-    for _ in range(2):  # a call whose answer was lost comes twice
+    for _ in range(2):  # a call whose reply was lost is repeated
         store.put("main", 4, params(4), attempt=attempt)
     assert store.versions("main") == [4]
     store.open_policy("main", Attempt(1, 1))
-    with pytest.raises(UsageError, match="version 4 is there already"):
+    with pytest.raises(UsageError, match="is not above the newest version 4"):
         store.put("main", 4, params(9), attempt=Attempt(1, 1))
 
 
-def test_an_older_attempt_puts_no_more_once_a_newer_one_has_opened_the_policy(make: Make) -> None:
+def test_older_attempt_is_fenced_off_by_a_newer_one(make: Make) -> None:
     store = make()
     old, new = Attempt(1, 0), Attempt(1, 1)
     store.open_policy("main", old)
     store.put("main", 5, params(5), attempt=old)
     other = as_elsewhere(store)
     other.open_policy("main", new)
-    other.open_policy("main", new)  # a repetition
-    for version in (6, 5):  # above the newest, or not: that it is fenced comes first
+    other.open_policy("main", new)  # a repeated call
+    for version in (6, 5):  # fencing is checked before the version
         with pytest.raises(FencedError, match="Attempt 0 of epoch 1 is fenced off: policy 'main' was"):
             store.put("main", version, params(6), attempt=old)
     for refused in (store.check_not_fenced, store.open_policy, other.check_not_fenced):
-        with pytest.raises(FencedError, match="attempt 1 of epoch 1, which goes on"):
+        with pytest.raises(FencedError, match="attempt 1 of epoch 1, which continues"):
             refused("main", old)
     assert store.versions("main") == [5]
     store.check_not_fenced("main", new)
@@ -154,7 +154,7 @@ def test_an_older_attempt_puts_no_more_once_a_newer_one_has_opened_the_policy(ma
     assert store.versions("main") == [5, 6]
 
 
-def test_attempts_only_rise_and_the_epoch_comes_first(make: Make) -> None:
+def test_attempts_are_ordered_by_epoch_first(make: Make) -> None:
     store = make()
     rising = [Attempt(0, 0), Attempt(0, 7), Attempt(3, 0), Attempt(3, 1), Attempt(2**41, 0)]
     for i, attempt in enumerate(rising):
@@ -167,19 +167,19 @@ def test_attempts_only_rise_and_the_epoch_comes_first(make: Make) -> None:
         store.check_not_fenced("main", attempt)
 
 
-def test_a_policy_that_nobody_opened_takes_what_anybody_puts_and_one_that_was_opened_does_not(make: Make) -> None:
+def test_only_an_opened_policy_requires_an_attempt(make: Make) -> None:
     store = make()
     store.open_policy("main", Attempt(1, 0))
     store.put("rival", 1, params(1))
     store.check_not_fenced("rival", None)
     store.put("rival", 2, params(2), attempt=Attempt(0, 0))
     assert store.versions("rival") == [1, 2]
-    with pytest.raises(FencedError, match="opened by attempt 0 of epoch 1, which alone may put versions"):
+    with pytest.raises(FencedError, match="opened by attempt 0 of epoch 1, and only that attempt may put versions"):
         store.put("main", 1, params(1))
     assert store.versions("main") == []
 
 
-def test_a_store_that_was_restarted_fences_by_the_attempt_that_puts_first(make: Make) -> None:
+def test_restarted_store_fences_by_the_first_attempt_that_puts(make: Make) -> None:
     restarted = make()
     restarted.put("main", 8, params(8), attempt=Attempt(1, 1))
     with pytest.raises(FencedError):
@@ -187,7 +187,7 @@ def test_a_store_that_was_restarted_fences_by_the_attempt_that_puts_first(make: 
     assert restarted.versions("main") == [8]
 
 
-def test_policies_do_not_know_of_each_other(make: Make) -> None:
+def test_policies_are_independent(make: Make) -> None:
     store = make(kept=1)
     store.put("main", 4, params(4))
     store.put("rival", 2, params(2))
@@ -197,7 +197,7 @@ def test_policies_do_not_know_of_each_other(make: Make) -> None:
     assert numbers_in(store.get("rival").params) == {3}
 
 
-def test_what_comes_back_is_the_callers_own(make: Make) -> None:
+def test_returned_parameters_are_copies(make: Make) -> None:
     store = make(kept=1)
     put = params(1)
     store.put("main", 1, put)
@@ -213,7 +213,7 @@ def test_what_comes_back_is_the_callers_own(make: Make) -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_reader_answers_as_a_learner_does(make: Make, elsewhere: bool) -> None:
+def test_param_reader_behaves_like_a_learner(make: Make, elsewhere: bool) -> None:
     store = make()
     reader = ParamReader(as_elsewhere(store) if elsewhere else store, "main")
     assert reader.get_params() == (-1, None)
@@ -227,14 +227,14 @@ def test_a_reader_answers_as_a_learner_does(make: Make, elsewhere: bool) -> None
     assert pickle.loads(pickle.dumps(reader)).get_params(3)[0] == reader.get_params(3)[0] == 5
 
 
-def test_who_waits_is_told_at_once(
+def test_wait_returns_as_soon_as_a_new_version_arrives(
     make: Make, process: Callable[..., Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make()
     store.put("main", 1, params(1))
     began = time.monotonic()
     assert store.wait_for_version("main", 1, 100.0) == 1
-    assert 0.9 < time.monotonic() - began < DEADLINE  # no longer than a learner would have it wait
+    assert 0.9 < time.monotonic() - began < DEADLINE  # a wait is limited to LONGEST_WAIT
     monkeypatch.setattr(param_store, "LONGEST_WAIT", 2 * DEADLINE)
     writer = process(processes.write, store, 2, 2)
     began = time.monotonic()
@@ -243,7 +243,7 @@ def test_who_waits_is_told_at_once(
     assert (writer.hear(), writer.hear()) == ("begins", [1, 2])
 
 
-def test_packed_parameters_travel_untouched(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_parameters_are_not_repacked(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     store, packed = make(), PackedParams.of(params(4))
     for name in ("pack_numpy", "unpack_numpy"):
         monkeypatch.setattr(f"rlframe.params.packing.Packing.{name}", lambda *_: pytest.fail("packed or unpacked"))
@@ -272,28 +272,28 @@ def test_close_ends_a_wait(make: Make) -> None:
     store.close()
     store.close()
     thread.join(DEADLINE)
-    assert "closed while a version of 'main' was waited for" in str(raised[0])
+    assert "closed while a caller waited for a version of 'main'" in str(raised[0])
     with pytest.raises(StoppedError, match="closed before version 1"):
         store.put("main", 1, params(1))
 
 
-def test_hparams_that_are_not_plain_are_refused(make: Make) -> None:
+def test_hparams_that_are_not_json_values_are_refused(make: Make) -> None:
     with pytest.raises(UsageError, match="hparams of policy 'main'"):
         make().put("main", 1, params(1), {"x": np.zeros(3)})
 
 
-def test_other_trees_are_refused_by_name(make: Make) -> None:
+def test_different_parameter_trees_are_refused(make: Make) -> None:
     store = make()
     store.put("main", 0, params(0))
     wrong = {**params(1), "layers": (np.zeros((3, 4), np.float32), np.zeros((), np.float32))}
-    with pytest.raises(UsageError, match=r"parameters\['layers'\]\[0\] that were put are float32\[3, 4\].*\[3, 5\]"):
+    with pytest.raises(UsageError, match=r"parameters\['layers'\]\[0\] are float32\[3, 4\].*\[3, 5\]"):
         store.put("main", 1, wrong)
     with pytest.raises(UsageError, match="another tree than earlier versions"):
         store.put("main", 1, {"bias": np.zeros(7, np.int32)})
     assert store.newest_version("main") == 0
 
 
-def test_as_a_node_it_outlasts_the_learner_when_the_program_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_waits_for_finish_after_the_end_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlframe.shutdown._program", None)
     ends = threading.Event()
     register_program(ends, lambda: None)
@@ -308,12 +308,12 @@ def test_as_a_node_it_outlasts_the_learner_when_the_program_ends(monkeypatch: py
     store.finish()
     node.join(DEADLINE)
     assert not node.is_alive()
-    impatient = ParamStore()  # whose coordinator was killed, say
+    impatient = ParamStore()  # without `at_end`, `run` returns at once
     impatient.run()
 
 
 @pytest.mark.system
-def test_a_writer_killed_at_any_moment_leaves_whole_versions(make: Make, process: Callable[..., Process]) -> None:
+def test_writer_killed_at_any_time_leaves_complete_versions(make: Make, process: Callable[..., Process]) -> None:
     store, newest = make(kept=2), -1
     for _ in range(4):
         writer = process(processes.write, store, newest + 1, 10**6)

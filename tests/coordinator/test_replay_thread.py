@@ -1,4 +1,4 @@
-"""Keys are drawn and settled by a thread of the coordinator's: here with the real buffer in shared memory."""
+"""Tests of the coordinator's replay thread, with a real replay buffer in shared memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ONE = Transition(1)
 
 
 class Store:
-    """Whose versions are pinned."""
+    """A fake param store that records pins."""
 
     def __init__(self) -> None:
         self.pins: list[int] = []
@@ -39,8 +39,8 @@ class Store:
         self.pins.remove(version)
 
 
-class Scene:
-    """A buffer, and threads that draw from it."""
+class ReplayThreads:
+    """A factory of replay buffers and replay threads. It collects the events."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path, self.store = path, Store()
@@ -73,18 +73,18 @@ class Scene:
         return drawn
 
     def flush(self, thread: ReplayThread) -> None:
-        """Returns when all that was put before is done."""
+        """Wait until the thread has carried out all earlier effects."""
         thread.put(ev.Pin("evaluate/1", "main"))
         assert isinstance(self.next(), ev.Pinned)
 
 
 @pytest.fixture
-def scene(tmp_path: pathlib.Path) -> Iterator[Scene]:
-    scene = Scene(tmp_path / "replay")
-    yield scene
-    for thread in scene.threads:
+def threads(tmp_path: pathlib.Path) -> Iterator[ReplayThreads]:
+    threads = ReplayThreads(tmp_path / "replay")
+    yield threads
+    for thread in threads.threads:
         thread.close()
-    for buffer in scene.buffers:
+    for buffer in threads.buffers:
         buffer.close()
 
 
@@ -102,134 +102,134 @@ def raising(error: Exception) -> Callable[..., Any]:
     return call
 
 
-def test_batches_are_drawn_by_their_keys(scene: Scene) -> None:
-    buffer = scene.buffer()
+def test_drawn_keys_can_be_fetched(threads: ReplayThreads) -> None:
+    buffer = threads.buffer()
     fill(buffer)
-    drawn = scene.draw(scene.thread(buffer), 3)
+    drawn = threads.draw(threads.thread(buffer), 3)
     assert [batch.keys.shape for batch in drawn.batches] == [(4, 3)] * 3 and drawn.why == ""
     for batch in drawn.batches:
         fetched = buffer.fetch(batch.keys, batch.probabilities)
         np.testing.assert_array_equal(fetched.keys, batch.keys)
 
 
-def test_where_there_is_too_little_none_is_drawn(scene: Scene) -> None:
-    drawn = scene.draw(scene.thread(scene.buffer()), 3)
+def test_no_batch_is_drawn_from_an_empty_buffer(threads: ReplayThreads) -> None:
+    drawn = threads.draw(threads.thread(threads.buffer()), 3)
     assert drawn.batches == () and drawn.why == ""
 
 
-def test_a_queue_gives_as_many_as_it_has(scene: Scene) -> None:
-    buffer = scene.buffer("queue")
+def test_draw_from_a_queue_returns_all_available_batches(threads: ReplayThreads) -> None:
+    buffer = threads.buffer("queue")
     fill(buffer, 6)
     there = buffer.size // 4
     assert there >= 2
-    thread = scene.thread(buffer)
-    drawn = scene.draw(thread, 30)
+    thread = threads.thread(buffer)
+    drawn = threads.draw(thread, 30)
     assert len(drawn.batches) == there
     thread.put(ev.FinishBatches(drawn.batches, ()))
-    scene.flush(thread)
+    threads.flush(thread)
     thread.close()
     stats = thread.stats
     assert stats["added"] == stats["items"] + stats["evicted"] + stats["sampled"] and stats["sampled"] == 4 * there
 
 
-def test_priorities_are_set_by_what_was_learned(scene: Scene) -> None:
-    buffer = scene.buffer(priority_exponent=1.0)
+def test_finished_batches_set_priorities(threads: ReplayThreads) -> None:
+    buffer = threads.buffer(priority_exponent=1.0)
     fill(buffer)
-    thread = scene.thread(buffer)
-    batches = scene.draw(thread, 20).batches
+    thread = threads.thread(buffer)
+    batches = threads.draw(thread, 20).batches
     updates = tuple(Update(batch.keys, batch.keys[:, 2] % 3 + 1.0) for batch in batches)
     thread.put(ev.FinishBatches(batches, updates, 1))
     known = {tuple(key) for batch in batches for key in batch.keys}
-    batch = scene.draw(thread).batches[0]
-    assert {tuple(key) for key in batch.keys} <= known  # 80 draws of about 20 items
+    batch = threads.draw(thread).batches[0]
+    assert {tuple(key) for key in batch.keys} <= known  # 80 draws of about 20 items have drawn each item
     wanted = batch.keys[:, 2] % 3 + 1.0
     np.testing.assert_allclose(batch.probabilities / batch.probabilities[0], wanted / wanted[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("error", [RlframeError("It is gone."), OSError("no such memory")], ids=str)
-def test_a_draw_that_raises_is_answered_and_the_next_one_is_as_ever(scene: Scene, error: Exception) -> None:
-    buffer = scene.buffer()
+def test_failed_draw_is_reported_and_the_next_draw_works(threads: ReplayThreads, error: Exception) -> None:
+    buffer = threads.buffer()
     fill(buffer)
-    thread, draw = scene.thread(buffer), buffer.draw
+    thread, draw = threads.thread(buffer), buffer.draw
     buffer.draw = raising(error)
-    drawn = scene.draw(thread, 2)
+    drawn = threads.draw(thread, 2)
     assert drawn.batches == () and drawn.why == f"{type(error).__name__}: {error}"
     buffer.draw = draw
-    assert len(scene.draw(thread, 2).batches) == 2
+    assert len(threads.draw(thread, 2).batches) == 2
 
 
-def test_what_was_drawn_before_it_raised_is_learned_from(scene: Scene) -> None:
-    buffer = scene.buffer()
+def test_batches_drawn_before_an_exception_are_returned(threads: ReplayThreads) -> None:
+    buffer = threads.buffer()
     fill(buffer)
-    thread, draw, left = scene.thread(buffer), buffer.draw, [1, 1]
+    thread, draw, left = threads.thread(buffer), buffer.draw, [1, 1]
 
     def draws_two(timeout: float) -> Any:
         left.pop()
         return draw(timeout)
 
     buffer.draw = draws_two
-    assert len(scene.draw(thread, 5).batches) == 2
+    assert len(threads.draw(thread, 5).batches) == 2
 
 
-def test_a_settlement_that_raises_does_not_end_the_thread(scene: Scene) -> None:
-    buffer = scene.buffer()
+def test_exception_while_finishing_batches_does_not_end_the_thread(threads: ReplayThreads) -> None:
+    buffer = threads.buffer()
     fill(buffer)
-    thread = scene.thread(buffer)
-    batches = scene.draw(thread).batches
+    thread = threads.thread(buffer)
+    batches = threads.draw(thread).batches
     buffer.release = raising(ValueError("boom"))
     thread.put(ev.FinishBatches(batches, ()))
-    assert len(scene.draw(thread).batches) == 1
+    assert len(threads.draw(thread).batches) == 1
 
 
-def test_versions_are_pinned_and_let_go_and_a_store_that_raises_has_none(scene: Scene) -> None:
-    thread = scene.thread(scene.buffer())
+def test_versions_are_pinned_and_unpinned_and_a_failed_pin_gives_minus_1(threads: ReplayThreads) -> None:
+    thread = threads.thread(threads.buffer())
     thread.put(ev.Pin("evaluate/1", "main"))
-    assert scene.next() == ev.Pinned("evaluate/1", "main", 5) and scene.store.pins == [5]
+    assert threads.next() == ev.Pinned("evaluate/1", "main", 5) and threads.store.pins == [5]
     thread.put(ev.Unpin("main", 5))
-    scene.store.raises = OSError("gone")
+    threads.store.raises = OSError("gone")
     thread.put(ev.Pin("evaluate/2", "main"))
-    assert scene.next() == ev.Pinned("evaluate/2", "main", -1) and scene.store.pins == []
+    assert threads.next() == ev.Pinned("evaluate/2", "main", -1) and threads.store.pins == []
 
 
-def test_the_replay_is_saved_at_the_end_and_found_again(scene: Scene) -> None:
-    first = scene.buffer()
+def test_buffer_is_saved_at_the_end_and_restored(threads: ReplayThreads) -> None:
+    first = threads.buffer()
     fill(first)
-    thread = scene.thread(first)
-    batches = scene.draw(thread, 10).batches
+    thread = threads.thread(first)
+    batches = threads.draw(thread, 10).batches
     thread.put(ev.FinishBatches(batches, tuple(Update(b.keys, b.keys[:, 2] + 1.0) for b in batches), 1))
     thread.close()
     assert thread.stats["items"] == first.size > 0 and thread.stats["kind"] == "prioritized"
-    second = scene.buffer()
-    scene.thread(second)
+    second = threads.buffer()
+    threads.thread(second)
     assert second.size == first.size
     want, got = first.draw(), second.draw()
     np.testing.assert_array_equal(want.keys, got.keys)
     np.testing.assert_allclose(want.probabilities, got.probabilities)
 
 
-def test_it_is_saved_when_it_is_asked_to_be_and_one_file_stays(scene: Scene) -> None:
-    buffer = scene.buffer()
+def test_requested_save_replaces_the_last_file(threads: ReplayThreads) -> None:
+    buffer = threads.buffer()
     fill(buffer)
-    thread = scene.thread(buffer)
-    scene.flush(thread)
+    thread = threads.thread(buffer)
+    threads.flush(thread)
     for number in (1, 2):
         thread.put(ev.SaveReplay())
-        scene.flush(thread)
-        assert [path.name for path in scene.path.iterdir()] == [str(number)]
+        threads.flush(thread)
+        assert [path.name for path in threads.path.iterdir()] == [str(number)]
 
 
-def test_a_damaged_file_is_named_before_anything_begins(scene: Scene) -> None:
-    scene.path.mkdir()
-    (scene.path / "3").write_bytes(b"\x00" * 100)
+def test_damaged_file_is_reported_at_start(threads: ReplayThreads) -> None:
+    threads.path.mkdir()
+    (threads.path / "3").write_bytes(b"\x00" * 100)
     with pytest.raises(CheckpointError, match="replay/3"):
-        scene.thread(scene.buffer())
+        threads.thread(threads.buffer())
 
 
-def test_items_too_old_for_a_queue_are_let_go(scene: Scene) -> None:
-    buffer = scene.buffer("queue", Sequence(2), max_staleness=2)
+def test_too_old_items_of_a_queue_are_evicted(threads: ReplayThreads) -> None:
+    buffer = threads.buffer("queue", Sequence(2), max_staleness=2)
     fill(buffer, 6)
-    thread = scene.thread(buffer)
-    drawn = scene.draw(thread).batches
+    thread = threads.thread(buffer)
+    drawn = threads.draw(thread).batches
     thread.put(ev.FinishBatches(drawn, tuple(Update(batch.keys) for batch in drawn), 10**6))
-    scene.flush(thread)
-    assert scene.draw(thread).batches == () and buffer.stats()["evicted"] > 0
+    threads.flush(thread)
+    assert threads.draw(thread).batches == () and buffer.stats()["evicted"] > 0

@@ -1,4 +1,4 @@
-"""What comes of a call of a worker: by threads of this process, and by real Courier."""
+"""Tests of calls to workers, through threads of this process and through real Courier."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HERE = Alive("collector/0", 2, "idle")
 
 
 class Answering:
-    """A worker: what it is told to do with the next calls comes first."""
+    """A worker with scripted replies. `does` contains functions for the next calls."""
 
     def __init__(self) -> None:
         self.does: list[Callable[[], Any]] = []
@@ -48,7 +48,7 @@ def server(transport: Transport, worker: Answering) -> Iterator[Server]:
 
 @pytest.fixture
 def ping(transport: Transport, server: Server) -> Callable[[], WorkerReply]:
-    """Calls the worker."""
+    """Return a function that pings the worker."""
     client = transport.connect(server.address)
     return lambda: call_worker(client, "ping")
 
@@ -61,26 +61,26 @@ def refuse() -> None:
     raise UnavailableError("not yet")
 
 
-def test_an_exception_is_a_reply(worker: Answering, ping: Callable[[], WorkerReply]) -> None:
+def test_exception_becomes_a_failed_reply(worker: Answering, ping: Callable[[], WorkerReply]) -> None:
     worker.does = [boom]
     reply = ping()
     assert isinstance(reply, Failed) and "ping raised: " in reply.message and "boom" in reply.message
     assert not reply.is_permanent
-    assert ping() == HERE  # the next call is answered as ever
+    assert ping() == HERE  # the next call works
 
 
-def test_what_is_no_reply_is_an_error_of_the_workers(worker: Answering, ping: Callable[[], WorkerReply]) -> None:
+def test_reply_of_a_wrong_type_becomes_a_failed_reply(worker: Answering, ping: Callable[[], WorkerReply]) -> None:
     worker.does = [lambda: 7]
-    assert ping() == Failed("TypeError", "ping must give a WorkerReply, it gave int")
+    assert ping() == Failed("TypeError", "ping must return a WorkerReply, got int")
 
 
-def test_a_worker_that_says_it_cannot_just_now_is_no_answer(worker: Answering, ping: Callable[[], WorkerReply]) -> None:
+def test_unavailable_error_of_the_worker_is_raised(worker: Answering, ping: Callable[[], WorkerReply]) -> None:
     worker.does = [refuse]
     with pytest.raises(UnavailableError, match="not yet"):
         ping()
 
 
-def test_nobody_at_an_address_is_no_answer(server: Server, ping: Callable[[], WorkerReply]) -> None:
+def test_unused_address_raises_unavailable_error(server: Server, ping: Callable[[], WorkerReply]) -> None:
     server.stop()
     with pytest.raises(UnavailableError):
         ping()

@@ -41,7 +41,7 @@ def test_page_shows_and_controls_a_real_run(tmp_path: pathlib.Path) -> None:
         expect(page.locator("#name")).to_have_text("dqn on CartPole-v1")
         curve = page.locator("#plot polyline.curve").first
         expect(curve).to_have_attribute("points", re.compile(r"(\S+,\S+\s*){5,}"))
-        page.get_by_role("button", name="One collector more").click()
+        page.get_by_role("button", name="Add a collector").click()
         program.wait_for_collectors(2)
         rows = page.locator("#workers tbody tr th")
         expect(rows).to_have_text(["learner/0", "collector/0", "collector/1"])

@@ -1,9 +1,9 @@
-"""The address of a run's control: `RUN_DIR/control.json`, for programs on the same machine.
+"""The address of a run's control API: `RUN_DIR/control.json`, for programs on the same machine.
 
     {"version": 1, "url": "http://127.0.0.1:40123", "token_file": "/.../token" or null, "pid": 1234}
 
-The process that serves the control writes it once it answers, and removes it when it ends. If that process is killed,
-the file stays: `pid` is of no process then.
+The process that serves the API writes the file when the server is ready, and removes it at exit. If that process is
+killed, the file remains, and no process with this `pid` exists.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ _VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class ControlFile:
-    """The content of the file."""
+    """The content of `control.json`."""
 
     url: str
-    token_file: str | None  # its path
-    pid: int  # of the process that serves it
+    token_file: str | None  # path of the token file; None if no token is required
+    pid: int  # process that serves the API
 
 
 def control_file(run_dir: str | os.PathLike) -> pathlib.Path:
-    """Return the path of the file."""
+    """Return the path of `control.json`."""
     return pathlib.Path(run_dir) / "control.json"
 
 
 def final_status_file(run_dir: str | os.PathLike) -> pathlib.Path:
-    """Return the path of a job's last status, which the coordinator writes when the job is over."""
+    """Return the path of a job's final status. The coordinator writes this file when the job is over."""
     return pathlib.Path(run_dir) / "coordinator" / "status.json"
 
 
 def read_final_status(run_dir: str | os.PathLike) -> dict[str, Any] | None:
-    """Return the last status of a run that is over.
+    """Return the final status of a run that is over.
 
-    None if there is none that can be read, or if the run's control is newer: it may continue.
+    Return None if the file is missing or damaged, or if `control.json` is newer, because the run may have resumed.
     """
     try:
         status = json.loads(final_status_file(run_dir).read_text())
@@ -59,7 +59,7 @@ def read_final_status(run_dir: str | os.PathLike) -> dict[str, Any] | None:
 
 
 def make_token_file(run_dir: str | os.PathLike) -> str:
-    """Return the path of the run's token file. Make it, for its owner alone, with a new secret if there is none."""
+    """Return the path of the run's token file. Create it with a new token, for this user only, if it is missing."""
     path = pathlib.Path(run_dir) / "token"
     if not path.exists():
         write_atomically(path, secrets.token_urlsafe(24), "\n", parents=True, mode=0o600)
@@ -67,7 +67,7 @@ def make_token_file(run_dir: str | os.PathLike) -> str:
 
 
 def write_control(run_dir: str | os.PathLike, url: str, token_file: str | None) -> None:
-    """Write the file, atomically."""
+    """Write `control.json` atomically."""
     path = control_file(run_dir)
     known = ControlFile(url, None if token_file is None else os.path.abspath(token_file), os.getpid())
     write_atomically(
@@ -76,26 +76,26 @@ def write_control(run_dir: str | os.PathLike, url: str, token_file: str | None) 
 
 
 def remove_control(run_dir: str | os.PathLike) -> None:
-    """Remove the file if this process wrote it: another process may soon have its port."""
+    """Remove `control.json` if this process wrote it. Another program may use the port next."""
     with contextlib.suppress(UsageError):
         if read_control(run_dir).pid == os.getpid():
             control_file(run_dir).unlink(missing_ok=True)
 
 
 def read_control(run_dir: str | os.PathLike) -> ControlFile:
-    """Read the file. Raise `UsageError` if the run has none, or it is not valid."""
+    """Return the content of `control.json`. Raise `UsageError` if the file is missing or invalid."""
     path = control_file(run_dir)
     try:
         read = json.loads(path.read_text())
         if read["version"] != _VERSION:
-            raise ValueError(f"it is of version {read['version']}, and {_VERSION} is known")
+            raise ValueError(f"its version is {read['version']}, expected {_VERSION}")
         return ControlFile(str(read["url"]), read["token_file"], int(read["pid"]))
     except FileNotFoundError:
         raise UsageError(
-            f"There is no {path}: the run in {os.fspath(run_dir)} has no control, has not begun, or is over (then "
-            "`rlframe status` shows its last status). Start it by `rlframe train --http 0`."
+            f"There is no {path}: the run in {os.fspath(run_dir)} has no control API, has not started, or is over. "
+            "`rlframe status` shows the last status of a run that is over. Start a run with `rlframe train --http 0`."
         ) from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is not what a run writes there: {error}. Name the service by --url.") from error
+        raise UsageError(f"{path} is not a valid control file: {error}. Name the service by --url.") from error

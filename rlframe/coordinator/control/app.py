@@ -1,4 +1,4 @@
-"""The control API in front of a coordinator, or of a run without one: the FastAPI application, and a thread for it."""
+"""The control API of a coordinator, or of a run without one: the FastAPI application, and a thread that serves it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from rlframe.http.bodies import answer
 from rlframe.http.config import check_access_is_restricted, read_token
 from rlframe.http.serving import ServerThread
 
-PAGE = pathlib.Path(__file__).with_name("page.html")  # asks for /status and /events/stream
+PAGE = pathlib.Path(__file__).with_name("page.html")  # reads /status and /events/stream
 _MAX_BODY = 1 << 20
 _MAX_CONNECTIONS = 256
-_ATTEMPTS = 2.0  # seconds for which a call to another process is repeated; the app has deadlines of its own
-_OPEN = ("/healthz",)  # without a token
-_RETRY_AFTER = 1  # seconds, of a 503
+_CALL_DEADLINE = 2.0  # seconds of retries of a remote call; short, because `CoordinatorCalls` has deadlines too
+_WITHOUT_TOKEN = ("/healthz",)
+_RETRY_AFTER = 1  # seconds, in the header of a 503
 _TYPES = {
     400: "bad_request",
     401: "unauthorized",
@@ -39,16 +39,16 @@ _TYPES = {
     422: "invalid",
     503: "unavailable",
 }
-_DESCRIPTION = """Watches and steers a run. `GET /` is a page that does so in a browser."""
+_DESCRIPTION = """Monitors and controls a run. `GET /` returns a web page for browsers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ControlKind:
-    """A kind of application."""
+    """The title, metric prefix and commands of an application."""
 
     title: str
-    prefix: str  # of its metrics
-    commands: tuple[str, ...]  # that it offers, by the methods of the target
+    prefix: str  # first part of each metric's name
+    commands: tuple[str, ...]  # methods of the target that the API offers
 
 
 COORDINATOR = ControlKind(
@@ -68,22 +68,22 @@ def serve_control(
     *,
     kind: ControlKind = COORDINATOR,
 ) -> Any:
-    """Serve the control of a coordinator in a thread during a `with`, which gets a `ServerThread` with its `url`.
+    """Serve the control API in a thread during a `with` block. Yield a `ServerThread` with its `url`.
 
     Args:
-        target: a Coordinator, or a handle to one (it may be restarted meanwhile).
-        host: address to listen at.
-        port: 0: one that is free.
-        token_file: with the token that requests have to carry; None: none is needed, and only loopback may be
-            listened at.
-        kind: of the target.
+        target: A Coordinator, or a handle to one. The coordinator may restart during the block.
+        host: Address to listen on.
+        port: Port to listen on; 0 chooses a free port.
+        token_file: File with the token that requests must carry. None means no token; then only a loopback address
+            is allowed.
+        kind: The kind of the target.
 
     Raises:
-        UsageError: it cannot listen there; the token file cannot be read, or is needed.
+        UsageError: The server cannot listen on this address, or the token file is unreadable or required.
     """
     check_access_is_restricted(host, token_file, "steer and stop the run")
     stop = threading.Event()
-    target = handles.resolve(target, "coordinator", deadline=_ATTEMPTS, stop=stop)
+    target = handles.resolve(target, "coordinator", deadline=_CALL_DEADLINE, stop=stop)
     app = make_app(target, read_token(token_file), kind=kind)
     with ServerThread(app, host, port, _MAX_CONNECTIONS, on_shutdown=app.state.on_shutdown) as server:
         try:
@@ -98,16 +98,13 @@ def make_app(
     *,
     kind: ControlKind = COORDINATOR,
 ) -> FastAPI:
-    """Make the application.
+    """Return the application. `app.state.on_shutdown()` ends the event streams, so that the server can stop at once.
 
     Args:
-        target: an object with the coordinator's methods, which may block: `status`, `events`, and the commands of
-            `kind`. Where it is away (`PeerError`, `UnavailableError`) requests are answered with 503, and the
-            application goes on.
-        token: that requests carry, but for the page's static file and /healthz; None: none is needed.
-        kind: of what is shown.
-
-    `app.state.on_shutdown()` ends the event streams, so that a server that ends need not wait for their readers.
+        target: An object with the methods `status`, `events` and the commands of `kind`. They may block. If one raises
+            `PeerError` or `UnavailableError`, the response is 503.
+        token: The token that requests must carry, except for the static page and /healthz. None means no token.
+        kind: The kind of the target.
     """
     calls = CoordinatorCalls(target)
 
@@ -132,7 +129,7 @@ def make_app(
         errors={RequestValidationError: _invalid, RlframeError: _refused},
         refusal=_refusal,
         lifespan=life,
-        without_token=_OPEN,
+        without_token=_WITHOUT_TOKEN,
         page=PAGE,
         responses=REFUSED,
     )
@@ -140,7 +137,7 @@ def make_app(
 
     @app.get("/", response_model=dict[str, str], tags=["service"], responses=REFUSED)
     async def root() -> Response:
-        """The title of the service. A browser, which asks for text/html, gets the live page."""
+        """Return the title of the service. A request that accepts text/html gets the live page."""
         return answer({"message": kind.title})
 
     app.include_router(reading_router(calls, log), responses=REFUSED)
@@ -149,7 +146,7 @@ def make_app(
 
 
 def _refusal(error: str, status: int, headers: dict[str, str] | None = None, *, field: str | None = None) -> Response:
-    """Refuse a request: `{"error": {"type", "message", "field"}}`. See `rlframe.http.bodies.Refusal`."""
+    """Return an error response: `{"error": {"type", "message", "field"}}`. See `rlframe.http.bodies.Refusal`."""
     if status == 503:
         headers = {"Retry-After": str(_RETRY_AFTER), **(headers or {})}
     content = {"type": _TYPES.get(status, "error"), "message": error, "field": field}
@@ -157,17 +154,17 @@ def _refusal(error: str, status: int, headers: dict[str, str] | None = None, *, 
 
 
 def _refused(error: RlframeError) -> Response:
-    """Answer a call that raised."""
+    """Return the response for an exception of the target."""
     if isinstance(error, FieldError):
         return _refusal(str(error), 422, field=error.field)
     return _refusal(str(error), 409 if isinstance(error, UsageError) else 503)
 
 
 def _invalid(error: RequestValidationError) -> Response:
-    """Refuse a request without repeating its content, which may be long or no valid JSON."""
+    """Return the response for an invalid request. Leave out its content, which may be long or invalid JSON."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
-        return _refusal("The body is no valid JSON.", 422)
+        return _refusal("The body is not valid JSON.", 422)
     field = ".".join(str(part) for part in first["loc"][1:])[:100] or None
     named = f"{field}: " if field else ""
     return _refusal(f"{named}{first['msg']}.", 422, field=field)

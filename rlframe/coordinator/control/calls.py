@@ -1,4 +1,4 @@
-"""Calls of a coordinator that may be slow or away: a thread and a deadline for each. And the log of its events."""
+"""Calls to a coordinator that may be slow or unreachable, each with a thread and a deadline; and its event log."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from typing import Any
 from rlframe.errors import PeerError, RlframeError, UnavailableError
 from rlframe.http.bodies import encoded
 
-STATUS_MAX_AGE = 0.2  # seconds for which a status is served again
-STATUS_DEADLINE = 3.0  # seconds for one
+STATUS_MAX_AGE = 0.2  # seconds for which a cached status is served
+STATUS_DEADLINE = 3.0  # seconds for a call of `status`
 DEADLINE = 10.0  # seconds for any other call
-MAX_CALLS = 32  # calls that are under way
-KEPT = 10_000  # events, for streams that are behind: more than a coordinator keeps
-FIRST = 300  # events at the start of a stream, unless its reader names the last one that it has
-HEARTBEAT = 5.0  # seconds without an event after which a stream says that it is there
-_POLL = 1.0  # seconds that the coordinator may wait for an event
-_EVENTS_DEADLINE = 8.0  # seconds for it to answer: more than one attempt of a remote call
-_PAUSE = 0.5  # seconds before it is asked again, where it did not wait or is away
+MAX_CALLS = 32  # concurrent calls
+KEPT = 10_000  # events kept for slow streams: more than a coordinator keeps
+FIRST = 300  # events at the start of a stream whose reader sends no last event number
+HEARTBEAT = 5.0  # seconds without an event before a stream sends a comment
+_POLL = 1.0  # seconds that one call waits for an event in the coordinator
+_EVENTS_DEADLINE = 8.0  # seconds for a call of `events`: longer than one attempt of a remote call
+_RETRY_AFTER = 0.5  # seconds before the next call if the coordinator did not wait, or cannot be reached
 
 
 class CoordinatorCalls:
     """The methods of a coordinator, for an event loop.
 
     Args:
-        target: has the coordinator's methods; they may block. One that never returns costs a thread, which ends with
-            the process.
+        target: An object with the coordinator's methods, which may block. A call that never returns occupies a daemon
+            thread until the process exits.
     """
 
     def __init__(self, target: Any) -> None:
         self._target = target
-        self._free = threading.Semaphore(MAX_CALLS)  # calls that may be made now
+        self._free = threading.Semaphore(MAX_CALLS)
         self._status: asyncio.Task[dict[str, Any]] | None = None
         self._status_at = 0.0
 
@@ -45,15 +45,16 @@ class CoordinatorCalls:
         """Call `target.method(*args)` in a thread.
 
         Raises:
-            PeerError: it did neither within `deadline` seconds. It may yet.
-            UnavailableError: too many calls are under way; this one was not made.
+            PeerError: The call did not end within `deadline` seconds. It may still succeed later.
+            UnavailableError: Too many calls are in progress, so this call was not made; or the target raised another
+                error.
         """
         if not self._free.acquire(blocking=False):
             raise UnavailableError(
-                f"{MAX_CALLS} calls wait for the coordinator already: it is slow, or away. Ask again."
+                f"{MAX_CALLS} calls already wait for the coordinator: it is slow or cannot be reached. Try again."
             )
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        future.set_running_or_notify_cancel()  # the call continues when nobody waits for it any more
+        future.set_running_or_notify_cancel()  # the call continues if its caller is cancelled
 
         def call() -> None:
             try:
@@ -68,8 +69,8 @@ class CoordinatorCalls:
             return await asyncio.wait_for(asyncio.wrap_future(future), deadline)
         except asyncio.TimeoutError:
             raise PeerError(
-                f"The coordinator did not answer {method}() within {deadline:g} s: it may be restarting, or hang. "
-                "Ask again."
+                f"The coordinator did not answer {method}() within {deadline:g} s: it may be restarting or hanging. "
+                "Try again."
             ) from None
         except RlframeError:
             raise
@@ -80,14 +81,14 @@ class CoordinatorCalls:
         """Return the coordinator's status, at most `STATUS_MAX_AGE` seconds old. Concurrent readers share one call."""
         task = self._status
         if task is None or (task.done() and time.monotonic() - self._status_at > STATUS_MAX_AGE):
-            task = self._status = asyncio.create_task(self._ask_status())
+            task = self._status = asyncio.create_task(self._fetch_status())
         return await asyncio.shield(task)
 
     def forget_status(self) -> None:
-        """Drop the cached status, so that the next reader sees what was just changed."""
+        """Drop the cached status, so that the next reader sees the latest change."""
         self._status = None
 
-    async def _ask_status(self) -> dict[str, Any]:
+    async def _fetch_status(self) -> dict[str, Any]:
         try:
             return await self("status", deadline=STATUS_DEADLINE)
         finally:
@@ -95,27 +96,27 @@ class CoordinatorCalls:
 
 
 class EventLog:
-    """The newest events, oldest first, and the streams that wait for more."""
+    """The newest events of a coordinator, oldest first, and the streams that wait for more."""
 
     def __init__(self, calls: CoordinatorCalls) -> None:
         self._calls = calls
         self._events: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self._changed = asyncio.Event()
-        self._followed = asyncio.Event()  # the first answer has come
+        self._has_followed = asyncio.Event()  # set by the first reply
         self._closing = False
 
     async def follow(self) -> None:
-        """Ask for new events until cancelled."""
+        """Read new events from the coordinator until cancelled."""
         while True:
             asked = time.monotonic()
             try:
                 events = await self._calls("events", self.newest, _POLL, deadline=_EVENTS_DEADLINE)
             except RlframeError:
-                await asyncio.sleep(_PAUSE)
+                await asyncio.sleep(_RETRY_AFTER)
                 continue
             self._take(events)
-            if not events and time.monotonic() - asked < _PAUSE:
-                await asyncio.sleep(_PAUSE)
+            if not events and time.monotonic() - asked < _RETRY_AFTER:
+                await asyncio.sleep(_RETRY_AFTER)
 
     def close(self) -> None:
         """End every stream."""
@@ -124,19 +125,19 @@ class EventLog:
 
     @property
     def newest(self) -> int:
-        """The number of the last event; 0 before any."""
+        """Number of the last event; 0 before the first event."""
         return self._events[-1]["number"] if self._events else 0
 
     async def stream(self, since: int | None) -> AsyncIterator[bytes]:
-        """Server-sent events from after the number `since` on; None: from the last few on.
+        """Return a stream of server-sent events after the number `since`; None starts with the last `FIRST` events.
 
         Raises:
-            PeerError: no event could be had yet (before anything is sent).
+            PeerError: The coordinator has not sent its events yet. Raised before the stream starts.
         """
         try:
-            await asyncio.wait_for(self._followed.wait(), _EVENTS_DEADLINE)
+            await asyncio.wait_for(self._has_followed.wait(), _EVENTS_DEADLINE)
         except asyncio.TimeoutError:
-            raise PeerError("The coordinator has not told its events: it may be restarting. Ask again.") from None
+            raise PeerError("The coordinator has not sent its events: it may be restarting. Try again.") from None
         known = since if since is not None else self._events[-FIRST]["number"] - 1 if len(self._events) > FIRST else 0
         return self._stream(known)
 
@@ -156,7 +157,7 @@ class EventLog:
                 yield b": here\n\n"
 
     def _take(self, events: list[dict[str, Any]]) -> None:
-        self._followed.set()
+        self._has_followed.set()
         for event in events:
             if event["number"] > self.newest:
                 self._events.append(event)

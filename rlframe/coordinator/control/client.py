@@ -1,4 +1,4 @@
-"""The control API's client, for the commands and for programs."""
+"""A client of the control API, for the command line and for programs."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from rlframe.errors import ConflictError, FieldError, PeerError, RemoteError, Un
 from rlframe.http.config import read_token
 from rlframe.shutdown import Closeable
 
-_TIMEOUT = 15.0  # seconds for an answer: more than the service takes at most
-_SILENCE = 15.0  # seconds in which a stream of events shows that it is there, three times over
+_TIMEOUT = 15.0  # seconds for a response: longer than any deadline of the service
+_SILENCE = 15.0  # seconds without data before an event stream fails: three heartbeats
 
 
 class ControlClient(Closeable):
-    """Calls a coordinator by its control API, with the coordinator's own methods. A context manager.
+    """A client of the control API with the same methods as the coordinator. A context manager.
 
     Args:
-        url: of the service, as `http://127.0.0.1:8765`.
-        token: that it wants; None: none.
+        url: The service's URL, such as `http://127.0.0.1:8765`.
+        token: The service's token; None if it requires no token.
 
     Raises (every method):
-        PeerError: nobody answers there, or not in time.
-        UnavailableError: the service answers, and the coordinator does not: it may be restarting.
-        UsageError: the token is wrong; what was asked for cannot be (`ConflictError`: in the state that the job is in).
+        PeerError: The service cannot be reached, or did not respond in time.
+        UnavailableError: The service responds, but the coordinator does not: it may be restarting.
+        UsageError: The token is wrong, or the request is invalid (`ConflictError`: invalid in the job's current state).
     """
 
     def __init__(self, url: str, token: str | None = None) -> None:
         self.url = url.rstrip("/")
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         try:
-            # No proxy of the environment's: it would be handed the token.
+            # Ignore proxies from the environment: a proxy would receive the token.
             self._http = httpx.Client(base_url=self.url, headers=headers, timeout=_TIMEOUT, trust_env=False)
             if self._http.base_url.scheme not in ("http", "https") or not self._http.base_url.host:
-                raise httpx.InvalidURL("no http://HOST:PORT")
+                raise httpx.InvalidURL("it is not of the form http://HOST:PORT")
         except (httpx.InvalidURL, UnicodeEncodeError) as error:
             raise UsageError(
-                f"{url!r} is no URL of a coordinator's control, as http://127.0.0.1:8765 is: {error}."
+                f"{url!r} is not the URL of a control API, such as http://127.0.0.1:8765: {error}."
             ) from error
 
     @classmethod
     def of_run(cls, run_dir: str | pathlib.Path) -> ControlClient:
-        """Return a client of the run in a directory. Raise `UsageError` if it has no control."""
+        """Return a client of the run in a directory. Raise `UsageError` if the run has no control API."""
         known = read_control(run_dir)
         return cls(known.url, read_token(known.token_file))
 
@@ -55,15 +55,15 @@ class ControlClient(Closeable):
         self._http.close()
 
     def status(self) -> dict[str, Any]:
-        """Return the status, as `Coordinator.status`."""
+        """Return the status of the job. See `Coordinator.status`."""
         return self._get("/status")
 
     def events(self, since: int = 0) -> list[dict[str, Any]]:
-        """Return the first thousand events after the number `since`, without waiting for one."""
+        """Return up to 1,000 events after the number `since`, oldest first. Do not wait for new ones."""
         return self._get("/events", since=since)["events"]
 
     def follow(self, since: int | None = None) -> Iterator[dict[str, Any]]:
-        """Events as they happen, from after the number `since` on (None: from the last few), until the service ends."""
+        """Yield events after the number `since` until the service ends; None starts with the most recent events."""
         query = {} if since is None else {"since": since}
         timeout = httpx.Timeout(_TIMEOUT, read=_SILENCE)
         try:
@@ -75,10 +75,10 @@ class ControlClient(Closeable):
                     if line.startswith("data: "):
                         yield json.loads(line.removeprefix("data: "))
         except httpx.HTTPError as error:
-            raise self._away(error) from error
+            raise self._connection_error(error) from error
 
     def cancel(self, reason: str = "") -> Any:
-        """End the job, in good order."""
+        """End the job: save the learner, close all tasks, end the workers."""
         return self._post("/stop", {"reason": reason})
 
     def pause(self) -> Any:
@@ -90,7 +90,7 @@ class ControlClient(Closeable):
         return self._post("/resume")
 
     def scale(self, role: str, n: int) -> Any:
-        """Set the number of workers of this role."""
+        """Set the number of workers of a role."""
         return self._post("/scale", {"role": role, "n": n})
 
     def evaluate_now(self) -> Any:
@@ -98,38 +98,39 @@ class ControlClient(Closeable):
         return self._post("/evaluate")
 
     def checkpoint(self) -> Any:
-        """Save the learner."""
+        """Save a checkpoint of the learner with its next update."""
         return self._post("/checkpoint")
 
     def restore(self) -> Any:
-        """Send the learner back to its latest checkpoint."""
+        """Restart the learner from its latest checkpoint."""
         return self._post("/restore")
 
     def _get(self, path: str, **query: Any) -> Any:
-        return self._ask("GET", path, params=query)
+        return self._request("GET", path, params=query)
 
     def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the `result` of the answer."""
-        return self._ask("POST", path, **({} if body is None else {"json": body})).get("result")
+        """Return the field `result` of the response."""
+        return self._request("POST", path, **({} if body is None else {"json": body})).get("result")
 
-    def _ask(self, method: str, path: str, **arguments: Any) -> Any:
+    def _request(self, method: str, path: str, **arguments: Any) -> Any:
         try:
             response = self._http.request(method, path, **arguments)
         except httpx.HTTPError as error:
-            raise self._away(error) from error
+            raise self._connection_error(error) from error
         return self._check(response)
 
-    def _away(self, error: httpx.HTTPError) -> PeerError:
+    def _connection_error(self, error: httpx.HTTPError) -> PeerError:
         if isinstance(error, httpx.ConnectError):
             return PeerError(
-                f"Nobody listens at {self.url}: has the run ended, or is its control elsewhere? (RUN_DIR, --url)"
+                f"Nothing listens at {self.url}. The run may have ended, or its control API may have another address. "
+                "Check RUN_DIR or --url."
             )
         if isinstance(error, httpx.TimeoutException):
-            return PeerError(f"{self.url} did not answer within {_TIMEOUT:g} s. Ask again.")
-        return PeerError(f"The connection to {self.url} broke off: {error}. Ask again.")
+            return PeerError(f"{self.url} did not answer within {_TIMEOUT:g} s. Try again.")
+        return PeerError(f"The connection to {self.url} broke: {error}. Try again.")
 
     def _check(self, response: httpx.Response) -> Any:
-        """Return the answer. Raise the error of a refusal."""
+        """Return the response's JSON. Raise an exception for an error response."""
         try:
             read = response.json()
             refused = read["error"] if response.status_code >= 400 else None
@@ -137,14 +138,15 @@ class ControlClient(Closeable):
         except (ValueError, KeyError, TypeError):
             said = response.text[:100].replace("\n", " ")
             raise RemoteError(
-                f"{self.url} answered {response.status_code} and nothing that a coordinator's control says: {said!r}."
+                f"{self.url} answered {response.status_code} with a body that is not from a control API: {said!r}. "
+                "Check the URL."
             ) from None
         if refused is None:
             return read
         if response.status_code == 401:
             raise UsageError(
-                f"{self.url} wants a token, and this is not it: name its file by --token-file, "
-                "or the run by RUN_DIR, which knows it."
+                f"{self.url} requires a token, and the given token is missing or wrong. Name its file by "
+                "--token-file, or pass RUN_DIR, where the token is found automatically."
             )
         if response.status_code == 422:
             raise FieldError(refused.get("field"), message)

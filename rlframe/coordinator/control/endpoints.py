@@ -1,4 +1,4 @@
-"""The endpoints of the control API: each is one call of the coordinator; and its status for Prometheus."""
+"""Endpoints of the control API, each with one call to the coordinator; and the job's metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from rlframe.errors import FieldError, RlframeError
 from rlframe.http.app import metric_families
 from rlframe.http.bodies import answer
 
-MAX_EVENTS = 1000  # in one answer
-Number = Annotated[int, Field(ge=0, le=2**53)]  # what a browser can count to
+MAX_EVENTS = 1000  # in one response
+Number = Annotated[int, Field(ge=0, le=2**53)]  # JavaScript numbers are exact up to 2**53
 Text = Annotated[str, Field(max_length=1000)]
 
 
 class ControlProblem(BaseModel):
     type: str
-    message: str = Field(description="What is wrong, and what to do.")
-    field: str | None = Field(description="Of the request.")
+    message: str = Field(description="The problem, and how to fix it.")
+    field: str | None = Field(description="The invalid field of the request, if any.")
 
 
 class ControlRefusal(BaseModel):
@@ -34,10 +34,10 @@ class ControlRefusal(BaseModel):
 
 
 class Done(BaseModel):
-    """The request is done, or under way: /status shows it."""
+    """The coordinator accepted the request. /status shows its progress."""
 
     status: Literal["ok"]
-    result: Any = Field(None, description="What the coordinator returned.")
+    result: Any = Field(None, description="Return value of the coordinator's method.")
 
 
 class Events(BaseModel):
@@ -51,12 +51,12 @@ class Health(BaseModel):
 class Scale(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     role: Role
-    n: int = Field(ge=0, le=100_000, description="Live workers of this role that are wanted.")
+    n: int = Field(ge=0, le=100_000, description="Requested number of live workers of this role.")
 
 
 class Stop(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    reason: Text = Field("", description="What the job's state says from then on.")
+    reason: Text = Field("", description="Reason to stop. The job's status shows it.")
 
 
 def _described(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -64,39 +64,42 @@ def _described(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 _DESCRIPTIONS = {
-    400: "The body cannot be read, or not be decompressed.",
-    401: "The service has a token, and this is not it.",
-    403: "Asked by a page that is not this service's own, or under another name than its own.",
+    400: "The body cannot be read or decompressed.",
+    401: "The token is missing or wrong.",
+    403: "The request comes from a page of another origin, or its Host header does not name this service.",
     408: "The body did not arrive in time.",
-    409: "The state that the job is in does not allow it.",
+    409: "The job's current state does not allow the request.",
     413: "The body is too large.",
-    415: "The body's encoding is not known.",
-    422: "A field is wrong; `error.field` names it.",
-    503: "The coordinator does not answer now: again after Retry-After seconds.",
+    415: "The body's encoding is not supported.",
+    422: "A field is invalid; `error.field` names it.",
+    503: "The coordinator does not respond. Try again after Retry-After seconds.",
 }
-REFUSED = _described(400, 401, 403, 408, 413, 415)  # before an endpoint sees the request
+REFUSED = _described(400, 401, 403, 408, 413, 415)  # refusals before an endpoint is called
 READS = _described(503)
 WRITES = _described(409, 422, 503)
 
 
 def reading_router(calls: CoordinatorCalls, log: EventLog) -> APIRouter:
-    """Make the endpoints that only read."""
+    """Return the endpoints that only read."""
     router = APIRouter()
-    stream = {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "As they happen."}
+    stream = {
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "description": "A stream of server-sent events.",
+    }
 
     @router.get("/healthz", response_model=Health, tags=["service"])
     async def healthz() -> Response:
-        """Whether this service runs, even if the coordinator does not answer. Needs no token."""
+        """Return 200 while this service runs, even if the coordinator does not respond. Requires no token."""
         return answer({"status": "ok"})
 
     @router.get("/status", response_model=dict[str, Any], responses=READS, tags=["job"])
     async def status() -> Response:
-        """The job, its workers and tasks, the replay buffer, and the learning curve, as of now."""
+        """Return the current status of the job, its workers, its tasks, the replay buffer, and the learning curve."""
         return answer(await calls.status())
 
     @router.get("/events", response_model=Events, responses=READS | _described(422), tags=["job"])
-    async def events(since: Annotated[Number, Query(description="Those after this number.")] = 0) -> Response:
-        """Events, oldest first, at most 1,000: the next request begins at the number of the last one."""
+    async def events(since: Annotated[Number, Query(description="Only events after this number.")] = 0) -> Response:
+        """Return up to 1,000 events, oldest first. For the next page, set `since` to the last event's number."""
         return answer({"events": (await calls("events", since, 0.0))[:MAX_EVENTS]})
 
     @router.get(
@@ -106,10 +109,14 @@ def reading_router(calls: CoordinatorCalls, log: EventLog) -> APIRouter:
         tags=["job"],
     )
     async def event_stream(
-        since: Annotated[Number | None, Query(description="Those after this number; else the last 300.")] = None,
-        last_event_id: Annotated[Number | None, Header(description="As `since`, of a client that comes back.")] = None,
+        since: Annotated[
+            Number | None, Query(description="Only events after this number. The default is the last 300 events.")
+        ] = None,
+        last_event_id: Annotated[
+            Number | None, Header(description="Same as `since`. Sent by browsers that reconnect.")
+        ] = None,
     ) -> Response:
-        """Server-sent events as they happen, whose ids are the numbers of the events. A comment comes every 5 s."""
+        """Stream server-sent events as they happen. An id is an event's number. A comment follows 5 s of silence."""
         known = last_event_id if last_event_id is not None else since
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return StreamingResponse(await log.stream(known), headers=headers, media_type="text/event-stream")
@@ -117,18 +124,18 @@ def reading_router(calls: CoordinatorCalls, log: EventLog) -> APIRouter:
     return router
 
 
-# Path -> method of the coordinator, without arguments, and its description.
+# Commands without arguments: path -> (method of the coordinator, description).
 _PLAIN_COMMANDS = {
     "/pause": ("pause", "Pause the learner and the collectors."),
     "/resume": ("unpause", "End a pause."),
-    "/evaluate": ("evaluate_now", "Evaluate the newest version, beside the training."),
-    "/checkpoint": ("checkpoint", "Save the learner."),
-    "/restore": ("restore", "Send the learner back to its latest checkpoint; versions keep rising."),
+    "/evaluate": ("evaluate_now", "Evaluate the newest version while training continues."),
+    "/checkpoint": ("checkpoint", "Save a checkpoint of the learner."),
+    "/restore": ("restore", "Restart the learner from its latest checkpoint. Version numbers keep rising."),
 }
 
 
 def command_router(calls: CoordinatorCalls, commands: Collection[str]) -> APIRouter:
-    """Make the endpoints that change the job: `commands`, of the methods of its target."""
+    """Return the endpoints that change the job. `commands` names the methods of the target to offer."""
     router = APIRouter(tags=["commands"])
 
     async def call(method: str, *args: Any) -> Response:
@@ -168,8 +175,8 @@ def command_router(calls: CoordinatorCalls, commands: Collection[str]) -> APIRou
     async def stop(body: Stop) -> Response:
         return await call("cancel", body.reason)
 
-    offer("/scale", "scale", scale, "Set the number of workers of this role, within the limits of the job.")
-    offer("/stop", "cancel", stop, "End the job: it saves and ends its workers; nothing is evaluated any more.")
+    offer("/scale", "scale", scale, "Set the number of workers of a role, within the job's limits.")
+    offer("/stop", "cancel", stop, "End the job: save the learner and end the workers, without a last evaluation.")
     return router
 
 
@@ -177,7 +184,8 @@ def _check_limits(status: dict[str, Any], body: Scale) -> None:
     limits = (status.get("limits") or {}).get(body.role)
     if limits is not None and not limits[0] <= body.n <= limits[1]:
         raise FieldError(
-            "n", f"This job has between {limits[0]} and {limits[1]} of the role {body.role}, not {body.n}."
+            "n",
+            f"The number of workers of the role {body.role} must be between {limits[0]} and {limits[1]}, got {body.n}.",
         )
 
 
@@ -187,18 +195,18 @@ def _check_limits(status: dict[str, Any], body: Scale) -> None:
 _COUNTERS = (
     ("env_steps", "Environment steps of the job.", "env_steps"),
     ("learner_steps", "Updates of the learner.", "learner_steps"),
-    ("task_retries", "Attempts at tasks beyond the first.", "retries"),
-    ("worker_restarts", "Workers that were replaced.", "restarts"),
-    ("coordinator_restarts", "How often the coordinator was started again.", "coordinator_restarts"),
+    ("task_retries", "Retries of tasks.", "retries"),
+    ("worker_restarts", "Replaced workers.", "restarts"),
+    ("coordinator_restarts", "Restarts of the coordinator.", "coordinator_restarts"),
 )
 _GAUGES = (
     ("env_steps_until", "Environment steps at which the job ends.", "until"),
-    ("env_steps_per_second", "Of all collectors, lately.", "env_steps_per_second"),
-    ("updates_per_second", "Of the learner, lately.", "updates_per_second"),
+    ("env_steps_per_second", "Environment steps per second of all collectors, recently.", "env_steps_per_second"),
+    ("updates_per_second", "Updates per second of the learner, recently.", "updates_per_second"),
     ("params_version", "Version that the learner published last.", "params_version"),
-    ("staleness_versions", "Mean age in versions of the data that is learned from.", "staleness"),
+    ("staleness_versions", "Mean age, in versions, of the data in a batch.", "staleness"),
     ("return_mean", "Newest mean return in training.", "return_mean"),
-    ("eval_return", "Newest evaluation.", "eval_return"),
+    ("eval_return", "Mean return of the newest evaluation.", "eval_return"),
     ("evaluated_version", "Version of the newest evaluation.", "evaluated_version"),
 )
 
@@ -213,20 +221,20 @@ async def read_families(calls: CoordinatorCalls, prefix: str) -> Iterator[Metric
 
 
 def families(prefix: str, status: dict[str, Any] | None) -> Iterator[Metric]:
-    """Yield the metrics of a status; None: the coordinator does not answer."""
-    yield GaugeMetricFamily(prefix + "up", "1 where the coordinator answers.", status is not None)
+    """Yield the metrics of a status; None means that the coordinator does not respond."""
+    yield GaugeMetricFamily(prefix + "up", "1 if the coordinator responds.", status is not None)
     if status is None:
         return
     job = status["job"]
     yield from metric_families(prefix, _COUNTERS, _GAUGES, job.get)
-    state = GaugeMetricFamily(prefix + "job_state", "1 for the state that the job is in.", labels=["state"])
+    state = GaugeMetricFamily(prefix + "job_state", "1 for the job's current state, 0 for others.", labels=["state"])
     for one in JobState:
         state.add_metric([one.name], job["state"] == one.name)
     yield state
     yield _workers(prefix, status)
     for name, help_text, key in (
         ("replay", "Counts of the replay buffer.", "replay"),
-        ("batches", "Batches by what became of them.", "accounts"),
+        ("batches", "Batches by outcome.", "accounts"),
     ):
         metric = GaugeMetricFamily(prefix + name, help_text, labels=["count"])
         for count, value in (status.get(key) or {}).items():

@@ -1,7 +1,7 @@
-"""Take the answers of workers: a task runs or is closed, batches are learned from, versions are evaluated.
+"""Handle the replies of workers: tasks start and close, batches are learned, versions are evaluated.
 
-Each batch is counted once: drawn for a learner or granted to it, out with it, learned from, dropped or lost. Each
-evaluation is of exactly one version, which is kept for it until it is done.
+Each granted batch is counted once: it is pending at its learner, learned, dropped or lost. Each evaluation is of one
+version, which stays pinned until the evaluation ends.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from rlframe.coordinator.messages import (
 from rlframe.coordinator.states import TaskState
 from rlframe.metrics.rows import COUNTERS, add_point, evaluation_row
 
-_AGAIN = 0.02  # seconds before a call that was not done is repeated; the worker itself waits for some tenths
-_LATER = 0.05  # seconds before a learner that can take no batch is asked again
-_MUCH_LATER = 1.0  # the same, where the replay buffer raised
+_REPEAT_AFTER = 0.02  # seconds before a call is repeated after `NotReady`; the worker itself waits up to 0.3 s
+_DEMAND_AGAIN_AFTER = 0.05  # seconds before the next `data_demand` of a learner that can accept no batch
+_DRAW_AGAIN_AFTER = 1.0  # seconds before the next `data_demand` after the replay buffer raised
 
 
-# --- all answers
+# --- all replies
 
 
 def on_unanswered(job: TrainingJob, event: ev.Unanswered) -> None:
-    """Repeat the call, with the same number."""
+    """Repeat a call without a reply, with the same number. The next ping is made by `worker_tracking.check_all`."""
     worker = job.roster.get(event.worker_id, event.incarnation)
     if worker is None:
         return
@@ -50,16 +50,16 @@ def on_unanswered(job: TrainingJob, event: ev.Unanswered) -> None:
 
 
 def on_replied(job: TrainingJob, event: ev.Replied) -> None:
-    """Take the answer to the call that is out. Any other answer changes nothing."""
+    """Handle a reply to the pending call. Count any other reply as stale."""
     worker = job.roster.get(event.worker_id, event.incarnation)
     if worker is None:
         job.accounts.stale += 1
     elif event.header is None:
         worker_tracking.on_ping_reply(job, worker, event.reply)
     elif worker.call is None or worker.call.header != event.header:
-        job.accounts.stale += 1  # and no sign of life: it may have been on its way for long
+        job.accounts.stale += 1  # not a sign of life: the reply may be old
     elif isinstance(event.reply, CallRefused) and event.reply.is_misdirected:
-        worker_tracking.lose(job, worker, worker_tracking.REPLACED)
+        worker_tracking.mark_lost(job, worker, worker_tracking.REPLACED)
     else:
         worker_tracking.mark_alive(job, worker)
         _on_answer(job, worker, worker.call, job.tasks.get(event.header.task_id), event.reply)
@@ -87,19 +87,19 @@ def _on_not_ready(job: TrainingJob, worker: WorkerRecord, task: Task, call: ev.S
     if waits:
         if call.method == "learn":
             job.learner.wait_for("data", job.now)
-        if _is_put_off(job, worker, task, call):
+        if _is_preempted(job, worker, task, call):
             if call.method == "learn":
                 tasks.return_grant(job, task)
             worker.call = None
             job.queue_call(worker)
             return
     if call.method == "get_data" and task.kind == "collect":
-        _note_pace(job, worker, waits)
-    job.call_again(worker, call, _AGAIN)
+        _record_waiting(job, worker, waits)
+    job.call_again(worker, call, _REPEAT_AFTER)
 
 
-def _is_put_off(job: TrainingJob, worker: WorkerRecord, task: Task, call: ev.Send) -> bool:
-    """Return True if a call that waits for data is given up for something more urgent."""
+def _is_preempted(job: TrainingJob, worker: WorkerRecord, task: Task, call: ev.Send) -> bool:
+    """Return True if a call that waits for data must make way for a more urgent call."""
     if call.method == "learn" and not task.batches and evaluations.needs_save(job, task):
         return True
     return call.method in ("learn", "get_data") and job.must_close(worker, task)
@@ -109,23 +109,21 @@ def _is_put_off(job: TrainingJob, worker: WorkerRecord, task: Task, call: ev.Sen
 
 
 def _on_started(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Started) -> None:
-    """Note that the task runs."""
     task.become(TaskState.RUNNING)
     task.started_at = job.now
     worker.progress.num_envs = int(reply.info.get("num_envs", 0))
     worker.progress.counts = {}
     worker.progress.rates.add(job.now, worker.progress.env_steps)
-    job.note("started", f"{worker.worker_id} is at {task.task_id}.", worker_id=worker.worker_id, **reply.info)
+    job.note("started", f"{worker.worker_id} has started {task.task_id}.", worker_id=worker.worker_id, **reply.info)
     if task.kind == "learn":
         accounts = job.accounts
         accounts.reach(reply.info.get("learner_steps", accounts.learner_steps), reply.info.get("params_version", -1))
         job.learner.wait_for(None, job.now)
         job.learner.has_started = True
-        job.queue_call(*job.roster)  # collectors waited for the buffer to be there
+        job.queue_call(*job.roster)  # collectors wait until a learner has started: the buffer exists then
 
 
 def _on_closed(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Closed) -> None:
-    """Note the last counters of a task, and end it."""
     accounts = job.accounts
     if task.kind == "collect" and "env_steps" in reply.result:
         accounts.add(reply.result)
@@ -136,13 +134,14 @@ def _on_closed(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Closed
     # An evaluation without a result was closed early.
     is_done = task.kind != "evaluate" or task.has_result
     tasks.finish(job, task, TaskState.SUCCEEDED if is_done else TaskState.CANCELLED)
-    told = {name: value for name, value in reply.result.items() if name not in ("rank", "incarnation")}  # its Actor's
-    job.note("closed", f"{worker.worker_id} has closed {task.task_id}.", worker_id=worker.worker_id, **told)
+    # Leave out the Actor's rank and incarnation, which are not those of the worker.
+    fields = {name: value for name, value in reply.result.items() if name not in ("rank", "incarnation")}
+    job.note("closed", f"{worker.worker_id} has closed {task.task_id}.", worker_id=worker.worker_id, **fields)
     worker_tracking.make_idle(job, worker)
 
 
 def _on_failed(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Failed) -> None:
-    """Note an exception. The same worker, or another, tries again."""
+    """Record an exception, and retry the task on this worker or another."""
     why = f"{reply.error}: {reply.message}"
     job.note("failed", f"{worker.worker_id}: {why}", worker_id=worker.worker_id, traceback=reply.traceback)
     tasks.retry(job, task, why, counts=True, is_permanent=reply.is_permanent)
@@ -153,8 +152,7 @@ def _on_failed(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Failed
 
 
 def _on_collected(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Collected) -> None:
-    """Note the counters of a collector."""
-    _note_pace(job, worker, reply.waits)
+    _record_waiting(job, worker, reply.waits)
     job.accounts.add(reply.stats)
     worker.progress.counts = {name: reply.stats[name] for name in COUNTERS}
     worker.progress.env_steps += reply.length
@@ -164,8 +162,8 @@ def _on_collected(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Col
         job.write_row()
 
 
-def _note_pace(job: TrainingJob, worker: WorkerRecord, waits: bool) -> None:
-    """Note how long a collector's call took, and whether it waited."""
+def _record_waiting(job: TrainingJob, worker: WorkerRecord, waits: bool) -> None:
+    """Record the duration of a collector's call, as waiting time if the collector waits."""
     seconds, worker.progress.is_waiting = max(job.now - worker.called_at, 0.0), waits
     job.collectors.seconds += seconds
     job.collectors.seconds_waited += seconds * waits
@@ -175,10 +173,10 @@ def _note_pace(job: TrainingJob, worker: WorkerRecord, waits: bool) -> None:
 
 
 def _on_demand(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Demand) -> None:
-    """Draw or grant as many batches as the learner can take."""
+    """Draw or grant the number of batches that the learner can accept."""
     count = min(reply.batches, job.limits.grant)
     if count <= 0 or job.must_close(worker, task) or job.requests.paused:
-        task.retry_at = job.now + _LATER
+        task.retry_at = job.now + _DEMAND_AGAIN_AFTER
     elif job.by_key:
         task.drawing = job.header(worker, task)
         job.emit(ev.DrawBatches(task.drawing, count))
@@ -187,14 +185,14 @@ def _on_demand(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Demand
 
 
 def on_batches_drawn(job: TrainingJob, event: ev.BatchesDrawn) -> None:
-    """Let the learner learn from the batches that were drawn for it, if it still can."""
+    """Send the drawn batches to their learner. Count them as lost if the learner cannot be called any more."""
     task = job.tasks.get(event.header.task_id)
     worker = job.roster.get(event.header.worker_id, event.header.incarnation)
     is_awaited = task is not None and task.drawing == event.header
     if task is not None and is_awaited:
         task.drawing = None
-        task.retry_at = job.now + _MUCH_LATER if event.why else task.retry_at
-    _judge_replay(job, event)
+        task.retry_at = job.now + _DRAW_AGAIN_AFTER if event.why else task.retry_at
+    _check_replay(job, event)
     if task is None or not is_awaited or worker is None or not worker.can_be_called:
         job.accounts.granted += len(event.batches)
         job.accounts.lost += len(event.batches)
@@ -208,16 +206,16 @@ def on_batches_drawn(job: TrainingJob, event: ev.BatchesDrawn) -> None:
         job.queue_call(worker)
 
 
-def _judge_replay(job: TrainingJob, event: ev.BatchesDrawn) -> None:
-    """End the job if the replay buffer has raised for too long."""
+def _check_replay(job: TrainingJob, event: ev.BatchesDrawn) -> None:
+    """End the job if each draw from the replay buffer has raised for `Limits.progress_deadline`."""
     deadline = job.limits.progress_deadline
     if not event.why:
         job.learner.draws_fail_since = None
     elif job.learner.draws_fail_since is None:
         job.learner.draws_fail_since = job.now
-        job.note("replay", f"The replay buffer gives no batches; it is asked again. {event.why}")
+        job.note("replay", f"Cannot draw batches from the replay buffer; trying again. {event.why}")
     elif job.now - job.learner.draws_fail_since > deadline:
-        job.fail(f"the replay buffer has given no batches for {deadline:g} s: {event.why}")
+        job.fail(f"no batch could be drawn from the replay buffer for {deadline:g} s: {event.why}")
 
 
 def _learn(job: TrainingJob, worker: WorkerRecord, task: Task, learn: Learn) -> None:
@@ -229,21 +227,20 @@ def _learn(job: TrainingJob, worker: WorkerRecord, task: Task, learn: Learn) -> 
 
 
 def _on_learned(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Learned) -> None:
-    """Note the result of a grant."""
     accounts = job.accounts
     job.learner.wait_for(None, job.now)
-    has_only_saved = not task.granted  # for an evaluation: the call was `Learn(0, save=True)`
+    has_only_saved = not task.granted  # the call was `Learn(0, save=True)`, before an evaluation
     if has_only_saved:
         accounts.reach(reply.learner_steps, reply.params_version)
         evaluations.pin_saved_version(job, task.start.policy_id)
         return
     accounts.learn(reply)
-    told = len(reply.updates) + reply.dropped
+    reported = len(reply.updates) + reply.dropped
     if task.batches:
         job.emit(ev.FinishBatches(task.batches, reply.updates, reply.params_version))
-        accounts.dropped += task.granted - told  # a batch that was drawn is not drawn again
+        accounts.dropped += task.granted - reported  # a drawn batch is not drawn again
     else:
-        accounts.granted -= task.granted - told
+        accounts.granted -= task.granted - reported
     task.granted, task.batches = 0, ()
 
 
@@ -251,7 +248,7 @@ def _on_learned(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Learn
 
 
 def _on_evaluated(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Evaluated) -> None:
-    """Note the result of an evaluation. Of another version than the pinned one it is a failure."""
+    """Record the result of an evaluation. A result of another version than the pinned one is a failure."""
     version, wanted = reply.params_version, task.start.options["params_version"]
     if version != wanted:
         _on_failed(job, worker, task, Failed("Mismatch", f"it evaluated version {version}, not {wanted}"))

@@ -1,6 +1,7 @@
-"""Choose the version that an evaluation is of: the learner saves it first, and it is pinned until the evaluation ends.
+"""Choose the version of each evaluation: the learner saves, and the saved version is pinned until the evaluation ends.
 
-So a checkpoint holds every evaluated policy before its row is written. From the save to the pin, the learner waits.
+So a checkpoint holds each evaluated policy before the row of the evaluation is written. Between the save and the pin
+the learner is not called, so that it publishes no other version.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from rlframe.coordinator.states import TaskState
 
 
 def evaluate(job: TrainingJob, policy_id: str) -> Task:
-    """Begin an evaluation of the newest version of a policy."""
+    """Start an evaluation of the newest version of a policy."""
     job.accounts.evaluated_at = job.accounts.env_steps
     if job.requests.wanted["evaluator"] < 1:
         job.request_workers("evaluator", 1)
     task = job.tasks.add(StartTask("evaluate", policy_id, {"params_version": -1}))
     choose_version(job, task)
-    job.note("evaluation", f"The newest version of {policy_id} is to be evaluated ({task.task_id}).")
+    job.note("evaluation", f"Evaluating the newest version of {policy_id} ({task.task_id}).")
     return task
 
 
 def choose_version(job: TrainingJob, task: Task) -> None:
-    """Ask the policy's learner to save. Without a learner, or at the end of a job: pin the newest version."""
+    """Queue a save of the policy's learner. Without a learner, or at the end of a job, pin the newest version."""
     learners = [each for each in job.tasks.open("learn") if each.start.policy_id == task.start.policy_id]
     if job.ending is None and learners:
         task.save_deadline = job.now + job.limits.progress_deadline
@@ -43,23 +44,23 @@ def needs_save(job: TrainingJob, learn: Task) -> bool:
 
 
 def blocks_learner(job: TrainingJob, learn: Task) -> bool:
-    """Return True until the version that this learner saved is pinned: it must not publish another one before."""
+    """Return True while an evaluation has no pinned version. Until then the learner must not publish a version."""
     return bool(_without_version(job, learn.start.policy_id))
 
 
 def pin_saved_version(job: TrainingJob, policy_id: str) -> None:
-    """Pin the newest version, which the learner has saved, for the evaluations that wait for it."""
+    """Pin the newest version, which the learner has saved, for the waiting evaluations."""
     for task in _without_version(job, policy_id):
         if task.save_deadline is not None:
             _pin(job, task)
 
 
 def end_overdue_saves(job: TrainingJob) -> None:
-    """Evaluate a version that is not saved if the learner takes too long: it may be dead, or its update too slow."""
+    """Evaluate the newest version without a save if the learner has exceeded the deadline: it may be dead or slow."""
     for task in job.tasks.open("evaluate"):
         if task.save_deadline is not None and job.now > task.save_deadline:
-            text = f"no learner has saved {task.start.policy_id} within {job.limits.progress_deadline:g} s"
-            job.note("evaluation", f"{task.task_id} is logged before its checkpoint: {text}.")
+            text = f"no learner saved {task.start.policy_id} within {job.limits.progress_deadline:g} s"
+            job.note("evaluation", f"{task.task_id} starts without a checkpoint of its version: {text}.")
             _pin(job, task)
 
 
@@ -69,7 +70,7 @@ def _pin(job: TrainingJob, task: Task) -> None:
 
 
 def on_pinned(job: TrainingJob, event: ev.Pinned) -> None:
-    """Note the version that was pinned for an evaluation. Wake the evaluator, and the learner."""
+    """Set the version of an evaluation to the pinned version. Queue calls of the evaluator and the learner."""
     task = job.tasks.get(event.task_id)
     if task is None or task.is_over:
         if event.params_version >= 0:
@@ -83,24 +84,24 @@ def on_pinned(job: TrainingJob, event: ev.Pinned) -> None:
 
 
 def unpin(job: TrainingJob, task: Task) -> None:
-    """Release the version of an evaluation that has ended."""
+    """End the pin of an evaluation that has ended."""
     if task.kind == "evaluate" and has_version(task):
         job.emit(ev.Unpin(task.start.policy_id, task.start.options["params_version"]))
 
 
 def has_version(task: Task) -> bool:
-    """Return True if the version of this evaluation has been pinned."""
+    """Return True if the evaluation has a pinned version."""
     return task.start.options["params_version"] >= 0
 
 
 def note_failure(job: TrainingJob, why: str) -> None:
-    """Note why the last evaluation failed; the first reason counts. The job does not fail: the policy is saved."""
+    """Record the first failure of the last evaluation. The job does not fail, because the policy is saved."""
     if job.ending is not None and job.ending.evaluation_error is None:
         job.ending.evaluation_error = why
         job.ending.add_problem(f"the last evaluation failed: {why}")
 
 
 def _without_version(job: TrainingJob, policy_id: str) -> list[Task]:
-    """The open evaluations of a policy whose version is not pinned yet."""
+    """Return the open evaluations of a policy that have no pinned version yet."""
     tasks = [task for task in job.tasks.open("evaluate") if task.start.policy_id == policy_id]
     return [task for task in tasks if not has_version(task)]

@@ -1,4 +1,4 @@
-"""The events that a coordinator's core takes, and the effects that it returns."""
+"""The events (inputs) and effects (outputs) of a coordinator's core."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rlframe.stop_conditions import StopReason
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfWorker:
+class _WorkerKeyed:
     worker_id: str
     incarnation: int
 
     @property
     def key(self) -> WorkerKey:
-        """(worker_id, incarnation)."""
+        """Unique key of the worker: (worker_id, incarnation)."""
         return self.worker_id, self.incarnation
 
 
@@ -25,12 +25,12 @@ class _OfWorker:
 
 @dataclasses.dataclass(frozen=True)
 class Submitted:
-    """Begin the job, or continue where the journal ends."""
+    """The job starts, or continues where the journal ends."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OperatorAnswered:
-    """The operator is connected, and lists these live workers."""
+    """The operator can be reached, and lists these live workers."""
 
     workers: tuple[WorkerInfo, ...]
 
@@ -40,21 +40,21 @@ class OperatorFailed:
     """The operator cannot be reached."""
 
     why: str
-    is_permanent: bool = False  # it raised an error that another try would raise again
+    is_permanent: bool = False  # a retry would fail in the same way
 
 
 @dataclasses.dataclass(frozen=True)
-class Replied(_OfWorker):
-    """A worker answered a call."""
+class Replied(_WorkerKeyed):
+    """A worker replied to a call."""
 
     method: str
-    header: Header | None  # of the call; None for a ping
+    header: Header | None  # header of the call; None for `ping` and `resources`
     reply: WorkerReply
 
 
 @dataclasses.dataclass(frozen=True)
-class Unanswered(_OfWorker):
-    """A call did not reach a worker, or no answer came in time."""
+class Unanswered(_WorkerKeyed):
+    """A call did not reach its worker, or no reply arrived in time."""
 
     method: str
     header: Header | None
@@ -62,67 +62,67 @@ class Unanswered(_OfWorker):
 
 @dataclasses.dataclass(frozen=True)
 class BatchesDrawn:
-    """The answer to `DrawBatches`: batches by their keys; none if the buffer has too little, or raised."""
+    """The result of `DrawBatches`. There are no batches if the buffer has too little data, or if it raised."""
 
     header: Header
     batches: tuple[BatchMeta, ...]
-    why: str = ""  # the error that it raised
+    why: str = ""  # the buffer's exception, if it raised
 
 
 @dataclasses.dataclass(frozen=True)
 class Pinned:
-    """A version of a policy is kept for an evaluation. -1: there is none yet, or the param store raised."""
+    """The result of `Pin`."""
 
     task_id: str
     policy_id: str
-    params_version: int
+    params_version: int  # -1 if the policy has no version yet, or if the param store raised
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaleRequested:
-    """A person, or the scaling, asked for so many workers of a role."""
+    """A person or the automatic scaling requested a number of workers of a role."""
 
     role: Role
     count: int
-    by: str = "request"  # of a person; "load": the scaling
+    by: str = "request"  # "request" for a person, "load" for the automatic scaling
 
 
 @dataclasses.dataclass(frozen=True)
 class PauseRequested:
-    """A person asked to pause collecting and learning, or to end the pause."""
+    """A person requested a pause of collecting and learning, or its end."""
 
     paused: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class EndRequested:
-    """A person, a callback or the program asked to end the job."""
+    """A person, a callback or the program requested the end of the job."""
 
     reason: StopReason
-    evaluates: bool = False  # the last version, as at the last step
-    within: float | None = None  # seconds for tasks to close; None: as the limits say
+    evaluates: bool = False  # evaluate the last version
+    within: float | None = None  # seconds for tasks to close; None means `Limits.close_deadline`
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationRequested:
-    """A person asked to evaluate the newest version."""
+    """A person requested an evaluation of the newest version."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointRequested:
-    """A person asked the learner to save."""
+    """A person requested a checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RestoreRequested:
-    """A person asked the learner to return to its latest checkpoint."""
+    """A person requested a restart of the learner from its latest checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkersEnded:
-    """The operator has ended all workers: the last event of a job."""
+    """The operator has ended all workers. This is the last event of a job."""
 
-    why: str = ""  # it could not
+    why: str = ""  # reason that some workers could not be ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,53 +134,53 @@ class Ticked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Send(_OfWorker):
-    """Call a worker after `delay`; `Replied` or `Unanswered` follows."""
+class Send(_WorkerKeyed):
+    """Call a worker. `Replied` or `Unanswered` follows."""
 
     method: str
     header: Header | None
     args: tuple[Any, ...] = ()
-    delay: float = 0.0  # seconds
+    delay: float = 0.0  # seconds before the call
 
 
 @dataclasses.dataclass(frozen=True)
-class Connect(_OfWorker):
-    """Make a connection to a worker."""
+class Connect(_WorkerKeyed):
+    """Connect to a worker."""
 
     address: Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Disconnect(_OfWorker):
-    """Drop the connection to a worker. Later answers change nothing."""
+class Disconnect(_WorkerKeyed):
+    """Drop the connection to a worker. Later replies change nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaleRole:
-    """Tell the operator how many workers of a role are wanted in all."""
+    """Request a total number of workers of a role from the operator."""
 
     role: Role
     count: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Replace(_OfWorker):
-    """Tell the operator to replace this incarnation: it is lost."""
+class Replace(_WorkerKeyed):
+    """Request the replacement of a lost worker from the operator."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Release(_OfWorker):
-    """Tell the operator to end this incarnation for good."""
+class Release(_WorkerKeyed):
+    """Request the end of a worker, without a replacement, from the operator."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EndWorkers:
-    """Tell the operator to end all workers; `WorkersEnded` follows."""
+    """Request the end of all workers from the operator. `WorkersEnded` follows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DrawBatches:
-    """Draw batches by their keys for a learner; `BatchesDrawn` follows."""
+    """Draw the keys of batches for a learner. `BatchesDrawn` follows."""
 
     header: Header
     count: int
@@ -188,12 +188,12 @@ class DrawBatches:
 
 @dataclasses.dataclass(frozen=True)
 class FinishBatches:
-    """Tell the replay buffer the fate of batches that were drawn.
+    """Release drawn batches in the replay buffer, and set the priorities of the learned ones.
 
     Attributes:
-        batches: that the learner has finished, or that were lost with it.
-        updates: the items that were learned from, and their new priorities.
-        params_version: the version after these updates; -1: there were none.
+        batches: Batches that the learner has finished, or that were lost with it.
+        updates: Keys and new priorities of the learned batches.
+        params_version: Version after these updates; -1 without updates.
     """
 
     batches: tuple[BatchMeta, ...]
@@ -203,12 +203,12 @@ class FinishBatches:
 
 @dataclasses.dataclass(frozen=True)
 class SaveReplay:
-    """Write the replay buffer to the disk now, if this coordinator keeps it."""
+    """Save the replay buffer now, if this process samples from it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pin:
-    """Keep the newest version of a policy for an evaluation; `Pinned` follows."""
+    """Pin the newest version of a policy for an evaluation. `Pinned` follows."""
 
     task_id: str
     policy_id: str
@@ -216,7 +216,7 @@ class Pin:
 
 @dataclasses.dataclass(frozen=True)
 class Unpin:
-    """The version need not be kept for the evaluation any more."""
+    """End the pin of an evaluation."""
 
     policy_id: str
     params_version: int
@@ -224,7 +224,7 @@ class Unpin:
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """A line for the log of events, which people read."""
+    """A line for the log that people read."""
 
     kind: str
     text: str

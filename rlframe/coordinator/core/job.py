@@ -1,7 +1,7 @@
-"""The state of a job, which the functions of this package read and change. It does no I/O, and has no clock.
+"""The state of a job, which the functions of this package read and change. It does no I/O and reads no clock.
 
-`TrainingJob` is the whole; its docstring says which module writes each part. The parts of this file are `Requests`,
-`OperatorLink`, `LearnerActivity`, `CollectorActivity` and `JobEnding`.
+`TrainingJob` holds all state. Its docstring lists the modules that write each attribute. This file also defines the
+classes of some attributes: `Requests`, `OperatorLink`, `LearnerActivity`, `CollectorActivity` and `JobEnding`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from rlframe.coordinator.states import EndingStep, JobState, check, is_over
 from rlframe.metrics.rows import ActorCounts, Rows, add_point
 from rlframe.stop_conditions import StopReason
 
-_CALLS_PER_START = 2**32  # numbers of calls between two starts of a coordinator
+_CALLS_PER_START = 2**32  # range of call numbers of one start of a coordinator
 
 
 @dataclasses.dataclass
 class JobEnding:
-    """How a job ends, and how far it has come. The first reason to end stays the job's reason."""
+    """The ending of a job: its reason, its current step, and the last evaluation. The first reason is kept."""
 
     reason: StopReason
     failed: bool
-    evaluates: bool  # the last version
-    since: float  # when `step` began
-    close_within: float  # seconds that tasks have to close
+    evaluates: bool  # evaluate the last version
+    since: float  # start time of `step`
+    close_within: float  # seconds for tasks to close
     step: EndingStep = EndingStep.COLLECTORS
-    evaluation: dict[str, Any] | None = None  # what the evaluation of the last version gave
-    task_id: str | None = None  # of that
-    evaluation_error: str | None = None  # why that failed
+    evaluation: dict[str, Any] | None = None  # result of the last evaluation
+    task_id: str | None = None  # task of the last evaluation
+    evaluation_error: str | None = None  # reason that the last evaluation failed
 
     def add_problem(self, problem: str) -> None:
         """Add a problem to the reason."""
@@ -42,17 +42,17 @@ class JobEnding:
 
     @property
     def needs_learner(self) -> bool:
-        """Return True if a learner must still save: a lost learner is started again then."""
+        """True if a learner must still save. Then a lost learner is replaced."""
         return self.step in (EndingStep.COLLECTORS, EndingStep.LEARNER) and not self.failed
 
     def replaces(self, role: Role) -> bool:
-        """Return True if a worker of this role is replaced when it is lost now."""
+        """Return True if a lost worker of this role is replaced."""
         if role == "evaluator":
             return self.step is not EndingStep.WORKERS
         return role == "learner" and self.needs_learner
 
     def closes(self, task: Task) -> bool:
-        """Return True if the step that the ending is at closes this task."""
+        """Return True if the current step closes this task."""
         if task.kind == "collect":
             return True
         if task.kind == "learn":
@@ -60,19 +60,19 @@ class JobEnding:
         return task.task_id != self.task_id
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state for the journal. Deadlines start again with the next coordinator."""
+        """Return the state for the journal. The next coordinator restarts the deadlines."""
         names = ("reason", "failed", "evaluates", "evaluation", "task_id", "evaluation_error")
         return {**{name: getattr(self, name) for name in names}, "step": self.step.value}
 
 
 @dataclasses.dataclass
 class Requests:
-    """Requests of people and of the scaling that the job has yet to meet."""
+    """The current requests of people and of the automatic scaling."""
 
-    wanted: dict[Role, int]  # workers of each role
+    wanted: dict[Role, int]  # number of workers of each role
     count_is_manual: bool = False  # a person chose the number of collectors
-    paused: bool = False  # collecting and learning
-    save_next_update: bool = False  # the learner saves a checkpoint with its next update
+    paused: bool = False  # collecting and learning are paused
+    save_next_update: bool = False  # the learner must save a checkpoint with its next update
 
 
 @dataclasses.dataclass
@@ -80,21 +80,21 @@ class OperatorLink:
     """The connection of this coordinator to the operator."""
 
     has_answered: bool = False
-    problem: str = ""  # why it cannot be reached; empty if it can, or was not tried yet
+    problem: str = ""  # reason that the operator cannot be reached
 
     @property
     def is_away(self) -> bool:
-        """True if it cannot be reached, or has not answered yet."""
+        """True if the operator cannot be reached, or has not answered yet."""
         return bool(self.problem) or not self.has_answered
 
 
 class LearnerActivity:
-    """Facts about the learner: whether it has started, and what it waits for.
+    """The state and the waiting time of the learner.
 
     Attributes:
-        has_started: whether any learner has started, so that collectors find their buffer.
-        waits_for: "learner": there is none.
-        draws_fail_since: when the replay buffer began to raise with every draw; None: it does not raise.
+        has_started: True once any learner has started. Collectors start after that, because the buffer exists then.
+        waits_for: "data", "learner" (no learner runs), or None while the learner learns.
+        draws_fail_since: Time since which each draw from the replay buffer has raised; None if the last draw worked.
     """
 
     def __init__(self, now: float) -> None:
@@ -103,49 +103,49 @@ class LearnerActivity:
         self.draws_fail_since: float | None = None
         self._waited, self._began = 0.0, now
 
-    def wait_for(self, what: Literal["data", "learner"] | None, now: float) -> None:
-        """Note that it waits for this from now on. None: it learns."""
-        if what != self.waits_for:
-            self._waited, self._began, self.waits_for = self.seconds_without_data(now), now, what
+    def wait_for(self, reason: Literal["data", "learner"] | None, now: float) -> None:
+        """Set `waits_for`, and record the waiting time until now."""
+        if reason != self.waits_for:
+            self._waited, self._began, self.waits_for = self.seconds_without_data(now), now, reason
 
     def seconds_without_data(self, now: float) -> float:
-        """Return the seconds in which it has waited for data."""
+        """Return the total seconds that the learner has waited for data."""
         return self._waited + (now - self._began if self.waits_for == "data" else 0.0)
 
 
 @dataclasses.dataclass
 class CollectorActivity:
-    """The time of all collectors together."""
+    """Times of all collectors together."""
 
-    seconds: float = 0.0  # in calls
-    seconds_waited: float = 0.0  # of these: for newer parameters, or for room
+    seconds: float = 0.0  # duration of all calls
+    seconds_waited: float = 0.0  # part of it that collectors waited for newer parameters, or for room in the buffer
 
 
 class TrainingJob:
     """The state of one job. Not thread-safe.
 
     Args:
-        commander: decides the workers' tasks.
-        limits: the deadlines.
-        wanted: how many workers of each role.
-        by_key: whether the coordinator draws batches for the learner; else the learner draws them itself.
-        now: the time in seconds, which rises across restarts.
-        evaluates: whether the last version is evaluated.
-        counts_before: what was collected before the job.
-        min_version: learners publish above it: the newest version of the job before.
-        saved: the result of `to_json`, in a restarted coordinator.
+        commander: Chooses the workers' tasks.
+        limits: The deadlines.
+        wanted: Number of workers of each role.
+        by_key: True if the coordinator draws batches for the learner. Otherwise the learner draws them.
+        now: Current time in seconds. It rises across restarts.
+        evaluates: Evaluate the last version at the end.
+        counts_before: Counts of earlier sessions of the run.
+        min_version: Newest version of the previous job. Learners publish only higher versions.
+        saved: Result of `to_json` from an earlier coordinator of the same job.
 
-    The arguments stay as they are, and so does `began`, when the job began. The rest changes, in these modules:
+    The arguments and `began` (start time of the job) do not change. These modules change the other attributes:
 
-        now                    `machine`: when the newest event happened
+        now                    `machine`: time of the newest event
         state                  `machine`
         requests, operator     `machine`
-        ending                 `machine`; others begin it by `begin_ending` and `fail`
-        roster                 `worker_tracking`: the workers; `next_calls` their calls, `answers` their reports
-        tasks                  `next_calls` begins them, `answers` has their results, `tasks` ends them
-        learner, collectors    `answers`: what they have done, and what they wait for
-        accounts, rows         `answers`: the counters; `tasks` counts what is lost
-        effects                `emit`: those of the newest event
+        ending                 `machine`; other modules start it with `begin_ending` and `fail`
+        roster                 `worker_tracking`: the workers; `next_calls`: their calls; `answers`: their reports
+        tasks                  `next_calls` starts them, `answers` records their results, `tasks` ends them
+        learner, collectors    `answers`: activity and waiting times
+        accounts, rows         `answers`: the counters; `tasks`: lost batches
+        effects                `emit`: effects of the newest event
         workers_to_call        `queue_call`: see `machine.advance`
     """
 
@@ -175,14 +175,14 @@ class TrainingJob:
         self.rows = Rows(counts.env_steps, self.accounts.total(), self.accounts.total_logged(), now)
         self.effects: list[Any] = []
         self.workers_to_call: list[WorkerRecord] = []
-        self._starts = saved["starts"] + 1 if saved is not None else 0  # of a coordinator, before this one
-        # The number of the last call. Calls of a coordinator that was killed have numbers below it.
+        self._starts = saved["starts"] + 1 if saved is not None else 0  # number of earlier starts of a coordinator
+        # Number of the last call. All calls of earlier coordinators have lower numbers.
         self._seq = self._starts * _CALLS_PER_START
         if saved is not None:
             self._restore(saved)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state from which a restarted coordinator continues."""
+        """Return the state that a restarted coordinator needs."""
         return {
             "state": self.state.value,
             "began": self.began,
@@ -207,7 +207,7 @@ class TrainingJob:
         self.rows = Rows(step, total, logged, self.now)
         self.accounts = Accounts(**saved["accounts"])
         self.tasks.count = saved["task_count"]
-        for role, index, incarnation in saved["workers"]:  # some may have ended while no coordinator ran
+        for role, index, incarnation in saved["workers"]:  # the operator's list shows later which have ended
             self.roster.add(WorkerInfo(role, index, incarnation), self.now).has_answered = True
         for each in saved["tasks"]:
             task = Task.from_json(each)
@@ -236,31 +236,31 @@ class TrainingJob:
 
     @property
     def reason(self) -> str:
-        """Why the job ends; empty while it does not."""
+        """Reason of the ending; empty before the ending."""
         return self.ending.reason.text if self.ending is not None else ""
 
     # --- effects
 
     def emit(self, effect: Any) -> None:
-        """Add an effect to those of the event."""
+        """Add an effect of the current event."""
         self.effects.append(effect)
 
     def note(self, kind: str, text: str, **fields: Any) -> None:
-        """Add a line to the log of events."""
+        """Add a line to the log that people read."""
         self.emit(ev.Note(kind, text, fields))
 
     def request_workers(self, role: Role, count: int) -> None:
-        """Ask for so many workers of a role."""
-        self.requests.wanted = {**self.requests.wanted, role: count}  # the journal may have the old one
+        """Request a number of workers of a role."""
+        self.requests.wanted = {**self.requests.wanted, role: count}  # a new dict: the journal may hold the old one
         if self.operator.has_answered:
             self.emit(ev.ScaleRole(role, count))
 
     def queue_call(self, *workers: WorkerRecord) -> None:
-        """Choose the next call of these workers at the end of the event."""
+        """Queue workers whose next call must be chosen at the end of the event."""
         self.workers_to_call += workers
 
     def header(self, worker: WorkerRecord, task: Task) -> Header:
-        """Make the header of the next call: its number is above all before."""
+        """Return the header of the next call. Its number is above all earlier numbers."""
         self._seq += 1
         return Header(task.task_id, task.attempt, worker.worker_id, worker.incarnation, self._seq)
 
@@ -271,13 +271,13 @@ class TrainingJob:
         self.emit(worker.call)
 
     def call_again(self, worker: WorkerRecord, call: ev.Send, delay: float) -> None:
-        """Repeat a call, with the same number, after so many seconds."""
-        if self.now >= worker.called_at:  # else an answer came twice, and the call is about to be repeated already
+        """Repeat a call with the same number, after `delay` seconds."""
+        if self.now >= worker.called_at:  # else a duplicate reply arrived, and the repeated call is already scheduled
             worker.called_at = self.now + delay
             self.emit(dataclasses.replace(call, delay=delay))
 
     def write_row(self) -> None:
-        """Emit a row of the changes since the last row, if there are any."""
+        """Emit a row of metrics if anything has changed since the last row."""
         accounts = self.accounts
         row = self.rows.next(accounts.env_steps, accounts, self.now)
         if not row:
@@ -288,31 +288,31 @@ class TrainingJob:
         row["collectors"] = len([worker for worker in self.roster.of("collector") if worker.task_id])
         self.emit(ev.Row(accounts.env_steps, row))
 
-    # --- its state
+    # --- state
 
     def become(self, state: JobState) -> None:
-        """Change its state. Raises TransitionError where that cannot be."""
+        """Change the job's state. Raise `TransitionError` if the transition is not allowed."""
         if state is not self.state:
             check(self.state, state)
             before, self.state = self.state, state
             self.note("job", f"{before.value} → {state.value}", before=before.value, after=state.value)
 
     def must_close(self, worker: WorkerRecord, task: Task) -> bool:
-        """Return True if the worker must close the task as soon as it can.
+        """Return True if the worker must close the task.
 
-        It leaves, the job ends, or the commander, which is asked again, has another task for it by now.
+        The reasons: the worker is leaving, the job's ending closes the task, or the commander returns another task.
         """
         if self.ending is not None:
             return worker.is_leaving or self.ending.closes(task)
-        return worker.is_leaving or (task.kind != "evaluate" and not self._is_still_wanted(worker.role, task))
+        return worker.is_leaving or (task.kind != "evaluate" and not self._is_still_assigned(worker.role, task))
 
-    def _is_still_wanted(self, role: Role, task: Task) -> bool:
-        """Return True if the commander still gives the task's worker the same task."""
+    def _is_still_assigned(self, role: Role, task: Task) -> bool:
+        """Return True if the commander still returns the same task for its worker."""
         now, then = self.commander.task(role, task.index, self.view), task.start
         return now is not None and (now.policy_id, now.overrides) == (then.policy_id, then.overrides)
 
     def begin_ending(self, reason: StopReason, evaluates: bool = False, *, failed: bool = False) -> None:
-        """Begin the ending. An ending under way is not changed."""
+        """Start the ending. Do nothing if it has already started."""
         if self.ending is None:
             self.ending = JobEnding(reason, failed, evaluates, self.now, self.limits.close_deadline)
             self.become(JobState.DRAINING)
@@ -320,7 +320,7 @@ class TrainingJob:
             self.queue_call(*self.roster)
 
     def fail(self, reason: str) -> None:
-        """Begin the ending of a failed job. An ending under way becomes a failure; the first failure is kept."""
+        """Start the ending of a failed job. An ending that has already started becomes a failure."""
         self.begin_ending(StopReason("error", reason), failed=True)
         if self.ending is not None and not self.ending.failed:
             self.ending.failed = True

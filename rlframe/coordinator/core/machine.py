@@ -1,6 +1,6 @@
-"""The state machine of a job: events come in, effects go out, and nothing else happens.
+"""The state machine of a job. `advance` is its only entry point.
 
-`advance` is the only entry. This file has the state of the job, its ending, and the requests of people.
+This file handles the job's state, its ending, and the requests of people.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlframe.coordinator.states import EndingStep, JobState, TaskState, WorkerSt
 
 
 def advance(job: TrainingJob, event: Any, now: float) -> list[Any]:
-    """Change the job by an event (see `events`), and return the effects. Nothing changes once the job is over."""
+    """Change the job according to an event (see `events`). Return the effects. A job that is over does not change."""
     if is_over(job.state):
         return []
     job.now, job.effects = max(now, job.now), []
@@ -37,7 +37,7 @@ def advance(job: TrainingJob, event: Any, now: float) -> list[Any]:
 
 
 def _check_stop(job: TrainingJob) -> None:
-    """Begin the ending, or an evaluation, if the commander says so."""
+    """Start the ending or an evaluation, as the commander decides."""
     view = job.view
     reason = job.commander.stop(view)
     if reason is not None:
@@ -49,7 +49,7 @@ def _check_stop(job: TrainingJob) -> None:
 
 
 def _derive_state(job: TrainingJob) -> None:
-    """Derive the job's state from its live tasks."""
+    """Derive the job's state from the operator, the requests and the learners' tasks."""
     if job.ending is not None or job.state is JobState.INIT or is_over(job.state):
         return
     if job.state is JobState.CONNECTING:
@@ -67,12 +67,12 @@ def _derive_state(job: TrainingJob) -> None:
         job.become(JobState.WAITING)
 
 
-# --- its ending
+# --- the ending
 
 
 def _advance_ending(job: TrainingJob, ending: JobEnding) -> None:
-    """Begin the next steps of the ending, as far as the earlier ones are done."""
-    if job.state is JobState.CONNECTING:  # restarted in the middle of it
+    """Start the next steps of the ending, as far as the earlier steps are done."""
+    if job.state is JobState.CONNECTING:  # the coordinator was restarted during the ending
         job.become(JobState.DRAINING)
         _begin_step(job, ending)
     steps = list(EndingStep)
@@ -86,10 +86,10 @@ def _advance_ending(job: TrainingJob, ending: JobEnding) -> None:
 
 
 def _begin_step(job: TrainingJob, ending: JobEnding) -> None:
-    """Do what the ending's step begins with. `next_calls` closes the tasks of the first two."""
+    """Start a step of the ending. In the first two steps, `next_calls` closes the tasks."""
     is_evaluated = ending.evaluates and not ending.failed and job.accounts.params_version >= 0
     if ending.step is EndingStep.EVALUATION:
-        job.write_row()  # the last one of the training: it took no more time than that did
+        job.write_row()  # now, so that the last row's rates exclude the time of the evaluation
         if is_evaluated and job.tasks.get(ending.task_id) is None:
             ending.task_id = evaluations.evaluate(job, job.commander.final_policy()).task_id
     elif ending.step is EndingStep.WORKERS:
@@ -101,13 +101,13 @@ def _begin_step(job: TrainingJob, ending: JobEnding) -> None:
 
 
 def _is_step_done(job: TrainingJob, ending: JobEnding) -> bool:
-    """Return True if the ending's step is done, or has passed its deadline: its tasks are cancelled then."""
+    """Return True if the step is done, or if it has exceeded its deadline. In that case, cancel its tasks."""
     waited = job.now - ending.since
     if ending.step is EndingStep.EVALUATION:
         return _is_evaluated(job, ending, waited)
     left = job.tasks.open("collect" if ending.step is EndingStep.COLLECTORS else "learn")
     if ending.step is EndingStep.COLLECTORS or not ending.needs_learner or not job.learner.has_started:
-        left = [task for task in left if task.is_live or _may_be_at_work(job, task)]
+        left = [task for task in left if task.is_live or _may_be_running(job, task)]
     if not left:
         return True
     if waited <= ending.close_within:
@@ -121,8 +121,8 @@ def _is_step_done(job: TrainingJob, ending: JobEnding) -> bool:
     return True
 
 
-def _may_be_at_work(job: TrainingJob, task: Task) -> bool:
-    """Return True if the task's worker may still work at it, and has not answered this restarted coordinator yet."""
+def _may_be_running(job: TrainingJob, task: Task) -> bool:
+    """Return True if the task may still run on a worker that has not replied to this restarted coordinator yet."""
     worker = job.roster.get(task.worker_id, task.incarnation)
     if task.attempt < 0:
         return False
@@ -146,39 +146,38 @@ def _is_evaluated(job: TrainingJob, ending: JobEnding, waited: float) -> bool:
 
 
 def _on_workers_ended(job: TrainingJob, event: ev.WorkersEnded) -> None:
-    """All workers have left: the job is over."""
     ending = job.ending
     if ending is None:
         return
     if event.why:
-        job.note("operator", f"The operator did not let go of its workers: {event.why}.")
+        job.note("operator", f"The operator could not end all workers: {event.why}.")
     job.become(JobState.FAILED if ending.failed else JobState.CLOSED)
     job.write_row()
     job.note(job.state.value.lower(), f"The job is over: {job.reason}.")
     job.emit(ev.Over(ending.failed, job.reason))
 
 
-# --- what happens
+# --- events from the operator and the clock
 
 
 def _on_submitted(job: TrainingJob, event: ev.Submitted) -> None:
     if job.state is JobState.INIT:
         job.become(JobState.CONNECTING)
-        _take_up_evaluations(job)
+        _resume_evaluations(job)
 
 
-def _take_up_evaluations(job: TrainingJob) -> None:
-    """Continue the evaluations that a killed coordinator had begun."""
+def _resume_evaluations(job: TrainingJob) -> None:
+    """Continue the evaluations of an earlier coordinator."""
     for task in job.tasks.open("evaluate"):
         if task.has_result:
             tasks.finish(job, task, TaskState.SUCCEEDED)
-        elif not evaluations.has_version(task):  # one may be pinned, but the journal does not name it
+        elif not evaluations.has_version(task):  # a version may be pinned, but the journal does not name it
             evaluations.choose_version(job, task)
 
 
 def _on_operator_answered(job: TrainingJob, event: ev.OperatorAnswered) -> None:
     if job.ending is not None and job.ending.step is EndingStep.WORKERS:
-        return  # it lists those that it is to end
+        return  # the operator lists workers that it has not ended yet
     if job.operator.is_away:
         if job.operator.problem:
             job.note("operator", "The operator answers again.")
@@ -193,7 +192,7 @@ def _on_operator_failed(job: TrainingJob, event: ev.OperatorFailed) -> None:
         job.fail(f"the operator raised {event.why}")
         return
     if not job.operator.problem:
-        job.note("operator", f"The operator cannot be reached; the workers go on. {event.why}")
+        job.note("operator", f"The operator cannot be reached. The workers continue. {event.why}")
     job.operator.problem = event.why or "it does not answer"
 
 
@@ -205,7 +204,7 @@ def _on_ticked(job: TrainingJob, event: ev.Ticked) -> None:
         job.fail(why)
 
 
-# --- what a person asks for
+# --- requests
 
 
 def _on_scale_requested(job: TrainingJob, event: ev.ScaleRequested) -> None:
@@ -218,7 +217,7 @@ def _on_scale_requested(job: TrainingJob, event: ev.ScaleRequested) -> None:
     job.request_workers(event.role, event.count)
     here = [worker for worker in job.roster.of(event.role) if worker.counts_as_wanted]
     for worker in here[event.count :]:
-        worker_tracking.let_go(job, worker)
+        worker_tracking.drain(job, worker)
 
 
 def _on_pause_requested(job: TrainingJob, event: ev.PauseRequested) -> None:
@@ -232,7 +231,7 @@ def _on_pause_requested(job: TrainingJob, event: ev.PauseRequested) -> None:
 def _on_end_requested(job: TrainingJob, event: ev.EndRequested) -> None:
     job.begin_ending(event.reason, evaluates=event.evaluates and job.evaluates)
     if job.ending is not None:
-        if job.ending.evaluates and not event.evaluates:  # it was about to end with an evaluation
+        if job.ending.evaluates and not event.evaluates:  # skip the last evaluation of an earlier request
             job.ending.evaluates, job.ending.reason = False, job.ending.reason._replace(by=event.reason.by)
         job.ending.close_within = event.within or job.ending.close_within
 
@@ -252,8 +251,8 @@ def _on_restore_requested(job: TrainingJob, event: ev.RestoreRequested) -> None:
     for task in job.tasks.open("learn"):
         worker = job.roster.get(task.worker_id, task.incarnation)
         if job.ending is None and task.state is TaskState.RUNNING and worker is not None:
-            job.note("restored", "The learner goes back to its latest checkpoint.")
-            tasks.retry(job, task, "it was told to go back", counts=False)
+            job.note("restored", "The learner restarts from its latest checkpoint.")
+            tasks.retry(job, task, "a restore was requested", counts=False)
             worker_tracking.make_idle(job, worker)
 
 

@@ -1,4 +1,4 @@
-"""Choose the next call of each worker, in the order of docs/coordinator.md. Its answer goes to `answers.py`."""
+"""Choose the next call of each worker, in the order of docs/coordinator.md. `answers.py` handles the replies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlframe.coordinator.states import TaskState, WorkerState
 
 
 def call_next(job: TrainingJob, worker: WorkerRecord) -> None:
-    """Make a worker's next call, unless a call is out or there is nothing to do."""
+    """Make a worker's next call, unless a call is pending or there is nothing to do."""
     if worker.call is not None or not worker.can_be_called:
         return
     task = job.tasks.get(worker.task_id)
@@ -42,7 +42,7 @@ def _call_running(job: TrainingJob, worker: WorkerRecord, task: Task) -> None:
     elif task.kind == "learn" and task.drawing is None and evaluations.needs_save(job, task):
         job.call(worker, task, "learn", Learn(0, save=True))
     elif _must_wait(job, task):
-        return  # `worker_tracking.check_all` makes this call again
+        return  # `worker_tracking.check_all` queues the worker again
     elif task.kind == "collect":
         job.call(worker, task, "get_data", GetData(seconds=job.limits.slice))
     elif task.drawing is None:
@@ -65,7 +65,7 @@ def _close_task(job: TrainingJob, worker: WorkerRecord, task: Task) -> None:
 
 
 def _assign(job: TrainingJob, worker: WorkerRecord) -> Task | None:
-    """Give a worker a task, if there is one for it."""
+    """Assign a task to a worker, if there is one."""
     task = _task_for(job, worker)
     if task is not None:
         task.become(TaskState.ASSIGNED)
@@ -73,15 +73,15 @@ def _assign(job: TrainingJob, worker: WorkerRecord) -> Task | None:
         task.worker_id, task.incarnation = worker.worker_id, worker.incarnation
         worker.task_id = task.task_id
         worker.become(WorkerState.BUSY)
-        # The number of the attempt is in the journal before anybody hears of it: no two workers ever have the same.
-        told = [f"{name} {value}" for values in task.start.overrides.values() for name, value in values.items()]
-        by = f" by {', '.join(told)}" if told else ""
-        job.note("assigned", f"{worker.worker_id} is to do {task.task_id}, attempt {task.attempt}{by}.")
+        # This note makes the coordinator write the journal before the call. So an attempt's number is never used twice.
+        items = [f"{name} {value}" for values in task.start.overrides.values() for name, value in values.items()]
+        by = f" with {', '.join(items)}" if items else ""
+        job.note("assigned", f"{worker.worker_id} is assigned {task.task_id}, attempt {task.attempt}{by}.")
     return task
 
 
 def _task_for(job: TrainingJob, worker: WorkerRecord) -> Task | None:
-    """Return a task that waits for such a worker, or a new task from the commander."""
+    """Return a pending task for the worker, or a new task from the commander."""
     if not _may_work(job, worker.role):
         return None
     for task in job.tasks.open(KINDS[worker.role]):
@@ -93,21 +93,21 @@ def _task_for(job: TrainingJob, worker: WorkerRecord) -> Task | None:
 
 
 def _may_work(job: TrainingJob, role: Role) -> bool:
-    """Return True if workers of this role may start a task now."""
+    """Return True if a worker of this role may start a task now."""
     if role == "collector":
         return job.ending is None and not job.requests.paused and job.learner.has_started
     return role == "evaluator" or job.ending is None or job.ending.needs_learner
 
 
 def _may_start(job: TrainingJob, worker: WorkerRecord, task: Task) -> bool:
-    """Return True if the worker may start this task, which waits for a worker of its role."""
+    """Return True if the worker may start this pending task of its role."""
     if task.kind == "evaluate":
         return evaluations.has_version(task) and (job.ending is None or not job.ending.closes(task))
     return task.kind == "learn" or task.index == worker.index
 
 
 def _new_task(job: TrainingJob, worker: WorkerRecord) -> Task | None:
-    """Add the commander's task for a worker; there is one learner for each policy."""
+    """Add and return the commander's task for a worker. Only one learner per policy gets a task."""
     start = job.commander.task(worker.role, worker.index, job.view)
     if start is None:
         return None
@@ -119,9 +119,9 @@ def _new_task(job: TrainingJob, worker: WorkerRecord) -> Task | None:
 
 
 def _next_epoch(job: TrainingJob) -> int:
-    """Return an epoch of a learner above all earlier ones, also of sessions that used the same param store.
+    """Return a learner's epoch that is above all earlier epochs, even of earlier sessions with the same param store.
 
-    It fences off earlier learners: see `rlframe.coordinator.param_store.Attempt`.
+    A higher epoch fences off earlier learners. See `rlframe.coordinator.param_store.Attempt`.
     """
     epochs = [task.start.options.get("epoch", 0) for task in job.tasks if task.kind == "learn"]
     return max([int(job.now * 1000), *(before + 1 for before in epochs)])

@@ -1,4 +1,4 @@
-"""The records of a job: its workers and its tasks, each with its state."""
+"""The records of a job's workers and tasks."""
 
 from __future__ import annotations
 
@@ -17,60 +17,60 @@ class Ping:
     """The newest ping to a worker."""
 
     sent_at: float = 0.0
-    is_out: bool = False  # no answer has come yet
+    is_out: bool = False  # no reply yet
 
 
 @dataclasses.dataclass
 class CollectorProgress:
-    """Reports of a collector."""
+    """The progress of a collector, according to its replies."""
 
     num_envs: int = 0
-    env_steps: int = 0  # in all answers of this incarnation
-    rates: Rates = dataclasses.field(default_factory=lambda: Rates(1))  # of `env_steps`
-    counts: dict[str, float] = dataclasses.field(default_factory=dict)  # its counters since its task began
-    params_version: int | None = None  # that it acts by
-    is_waiting: bool = False  # for newer parameters, or for room
+    env_steps: int = 0  # environment steps of this incarnation
+    rates: Rates = dataclasses.field(default_factory=lambda: Rates(1))  # rate of `env_steps`
+    counts: dict[str, float] = dataclasses.field(default_factory=dict)  # counters since the start of its task
+    params_version: int | None = None  # version of the last actions
+    is_waiting: bool = False  # waits for newer parameters, or for room in the buffer
 
 
 @dataclasses.dataclass
 class WorkerRecord(Stateful):
-    """One incarnation of a worker: where it runs, its state, its task, and the call that is out."""
+    """One incarnation of a worker, with its host, state, task and pending call."""
 
     worker_id: str
     role: Role
     index: int
     incarnation: int
-    listed_at: float  # when the operator listed it first
-    failed_starts: int = 0  # incarnations up to this one that never answered, in a row
-    has_answered: bool = False  # a ping, of this coordinator or of an earlier one
+    listed_at: float  # time at which the operator listed it first
+    failed_starts: int = 0  # consecutive incarnations that never replied
+    has_answered: bool = False  # it has replied to a ping, of this coordinator or an earlier one
     state: WorkerState = WorkerState.REQUESTED
     host: str = ""
     pid: int | None = None
     last_reply_at: float = 0.0  # time of its last sign of life
     ping: Ping = dataclasses.field(default_factory=Ping)
     task_id: str | None = None
-    call: ev.Send | None = None  # the call that is out; None: none is
-    called_at: float = 0.0  # time at which the call was, or will be, sent
+    call: ev.Send | None = None  # the pending call
+    called_at: float = 0.0  # time at which the call was or will be sent
     progress: CollectorProgress = dataclasses.field(default_factory=CollectorProgress)
 
     @property
     def key(self) -> WorkerKey:
-        """(worker_id, incarnation)."""
+        """Unique key: (worker_id, incarnation)."""
         return self.worker_id, self.incarnation
 
     @property
     def is_leaving(self) -> bool:
-        """True if it goes once its task is closed."""
+        """True if the worker leaves when its task is closed."""
         return self.state is WorkerState.DRAINING
 
     @property
     def counts_as_wanted(self) -> bool:
-        """True if it is one of the `Requests.wanted` workers of its role."""
+        """True if the worker counts towards `Requests.wanted`."""
         return not is_over(self.state) and not self.is_leaving
 
     @property
     def can_be_called(self) -> bool:
-        """True if it has answered a ping, and is not suspect or lost."""
+        """True if the worker has replied to a ping, and is not suspect or lost."""
         return self.state in (WorkerState.IDLE, WorkerState.BUSY, WorkerState.CLOSING, WorkerState.DRAINING)
 
 
@@ -78,7 +78,7 @@ class Roster:
     """The newest incarnation of each worker.
 
     Attributes:
-        missing_since: when a role without which there is no progress was seen last, or the operator could not say.
+        missing_since: For each required role, the last time at which a worker was present or the operator was away.
     """
 
     def __init__(self) -> None:
@@ -89,22 +89,22 @@ class Roster:
         return iter(list(self._workers.values()))
 
     def get(self, worker_id: str | None, incarnation: int | None = None) -> WorkerRecord | None:
-        """Return the worker if it has this incarnation (None: any), and is not lost or gone."""
+        """Return the worker unless it is lost or gone, or has another incarnation. None matches any incarnation."""
         worker = self._workers.get(worker_id) if worker_id is not None else None
         if worker is None or is_over(worker.state):
             return None
         return worker if incarnation in (None, worker.incarnation) else None
 
     def newest(self, worker_id: str) -> WorkerRecord | None:
-        """Return the newest incarnation that was ever seen, even if it is lost or gone."""
+        """Return the newest incarnation of a worker, even if it is lost or gone."""
         return self._workers.get(worker_id)
 
     def of(self, role: Role) -> list[WorkerRecord]:
-        """Return the workers that are not lost or gone, by index."""
+        """Return the workers of a role that are not lost or gone, sorted by index."""
         return sorted((w for w in self if w.role == role and not is_over(w.state)), key=lambda w: w.index)
 
     def add(self, seen: WorkerInfo, now: float) -> WorkerRecord:
-        """Add a new incarnation, which replaces the one before."""
+        """Add a new incarnation of a worker in place of the last incarnation."""
         before = self.newest(seen.worker_id)
         failed_starts = before.failed_starts if before is not None else 0
         worker = WorkerRecord(seen.worker_id, seen.role, seen.index, seen.incarnation, now, failed_starts)
@@ -116,37 +116,37 @@ class Roster:
 
 @dataclasses.dataclass
 class Task(Stateful):
-    """Work for one worker at a time. Each worker that starts it makes another attempt."""
+    """Work for one worker at a time. Each start by a worker is a new attempt."""
 
     task_id: str
     start: StartTask
-    index: int = 0  # of the worker that is meant, for `collect`
+    index: int = 0  # index of the collector for which the task is reserved
     state: TaskState = TaskState.PENDING
     attempt: int = -1
     worker_id: str | None = None
     incarnation: int = -1
-    failures: int = 0  # in a row
+    failures: int = 0  # consecutive failures
     started_at: float = 0.0
-    granted: int = 0  # batches that are out with the learner
-    batches: tuple[BatchMeta, ...] = ()  # the same, by their keys
-    drawing: Header | None = None  # batches are being drawn for the learner
-    has_result: bool = False  # of an evaluation: only its worker has still to be told that it is over
-    save_deadline: float | None = None  # of an evaluation that waits until the learner has saved: for how long
-    retry_at: float = 0.0  # when a learner that found no data is asked again
+    granted: int = 0  # batches in the pending call of the learner
+    batches: tuple[BatchMeta, ...] = ()  # keys of these batches, if the coordinator has drawn them
+    drawing: Header | None = None  # header of the pending draw for the learner
+    has_result: bool = False  # the evaluation has its result, and its worker must still close the task
+    save_deadline: float | None = None  # time until which the evaluation waits for the learner's save
+    retry_at: float = 0.0  # time of the next `data_demand` of the learner
 
     @property
     def kind(self) -> Kind:
-        """learn, collect or evaluate."""
+        """Kind of the task: learn, collect or evaluate."""
         return self.start.kind
 
     @property
     def is_over(self) -> bool:
-        """True if its state is final."""
+        """True if the task's state is final."""
         return is_over(self.state)
 
     @property
     def is_live(self) -> bool:
-        """True if a worker works at it."""
+        """True if a worker has the task."""
         return self.state in (TaskState.ASSIGNED, TaskState.RUNNING, TaskState.CLOSING)
 
     def to_json(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class Task(Stateful):
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Task:
-        """Restore it as pending: its worker must confirm that it still works at it."""
+        """Restore a task. An open task is pending until its worker confirms that it still runs."""
         state = TaskState(saved["state"])
         state = state if is_over(state) or saved["has_result"] else TaskState.PENDING
         return cls(**{**saved, "start": StartTask(**saved["start"]), "state": state})
@@ -168,25 +168,25 @@ class Tasks:
 
     def __init__(self) -> None:
         self._tasks: dict[str, Task] = {}
-        self._open: dict[Kind, list[Task]] = {}  # and such as are over since it was looked at
-        self.count = 0  # of the tasks that there ever were
+        self._open: dict[Kind, list[Task]] = {}  # may contain tasks that are over; `open` removes them
+        self.count = 0  # number of tasks ever added
 
     def __iter__(self) -> Iterator[Task]:
         return iter(list(self._tasks.values()))
 
     def get(self, task_id: str | None) -> Task | None:
-        """Return the task; None if there is none."""
+        """Return the task, or None if it does not exist."""
         return self._tasks.get(task_id) if task_id is not None else None
 
     def add(self, start: StartTask, index: int = 0) -> Task:
-        """Add a new task, whose id no other task ever had."""
+        """Add a new task with a unique id."""
         self.count += 1
         task = Task(f"{start.kind}/{self.count}", start, index)
         self.put(task)
         return task
 
     def put(self, task: Task) -> None:
-        """Add a task. Of those that are over only the newest are kept."""
+        """Add a task. Drop old tasks that are over, except those of learners."""
         self._tasks[task.task_id] = task
         self._open.setdefault(task.kind, []).append(task)
         over = [each.task_id for each in self if each.is_over and each.kind != "learn"]

@@ -1,11 +1,11 @@
-"""How tasks end: they are finished, tried again, or cancelled.
+"""The ends of tasks: a task is finished, retried or cancelled.
 
-function            its state after                            when
-`finish`            SUCCEEDED, FAILED, CANCELLED               its work is done, or given up
-`retry`             PENDING; FAILED after too many failures    its worker failed, was lost, or is to start again
-`cancel`            CANCELLED                                  the job ends without it
+function            state after the call                       when
+`finish`            SUCCEEDED, FAILED, CANCELLED               the work is done or given up
+`retry`             PENDING; FAILED after too many failures    the worker failed, was lost, or must restart
+`cancel`            CANCELLED                                  the job ends without the task
 
-What happens to their workers is in `worker_tracking.py`.
+`worker_tracking.py` handles the workers.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from rlframe.coordinator.states import TaskState
 
 
 def finish(job: TrainingJob, task: Task, state: TaskState) -> None:
-    """End a task, and what waits for it."""
+    """End a task. Unpin the version of an evaluation, and pin a version for evaluations that wait for a learner."""
     task.become(state)
     evaluations.unpin(job, task)
-    if task.kind == "learn" and job.ending is None:  # closed: saved; else no learner comes any more
+    if task.kind == "learn" and job.ending is None:  # the learner has saved, or will never save
         evaluations.pin_saved_version(job, task.start.policy_id)
 
 
 def retry(job: TrainingJob, task: Task, why: str, *, counts: bool, is_permanent: bool = False) -> None:
-    """Try a task again, by this worker or another; a failure too many fails the job.
+    """Retry a task on this worker or another. After too many failures, fail the job, unless it is an evaluation.
 
     Args:
-        job: whose task it is.
-        task: that was not finished.
-        why: what happened.
-        counts: whether it is the task's own failure.
-        is_permanent: whether another try would end in the same way.
+        job: The job.
+        task: The task.
+        why: Reason of the retry.
+        counts: Count the retry as a failure of the task.
+        is_permanent: Fail at once, because a retry would fail in the same way.
     """
     lose_grant(job, task)
     if task.kind == "learn":
         job.learner.wait_for("learner", job.now)
-    if task.has_result:  # it was lost after it had done its work
+    if task.has_result:  # only the close was missing
         finish(job, task, TaskState.SUCCEEDED)
         return
     is_surplus = task.index >= job.requests.wanted["collector"]
@@ -71,7 +71,7 @@ def cancel(job: TrainingJob, task: Task) -> None:
 
 
 def lose_grant(job: TrainingJob, task: Task) -> None:
-    """Count the batches that were out with a learner as lost."""
+    """Count the batches in a learner's pending call as lost."""
     if task.batches:
         job.emit(ev.FinishBatches(task.batches, ()))
     job.accounts.lost += task.granted
@@ -79,7 +79,7 @@ def lose_grant(job: TrainingJob, task: Task) -> None:
 
 
 def return_grant(job: TrainingJob, task: Task) -> None:
-    """Take a grant back of which nothing was learned."""
+    """Take back a grant that the learner has not used. Batches that were drawn for it count as lost."""
     if not task.batches:
         job.accounts.granted -= task.granted
         task.granted = 0

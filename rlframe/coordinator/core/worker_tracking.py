@@ -1,11 +1,11 @@
-"""Track the workers of a job: they come, answer pings, fall silent, and go.
+"""Track the workers of a job: they appear, reply to pings, become silent, and leave.
 
-How workers go:
+How a worker ends:
 
-function           its state after                              when
-`let_go`           DRAINING, and GONE once its task is closed   there is one too many
-`make_idle`        IDLE; GONE if it is leaving                  its task is closed, or has failed
-`lose`             LOST, and the operator replaces it           it died, is silent, or was replaced
+function           state after the call                         when
+`drain`            DRAINING; GONE when its task is closed       there are more workers than requested
+`make_idle`        IDLE; GONE if it is leaving                  its task was closed or has failed
+`mark_lost`        LOST; the operator replaces it               it died, is silent, or was replaced
 `disconnect_all`   GONE                                         the job ends
 """
 
@@ -18,18 +18,18 @@ from rlframe.coordinator.core.tasks import retry
 from rlframe.coordinator.messages import ROLES, Alive, Resources, Role, WorkerInfo, WorkerReply
 from rlframe.coordinator.states import TaskState, WorkerState, is_over
 
-_NEEDED: tuple[Role, ...] = ("learner", "collector")  # a job makes no progress without one of each
-REPLACED = "its process was replaced"  # why a worker is lost if another one has its address or index
+_REQUIRED_ROLES: tuple[Role, ...] = ("learner", "collector")  # without them there is no progress
+REPLACED = "its process was replaced"  # reason of a loss if another worker has its address or index
 _CAN_BE_SUSPECT = (WorkerState.IDLE, WorkerState.BUSY, WorkerState.CLOSING)
 
-# --- coming
+# --- new workers
 
 
 def update_from_list(job: TrainingJob, listed: tuple[WorkerInfo, ...]) -> None:
-    """Take the operator's list: add new workers, connect to those that have an address, lose those not listed."""
+    """Apply the operator's list: add new workers, connect to those with an address, mark missing ones as lost."""
     for info in listed:
-        worker = _find_or_add(job, info)
-        is_same = worker.incarnation == info.incarnation  # else the operator lists one that is replaced
+        worker = _current_record(job, info)
+        is_same = worker.incarnation == info.incarnation  # else the list has an old incarnation
         if is_same and worker.state is WorkerState.REQUESTED and info.address is not None:
             worker.last_reply_at = job.now
             worker.become(WorkerState.CONNECTING)
@@ -38,58 +38,58 @@ def update_from_list(job: TrainingJob, listed: tuple[WorkerInfo, ...]) -> None:
     keys = {info.key for info in listed}
     for worker in job.roster:
         if not is_over(worker.state) and worker.key not in keys:
-            lose(job, worker, "its process has ended")
+            mark_lost(job, worker, "its process has ended")
 
 
-def _find_or_add(job: TrainingJob, info: WorkerInfo) -> WorkerRecord:
-    """Return the newest incarnation of a listed worker. A new one replaces the last one. A worker too many leaves."""
+def _current_record(job: TrainingJob, info: WorkerInfo) -> WorkerRecord:
+    """Return the newest incarnation of a listed worker. Add it if it is new, and drain it if it is not requested."""
     newest = job.roster.newest(info.worker_id)
     if newest is not None and newest.incarnation >= info.incarnation:
         return newest
     if newest is not None and not is_over(newest.state):
-        lose(job, newest, REPLACED)
+        mark_lost(job, newest, REPLACED)
     worker = job.roster.add(info, job.now)
     present = [each for each in job.roster.of(worker.role) if each.counts_as_wanted]
     if len(present) > job.requests.wanted[worker.role] and job.ending is None:
-        let_go(job, worker)
+        drain(job, worker)
     return worker
 
 
 def on_ping_reply(job: TrainingJob, worker: WorkerRecord, reply: WorkerReply) -> None:
-    """Take the answer to a call without a task: `ping` or `resources`."""
+    """Handle the reply to a call without a task: `ping` or `resources`."""
     if isinstance(reply, Alive) and (reply.worker_id, reply.incarnation) != worker.key:
-        lose(job, worker, REPLACED)
+        mark_lost(job, worker, REPLACED)
         return
     mark_alive(job, worker)
     if isinstance(reply, Alive):
         worker.ping.is_out = False
         if worker.state is WorkerState.CONNECTING:
-            _note_first_answer(job, worker, reply)
+            _on_first_reply(job, worker, reply)
         job.queue_call(worker)
     elif isinstance(reply, Resources):
         worker.host, worker.pid = reply.host, reply.pid
 
 
-def _note_first_answer(job: TrainingJob, worker: WorkerRecord, reply: Alive) -> None:
+def _on_first_reply(job: TrainingJob, worker: WorkerRecord, reply: Alive) -> None:
     worker.become(WorkerState.IDLE)
     worker.failed_starts, worker.has_answered = 0, True
     job.emit(ev.Send(*worker.key, "resources", None))
-    text = f"{worker.worker_id} (incarnation {worker.incarnation}) is here."
+    text = f"{worker.worker_id} (incarnation {worker.incarnation}) has connected."
     job.note("came", text, worker_id=worker.worker_id)
     task = job.tasks.get(reply.task_id)
-    if task is not None and _still_works_at(worker, task, reply):
+    if task is not None and _still_runs(worker, task, reply):
         _adopt(job, worker, task)
 
 
-def _still_works_at(worker: WorkerRecord, task: Task, reply: Alive) -> bool:
-    """Return True if it still works at the attempt that it had before the coordinator was restarted."""
+def _still_runs(worker: WorkerRecord, task: Task, reply: Alive) -> bool:
+    """Return True if the worker still runs the attempt that it had before the coordinator's restart."""
     is_its_own = (task.worker_id, task.incarnation) == worker.key
     is_known = (task.state, task.attempt) == (TaskState.PENDING, reply.attempt)
     return is_its_own and is_known and reply.phase == "running"
 
 
 def _adopt(job: TrainingJob, worker: WorkerRecord, task: Task) -> None:
-    """Continue a task whose worker worked on while the coordinator was restarted."""
+    """Continue a task that kept running during the coordinator's restart."""
     task.become(TaskState.ASSIGNED)
     task.become(TaskState.RUNNING)
     task.started_at = job.now
@@ -98,17 +98,17 @@ def _adopt(job: TrainingJob, worker: WorkerRecord, task: Task) -> None:
     job.learner.has_started = True
     if task.kind == "learn":
         job.learner.wait_for(None, job.now)
-    job.note("adopted", f"{worker.worker_id} is at {task.task_id} still.", worker_id=worker.worker_id)
+    job.note("adopted", f"{worker.worker_id} still runs {task.task_id}.", worker_id=worker.worker_id)
 
 
 def missing_worker_reason(job: TrainingJob) -> str:
-    """Return why the job is given up, because no worker ever comes; empty where it is not.
+    """Return the reason to fail the job because a required role has had no worker for too long; empty if none.
 
-    The deadline, `Limits.starting_deadline`, begins with the first call. An outage of the operator is waited for,
-    unless no learner has come before it.
+    The deadline is `Limits.starting_deadline`. An outage of the operator does not count, unless no learner has started
+    before it.
     """
     deadline = job.limits.starting_deadline
-    for role in _NEEDED:
+    for role in _REQUIRED_ROLES:
         since = job.roster.missing_since.setdefault(role, job.now)
         is_here = any(worker.role == role and not is_over(worker.state) for worker in job.roster)
         if is_here or (job.operator.is_away and job.learner.has_started):
@@ -117,15 +117,15 @@ def missing_worker_reason(job: TrainingJob) -> str:
             why = job.operator.problem or "it does not answer"
             return f"the operator could not be reached for {deadline:g} s: {why}"
         elif job.now - since > deadline:
-            return f"the operator answers, but has listed no {role} for {deadline:g} s: see that it can start one"
+            return f"the operator has listed no {role} for {deadline:g} s: check that it can start one"
     return ""
 
 
-# --- living
+# --- checks
 
 
 def check_all(job: TrainingJob) -> None:
-    """Check each worker: give it up if it is lost, ping it if that is due, choose its next call."""
+    """Check each worker: mark it as lost if it is too silent, ping it if due, and queue its next call."""
     for worker in job.roster:
         if is_over(worker.state):
             continue
@@ -133,7 +133,7 @@ def check_all(job: TrainingJob) -> None:
         starts = task is not None and task.state is TaskState.ASSIGNED
         why = _why_lost(job, worker, starts)
         if why:
-            lose(job, worker, why)
+            mark_lost(job, worker, why)
             continue
         _ping_if_due(job, worker, starts)
         if worker.call is None:
@@ -141,20 +141,20 @@ def check_all(job: TrainingJob) -> None:
 
 
 def _why_lost(job: TrainingJob, worker: WorkerRecord, starts: bool) -> str:
-    """Return why the worker is given up; empty if it is not. `starts`: its task starts, and may compile."""
+    """Return the reason that the worker is lost; empty if it is not. `starts`: its task starts and may compile."""
     limits, silent = job.limits, job.now - worker.last_reply_at
     if worker.state in (WorkerState.REQUESTED, WorkerState.CONNECTING):
         waited = job.now - worker.listed_at
-        is_mute = worker.state is WorkerState.CONNECTING and silent > limits.lost_after_starting  # at its address
+        is_mute = worker.state is WorkerState.CONNECTING and silent > limits.lost_after_starting
         is_late = is_mute or waited > limits.starting_deadline
-        return f"it did not come within {waited:.0f} s" if is_late else ""
+        return f"it did not start within {waited:.0f} s" if is_late else ""
     is_late = silent > (limits.lost_after_starting if starts else limits.lost_after)
     return f"it has not answered for {silent:.0f} s" if is_late else ""
 
 
 def _ping_if_due(job: TrainingJob, worker: WorkerRecord, starts: bool) -> None:
     limits = job.limits
-    # One that is out for long is lost: the connection may have been another's.
+    # Repeat a ping that has been pending for long: it may have been sent to an earlier process at this address.
     every = limits.suspect_after if worker.ping.is_out else limits.ping_every
     if worker.state is not WorkerState.REQUESTED and worker.ping.sent_at + every <= job.now:
         _ping(job, worker)
@@ -170,18 +170,18 @@ def _ping(job: TrainingJob, worker: WorkerRecord) -> None:
 
 
 def mark_alive(job: TrainingJob, worker: WorkerRecord) -> None:
-    """Note an answer as a sign of life, which ends the state SUSPECT."""
+    """Record a reply as a sign of life. This ends the state SUSPECT."""
     worker.last_reply_at = job.now
     if worker.state is WorkerState.SUSPECT:
         worker.become(WorkerState.BUSY if worker.task_id else WorkerState.IDLE)
         job.note("back", f"{worker.worker_id} answers again.", worker_id=worker.worker_id)
 
 
-# --- going
+# --- leaving workers
 
 
-def let_go(job: TrainingJob, worker: WorkerRecord) -> None:
-    """Release a worker, once its task is closed."""
+def drain(job: TrainingJob, worker: WorkerRecord) -> None:
+    """Release a worker when its task is closed."""
     worker.become(WorkerState.DRAINING)
     if job.tasks.get(worker.task_id) is None:
         _release(job, worker)
@@ -200,7 +200,7 @@ def make_idle(job: TrainingJob, worker: WorkerRecord) -> None:
 
 
 def _release(job: TrainingJob, worker: WorkerRecord) -> None:
-    """Release a worker: the operator ends it for good."""
+    """Release a worker, so that the operator ends it without a replacement."""
     worker.become(WorkerState.GONE)
     job.emit(ev.Release(*worker.key))
     job.emit(ev.Disconnect(*worker.key))
@@ -208,7 +208,7 @@ def _release(job: TrainingJob, worker: WorkerRecord) -> None:
 
 
 def disconnect_all(job: TrainingJob) -> None:
-    """Close the connections to all workers, the learner's first. The operator ends the workers next."""
+    """Drop the connections to all workers, the learner's first. The operator ends the workers next."""
     for worker in sorted(job.roster, key=lambda one: (ROLES.index(one.role), one.index)):
         if not is_over(worker.state):
             worker.become(WorkerState.GONE)
@@ -216,8 +216,8 @@ def disconnect_all(job: TrainingJob) -> None:
             job.emit(ev.Disconnect(*worker.key))
 
 
-def lose(job: TrainingJob, worker: WorkerRecord, why: str) -> None:
-    """Give a worker up: another one takes its index, and its task is tried again."""
+def mark_lost(job: TrainingJob, worker: WorkerRecord, why: str) -> None:
+    """Mark a worker as lost. Another worker takes its index, and its task is retried."""
     is_replaced = not worker.is_leaving and (job.ending is None or job.ending.replaces(worker.role))
     worker.become(WorkerState.LOST)
     job.emit(ev.Disconnect(*worker.key))
@@ -232,11 +232,11 @@ def lose(job: TrainingJob, worker: WorkerRecord, why: str) -> None:
     task, worker.task_id, worker.call = job.tasks.get(worker.task_id), None, None
     if task is not None and not task.is_over:
         job.accounts.discarded += worker.progress.num_envs
-        # A collector that ran may be lost any number of times: the others continue.
+        # The loss of a running collector is no failure of its task, because the other collectors continue.
         counts = task.state is TaskState.ASSIGNED or task.kind != "collect"
         retry(job, task, why, counts=counts)
     if not worker.has_answered and is_replaced:
         worker.failed_starts += 1
         if worker.failed_starts > job.limits.max_failures:
-            times = f"{worker.worker_id} did not come up {worker.failed_starts} times in a row"
-            job.fail(f"{times}: {why}. Look at its output")
+            times = f"{worker.worker_id} failed to start {worker.failed_starts} times in a row"
+            job.fail(f"{times}: {why}. Check its output")

@@ -1,14 +1,14 @@
-"""Operators start a coordinator's workers: as processes of this machine (`local.py`), or on Ray (`ray.py`).
+"""Operators, which start a coordinator's workers as processes of this machine (`local.py`) or on Ray (`ray.py`).
 
-This file has the protocol, `Operator`. `supervised.py` has all but where a worker runs:
+This file defines the protocol `Operator`. `supervised.py` implements everything except the start of a process:
 
-    operator.scale("collector", 2)      # `SupervisedOperator` makes two slots of its `Supervisor` (rlframe/engines)
-                                        # and starts a node in each: collector/0 and collector/1
-    operator.list_workers()             # a `WorkerInfo` of each: its address, incarnation 0, problems
-    # collector/1 is killed             # after the pause of `Backoff` incarnation 1 of collector/1 is started
-    operator.replace(("collector/0", 0))    # the coordinator lost it: it is killed, and incarnation 1 is started
+    operator.scale("collector", 2)          # `SupervisedOperator` adds two slots to its `Supervisor` (rlframe/engines),
+                                            # and starts a node in each: collector/0 and collector/1
+    operator.list_workers()                 # returns a `WorkerInfo` for each: address, incarnation 0, problem
+    # collector/1 is killed                 # incarnation 1 of collector/1 starts after the backoff
+    operator.replace(("collector/0", 0))    # kills incarnation 0 of collector/0, and starts incarnation 1
     operator.scale("collector", 1)
-    operator.release(("collector/1", 1))    # it ends for good
+    operator.release(("collector/1", 1))    # ends collector/1 without a replacement
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from rlframe.transport import Transport
 
 
 class OperatorError(RlframeError):
-    """The operator cannot be reached. The workers continue; the call is repeated."""
+    """The operator cannot be reached. The workers continue, and the coordinator repeats the call."""
 
 
 class Operator(Protocol):
-    """Keeps workers running: it starts them, and starts those that die again, with the next incarnation.
+    """A service that keeps workers running: if a worker dies, it starts the next incarnation.
 
-    `rlframe.coordinator.operator_thread` calls it. Each method may raise `OperatorError`, or `PeerError` if it calls
-    another process; it is called again then. No call takes longer than a few seconds. Repeated calls change nothing.
+    `rlframe.coordinator.operator_thread` calls the methods. Each may raise `OperatorError`, or `PeerError` if it calls
+    another process; then the caller retries. No call takes longer than a few seconds. Repeated calls change nothing.
 
     Attributes:
-        transport: by which its workers are called.
-        every: seconds between two lists.
-        grace: seconds that a worker is given to end by itself.
+        transport: The workers' transport.
+        every: Seconds between two calls of `list_workers`.
+        grace: Seconds for a released worker to end before it is killed.
     """
 
     transport: Transport
@@ -41,23 +41,23 @@ class Operator(Protocol):
     grace: float
 
     def list_workers(self) -> list[WorkerInfo]:
-        """List all workers: those that run, and those that died and are about to be started again."""
+        """Return all workers: those that run, and dead ones whose next incarnation starts soon."""
 
     def scale(self, role: Role, n: int) -> None:
-        """Keep `n` workers of this role running. Where more run, none ends: see `release`.
+        """Keep `n` workers of this role running. If more are running, they continue: see `release`.
 
         Raises:
-            UsageError: it has no workers of this role.
+            UsageError: The operator cannot start workers of this role.
         """
 
     def replace(self, key: WorkerKey) -> None:
-        """Kill this incarnation, and start the next one."""
+        """Kill this incarnation, and start the next incarnation."""
 
     def release(self, key: WorkerKey) -> None:
-        """End this incarnation for good: it has `grace` seconds to end by itself.
+        """End this incarnation. It has `grace` seconds to end before it is killed.
 
-        If fewer run than are wanted then, others are started: `scale` down first.
+        If fewer workers than requested remain, the operator starts others. So `scale` down first.
         """
 
     def close(self) -> None:
-        """Free its resources in this process, and end the workers that belong to this process. May be repeated."""
+        """Free resources in this process, and end the workers of this process. Repeated calls change nothing."""

@@ -1,4 +1,4 @@
-"""Workers as processes of this machine: the default."""
+"""The default operator, which runs workers as processes of this machine."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.interprocess.heartbeat import TIMEOUT
 from rlframe.transport.sockets import SocketDirectory, SocketTransport
 
-WorkerEnv = Mapping[str, "str | None"]  # environment variables; None: removed
+WorkerEnv = Mapping[str, "str | None"]  # environment variables; None removes a variable
 
-# The accelerators, and more than one thread, are the learner's.
+# Only the learner uses accelerators and more than one thread.
 ENV: Mapping[str, WorkerEnv] = {role: {} if role == "learner" else ON_CPU for role in ROLES}
 
 _TRANSPORT = SocketTransport()
 
 
 class LocalOperator(SupervisedOperator):
-    """Runs workers as processes of this machine. See `Operator`.
+    """An operator that runs workers as processes of this machine. See `Operator`.
 
-    They are called over sockets that only their user can reach.
+    The workers' sockets are accessible only to the current user.
 
     Args:
-        makers: by role, makes a worker in its process: called with (worker_id, index, incarnation).
-        env: by role, environment variables beside this process's own (None: removed); a role that is missing has those
-            of `ENV`.
-        output: where the workers' lines go; stderr.
-        logs: the directory in which they are kept as well, in `ROLE-INDEX.log`; None: nowhere.
-        hang_timeout, backoff: see `Supervisor`.
+        makers: For each role, a function of (worker_id, index, incarnation) that returns a worker. The operator calls
+            it in the worker's process.
+        env: For each role, additional environment variables of the workers; None removes a variable. The default for a
+            role is `ENV[role]`.
+        output: Stream for the workers' output. The default is stderr.
+        logs: Directory for a copy of the output, in `ROLE-INDEX.log`. None writes no copy.
+        hang_timeout, backoff: See `Supervisor`.
 
     Raises:
-        UsageError: a maker cannot be pickled.
+        UsageError: A maker cannot be pickled.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class LocalOperator(SupervisedOperator):
     ) -> None:
         rules = {role: GroupRules(env=variables) for role, variables in {**ENV, **(env or {})}.items()}
         for role, make in makers.items():
-            pickle_node(role, make)  # a maker that cannot be pickled is an error here
+            pickle_node(role, make)  # raise now if a maker cannot be pickled
         self._sockets = SocketDirectory()
         super().__init__(
             {role: functools.partial(self._node, role, make, rules[role]) for role, make in makers.items()},
@@ -74,10 +75,10 @@ class LocalOperator(SupervisedOperator):
 
     def _node(self, role: Role, make: MakeWorker, rules: GroupRules, index: int, incarnation: int) -> StartableProcess:
         name, address = worker_id_of(role, index), f"{self._sockets.path}/{role}-{index}-{incarnation}"
-        # Now: addresses of Launchpad that the maker holds are known only when the program runs.
+        # Pickle now, not earlier: Launchpad addresses in the maker are resolved when the program runs.
         pickled = pickle_worker(_TRANSPORT, address, pickle_node(role, make), name, index, incarnation)
         return StartableProcess.of(name, _run_worker, pickled, rules, address)
 
 
 def _run_worker(pickled: bytes) -> None:
-    run_served_node(pickled, end=lambda: None)  # a worker does not end the program
+    run_served_node(pickled, end=lambda: None)  # the end of a worker does not end the program

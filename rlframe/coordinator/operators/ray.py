@@ -1,4 +1,4 @@
-"""Workers beside Ray actors, as the nodes of a program under the engine `ray` are."""
+"""The operator for Ray, which runs workers next to Ray actors, like the nodes of a program with the engine `ray`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rlframe.coordinator.operators.supervised import MakeNode, SupervisedOperato
 from rlframe.engines.logs import NodeLogs
 from rlframe.transport.ray import RayTransport, here
 
-_ADDRESS = "operator"  # on the Ray node of the process that makes it
+_ADDRESS = "operator"  # address on the Ray node of the process that creates the operator
 
 
 class RayOperator(SupervisedOperator):
-    """Runs workers on a Ray cluster. See `Operator`. Make it in the process that is connected to Ray.
+    """An operator that runs workers on a Ray cluster. See `Operator`. Its process must be connected to Ray.
 
     Args:
-        nodes: see `RayEngine.worker_nodes`.
-        output: where the workers' lines go; stderr.
-        logs: the directory in which they are kept as well; None: nowhere.
-        hang_timeout: see `Supervisor`.
+        nodes: See `RayEngine.worker_nodes`.
+        output: Stream for the workers' output. The default is stderr.
+        logs: Directory for a copy of the output. None writes no copy.
+        hang_timeout: See `Supervisor`.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class RayOperator(SupervisedOperator):
         logs: pathlib.Path | None = None,
         hang_timeout: float = 0.0,
     ) -> None:
-        self._remove = here().open(here().socket(_ADDRESS))  # even if this process is killed
+        self._remove = here().open(here().socket(_ADDRESS))  # the socket is removed even if this process is killed
         super().__init__(nodes, RayTransport(), _ADDRESS, logs=NodeLogs(logs, output), hang_timeout=hang_timeout)
 
     def close(self) -> None:

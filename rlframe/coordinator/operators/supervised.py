@@ -1,4 +1,4 @@
-"""Workers under the supervisor that also runs the nodes of programs (`rlframe.engines.supervision.supervisor`)."""
+"""The base of operators, which uses the supervisor of program nodes (`rlframe.engines.supervision.supervisor`)."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ MakeNode = Callable[[int, int], StartableNode]  # (index, incarnation) -> the no
 
 BACKOFF = Backoff(healthy=30.0)
 _EVERY, _GRACE = 0.1, 7.0
-_CALLED_WITHIN = 5.0  # seconds for a call by a handle
-_PLACED_WITHIN = 15.0  # seconds after which it is a problem that a worker has no process yet
+_CALL_TIMEOUT = 5.0  # seconds for a call through a handle
+_START_WITHIN = 15.0  # seconds before a worker without a process is reported as a problem
 
 
 class SupervisedOperator(Supervisor):
-    """Keeps the workers of each role running, in a thread of this process. See `Operator`.
+    """An operator that supervises the workers in a thread of this process. See `Operator`.
 
-    They end with this process at the latest. The operator pickles as a handle: if the launcher makes it, the
-    coordinator may die, and its successor finds the workers.
+    The workers end with this process at the latest. The operator pickles as a handle. If the launcher creates the
+    operator, a restarted coordinator finds the workers of the earlier coordinator.
 
     Args:
-        nodes: by role, makes the nodes of the workers.
-        transport: by which the workers are called, and this object by its handles.
-        address: of this object.
-        logs, hang_timeout, backoff: see `Supervisor`.
+        nodes: For each role, a function that makes a worker's node.
+        transport: Transport for calls to the workers and to this object.
+        address: Address of this object.
+        logs, hang_timeout, backoff: See `Supervisor`.
     """
 
     every, grace = _EVERY, _GRACE
@@ -68,15 +68,15 @@ class SupervisedOperator(Supervisor):
     def list_workers(self) -> list[WorkerInfo]:
         """See `Operator`."""
         with self.lock:
-            return [self._seen(slot) for slot in self.slots.values() if slot.state != "ENDED"]
+            return [self._worker_info(slot) for slot in self.slots.values() if slot.state != "ENDED"]
 
     def scale(self, role: Role, n: int) -> None:
         """See `Operator`."""
         if n and role not in self._nodes:
-            raise UsageError(f"There are no workers of the role {role!r}, only {', '.join(self._nodes)}.")
+            raise UsageError(f"This operator has no workers of the role {role!r}, only {', '.join(self._nodes)}.")
         with self.lock:
             self._wanted[role] = n
-            self._fit(role)
+            self._adjust_slots(role)
         self.events.put(_wake)
 
     def replace(self, key: WorkerKey) -> None:
@@ -92,8 +92,8 @@ class SupervisedOperator(Supervisor):
         with self.lock:
             slot = self.slots.get(key[0])
             if slot is not None and slot.incarnation == key[1] and slot.running is not None:
-                self._give_up(slot)
-                self._fit(_role_of(slot))
+                self._end_slot(slot)
+                self._adjust_slots(_role_of(slot))
         self.events.put(_wake)
 
     def close(self) -> None:
@@ -110,14 +110,14 @@ class SupervisedOperator(Supervisor):
         while not self._is_closed:
             self.step()
 
-    def _fit(self, role: Role) -> None:
-        """Want as many slots as are asked for; a running one is never given up here."""
+    def _adjust_slots(self, role: Role) -> None:
+        """Add or remove slots until their number is as requested. Never remove a slot with a running worker."""
         slots = [
             slot for slot in self.slots.values() if _role_of(slot) == role and slot.state not in ("ENDING", "ENDED")
         ]
         for slot in reversed(slots[:]):
             if len(slots) > self._wanted[role] and slot.state == "WAITING":
-                self._give_up(slot)
+                self._end_slot(slot)
                 slots.remove(slot)
         for index in itertools.count():
             if len(slots) >= self._wanted[role]:
@@ -127,7 +127,7 @@ class SupervisedOperator(Supervisor):
                 slot.state, slot.deadline = "WAITING", time.monotonic()
                 slots.append(slot)
 
-    def _give_up(self, slot: Slot) -> None:
+    def _end_slot(self, slot: Slot) -> None:
         slot.deaths, slot.problem = 0, ""
         self.terminate(slot)
 
@@ -136,10 +136,10 @@ class SupervisedOperator(Supervisor):
         return self.slots.setdefault(name, Slot(name, functools.partial(self._nodes[role], index)))
 
     def start(self, slot: Slot) -> None:
-        """Start the next incarnation of a worker; later, if that fails."""
+        """Start the next incarnation of a worker. If that fails, try again later."""
         try:
             super().start(slot)
-        except Exception as error:  # no room for a process, or any error of Ray: the other workers need this thread
+        except Exception as error:  # such as no memory, or an error of Ray; the other workers need this thread
             slot.deaths += 1
             slot.problem = f"{slot.name} could not be started: {type(error).__name__}: {error}."
             self.restart_later(slot)
@@ -150,23 +150,23 @@ class SupervisedOperator(Supervisor):
             reason = _exit_reason(running)
             slot.problem = f"{slot.name} {reason}"
             self.node_logs.warn(slot.name, f"(incarnation {slot.incarnation}) {reason}")
-        running.send(signal.SIGKILL)  # to the processes that it started, and left
+        running.send(signal.SIGKILL)  # kills processes that the worker started and left running
         if state != "ENDING":
             self.count_death(slot, running)
             self.restart_later(slot)
-        self._fit(_role_of(slot))
+        self._adjust_slots(_role_of(slot))
 
-    def _seen(self, slot: Slot) -> WorkerInfo:
+    def _worker_info(self, slot: Slot) -> WorkerInfo:
         running, problem = slot.running, slot.problem
         info = WorkerInfo(_role_of(slot), int(slot.name.partition("/")[2]), slot.incarnation, is_live=False)
         if slot.deaths > 1:
-            problem += f" It died {slot.deaths} times in succession."
+            problem += f" It died {slot.deaths} times in a row."
         if running is None:
             return dataclasses.replace(info, problem=problem)
         if running.uptime() > self.backoff.healthy:
             problem = ""
-        if running.pid is None and running.uptime() > _PLACED_WITHIN:
-            problem = f"{slot.name} has not been started by Ray yet: its nodes may have no CPU to spare."
+        if running.pid is None and running.uptime() > _START_WITHIN:
+            problem = f"Ray has not started {slot.name} yet: its nodes may have no free CPU."
         return dataclasses.replace(
             info,
             address=running.serves_at,
@@ -178,19 +178,19 @@ class SupervisedOperator(Supervisor):
 
 
 class OperatorHandle:
-    """An operator in another process. See `Operator`.
+    """A handle to an operator in another process. See `Operator`.
 
     Args:
-        kind: the name of its class.
-        address: at which it is called.
-        transport: by which it and its workers are called.
+        kind: Name of the operator's class.
+        address: Address of the operator.
+        transport: Transport for calls to the operator and its workers.
     """
 
     every, grace = _EVERY, _GRACE
 
     def __init__(self, kind: str, address: str, transport: Transport) -> None:
         self.kind, self.transport = kind, transport
-        self._operator = Remote([address], "launcher", _CALLED_WITHIN, None, transport)
+        self._operator = Remote([address], "launcher", _CALL_TIMEOUT, None, transport)
 
     def list_workers(self) -> list[WorkerInfo]:
         """See `Operator`."""
@@ -209,7 +209,7 @@ class OperatorHandle:
         self._operator.release(key)
 
     def close(self) -> None:
-        """See `Operator`: the workers belong to the other process."""
+        """Do nothing: the workers belong to the other process."""
 
 
 def _role_of(slot: Slot) -> Role:

@@ -1,18 +1,18 @@
 """The workers of a coordinator: learner, collectors and evaluator.
 
-`task_worker.py: TaskWorker` answers calls within 0.3 s, and works in a thread of its own. A collector
-(`collector_worker.py`):
+`task_worker.py: TaskWorker` replies to each call within 0.3 s, and does the work in a separate thread. The calls and
+replies of a collector (`collector_worker.py`):
 
-    ping()                              -> Alive("idle")
-    start_task(header 1, StartTask("collect", ...))     -> NotReady(), and later Started: the Actor is made
-    get_data(header 2, GetData(...))    -> Collected: the Actor stepped for a while, and added to the replay itself
-    close_task(header 3, final=True)    -> Closed: the Actor's last counters
+    ping()                                           -> Alive("idle")
+    start_task(header 1, StartTask("collect", ...))  -> NotReady, later Started: the Actor exists
+    get_data(header 2, GetData(...))                 -> Collected: the Actor has stepped and added to the replay buffer
+    close_task(header 3, final=True)                 -> Closed: the Actor's last counters
 
-For an evaluator (`evaluator_worker.py`) `get_data` is the whole evaluation: it answers Evaluated. A learner
-(`learner_worker.py`) answers two other calls in its place:
+For an evaluator (`evaluator_worker.py`), `get_data` is a whole evaluation, and the reply is Evaluated. A learner
+(`learner_worker.py`) has two other calls instead of `get_data`:
 
-    data_demand(header 2)               -> Demand: the number of batches that it can take now
-    learn(header 3, Learn(...))         -> Learned: it learned from as many, and published the new version
+    data_demand(header 2)                            -> Demand: the number of batches that it can accept now
+    learn(header 3, Learn(...))                      -> Learned: it has learned, and published a new version
 
 `overrides.py` changes an agent or a config for one task.
 """

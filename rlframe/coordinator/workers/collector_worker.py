@@ -32,22 +32,23 @@ from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.phases import waiting_for
 from rlframe.params.reader import ParamReader
 
-_POLL = 0.2  # seconds that the param store is waited for at once
+_POLL = 0.2  # seconds of one wait for the param store
 
 
 class CollectorWorker(TaskWorker):
-    """Collects with an `Actor` and its own inferencer, by the parameters in the param store.
+    """A worker that collects with an `Actor` and its own inferencer. The parameters come from the param store.
 
-    A `collect` task's overrides `collector` are numbers to act by (see `FixedParamsAgent`), `env` options of the environments.
+    The overrides of a `collect` task have two sections: `collector` fixes numbers among the actor's parameters (see
+    `FixedParamsAgent`), and `env` sets options of the environments.
 
     Args:
-        make_actor: `f(inferencer, rank)` gives the Actor of a `collect` task; the rank is the worker's index, so that a
-            replacement takes its exploration and its place in the buffer. Where the task has overrides `env`, it gets
-            them as `env_kwargs=`.
-        agent: the `Agent` that acts.
-        param_store: a `ParamStore`, or a handle to one.
-        worker_id, index, incarnation: see `TaskWorker`.
-        seed: of the actions.
+        make_actor: A function `f(inferencer, rank)` that returns the Actor of a task. The rank is the worker's index,
+            so a replacement takes over the exploration and the place in the buffer. The function receives the overrides
+            in `env`, if there are any, as `env_kwargs=`.
+        agent: The `Agent` that acts.
+        param_store: A `ParamStore`, or a handle to one.
+        worker_id, index, incarnation: See `TaskWorker`.
+        seed: Seed of the actions.
     """
 
     kind = "collect"
@@ -66,12 +67,12 @@ class CollectorWorker(TaskWorker):
         self._make_actor, self._agent, self._seed = make_actor, agent, seed
         self._store = handles.resolve(param_store, "param store")
         self._actor: Actor | None = None
-        self._began = time.monotonic()  # of its task, once it is warm
+        self._began = time.monotonic()  # time after the Actor's warm-up
         self._inferencer: Inferencer | None = None
         super().__init__(worker_id, index, incarnation)
 
     def get_data(self, header: Header, request: GetData) -> Collected | NotReady | CallRefused | Failed:
-        """Step the environments for a while."""
+        """Step the environments for a while, and return the counters."""
         return self._call(header, "get_data", lambda: self._collect(request))
 
     def _start_task(self, task: StartTask) -> Started:
@@ -95,7 +96,7 @@ class CollectorWorker(TaskWorker):
         with waiting_for("the first parameters"):
             while source.wait_for_version(-1, _POLL) < 0:
                 if self._stop.is_set():
-                    raise StoppedError(f"{self.worker_id} was told to stop while it waited for the first parameters.")
+                    raise StoppedError(f"{self.worker_id} was stopped while it waited for the first parameters.")
         self._waits_for = None
 
     def _collect(self, request: GetData) -> Collected:

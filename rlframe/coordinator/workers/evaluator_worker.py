@@ -14,37 +14,37 @@ from rlframe.errors import UsageError
 from rlframe.params.publication import LocalParams
 from rlframe.types import Logs
 
-_VALUES = ("return_mean", "return_std", "length_mean", "episodes")  # of an evaluation's logs
+_LOG_NAMES = ("return_mean", "return_std", "length_mean", "episodes")
 
 
 class VersionGoneError(UsageError):
-    """The version to evaluate is not in the param store, or no longer."""
+    """The version to evaluate is not in the param store."""
 
 
 class VersionEvaluator(Protocol):
-    """Evaluates by the newest parameters of the learner that it was made with, the same way each time."""
+    """An evaluator that uses the newest parameters of its learner. Each evaluation runs in the same way."""
 
     @property
     def steps(self) -> int:
-        """Environment steps so far, which rise during an evaluation."""
+        """Environment steps so far. They rise during an evaluation."""
 
     def evaluate(self) -> Logs:
-        """As `Evaluator.evaluate`."""
+        """See `Evaluator.evaluate`."""
 
     def stop(self) -> None:
-        """End the evaluation under way, and all later ones, with StoppedError. Any thread may call it."""
+        """End the current evaluation, and each later one, with StoppedError. Any thread may call it."""
 
 
 class EvaluatorWorker(TaskWorker):
-    """Evaluates one version of a policy in each task, and adds to no buffer.
+    """A worker that evaluates one version of a policy in each task. It adds no data to a replay buffer.
 
-    What is built for an evaluation, compiled code above all, serves the next one too.
+    The evaluator and its compiled code are reused in the next task.
 
     Args:
-        make_evaluator: `f(agent, learner)` gives what evaluates.
-        agent: the `Agent` that acts.
-        param_store: a `ParamStore`, or a handle to one.
-        worker_id, index, incarnation: see `TaskWorker`.
+        make_evaluator: A function `f(agent, learner)` that returns a `VersionEvaluator`.
+        agent: The `Agent` that acts.
+        param_store: A `ParamStore`, or a handle to one.
+        worker_id, index, incarnation: See `TaskWorker`.
     """
 
     kind = "evaluate"
@@ -60,15 +60,15 @@ class EvaluatorWorker(TaskWorker):
     ) -> None:
         self._make_evaluator, self._agent = make_evaluator, agent
         self._store = handles.resolve(param_store, "param store")
-        self._version = LocalParams()  # the learner that evaluators are made with: it has the task's version
+        self._version = LocalParams()  # the evaluator's learner, with the parameters of the task's version
         self._evaluator: VersionEvaluator | None = None  # kept for the next task
-        self._policy: dict[str, Any] = {}  # hyper-parameters that it was made with
-        self._at_work: VersionEvaluator | None = None  # the same, during a task
-        self._result: Evaluated | None = None  # of the task
+        self._policy: dict[str, Any] = {}  # the evaluator's policy overrides
+        self._running_evaluator: VersionEvaluator | None = None  # the evaluator, during a task
+        self._result: Evaluated | None = None  # result of the task
         super().__init__(worker_id, index, incarnation)
 
     def get_data(self, header: Header, request: GetData) -> Evaluated | NotReady | CallRefused | Failed:
-        """Evaluate to the end, however long it takes."""
+        """Run the whole evaluation, and return its result."""
         return self._call(header, "get_data", self._evaluate)
 
     def _start_task(self, task: StartTask) -> Started:
@@ -77,37 +77,37 @@ class EvaluatorWorker(TaskWorker):
         if found is None:
             there = ", ".join(str(one) for one in self._store.versions(task.policy_id)) or "none"
             raise VersionGoneError(
-                f"Version {version} of policy {task.policy_id!r} cannot be evaluated: the param store has {there}. "
-                "Pin a version until it is evaluated."
+                f"Version {version} of policy {task.policy_id!r} is not in the param store, so it cannot be evaluated. "
+                f"Available versions: {there}. Pin a version until its evaluation ends."
             )
         self._version.publish(found.version, found.packed)
         policy = policy_overrides(found)
         if self._evaluator is None or policy != self._policy:
             self._evaluator = self._make_evaluator(with_config(self._agent, policy), self._version)
             self._policy = policy
-        self._at_work, self._result = self._evaluator, None
+        self._running_evaluator, self._result = self._evaluator, None
         return Started({"params_version": version})
 
     def _evaluate(self) -> Evaluated:
         if self._result is None:
-            assert self._at_work is not None
+            assert self._running_evaluator is not None
             if self._stop.is_set():
-                self._at_work.stop()
-            logs = self._at_work.evaluate()
-            self._result = Evaluated(logs["params_version"], {name: float(logs[name]) for name in _VALUES})
+                self._running_evaluator.stop()
+            logs = self._running_evaluator.evaluate()
+            self._result = Evaluated(logs["params_version"], {name: float(logs[name]) for name in _LOG_NAMES})
         return self._result
 
     def _progress_count(self) -> int:
-        evaluator = self._at_work
+        evaluator = self._running_evaluator
         return evaluator.steps if evaluator is not None else 0
 
     def _interrupt(self) -> None:
-        evaluator = self._at_work
+        evaluator = self._running_evaluator
         if evaluator is not None:
             evaluator.stop()
 
     def _close_task(self, final: bool) -> dict[str, Any]:
-        if self._at_work is not None and self._stop.is_set():
-            self._evaluator = None  # it was told to stop, and evaluates no more
-        self._at_work = None
+        if self._running_evaluator is not None and self._stop.is_set():
+            self._evaluator = None  # a stopped evaluator cannot be reused
+        self._running_evaluator = None
         return {}

@@ -1,4 +1,4 @@
-"""The worker that learns, and its record of updates for the coordinator."""
+"""The worker that learns, and the record of its updates for the coordinator."""
 
 from __future__ import annotations
 
@@ -30,30 +30,32 @@ from rlframe.learners import Checkpointer, Learner, LearnerConfig
 from rlframe.replay import BaseReplayBuffer, as_replay_buffer
 from rlframe.types import Batch, Step
 
-_PUBLISH_EVERY = 0.005  # seconds between two versions that collectors get, where more are made
-# Fields of LearnerConfig that a task may override: the others are the run's, or are read by `Learner.run()` alone.
+_PUBLISH_EVERY = 0.005  # minimum seconds between two published versions
+# Fields of LearnerConfig that a task may override. The others belong to the run, or only `Learner.run()` reads them.
 _OVERRIDES = ("seed", "max_learner_steps", "checkpoint_every", "checkpoint_seconds", "checkpoints_kept")
 
 
 class LearnerWorker(TaskWorker):
-    """A `Learner` that learns when its coordinator calls it, and publishes to the param store.
+    """A worker with a `Learner` that learns when the coordinator calls it, and publishes to the param store.
 
-    A call names the keys of the batches, or grants a number of batches to draw. Checkpoints are saved and restored as
-    by `Learner.run()`: a task begins with the latest one if `cfg.resume` is set.
+    A call contains the keys of the batches, or grants a number of batches to draw. Checkpoints are saved and restored
+    as in `Learner.run()`: a task starts from the latest checkpoint if `cfg.resume` is set.
 
-    A start fences off the learners of all earlier attempts: they can write neither parameters nor checkpoints any more.
-    A worker that was fenced off answers Failed (`FencedError`), and is idle.
+    The start of a task fences off the learners of earlier attempts. They can no longer write parameters or checkpoints.
+    A worker that is fenced off replies with Failed (`FencedError`), and is idle.
 
-    A task's overrides `policy` change the agent's config (the learning rate, say), `learner` the LearnerConfig. The
-    first are the policy's hyper-parameters: they are put into the param store beside the parameters, for collectors.
+    The overrides of a task have two sections: `policy` changes the agent's config (the learning rate, for example), and
+    `learner` changes the LearnerConfig. The values in `policy` are the policy's hyperparameters. The learner puts them
+    into the param store with the parameters, and collectors apply them.
 
     Args:
-        cfg: of the Learner.
-        agent: the `Agent` that learns.
-        replay_buffer: an object that this process can sample, or fetch from by keys; or a `reverb.Client`.
-        param_store: a `ParamStore`, or a handle to one.
-        worker_id, index, incarnation: see `TaskWorker`.
-        batches: that it asks for at once. On-policy it asks for what it may learn from before the next version.
+        cfg: The Learner's configuration.
+        agent: The `Agent` that learns.
+        replay_buffer: A buffer that this process can sample or fetch from by key, or a `reverb.Client`.
+        param_store: A `ParamStore`, or a handle to one.
+        worker_id, index, incarnation: See `TaskWorker`.
+        batches: Maximum number of batches in one grant. With a bound of staleness, the worker requests no more batches
+            than it can use before the next version.
     """
 
     kind = "learn"
@@ -70,32 +72,32 @@ class LearnerWorker(TaskWorker):
         *,
         batches: int = 32,
     ) -> None:
-        self._made_with, self._agent = cfg, agent
+        self._base_cfg, self._agent = cfg, agent
         self._store = handles.resolve(param_store, "param store")
-        self._given = replay_buffer
+        self._replay_source = replay_buffer
         self._batches = batches
-        self._cfg = cfg  # of the task
+        self._cfg = cfg  # configuration of the task
         self._learner: Learner | None = None
         self._buffer: Any = None
         super().__init__(worker_id, index, incarnation)
 
     def data_demand(self, header: Header) -> Demand | NotReady | CallRefused | Failed:
-        """Answer how many batches a learner can take now: its demand for data."""
+        """Return the number of batches that the learner can accept now."""
         return self._call(header, "data_demand", self._data_demand)
 
     def learn(self, header: Header, request: Learn) -> Learned | NotReady | CallRefused | Failed:
-        """Learn from so many batches, and publish the new version."""
+        """Learn from batches, and publish the new version."""
         return self._call(header, "learn", lambda: self._learn(request))
 
     def _start_task(self, task: StartTask) -> Started:
         self._policy_id, self._policy = task.policy_id, task.overrides.get("policy", {})
         agent = with_config(self._agent, self._policy)
-        self._cfg = replaced(self._made_with, "learner", task.overrides.get("learner", {}), _OVERRIDES)
+        self._cfg = replaced(self._base_cfg, "learner", task.overrides.get("learner", {}), _OVERRIDES)
         assert self._task is not None
         self._fence = fence = Attempt(task.options.get("epoch", 0), self._task.attempt)
-        # First: no earlier learner can write a checkpoint or a version after this.
+        # Fence off earlier learners before anything is read: they can write no checkpoint or version after this line.
         self._store.open_policy(task.policy_id, fence)
-        self._buffer = as_replay_buffer(self._given, lambda: self._agent)
+        self._buffer = as_replay_buffer(self._replay_source, lambda: self._agent)
         self._max_staleness = self._buffer.spec.max_staleness
         self._recording_buffer = RecordingReplayBuffer(self._buffer)
         check_may_write = functools.partial(self._store.check_not_fenced, task.policy_id, fence)
@@ -129,14 +131,14 @@ class LearnerWorker(TaskWorker):
             learner.saver.save_if_due(now=True)
         updates = self._recording_buffer.take_updates()
         if not updates and self._store.newest_version(self._policy_id) < self._published:
-            self._published = -1  # the store was restarted without it, and collectors may wait for it
+            self._published = -1  # publish again: the store was restarted without this version
         self._publish(learner)
         if request.count and not updates and not dropped:
             return NotReady("data")
         return Learned(learner.params_version, learner.learner_steps, updates, dropped, logs)
 
     def _batches_of(self, request: Learn) -> Iterator[Batch | None]:
-        """Yield the batches of a grant until its time is up, or those of the keys; None for a batch that is gone."""
+        """Yield the batches of a request. Yield None in place of a batch that is no longer in the buffer."""
         if request.batches is None:
             until = time.monotonic() + request.seconds
             for _ in range(request.count):
@@ -144,15 +146,15 @@ class LearnerWorker(TaskWorker):
                 if batch is None:
                     break
                 yield batch
-        else:  # however long it takes: they are not drawn again
+        else:  # no time limit, because these batches are not drawn again
             for meta in request.batches:
                 yield None if self._stop.is_set() else self._buffer.fetch(meta.keys, meta.probabilities)
 
     def _update(self, learner: Learner, batch: Batch) -> bool:
-        """Learn from one batch; return True if it was too old."""
+        """Learn from one batch. Return True if the batch was dropped because it was too old."""
         if learner.step(batch) is None:
             return True
-        # If the replay takes only new versions, actors wait for this one.
+        # With a bound of staleness, the collectors wait for this version.
         if self._max_staleness is not None or time.monotonic() > self._published_at + _PUBLISH_EVERY:
             self._publish(learner)
         if learner.saver is not None:
@@ -160,7 +162,7 @@ class LearnerWorker(TaskWorker):
         return False
 
     def _draw(self, until: float) -> Batch | None:
-        """Return the next batch; None if there is none until then, or the task ends."""
+        """Return the next batch, or None if there is none until the time `until`, or if the task ends."""
         while not self._stop.is_set() and (left := until - time.monotonic()) > 0:
             batch = self._buffer.wait_for_batch(min(left, 0.1))
             if batch is not None:
@@ -168,7 +170,7 @@ class LearnerWorker(TaskWorker):
         return None
 
     def _publish(self, learner: Learner) -> None:
-        """Put the newest version into the store, unless its update's loss is not finite."""
+        """Put the newest version into the store. Before that, raise if the loss of its update is not finite."""
         learner.wait_for_update()
         version, packed = learner.get_packed(self._published)
         if packed is not None:
@@ -195,7 +197,7 @@ class LearnerWorker(TaskWorker):
         finally:
             if learner is not None:
                 learner.close()
-            if buffer is not None and buffer is not self._given:
+            if buffer is not None and buffer is not self._replay_source:
                 buffer.close()
 
     def _checkpoints(self) -> list[str]:
@@ -206,16 +208,16 @@ class LearnerWorker(TaskWorker):
 
 
 class RecordingReplayBuffer(BaseReplayBuffer):
-    """The replay buffer of a coordinator's learner: it records the keys and priorities of each update.
+    """A replay buffer that records the keys and priorities of each update, for the coordinator.
 
-    If the coordinator draws the keys, its process samples the buffer: it sets priorities, drops old items and saves the
-    replay. Otherwise the learner does all of that from here.
+    If the coordinator draws the keys, it also sets priorities, drops old items and saves the buffer. Otherwise the
+    learner does this through this object.
 
     Args:
-        replay_buffer: the source of the batches.
+        replay_buffer: The buffer that stores the data.
 
     Attributes:
-        updates: recorded since `take_updates`.
+        updates: Updates since the last `take_updates`.
     """
 
     def __init__(self, replay_buffer: Any) -> None:
@@ -226,11 +228,11 @@ class RecordingReplayBuffer(BaseReplayBuffer):
         self.updates: list[Update] = []
 
     def take_updates(self) -> tuple[Update, ...]:
-        """Return the updates recorded since the last call."""
+        """Return the updates since the last call."""
         updates, self.updates = self.updates, []
         return tuple(updates)
 
-    # --- recorded
+    # --- methods that record
 
     def note_update(self, keys: Any, version: int) -> None:
         if len(keys):
@@ -239,7 +241,7 @@ class RecordingReplayBuffer(BaseReplayBuffer):
             self._buffer.note_update(keys, version)
 
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
-        self.updates[-1] = Update(np.asarray(keys), np.asarray(priorities))  # of the update that was noted last
+        self.updates[-1] = Update(np.asarray(keys), np.asarray(priorities))  # the last update
         if self.is_sampler:
             self._buffer.update_priorities(keys, priorities)
 
@@ -247,7 +249,7 @@ class RecordingReplayBuffer(BaseReplayBuffer):
         if self.is_sampler:
             self._buffer.forget_before(version)
 
-    # --- passed on to the buffer
+    # --- methods that only call the buffer
 
     def claim_rank(self, num_envs: int | None = None, rank: int | None = None) -> tuple[int, int]:
         return self._buffer.claim_rank(num_envs, rank)
@@ -265,11 +267,11 @@ class RecordingReplayBuffer(BaseReplayBuffer):
         return self._buffer.stats()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """See the buffer."""
+        """See `BaseReplayBuffer`."""
         self._buffer.save(path)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """See the buffer."""
+        """See `BaseReplayBuffer`."""
         self._buffer.restore(path)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Apply the overrides of a task: an agent, or a config, that differs in a few named values."""
+"""Apply the overrides of a task: replace a few named values of an agent or a config."""
 
 from __future__ import annotations
 
@@ -16,33 +16,35 @@ from rlframe.types import AgentOutput, AgentState, TimeStep, Tree
 
 
 def with_config(agent: Any, values: Mapping[str, Any]) -> Any:
-    """Return the agent with other values of some fields of its config.
+    """Return an agent with the given values in its config.
 
     Raises:
-        UsageError: the config has no such field or does not take the value, or the agent would not fit the buffer and
-            the param store any more, which were made before.
+        UsageError: The config has no such field or rejects the value, or the new agent would not fit the existing
+            replay buffer and param store.
     """
     if not values:
         return agent
-    made = agent.with_inner(lambda inner: _reconfigured(inner, values))
-    for what, fits in _FITS.items():
-        if fits(made) != fits(agent):
+    changed = agent.with_inner(lambda inner: _with_replaced_config(inner, values))
+    for what, property_of in _FIXED_PROPERTIES.items():
+        if property_of(changed) != property_of(agent):
             raise UsageError(
-                f"The policy overrides {values!r} change the {what} of {agent.type_name}, and the run's buffer "
-                "and param store were made for what it was. Leave them out, or begin another run."
+                f"The policy overrides {values!r} change the {what} of {agent.type_name}, which must stay the same for "
+                "the run's replay buffer and param store. Leave them out, or start a new run."
             )
-    return made
+    return changed
 
 
 def policy_overrides(found: StoredParams | None) -> dict[str, Any]:
-    """Return the policy overrides of the learner, which it put beside the parameters."""
+    """Return the policy overrides that the learner put into the param store with the parameters."""
     return ((found.hparams if found is not None else None) or {}).get("policy", {})
 
 
-def _reconfigured(agent: Any, values: Mapping[str, Any]) -> Any:
+def _with_replaced_config(agent: Any, values: Mapping[str, Any]) -> Any:
     args, kwargs = agent._constructed_with
     if not any(each is agent.cfg for each in (*args, *kwargs.values())):
-        raise UsageError(f"{agent.type_name} is not made from its config: no policy overrides, got {values!r}.")
+        raise UsageError(
+            f"{agent.type_name} takes no config in its constructor, so it has no policy overrides: got {values!r}."
+        )
     cfg = replaced(agent.cfg, "policy", values, [field.name for field in dataclasses.fields(agent.cfg)])
     return type(agent)(
         *(cfg if each is agent.cfg else each for each in args),
@@ -50,7 +52,7 @@ def _reconfigured(agent: Any, values: Mapping[str, Any]) -> Any:
     )
 
 
-_FITS = {
+_FIXED_PROPERTIES = {
     "replay_spec": lambda agent: agent.replay_spec,
     "step_spec": lambda agent: agent.step_spec,
     "parameters": lambda agent: jax.eval_shape(lambda: _acting_params(agent)),
@@ -58,34 +60,34 @@ _FITS = {
 
 
 def replaced(cfg: Any, section: str, values: Mapping[str, Any], known: Iterable[str]) -> Any:
-    """Return the config with other values of some fields, of those that are `known` to be read.
+    """Return a config with the given values. `known` lists the fields that may be replaced.
 
     Raises:
-        UsageError: there is no such field, or it does not take the value.
+        UsageError: The field does not exist or is not in `known`, or the config rejects the value.
     """
     _check_known(section, values, known, type(cfg).__name__)
     try:
         return dataclasses.replace(cfg, **values)
     except TypeError as error:
-        raise UsageError(f"{type(cfg).__name__} does not take the {section} overrides {values!r}: {error}.") from None
+        raise UsageError(f"{type(cfg).__name__} rejects the {section} overrides {values!r}: {error}.") from None
 
 
 class FixedParamsAgent:
-    """An agent that acts by constants in the place of some numbers which its `actor_params` gives, as `epsilon`.
+    """An agent with constants in place of some numbers from its `actor_params`, such as `epsilon`.
 
     Args:
-        agent: the `Agent`.
-        values: by the name of a field of the tuple (or a key of the dict) that `actor_params` gives.
+        agent: The original `Agent`.
+        values: The constants, by field of the tuple, or key of the dict, that `actor_params` returns.
 
     Raises:
-        UsageError: there is no such number, or the value is none.
+        UsageError: There is no such number, or a value is not a number.
     """
 
     def __init__(self, agent: Any, values: Mapping[str, Any]) -> None:
         self._agent, self._values = agent, dict(values)
         params = _fields(jax.eval_shape(lambda: _acting_params(agent)))
         numbers = {name: leaf for name, leaf in params.items() if getattr(leaf, "shape", None) == ()}
-        _check_known("collector", values, numbers, f"what {agent.type_name} acts by")
+        _check_known("collector", values, numbers, f"the actor parameters of {agent.type_name}")
         for name, value in values.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise UsageError(f"The collector override {name} must be a number, got {value!r}.")
@@ -96,7 +98,7 @@ class FixedParamsAgent:
     def actor_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        """As the agent's."""
+        """See `Agent`."""
         fields = _fields(params)
         fixed = {name: jnp.asarray(value, fields[name].dtype) for name, value in self._values.items()}
         params = {**params, **fixed} if isinstance(params, dict) else params._replace(**fixed)
@@ -104,12 +106,12 @@ class FixedParamsAgent:
 
 
 def check_accepts_env_kwargs(make_actor: Any, values: Mapping[str, Any]) -> None:
-    """Raise `UsageError` if the function that makes a collector's Actor does not take `env_kwargs`."""
+    """Raise `UsageError` if the function that makes a collector's Actor does not accept `env_kwargs`."""
     accepted = inspect.signature(make_actor).parameters.values()
     if not any(each.name == "env_kwargs" or each.kind is each.VAR_KEYWORD for each in accepted):
         raise UsageError(
-            f"This collector's environments cannot be told {dict(values)!r}: what makes its Actor takes no env_kwargs. "
-            "Write make_actor(inferencer, rank, env_kwargs={}), and hand them to the environment."
+            f"The env overrides {dict(values)!r} cannot be applied: the collector's make_actor takes no env_kwargs. "
+            "Define make_actor(inferencer, rank, env_kwargs={}), and pass env_kwargs to the environment."
         )
 
 
@@ -128,8 +130,5 @@ def _check_known(section: str, values: Mapping[str, Any], known: Iterable[str], 
     known = list(known)
     for name in values:
         if name not in known:
-            there = f"there are {', '.join(known)}" if known else "there are none"
-            raise UsageError(
-                f"{name!r} cannot be overridden ({section}): it is no number or field of {whose}; {there}."
-                f"{suggest(name, known)}"
-            )
+            allowed = f"can be overridden: {', '.join(known)}" if known else "nothing can be overridden"
+            raise UsageError(f"{name!r} cannot be overridden ({section}). In {whose}, {allowed}.{suggest(name, known)}")

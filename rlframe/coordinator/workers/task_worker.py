@@ -1,4 +1,4 @@
-"""The base of all workers: they answer a coordinator while their own thread works."""
+"""The base class of workers. A worker replies to its coordinator while a separate thread does the work."""
 
 from __future__ import annotations
 
@@ -29,115 +29,115 @@ from rlframe.coordinator.messages import (
 from rlframe.errors import CheckpointError, FencedError, NonFiniteLossError, UsageError
 from rlframe.interprocess.phases import STARTING, Phase
 
-_ANSWER_WITHIN = 0.3  # seconds; what takes longer is asked for again
-_FOR_GOOD = (UsageError, NonFiniteLossError, CheckpointError)  # another try would end in the same way
-_STUCK_AFTER = 120.0  # seconds that work may make no progress, outside of phases that allow more
-_ENDS_WITHIN = 4.0  # seconds that the work under way has when the worker is closed
+_REPLY_WITHIN = 0.3  # seconds before a call that is still in progress gets the reply NotReady
+_PERMANENT_ERRORS = (UsageError, NonFiniteLossError, CheckpointError)  # a retry would fail in the same way
+_STUCK_SECONDS = 120.0  # seconds without progress after which work hangs, unless a phase allows more
+_CLOSE_TIMEOUT = 4.0  # seconds for the current work to end when the worker is closed
 
 
 class TaskWorker:
-    """Answers a coordinator: an operator serves its calls.
+    """The base class of workers. An operator serves its methods to the coordinator.
 
-    One thread does the work of all calls, one after the other. A call waits 0.3 s for its work. Its number (`seq` of
-    the header) says what it is. If this worker is at call 7:
+    One thread does the work of all calls, in order. A call waits up to 0.3 s for its work. The number in its header
+    (`seq`) decides how it is handled. Example: the current call has number 7.
 
-    - call 7 again (the coordinator repeats it): waits on, or gets the reply, which is kept;
-    - call 8 (the next one): waits until the work of 7 is done, and is accepted then;
-    - call 6 (late): is `CallRefused`, and changes nothing. So is a call of another worker, task or attempt.
+    - Call 7 again (a repeated call) waits for the work, or gets the stored reply.
+    - Call 8 (the next call) waits until the work of call 7 is done, and is then accepted.
+    - Call 6 (a late call) gets `CallRefused` and changes nothing. So does a call for another worker, task or attempt.
 
-    A call whose work takes longer is answered `NotReady`, with the reason. `start_task` of another task or attempt, and
-    `close_task`, end what the work under way waits for.
+    A call whose work takes longer gets `NotReady` with the reason. `close_task`, and `start_task` of another task or
+    attempt, interrupt the current work if it waits.
 
-    Subclasses add the calls of their role, each by `_call`. The work of a call is in a private method: `_start_task` of
-    `start_task`, `_learn` of `learn`, ... These run in the worker's thread, may take as long as they need, and raise
-    what goes wrong: `FencedError` ends the task, since another worker is at it. While they wait, they check `_stop`, or
-    `_interrupt` ends the wait.
+    A subclass adds the calls of its role, each through `_call`. The work of a call is a private method: `_start_task`
+    for `start_task`, `_learn` for `learn`, and so on. These methods run in the worker's thread, may take long, and may
+    raise. `FencedError` ends the task, because another worker has it now. A method that waits must check `_stop`, or
+    `_interrupt` must end the wait.
 
     Args:
-        worker_id: its name, "collector/1".
-        index: the number in it.
-        incarnation: how many workers had that name before it.
+        worker_id: Name of the worker, such as "collector/1".
+        index: The number in the name.
+        incarnation: Number of earlier workers with the same name.
     """
 
-    kind: Kind  # of the tasks that it works at
+    kind: Kind  # kind of the worker's tasks
 
     def __init__(self, worker_id: str, index: int, incarnation: int) -> None:
         self.worker_id, self.index, self.incarnation = worker_id, index, incarnation
         self._lock = threading.Condition()
-        self._work: _Work | None = None  # the newest that was accepted; the thread's until it is done
-        self._task: _Task | None = None  # the newest
-        self._stop = threading.Event()  # of the task: its work is to end
+        self._work: _Work | None = None  # the newest accepted work
+        self._task: _Task | None = None  # the newest task
+        self._stop = threading.Event()  # stops the work of the task
         self._phase: TaskPhase = "idle"
         self._waits_for: WaitsFor | None = None  # see `_waiting_for`
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"rlframe {self.worker_id}", daemon=True)
         self._thread.start()
 
-    # --- what the coordinator calls
+    # --- calls of the coordinator
 
     def ping(self) -> Alive:
-        """Answer with the worker's task and phase. Waits for nothing."""
+        """Return the worker's task and phase, without waiting."""
         task, phase = self._task, self._phase
         if task is None or task.result is not None:
             return Alive(self.worker_id, self.incarnation, "idle")
         return Alive(self.worker_id, self.incarnation, phase, task.task_id, task.attempt)
 
     def resources(self) -> Resources:
-        """Answer where it runs. Waits for nothing."""
+        """Return the worker's host and process, without waiting."""
         return Resources(socket.gethostname(), os.getpid())
 
     def start_task(self, header: Header, request: StartTask) -> Started | NotReady | CallRefused | Failed:
-        """Begin a task. A task or attempt under way is closed first, without its final save."""
+        """Start a task. Close the current task or attempt first, without its final save."""
         return self._call(header, "start_task", lambda: self._begin_task(header, request))
 
     def close_task(self, header: Header, final: bool) -> Closed | NotReady | CallRefused | Failed:
-        """End the task; `final`: save first, because the run ends, or another task continues from it."""
+        """End the task. If `final`, save first, because the run ends or another task continues from the checkpoint."""
         return self._call(header, "close_task", lambda: self._end_task(final))
 
     def close(self) -> None:
-        """End the worker: its work, and its task without the final save. May be called again.
+        """Stop the work, and end the task without its final save. Repeated calls change nothing.
 
-        Work that does not end within 4 s (a compilation, an environment that hangs) is left to its thread, which
-        does not keep the process alive.
+        Work that does not end within 4 s (such as a compilation, or an environment that hangs) continues in its daemon
+        thread, which does not keep the process alive.
         """
         with self._lock:
             self._closed = True
-            self._end_waits()
+            self._interrupt_work()
             self._lock.notify_all()
-        self._thread.join(_ENDS_WITHIN)
+        self._thread.join(_CLOSE_TIMEOUT)
 
-    # --- what subclasses do, in the worker's thread
+    # --- methods of subclasses, called in the worker's thread
 
     def _start_task(self, task: StartTask) -> Started:
         raise NotImplementedError
 
     def _close_task(self, final: bool) -> dict[str, Any]:
-        """End the task, also one that did not start in full, and return its result."""
+        """End the task, even if its start failed, and return its result."""
         raise NotImplementedError
 
-    # --- what subclasses do, in any thread
+    # --- methods of subclasses, called in any thread
 
     def _interrupt(self) -> None:
-        """End the waits of the work under way: `_stop` is set. May be called at any time, and again."""
+        """End the waits of the current work. `_stop` is already set. May be called several times."""
 
     def _waiting_for(self) -> WaitsFor | None:
-        """Return what the work under way waits for, however long."""
+        """Return the resource that the current work waits for, or None."""
         return self._waits_for
 
     def _progress_count(self) -> int:
         """Return a count that rises during long work."""
         return 0
 
-    # --- calls
+    # --- handling of calls
 
     def _call(self, header: Header, name: str, do: Callable[[], WorkerReply]) -> Any:
-        """Accept the call, or find the work of an earlier one with its number; then wait for a while."""
-        deadline = time.monotonic() + _ANSWER_WITHIN
+        """Accept a new call, or find the work of a repeated call. Then wait for the reply for up to 0.3 s."""
+        deadline = time.monotonic() + _REPLY_WITHIN
         while True:
             with self._lock:
                 refusal = self._refusal(header, name)
                 if refusal:
-                    return CallRefused(refusal, not self._is_meant(header))
+                    return CallRefused(refusal, not self._is_for_this_worker(header))
                 work = self._accept(header, name, do)
             if not work.is_done.wait(max(0.0, deadline - time.monotonic())):
                 return NotReady(self._waiting_for() if work.seq == header.seq else None)
@@ -145,42 +145,42 @@ class TaskWorker:
                 assert work.reply is not None
                 return work.reply
 
-    def _is_meant(self, header: Header) -> bool:
+    def _is_for_this_worker(self, header: Header) -> bool:
         return (header.worker_id, header.incarnation) == (self.worker_id, self.incarnation)
 
     def _refusal(self, header: Header, name: str) -> str:
-        """Return why the call is refused; empty if it is accepted."""
+        """Return the reason to refuse the call; empty if it is accepted."""
         task, work = self._task, self._work
         if self._closed:
             return f"{self.worker_id} is closed."
-        if not self._is_meant(header):
+        if not self._is_for_this_worker(header):
             there, here = f"{header.worker_id}, incarnation {header.incarnation}", self.incarnation
             return f"The call is for {there}; this is {self.worker_id}, incarnation {here}."
         if work is not None and header.seq < work.seq:
-            return f"Call {header.seq} is late: {self.worker_id} is at {work.seq}."
+            return f"Call {header.seq} is late: the newest call of {self.worker_id} is {work.seq}."
         if work is not None and header.seq == work.seq:
             same = (header.task_id, header.attempt, name) == (work.task_id, work.attempt, work.name)
-            return "" if same else f"Call {header.seq} was {work.name} of {work.task_id}, attempt {work.attempt}."
+            return "" if same else f"Call {header.seq} was {work.name} for {work.task_id}, attempt {work.attempt}."
         called = f"{header.task_id}, attempt {header.attempt}"
         if task is None:
-            return "" if name == "start_task" else f"{self.worker_id} was not told to start {called}."
-        is_its = (header.task_id, header.attempt) == (task.task_id, task.attempt)
+            return "" if name == "start_task" else f"{self.worker_id} has not started {called}."
+        is_current = (header.task_id, header.attempt) == (task.task_id, task.attempt)
         is_old = header.task_id == task.task_id and header.attempt < task.attempt
-        if is_old or (name != "start_task" and not is_its):
-            return f"The call is of {called}: {self.worker_id} is at {task.task_id}, attempt {task.attempt}."
-        if is_its and task.result is not None and name != "close_task":
+        if is_old or (name != "start_task" and not is_current):
+            return f"The call is for {called}; {self.worker_id} has {task.task_id}, attempt {task.attempt}."
+        if is_current and task.result is not None and name != "close_task":
             may_begin_again = name == "start_task" and task.started is None
-            return "" if may_begin_again else f"{called} has ended at {self.worker_id}."
+            return "" if may_begin_again else f"{self.worker_id} has already ended {called}."
         if self._stop.is_set() and name not in ("start_task", "close_task"):
-            return f"{called} is about to be closed at {self.worker_id}."
+            return f"{self.worker_id} is closing {called}."
         return ""
 
     def _accept(self, header: Header, name: str, do: Callable[[], WorkerReply]) -> _Work:
-        """Return the work that the call waits for: its own, which the thread gets if it is new, or earlier work."""
+        """Return the work that the call must wait for: unfinished earlier work, or its own work."""
         work = self._work
         if work is not None and not work.is_done.is_set():
             if header.seq != work.seq and (name == "close_task" or (name == "start_task" and self._is_other(header))):
-                self._end_waits()
+                self._interrupt_work()
             return work
         if work is not None and header.seq == work.seq and not isinstance(work.reply, NotReady):
             return work
@@ -192,7 +192,7 @@ class TaskWorker:
         task = self._task
         return task is None or (header.task_id, header.attempt) != (task.task_id, task.attempt)
 
-    def _end_waits(self) -> None:
+    def _interrupt_work(self) -> None:
         self._stop.set()
         self._interrupt()
 
@@ -219,23 +219,25 @@ class TaskWorker:
 
     def _do(self, work: _Work) -> WorkerReply:
         try:
-            with Phase(work.name, _STUCK_AFTER, self._progress_marker):
+            with Phase(work.name, _STUCK_SECONDS, self._progress_marker):
                 return work.do()
-        except BaseException as error:  # of any kind: the coordinator must hear of it, and the thread continue
-            if not self._stop.is_set():  # else it was told to end, which may be why
+        except BaseException as error:  # report any exception to the coordinator, and keep the thread alive
+            if not self._stop.is_set():  # after a stop, exceptions are expected
                 traceback.print_exc()
             if isinstance(error, FencedError):
                 self._abandon_task()
-            return Failed(type(error).__name__, str(error), traceback.format_exc(), isinstance(error, _FOR_GOOD))
+            return Failed(
+                type(error).__name__, str(error), traceback.format_exc(), isinstance(error, _PERMANENT_ERRORS)
+            )
 
     def _progress_marker(self) -> Any:
-        """Return a value that changes while the work gets on, or waits for others. Who watches this process asks."""
+        """Return a value that changes while the work makes progress or waits. Detects work that hangs."""
         return time.monotonic() if self._waiting_for() is not None else self._progress_count()
 
     def _begin_task(self, header: Header, request: StartTask) -> WorkerReply:
         task = self._task
         if task is not None and task.started is not None and not self._is_other(header):
-            return task.started  # a coordinator that was restarted asks again
+            return task.started  # a restarted coordinator repeats the call
         self._abandon_task()
         with self._lock:
             self._stop = threading.Event()
@@ -244,7 +246,7 @@ class TaskWorker:
             self._task, self._phase = _Task(header.task_id, header.attempt), "starting"
         try:
             if request.kind != self.kind:
-                raise UsageError(f"{self.worker_id} cannot {request.kind}: it works at {self.kind} alone.")
+                raise UsageError(f"{self.worker_id} cannot {request.kind}: all its tasks are of the kind {self.kind}.")
             with STARTING:
                 started = self._start_task(request)
         except BaseException:
@@ -266,15 +268,13 @@ class TaskWorker:
         return Closed(task.result)
 
     def _abandon_task(self) -> None:
-        """End the task under way, if there is one, without its final save. Ignore its errors."""
+        """End the current task, if any, without its final save. Ignore its errors."""
         with contextlib.suppress(Exception):
             if self._task is not None:
                 self._end_task(final=False)
 
 
 class _Work:
-    """The work of one call."""
-
     def __init__(self, seq: int, task_id: str, attempt: int, name: str, do: Callable[[], WorkerReply]) -> None:
         self.seq, self.task_id, self.attempt, self.name, self.do = seq, task_id, attempt, name, do
         self.is_done = threading.Event()
@@ -282,9 +282,7 @@ class _Work:
 
 
 class _Task:
-    """The task of a worker."""
-
     def __init__(self, task_id: str, attempt: int) -> None:
         self.task_id, self.attempt = task_id, attempt
         self.started: Started | None = None
-        self.result: dict[str, Any] | None = None  # once it has ended
+        self.result: dict[str, Any] | None = None  # set when the task has ended

@@ -1,4 +1,4 @@
-"""A coordinator's methods over an honest state, without workers: what is tested is what stands in front of it."""
+"""A fake coordinator without workers, for tests of the control API, the page and the command line."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MIN_ACTORS, MAX_ACTORS = 1, 8
 
 
 class ScriptedCoordinator:
-    """One job whose state the test moves; its commands change it as a coordinator's do.
+    """A fake coordinator. The test sets the state of its job, and commands change it as in a real coordinator.
 
     Attributes:
-        calls: the commands that were called, with their arguments.
-        asked: how often the status was.
-        evaluates: whether an evaluation is under way.
-        away: raised by every method while it is set.
-        gate: methods wait for it: clear it for a coordinator that hangs.
+        calls: Commands that were called, with their arguments.
+        asked: Number of calls of `status`.
+        evaluates: True while an evaluation is in progress.
+        away: Exception that every method raises while it is set.
+        gate: Event that every method waits for. Clear it to simulate a coordinator that hangs.
     """
 
     def __init__(self, collectors: int = 2) -> None:
@@ -88,12 +88,12 @@ class ScriptedCoordinator:
         }
 
     def become(self, state: JobState, reason: str = "") -> None:
-        """The job's next state."""
+        """Change the job's state, and add an event."""
         self.job.update(state=state.name, reason=reason)
         self.happen("state", f"The job is {state.name}." + (f" {reason}" if reason else ""))
 
     def happen(self, kind: str, text: str, **fields: Any) -> int:
-        """An event; its number."""
+        """Add an event, and return its number."""
         with self._news:
             number = len(self._events) + 1
             self._events.append({"number": number, "time": time.time(), "kind": kind, "text": text, **fields})
@@ -159,11 +159,11 @@ class ScriptedCoordinator:
         self.wanted[role] = n
         rest = [one for one in self.workers if one["role"] != role]
         self.workers = rest + [self.worker(role, index) for index in range(n)]
-        self.happen("scale", f"{n} workers of the role {role} are wanted.")
+        self.happen("scale", f"{n} workers of the role {role} were requested.")
 
     def evaluate_now(self) -> None:
         if self.evaluates:
-            raise UsageError("An evaluation is under way already.")
+            raise UsageError("An evaluation is already in progress.")
         self._command("evaluate_now")
 
     def restore(self) -> None:
@@ -177,11 +177,11 @@ class ScriptedCoordinator:
         self._answer()
         if is_over(JobState(self.job["state"])):
             job = self.job
-            raise UsageError(f"The job is over: {job['state']} ({job['reason']}). It takes no more commands.")
+            raise UsageError(f"The job is over: {job['state']} ({job['reason']}). It accepts no more commands.")
         self.calls.append(call)
 
     def _answer(self) -> None:
         if not self.gate.wait(30.0):
-            raise AssertionError("The test left it hanging.")
+            raise AssertionError("The test did not set the gate.")
         if self.away is not None:
             raise self.away

@@ -1,4 +1,4 @@
-"""The control API over a real socket, before a coordinator whose state the test moves."""
+"""Tests of the control API over a real socket, with a scripted coordinator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlframe.errors import ConflictError, PeerError, UnavailableError, UsageErro
 from rlframe.http.serving import ServerThread
 from tests.coordinator.control.scripted_coordinator import MAX_ACTORS, ScriptedCoordinator
 
-DEADLINE = 30.0  # seconds for any answer, on a machine that is busy
+DEADLINE = 30.0  # seconds for any response, long enough for a busy machine
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def server(coordinator: ScriptedCoordinator) -> Iterator[ServerThread]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[tuple[ScriptedCoordinator, httpx.Client]]:
-    """One for the tests that change nothing: each refuses what it sends."""
+    """Yield a shared server for tests whose requests are all refused, so they change nothing."""
     coordinator = ScriptedCoordinator()
     with serve_control(coordinator, port=0) as server, httpx.Client(base_url=server.url, timeout=DEADLINE) as client:
         yield coordinator, client
@@ -60,7 +60,7 @@ def error_of(response: httpx.Response, status: int) -> dict:
 
 
 def read_events(lines: Iterator[str], count: int) -> list[tuple[int, dict]]:
-    """(id, data) of so many server-sent events."""
+    """Return (id, data) of the next `count` server-sent events."""
     found, number = [], -1
     for line in lines:
         if line.startswith("id: "):
@@ -72,11 +72,11 @@ def read_events(lines: Iterator[str], count: int) -> list[tuple[int, dict]]:
     return found
 
 
-def test_the_status_is_the_coordinators(coordinator, http):
+def test_status_endpoint_returns_the_coordinators_status(coordinator, http):
     assert http.get("/status").json() == coordinator.status()
 
 
-def test_however_many_pages_are_open_the_coordinator_is_asked_once(coordinator, http, monkeypatch):
+def test_concurrent_status_requests_share_one_call(coordinator, http, monkeypatch):
     monkeypatch.setattr("rlframe.coordinator.control.calls.STATUS_DEADLINE", DEADLINE)
     coordinator.gate.clear()
     answers: list[int] = []
@@ -102,12 +102,12 @@ def test_however_many_pages_are_open_the_coordinator_is_asked_once(coordinator, 
         ("/stop", {"reason": "enough"}, ("cancel", "enough")),
     ],
 )
-def test_each_command_is_one_call_of_the_coordinator(coordinator, http, path, body, call):
+def test_each_command_makes_one_call_to_the_coordinator(coordinator, http, path, body, call):
     assert http.post(path, json=body).json()["status"] == "ok"
     assert coordinator.calls == [call]
 
 
-def test_a_command_shows_in_the_next_status(http):
+def test_next_status_shows_the_effect_of_a_command(http):
     assert http.get("/status").json()["job"]["state"] == "RUNNING"
     http.post("/pause")
     assert http.get("/status").json()["job"]["state"] == "PAUSED"
@@ -115,7 +115,7 @@ def test_a_command_shows_in_the_next_status(http):
     assert http.get("/status").json()["job"]["state"] == "RUNNING"
 
 
-def test_what_a_command_returned_is_its_result(http):
+def test_response_contains_the_return_value_of_the_command(http):
     assert http.post("/checkpoint").json() == {"status": "ok", "result": "step 1500"}
 
 
@@ -136,29 +136,29 @@ def test_what_a_command_returned_is_its_result(http):
         ({"role": "collector", "n": 2, "N": 3}, "N"),
     ],
 )
-def test_a_body_that_cannot_be_is_refused_and_its_field_named(shared, body, field):
+def test_invalid_field_is_refused_and_named(shared, body, field):
     error = error_of(shared[1].post("/scale", json=body), 422)
     assert (error["type"], error["field"]) == ("invalid", field)
     assert len(error["message"]) < 300 and shared[0].calls == []
 
 
-def test_limits_are_told_with_what_came(shared):
+def test_error_message_contains_the_limits_and_the_received_number(shared):
     message = error_of(shared[1].post("/scale", json={"role": "collector", "n": 9}), 422)["message"]
-    assert message == "This job has between 1 and 8 of the role collector, not 9."
+    assert message == "The number of workers of the role collector must be between 1 and 8, got 9."
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff\xfe", b'{"role": "collector", "n": NaN}', b"[" * 100_000])
-def test_what_is_no_object_is_refused(shared, body):
+def test_body_that_is_not_a_json_object_is_refused(shared, body):
     response = shared[1].post("/scale", content=body, headers={"Content-Type": "application/json"})
-    error = error_of(response, 400 if len(body) > 1000 else 422)  # too deep to be read at all
+    error = error_of(response, 400 if len(body) > 1000 else 422)  # the long body is nested too deeply to parse
     assert len(error["message"]) < 300 and shared[0].calls == []
 
 
-def test_a_body_without_end_is_refused(shared):
+def test_too_large_body_is_refused(shared):
     error_of(shared[1].post("/scale", content=b"[" + b" " * (2 << 20) + b"]"), 413)
 
 
-def test_a_job_that_is_over_takes_no_commands(coordinator, http):
+def test_commands_after_the_end_of_the_job_are_refused(coordinator, http):
     coordinator.become(JobState.DRAINING)
     coordinator.become(JobState.CLOSED, "100,000 environment steps")
     for path, body in (("/pause", None), ("/evaluate", None), ("/stop", {}), ("/scale", {"role": "collector", "n": 3})):
@@ -168,30 +168,30 @@ def test_a_job_that_is_over_takes_no_commands(coordinator, http):
     assert coordinator.calls == []
 
 
-def test_what_the_coordinator_refuses_is_a_conflict_with_its_sentence(http):
+def test_usage_error_of_the_coordinator_becomes_a_409_with_its_message(http):
     assert error_of(http.post("/resume"), 409)["message"] == "The job is not paused."
 
 
-def test_one_evaluation_at_a_time(coordinator, http):
+def test_second_evaluation_is_refused(coordinator, http):
     coordinator.evaluates = True
     error = error_of(http.post("/evaluate"), 409)
-    assert (error["type"], error["message"]) == ("conflict", "An evaluation is under way already.")
-    with ControlClient(str(http.base_url)) as client, pytest.raises(ConflictError, match="is under way already"):
+    assert (error["type"], error["message"]) == ("conflict", "An evaluation is already in progress.")
+    with ControlClient(str(http.base_url)) as client, pytest.raises(ConflictError, match="is already in progress"):
         client.evaluate_now()
     coordinator.evaluates = False
     assert http.post("/evaluate").status_code == 200
 
 
-def test_a_program_has_the_learner_go_back(coordinator, http):
+def test_client_can_restore_the_learner(coordinator, http):
     with ControlClient(str(http.base_url)) as client:
         client.restore()
     assert coordinator.calls == [("restore",)]
 
 
-def test_a_coordinator_that_is_away_is_503_and_found_again(coordinator, http):
+def test_unreachable_coordinator_gives_503_until_it_returns(coordinator, http):
     assert http.get("/status").status_code == 200
     coordinator.away = PeerError("The coordinator at localhost:1 did not answer status() within 2 s.")
-    wait_until(lambda: http.get("/status").status_code == 503)  # the last status is kept for 0.2 s
+    wait_until(lambda: http.get("/status").status_code == 503)  # the last status is cached for 0.2 s
     response = http.get("/status")
     assert error_of(response, 503) == {"type": "unavailable", "message": str(coordinator.away), "field": None}
     assert response.headers["retry-after"] == "1"
@@ -203,12 +203,12 @@ def test_a_coordinator_that_is_away_is_503_and_found_again(coordinator, http):
     assert http.get("/status").json()["job"]["state"] == "RUNNING"
 
 
-def test_a_coordinator_that_raises_something_else_is_503_too(coordinator, http):
+def test_unexpected_exception_of_the_coordinator_gives_503(coordinator, http):
     coordinator.away = KeyError("workers")
     assert "KeyError" in error_of(http.get("/status"), 503)["message"]
 
 
-def test_a_coordinator_that_hangs_is_503_within_seconds(coordinator, http, monkeypatch):
+def test_hanging_coordinator_gives_503_after_the_deadline(coordinator, http, monkeypatch):
     monkeypatch.setattr("rlframe.coordinator.control.calls.STATUS_DEADLINE", 0.3)
     coordinator.gate.clear()
     assert "did not answer status() within 0.3 s" in error_of(http.get("/status"), 503)["message"]
@@ -216,21 +216,21 @@ def test_a_coordinator_that_hangs_is_503_within_seconds(coordinator, http, monke
     assert http.get("/healthz").status_code == 200
 
 
-def test_calls_that_hang_do_not_pile_up(coordinator, http):
+def test_number_of_hanging_calls_is_limited(coordinator, http):
     coordinator.gate.clear()
     answers: queue.Queue[httpx.Response] = queue.Queue()
     threads = [threading.Thread(target=lambda: answers.put(http.post("/evaluate"))) for _ in range(MAX_CALLS + 1)]
     for thread in threads:
         thread.start()
-    refused = answers.get(timeout=DEADLINE)  # the others hang
-    assert "wait for the coordinator already" in error_of(refused, 503)["message"]
+    refused = answers.get(timeout=DEADLINE)  # the other calls hang
+    assert "already wait for the coordinator" in error_of(refused, 503)["message"]
     coordinator.gate.set()
     for thread in threads:
         thread.join(DEADLINE)
     assert http.get("/status").status_code == 200
 
 
-def test_events_are_read_from_a_number_on(coordinator, http):
+def test_events_after_a_number_are_returned(coordinator, http):
     for i in range(3):
         coordinator.happen("worker", f"number {i}", worker_id="collector/0")
     told = http.get("/events", params={"since": 2}).json()["events"]
@@ -240,7 +240,7 @@ def test_events_are_read_from_a_number_on(coordinator, http):
         assert error_of(http.get("/events", params={"since": since}), 422)["field"] == "since"
 
 
-def test_the_stream_begins_with_what_happened_and_goes_on(coordinator, http):
+def test_stream_starts_with_past_events_and_continues(coordinator, http):
     coordinator.happen("worker", "before")
     with http.stream("GET", "/events/stream") as response:
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -250,7 +250,7 @@ def test_the_stream_begins_with_what_happened_and_goes_on(coordinator, http):
         assert [(number, event["text"]) for number, event in read_events(lines, 1)] == [(3, "line one\nline two")]
 
 
-def test_a_stream_resumes_after_the_last_event_that_was_seen(coordinator, http):
+def test_stream_resumes_after_the_given_event_number(coordinator, http):
     for i in range(5):
         coordinator.happen("worker", str(i))
     for asked in ({"headers": {"Last-Event-ID": "4"}}, {"params": {"since": 4}}):
@@ -259,15 +259,15 @@ def test_a_stream_resumes_after_the_last_event_that_was_seen(coordinator, http):
     assert http.get("/events/stream", headers={"Last-Event-ID": "x"}).status_code == 422
 
 
-def test_a_quiet_stream_shows_that_it_is_there(coordinator, http, monkeypatch):
+def test_stream_without_events_sends_comments(coordinator, http, monkeypatch):
     monkeypatch.setattr("rlframe.coordinator.control.calls.HEARTBEAT", 0.05)
     with http.stream("GET", "/events/stream", params={"since": 1}) as response:
         lines = response.iter_lines()
         assert next(line for line in lines if line.startswith(":")) == ": here"
 
 
-def test_a_stream_lives_through_a_restart_of_the_coordinator(coordinator, http, monkeypatch):
-    monkeypatch.setattr("rlframe.coordinator.control.calls._PAUSE", 0.01)
+def test_stream_continues_after_a_restart_of_the_coordinator(coordinator, http, monkeypatch):
+    monkeypatch.setattr("rlframe.coordinator.control.calls._RETRY_AFTER", 0.01)
     with http.stream("GET", "/events/stream") as response:
         lines = response.iter_lines()
         read_events(lines, 1)
@@ -277,7 +277,7 @@ def test_a_stream_lives_through_a_restart_of_the_coordinator(coordinator, http, 
         assert read_events(lines, 1)[0][1]["text"] == "It is back."
 
 
-def test_the_end_of_the_service_ends_its_streams(coordinator, monkeypatch):
+def test_streams_end_when_the_service_closes(coordinator, monkeypatch):
     monkeypatch.setattr("rlframe.http.serving.DRAIN", 100)
     with (
         serve_control(coordinator, port=0) as server,
@@ -292,7 +292,7 @@ def test_the_end_of_the_service_ends_its_streams(coordinator, monkeypatch):
         httpx.get(server.url + "/healthz", timeout=DEADLINE)
 
 
-def test_a_token_is_needed_but_for_the_page_and_health(coordinator, tmp_path):
+def test_token_is_required_except_for_the_page_and_healthz(coordinator, tmp_path):
     (tmp_path / "token").write_text("secret\n")
     guarded = [("GET", path) for path in ("/status", "/events", "/events/stream", "/metrics", "/docs", "/")]
     guarded += [("POST", path) for path in ("/pause", "/resume", "/scale", "/stop", "/evaluate", "/restore")]
@@ -312,25 +312,25 @@ def test_a_token_is_needed_but_for_the_page_and_health(coordinator, tmp_path):
     assert coordinator.calls == []
 
 
-def test_without_a_token_only_loopback_is_listened_at(coordinator):
+def test_address_other_than_loopback_requires_a_token(coordinator):
     with pytest.raises(UsageError, match="--token-file"), serve_control(coordinator, host="0.0.0.0", port=0):
         pass
 
 
 @pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Host": "evil.example"}, {"Origin": "null"}])
-def test_pages_from_elsewhere_are_refused(shared, headers):
+def test_requests_from_other_origins_are_refused(shared, headers):
     coordinator, http = shared
     for method, path in (("POST", "/pause"), ("GET", "/status"), ("GET", "/events/stream"), ("GET", "/")):
         assert error_of(http.request(method, path, headers=headers), 403)["type"] == "forbidden"
     assert coordinator.calls == []
 
 
-def test_its_own_page_may_call_it(server, coordinator, http):
+def test_requests_from_the_own_page_are_accepted(server, coordinator, http):
     assert http.post("/pause", headers={"Origin": server.url}).status_code == 200
     assert coordinator.calls == [("pause",)]
 
 
-def test_prometheus_reads_the_job(coordinator, http):
+def test_metrics_endpoint_describes_the_job(coordinator, http):
     coordinator.workers[2]["state"] = "SUSPECT"
     lines = http.get("/metrics").text.splitlines()
     for line in (
@@ -346,7 +346,7 @@ def test_prometheus_reads_the_job(coordinator, http):
         assert line in lines
 
 
-def test_an_unknown_path_and_method_are_typed_errors(shared):
+def test_unknown_path_and_method_give_typed_errors(shared):
     http = shared[1]
     assert error_of(http.get("/nothing"), 404)["type"] == "not_found"
     assert error_of(http.get("/pause"), 405)["type"] == "method_not_allowed"

@@ -1,4 +1,4 @@
-"""`rlframe status|scale|pause|unpause|stop` in this process, against the control API over a real socket."""
+"""Tests of `rlframe status|scale|pause|unpause|stop` in this process, with the control API on a real socket."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def server(coordinator: ScriptedCoordinator) -> Iterator[ServerThread]:
 
 
 def refused(capsys: pytest.CaptureFixture, *arguments: str, code: int = 2) -> str:
-    """The one line that the command prints when it refuses."""
+    """Run a command that must fail, and return the one line that it prints."""
     assert main(list(arguments)) == code
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     return lines[0].removeprefix("rlframe: ")
 
 
-def test_the_status_is_a_table_that_a_person_reads(coordinator, server, capsys):
+def test_status_command_prints_a_table(coordinator, server, capsys):
     coordinator.job["reason"] = "[bold]no markup[/bold]"
     assert main(["status", "--url", server.url]) == 0
     shown = capsys.readouterr().out
@@ -76,16 +76,16 @@ def test_the_status_is_a_table_that_a_person_reads(coordinator, server, capsys):
     ]
 
 
-def test_the_status_as_json_is_the_coordinators(coordinator, server, capsys):
+def test_json_status_equals_the_coordinators_status(coordinator, server, capsys):
     assert main(["status", "--url", server.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == coordinator.status()
 
 
-def test_watch_goes_on_until_the_job_is_over(coordinator, server, capsys):
+def test_watch_continues_until_the_job_is_over(coordinator, server, capsys):
     seen = []
     answer = coordinator.status
 
-    def status():  # what happens between two looks
+    def status():  # the job's state changes from call to call
         seen.append(coordinator.job["state"])
         if len(seen) == 2:
             coordinator.become(JobState.DRAINING)
@@ -125,7 +125,7 @@ def test_pause_and_unpause(coordinator, server):
 @pytest.mark.parametrize(
     "command, message",
     [
-        ("scale collector 9", "This job has between 1 and 8 of the role collector, not 9."),
+        ("scale collector 9", "The number of workers of the role collector must be between 1 and 8, got 9."),
         (
             "scale colector 2",
             "'colector' is no role; there are learner, collector, evaluator. Did you mean 'collector'?",
@@ -136,7 +136,7 @@ def test_pause_and_unpause(coordinator, server):
         ("status --interval 0", "--interval must be between 0.1 and 3600 seconds, got 0."),
     ],
 )
-def test_wrong_input_is_one_sentence_and_exit_code_2(server, capsys, command, message):
+def test_wrong_input_prints_one_line_and_exits_with_2(server, capsys, command, message):
     assert refused(capsys, *command.split(), "--url", server.url).startswith(message)
 
 
@@ -147,16 +147,16 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(server, capsys, command, me
         ("stop", "Name one run, by RUN_DIR or by the --url of its control."),
         ("scale collector 4", "Name one run, by RUN_DIR or by the --url of its control."),
         ("pause nowhere --url http://127.0.0.1:1", "Name one run, by RUN_DIR or by the --url of its control."),
-        ("status --url nonsense", "'nonsense' is no URL of a coordinator's control, as http://127.0.0.1:8765 is"),
-        ("pause nowhere", "There is no nowhere/control.json: the run in nowhere has no control"),
+        ("status --url nonsense", "'nonsense' is not the URL of a control API, such as http://127.0.0.1:8765"),
+        ("pause nowhere", "There is no nowhere/control.json: the run in nowhere has no control API"),
     ],
 )
-def test_one_run_is_named(capsys, tmp_path, monkeypatch, command, message):
+def test_commands_require_exactly_one_valid_run(capsys, tmp_path, monkeypatch, command, message):
     monkeypatch.chdir(tmp_path)
     assert refused(capsys, *command.split()).startswith(message)
 
 
-def test_a_job_that_is_over_is_said_to_be(coordinator, server, capsys):
+def test_command_after_the_end_of_the_job_prints_that_it_is_over(coordinator, server, capsys):
     coordinator.become(JobState.DRAINING)
     coordinator.become(JobState.CLOSED, "100,000 environment steps")
     assert refused(capsys, "pause", "--url", server.url).startswith(
@@ -164,14 +164,14 @@ def test_a_job_that_is_over_is_said_to_be(coordinator, server, capsys):
     )
 
 
-def test_nobody_listens(capsys):
+def test_status_of_an_unused_port_is_refused(capsys):
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, and not listened at
+        taken.bind(("127.0.0.1", 0))  # bound, but not listening
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        assert refused(capsys, "status", "--url", url, code=1).startswith(f"Nobody listens at {url}")
+        assert refused(capsys, "status", "--url", url, code=1).startswith(f"Nothing listens at {url}.")
 
 
-def test_something_else_listens(capsys):
+def test_response_of_another_service_is_reported(capsys):
     class Silent(http.server.BaseHTTPRequestHandler):
         def log_message(self, *_):
             pass
@@ -180,12 +180,12 @@ def test_something_else_listens(capsys):
         threading.Thread(target=other.handle_request, daemon=True).start()
         url = f"http://127.0.0.1:{other.server_port}"
         told = refused(capsys, "status", "--url", url, code=1)
-    assert told.startswith(f"{url} answered 501 and nothing that a coordinator's control says")
+    assert told.startswith(f"{url} answered 501 with a body that is not from a control API")
 
 
-def test_a_run_directory_knows_where_its_control_is_and_its_token(coordinator, tmp_path, capsys):
+def test_commands_find_the_control_url_and_token_in_the_run_directory(coordinator, tmp_path, capsys):
     token = make_token_file(tmp_path)
-    assert make_token_file(tmp_path) == token  # a run that is resumed keeps its secret
+    assert make_token_file(tmp_path) == token  # a resumed run keeps its token
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
     with serve_control(coordinator, port=0, token_file=token) as server:
         write_control(tmp_path, server.url, token)
@@ -193,23 +193,23 @@ def test_a_run_directory_knows_where_its_control_is_and_its_token(coordinator, t
         assert main(["scale", str(tmp_path), "collector", "3"]) == 0
         capsys.readouterr()
         told = refused(capsys, "pause", "--url", server.url)
-        assert told.startswith(f"{server.url} wants a token, and this is not it: name its file by --token-file, or")
+        assert told.startswith(f"{server.url} requires a token, and the given token is missing or wrong. Name its file")
         assert main(["pause", "--url", server.url, "--token-file", token]) == 0
     assert coordinator.calls == [("scale", "collector", 3), ("pause",)]
 
 
-def test_a_run_that_has_ended_names_no_control_whose_port_may_be_anothers(tmp_path, capsys):
+def test_control_file_is_removed_at_the_end_of_its_session(tmp_path, capsys):
     with serve_run_control(tmp_path, ControlAddress(), "localhost:1"):
         assert read_control(tmp_path).pid == os.getpid()
     capsys.readouterr()
-    assert "is over (then" in refused(capsys, "pause", str(tmp_path))
+    assert "has not started, or is over" in refused(capsys, "pause", str(tmp_path))
     with serve_run_control(tmp_path, ControlAddress(), "localhost:1"):
         content = control_file(tmp_path).read_text().replace(f'"pid": {os.getpid()}', '"pid": 1')
-        control_file(tmp_path).write_text(content)  # of a session that came later
+        control_file(tmp_path).write_text(content)  # as if a later session had written it
     assert read_control(tmp_path).pid == 1
 
 
-def test_the_status_of_a_run_that_is_over_is_its_last(coordinator, tmp_path, capsys):
+def test_status_of_a_finished_run_is_its_final_status(coordinator, tmp_path, capsys):
     coordinator.become(JobState.DRAINING)
     coordinator.become(JobState.CLOSED, "100,000 environment steps")
     final_status_file(tmp_path).parent.mkdir()
@@ -221,10 +221,10 @@ def test_the_status_of_a_run_that_is_over_is_its_last(coordinator, tmp_path, cap
     assert "dqn on CartPole-v1   over: 100,000 environment steps" in shown.out and "learner/0" in shown.out
     assert main(["status", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == coordinator.status()
-    assert "is over (then" in refused(capsys, "pause", str(tmp_path))
+    assert "has not started, or is over" in refused(capsys, "pause", str(tmp_path))
 
 
-def test_a_run_whose_control_was_killed_when_it_was_over_has_its_last_status(coordinator, tmp_path, capsys):
+def test_final_status_is_read_if_it_is_newer_than_a_leftover_control_file(coordinator, tmp_path, capsys):
     with serve_control(coordinator, port=0) as server:
         write_control(tmp_path, server.url, None)
     os.utime(control_file(tmp_path), (1, 1))
@@ -232,13 +232,13 @@ def test_a_run_whose_control_was_killed_when_it_was_over_has_its_last_status(coo
     final_status_file(tmp_path).write_text(json.dumps(coordinator.status()))
     assert main(["status", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == coordinator.status()
-    os.utime(final_status_file(tmp_path), (0, 0))  # of the session before the one that was killed
+    os.utime(final_status_file(tmp_path), (0, 0))  # as if from an earlier session
     assert refused(capsys, "status", str(tmp_path)).startswith("There is no run in")
 
 
 @pytest.fixture
 def directory(tmp_path) -> RunDir:
-    """Of an elastic run."""
+    """Return the directory of an elastic run."""
     directory, described = RunDir(tmp_path / "run"), make_experiment("dqn", topology="elastic", steps=1_000)
     directory.create()
     directory.write_config(described, {})
@@ -246,7 +246,7 @@ def directory(tmp_path) -> RunDir:
     return directory
 
 
-def test_watch_ends_well_with_a_run_whose_control_ends_before_that_is_seen(coordinator, directory, monkeypatch, capsys):
+def test_watch_succeeds_if_the_control_api_ends_before_the_last_poll(coordinator, directory, monkeypatch, capsys):
     monkeypatch.setattr("rlframe.cli.status._AWAY", 2.0)
     asked, answer = threading.Event(), coordinator.status
 
@@ -276,7 +276,7 @@ def test_watch_ends_well_with_a_run_whose_control_ends_before_that_is_seen(coord
     assert states[0] == "RUNNING" and states[-1] == "CLOSED"
 
 
-def test_the_control_of_a_run_on_another_host_is_not_looked_for_here(coordinator, directory, capsys):
+def test_loopback_url_of_a_run_on_another_host_is_not_called(coordinator, directory, capsys):
     with RunLock(directory.path):
         holder = {**json.loads((directory.path / NAME).read_text()), "host": "far", "boot": "another kernel's"}
     (directory.path / NAME).write_text(json.dumps(holder))
@@ -288,15 +288,15 @@ def test_the_control_of_a_run_on_another_host_is_not_looked_for_here(coordinator
         told = refused(capsys, "pause", str(directory.path))
         assert told.startswith(f"The control of the run in {directory.path} is at {server.url} of another host")
     assert (coordinator.asked, coordinator.calls) == (0, [])
-    write_control(directory.path, "http://192.0.2.1:8765", None)  # an address that means the same machine anywhere
+    write_control(directory.path, "http://192.0.2.1:8765", None)  # a public address is the same from any host
     assert has_reachable_coordinator(str(directory.path))
 
 
 @pytest.mark.parametrize("command", [("pause",), ("unpause",), ("scale", "collector", "2")])
-def test_a_run_that_was_killed_is_not_asked(coordinator, directory, capsys, command):
+def test_control_url_of_a_killed_run_is_not_called(coordinator, directory, capsys, command):
     append = directory.path / "metrics.jsonl"
     append.write_text(json.dumps({"step": 1234, "episode_return": 20.0}) + "\n")
-    with serve_control(coordinator, port=0) as server:  # its port is another run's by now
+    with serve_control(coordinator, port=0) as server:  # another run now has the port
         write_control(directory.path, server.url, None)
         told = refused(capsys, command[0], str(directory.path), *command[1:])
     assert (coordinator.asked, coordinator.calls) == (0, [])
@@ -305,6 +305,6 @@ def test_a_run_that_was_killed_is_not_asked(coordinator, directory, capsys, comm
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"version": 2, "url": "http://x", "token_file": null, "pid": 1}'])
-def test_a_control_file_that_is_none_is_said_to_be(tmp_path, capsys, content):
+def test_invalid_control_file_is_refused(tmp_path, capsys, content):
     control_file(tmp_path).write_text(content)
-    assert "is not what a run writes there" in refused(capsys, "pause", str(tmp_path))
+    assert "is not a valid control file" in refused(capsys, "pause", str(tmp_path))

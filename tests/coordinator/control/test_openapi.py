@@ -1,4 +1,4 @@
-"""Requests that schemathesis makes from the OpenAPI document, valid and not: no 500, and answers are as described."""
+"""Fuzz tests: schemathesis makes valid and invalid requests, and each response must match the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def service() -> Iterator[str]:
 @pytest.mark.system
 @schema.parametrize()
 @FUZZ
-def test_every_answer_is_as_described(case, service):
+def test_responses_match_the_openapi_document(case, service):
     response = case.call(base_url=service, timeout=60.0)
     assert response.status_code < 500 or response.status_code == 503, response.text[:500]
     case.validate_response(

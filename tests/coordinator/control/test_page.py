@@ -1,4 +1,4 @@
-"""The live page in a real browser, before a coordinator whose state the test moves."""
+"""Tests of the live page in a real browser, with a scripted coordinator."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def server(coordinator: ScriptedCoordinator) -> Iterator[ServerThread]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Open]:
-    """Opens a page; see `checked_pages`."""
+    """Yield a function that opens a page. See `checked_pages`."""
     with checked_pages(browser) as new_page:
 
         def open_page(url: str, path: str = "/", **options: Any) -> Page:
@@ -60,12 +60,14 @@ def tile(page: Page, name: str) -> str | None:
     return page.locator(f"#tile-{name} .value").text_content()
 
 
-def test_the_job_its_workers_and_its_numbers_are_shown(coordinator, server, open_page):
+def test_page_shows_the_job_and_its_workers(coordinator, server, open_page):
     coordinator.job["waits_for"] = "pacing"
     coordinator.workers[2].update(state="SUSPECT", silent_for=10.2, incarnation=3)
     page = open_page(server.url)
     expect(page.locator("#state")).to_have_text("RUNNING")
-    expect(page.locator("#why")).to_contain_text("The learner waits for its turn")
+    expect(page.locator("#why")).to_contain_text(
+        "The learner waits: the ratio of updates to environment steps is at its limit."
+    )
     expect(page.locator("#name")).to_have_text("dqn on CartPole-v1")
     expect(page.locator("#steps")).to_have_text("24,000 of 100,000 environment steps (24 %)")
     expect(page.locator("#left")).to_have_text("about 40 s left")
@@ -84,13 +86,13 @@ def test_the_job_its_workers_and_its_numbers_are_shown(coordinator, server, open
     assert "dropped3" in (page.locator("#accounts").text_content() or "")
 
 
-def test_the_plot_has_its_points_and_tells_their_values(coordinator, server, open_page):
+def test_plot_shows_points_and_their_values(coordinator, server, open_page):
     coordinator.returns, coordinator.evaluations = [[1000, 10.0], [2000, 40.0], [3000, 25.5]], [[2500, 33.0, 17]]
     page = open_page(server.url)
     curve = page.locator("#plot polyline.curve").first
     points = [tuple(map(float, point.split(","))) for point in (curve.get_attribute("points") or "").split()]
     (x1, y1), (x2, y2), (x3, y3) = points
-    assert x2 - x1 == pytest.approx(x3 - x2, abs=0.2) and x1 < x2  # the axes are linear, and up is more
+    assert x2 - x1 == pytest.approx(x3 - x2, abs=0.2) and x1 < x2  # the axes are linear, and larger values are higher
     assert (y1 - y2) / (y3 - y2) == pytest.approx(30.0 / 14.5, rel=0.02) and y2 < y3 < y1
     assert page.locator("#plot circle.mark").count() == 1
     assert {"0", "1K", "2K", "3K", "20", "40"} <= set(page.locator("#plot text").all_text_contents())
@@ -101,18 +103,18 @@ def test_the_plot_has_its_points_and_tells_their_values(coordinator, server, ope
     expect(page.locator("#pointed")).to_have_text("2,500 steps: 33 (evaluation of version 17)")
     coordinator.returns = [*coordinator.returns, [4000, 80.0]]
     told = "Returns over environment steps: 4 means in training, the last 80 at 4,000 steps; 1 evaluation."
-    expect(page.locator("#plot")).to_have_attribute("aria-label", f"{told} Arrow keys read single ones.")
+    expect(page.locator("#plot")).to_have_attribute("aria-label", f"{told} Use the arrow keys to read single points.")
 
 
-def test_what_the_coordinator_refuses_is_shown_in_its_words(coordinator, server, open_page):
+def test_message_of_a_refused_evaluation_is_shown(coordinator, server, open_page):
     coordinator.evaluates = True
     page = open_page(server.url)
     expect(page.locator("#state")).to_have_text("RUNNING")
     page.get_by_role("button", name="Evaluate now").click()
-    expect(page.locator("#said")).to_have_text("An evaluation is under way already.")
+    expect(page.locator("#said")).to_have_text("An evaluation is already in progress.")
 
 
-def test_the_buttons_call_the_coordinator(coordinator, server, open_page):
+def test_buttons_call_the_coordinator(coordinator, server, open_page):
     page = open_page(server.url)
     page.get_by_role("button", name="Pause").click()
     expect(page.locator("#state")).to_have_text("PAUSED")
@@ -120,9 +122,9 @@ def test_the_buttons_call_the_coordinator(coordinator, server, open_page):
     expect(page.locator("#state")).to_have_text("RUNNING")
     page.get_by_role("button", name="Evaluate now").click()
     page.get_by_role("button", name="Checkpoint").click()
-    page.get_by_role("button", name="One collector more").click()
+    page.get_by_role("button", name="Add a collector").click()
     expect(page.locator("#workers tbody tr")).to_have_count(5)
-    page.get_by_role("button", name="One collector fewer").click()
+    page.get_by_role("button", name="Remove a collector").click()
     expect(page.locator("#workers tbody tr")).to_have_count(4)
     called = [call for call in coordinator.calls if call[0] != "scale"]
     assert called == [("pause",), ("unpause",), ("evaluate_now",), ("checkpoint",)]
@@ -132,17 +134,17 @@ def test_the_buttons_call_the_coordinator(coordinator, server, open_page):
     ]
 
 
-def test_collectors_stay_within_their_limits(coordinator, server, open_page):
+def test_scale_buttons_are_disabled_at_the_limits(coordinator, server, open_page):
     coordinator.scale("collector", MAX_ACTORS)
     page = open_page(server.url)
     expect(page.locator("#wanted")).to_have_text(str(MAX_ACTORS))
-    expect(page.get_by_role("button", name="One collector more")).to_be_disabled()
+    expect(page.get_by_role("button", name="Add a collector")).to_be_disabled()
     coordinator.scale("collector", 1)
-    expect(page.get_by_role("button", name="One collector fewer")).to_be_disabled()
-    expect(page.get_by_role("button", name="One collector more")).to_be_enabled()
+    expect(page.get_by_role("button", name="Remove a collector")).to_be_disabled()
+    expect(page.get_by_role("button", name="Add a collector")).to_be_enabled()
 
 
-def test_stop_asks_first(coordinator, server, open_page):
+def test_stop_button_requires_confirmation(coordinator, server, open_page):
     page = open_page(server.url)
     page.get_by_role("button", name="Stop…").click()
     expect(page.get_by_role("dialog")).to_be_visible()
@@ -157,7 +159,7 @@ def test_stop_asks_first(coordinator, server, open_page):
     expect(page.get_by_role("button", name="Pause")).to_be_disabled()
 
 
-def test_a_refusal_is_shown_with_its_sentence(coordinator, server, open_page):
+def test_message_of_a_refused_checkpoint_is_shown(coordinator, server, open_page):
     page = open_page(server.url)
     expect(page.locator("#state")).to_have_text("RUNNING")
     coordinator.checkpoint = lambda: coordinator.unpause()
@@ -165,7 +167,7 @@ def test_a_refusal_is_shown_with_its_sentence(coordinator, server, open_page):
     expect(page.locator("#said")).to_have_text("The job is not paused.")
 
 
-def test_what_is_wrong_is_shown(coordinator, server, open_page):
+def test_page_shows_problems_of_the_job_and_the_operator(coordinator, server, open_page):
     page = open_page(server.url)
     coordinator.become(JobState.DEGRADED, "The learner was lost.")
     coordinator.operator.update(connected=False, problem="connection refused")
@@ -177,13 +179,13 @@ def test_what_is_wrong_is_shown(coordinator, server, open_page):
     expect(page.get_by_role("button", name="Evaluate now")).to_be_disabled()
 
 
-def test_a_coordinator_that_is_away_is_shown_and_what_was_known_stays(coordinator, server, open_page):
+def test_page_keeps_the_last_status_while_the_coordinator_is_unreachable(coordinator, server, open_page):
     page = open_page(server.url)
     expect(page.locator("#state")).to_have_text("RUNNING")
     coordinator.away = PeerError("It did not answer.")
-    expect(page.get_by_role("alert")).to_contain_text("The run cannot be reached since")
+    expect(page.get_by_role("alert")).to_contain_text("The run has been unreachable since")
     expect(page.get_by_role("alert")).to_contain_text("It did not answer.")
-    expect(page.locator("#connection")).to_have_text("not reached")
+    expect(page.locator("#connection")).to_have_text("unreachable")
     expect(page.locator("#workers tbody tr")).to_have_count(4)
     expect(page.get_by_role("button", name="Pause")).to_be_disabled()
     coordinator.happen("coordinator", "It was started again.")
@@ -193,7 +195,7 @@ def test_a_coordinator_that_is_away_is_shown_and_what_was_known_stays(coordinato
     expect(page.locator("#events li").last).to_contain_text("It was started again.")
 
 
-def test_the_log_follows_until_it_is_scrolled_up(coordinator, server, open_page):
+def test_log_follows_new_events_until_the_user_scrolls_up(coordinator, server, open_page):
     for i in range(100):
         coordinator.happen("worker", f"number {i}")
     page = open_page(server.url)
@@ -211,10 +213,10 @@ def test_the_log_follows_until_it_is_scrolled_up(coordinator, server, open_page)
     expect(events.locator("li").last).to_contain_text("the last")
     assert events.evaluate(at_end)
     numbers = events.locator("li span:last-child").all_text_contents()
-    assert numbers[1:4] == ["number 0", "number 1", "number 2"] and len(numbers) == 103  # each once
+    assert numbers[1:4] == ["number 0", "number 1", "number 2"] and len(numbers) == 103  # no duplicates
 
 
-def test_html_in_what_workers_say_stays_text(coordinator, server, open_page):
+def test_html_in_the_status_is_shown_as_text(coordinator, server, open_page):
     coordinator.job.update(agent=MARKUP, reason=MARKUP, run_dir=MARKUP)
     coordinator.workers.append(coordinator.worker("collector", 2, worker_id=MARKUP, host=MARKUP, task_id=MARKUP))
     coordinator.operator.update(connected=False, problem=MARKUP)
@@ -228,7 +230,7 @@ def test_html_in_what_workers_say_stays_text(coordinator, server, open_page):
     assert page.evaluate("window.injected") is None
 
 
-def test_it_asks_for_the_token_or_takes_it_from_the_url(coordinator, tmp_path, open_page):
+def test_page_reads_the_token_from_the_form_or_the_url(coordinator, tmp_path, open_page):
     (tmp_path / "token").write_text("secret")
     with serve_control(coordinator, port=0, token_file=str(tmp_path / "token")) as server:
         page = open_page(server.url)
@@ -243,12 +245,12 @@ def test_it_asks_for_the_token_or_takes_it_from_the_url(coordinator, tmp_path, o
         expect(page.locator("#state")).to_have_text("PAUSED")
         linked = open_page(server.url, "/#token=secret")
         expect(linked.locator("#state")).to_have_text("PAUSED")
-        assert linked.url == server.url + "/"  # it is not left to be seen, or copied
+        assert linked.url == server.url + "/"  # the token is removed from the address bar
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("width", [360, 1200])
-def test_nothing_is_wider_than_the_window(coordinator, server, open_page, width):
+def test_page_fits_the_window_width(coordinator, server, open_page, width):
     coordinator.workers.append(coordinator.worker("collector", 2, host="a-host-with-a-long-name-" * 4))
     coordinator.happen("worker", "x" * 500)
     coordinator.job["reason"] = "y" * 300

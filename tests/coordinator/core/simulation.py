@@ -1,7 +1,7 @@
-"""A world for the state machine, in simulated time: workers, an operator, a buffer and a param store.
+"""A simulation for tests of the state machine: workers, an operator, a replay buffer and a param store.
 
-The workers keep to the protocol (one piece of work at a time, the last reply kept, older calls refused), the operator
-to that of `LocalOperator`, and everything checks what it is handed: what must never happen raises AssertionError.
+The time is simulated. Workers follow the protocol: they do one call at a time, keep the last reply, and refuse older
+calls. The operator behaves like `LocalOperator`. All parts check their inputs, and raise AssertionError on errors.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ TICK, JOURNAL_EVERY, LIST_EVERY = 0.25, 0.1, 0.25  # seconds
 
 
 class Store:
-    """Versions of a policy, and which of them are pinned."""
+    """The newest version of a policy, and its pinned versions."""
 
     def __init__(self) -> None:
         self.newest, self.pins = -1, list[int]()
 
     def put(self, version: int) -> None:
-        assert version > self.newest, f"version {version} was put over {self.newest}"
+        assert version > self.newest, f"version {version} was put after {self.newest}"
         self.newest = version
 
     def pin(self) -> int:
@@ -62,21 +62,21 @@ class Store:
         return self.newest
 
     def unpin(self, version: int) -> None:
-        assert version in self.pins, f"version {version} was let go, and {self.pins} are pinned"
+        assert version in self.pins, f"version {version} was unpinned, but the pins are {self.pins}"
         self.pins.remove(version)
 
 
 class Buffer:
-    """Items in a queue, whose capacity is bounded: the oldest that is not drawn makes room."""
+    """A bounded queue of items. A new item evicts the oldest item that is not drawn."""
 
     CAPACITY, BATCH = 60, 4
 
     def __init__(self) -> None:
         self.items: list[int] = []
         self.added = self.evicted = self.consumed = self.drawn = 0
-        self.out: dict[int, int] = {}  # batches that were drawn and are not settled: number -> items
+        self.out: dict[int, int] = {}  # unfinished batches: number -> items
         self.settled = self.orphans = 0
-        self.raises = ""  # with every draw of the coordinator
+        self.raises = ""  # message of the error that each draw by the coordinator raises
 
     def add(self, count: int, source: str) -> None:
         assert source == "collect", f"{source} data reached the buffer"
@@ -88,7 +88,7 @@ class Buffer:
         self.check()
 
     def take(self) -> np.ndarray | None:
-        """A learner, or the coordinator for it, draws a batch: its number is its key."""
+        """Draw a batch, for the learner or the coordinator. Its key is its number."""
         if len(self.items) < self.BATCH:
             return None
         del self.items[: self.BATCH]
@@ -107,12 +107,12 @@ class Buffer:
     def settle(self, batches: tuple[BatchMeta, ...]) -> None:
         for batch in batches:
             number = int(batch.keys[0, 0])
-            assert number in self.out, f"batch {number} was settled twice, or never drawn"
+            assert number in self.out, f"batch {number} was finished twice, or never drawn"
             del self.out[number]
             self.settled += 1
 
     def restart(self) -> None:
-        """Another coordinator draws from now on: what the one before had out is nobody's."""
+        """Forget the unfinished batches of the last coordinator."""
         self.orphans += len(self.out)
         self.out.clear()
 
@@ -122,24 +122,24 @@ class Buffer:
 
 @dataclasses.dataclass
 class Work:
-    """What a call asked for, and what came of it."""
+    """The work of a call, and its reply."""
 
     header: Header
     method: str
-    do: Callable[[], WorkerReply | None]  # None: it waits for data
+    do: Callable[[], WorkerReply | None]  # returns None if it waits for data
     done_at: float
     reply: WorkerReply | None = None
-    found_nothing: bool = False  # it is done again if it is asked for again, and not by itself
+    found_nothing: bool = False  # it waits for data, and runs again when the call is repeated
 
 
 class SimWorker:
-    """One process. Work is done when somebody looks, and is as far as the time is then."""
+    """A simulated worker process. Its work advances when it is called."""
 
-    def __init__(self, world: Simulation, worker_id: str, role: str, index: int, incarnation: int) -> None:
-        self.world, self.worker_id, self.role, self.index, self.incarnation = world, worker_id, role, index, incarnation
+    def __init__(self, sim: Simulation, worker_id: str, role: str, index: int, incarnation: int) -> None:
+        self.sim, self.worker_id, self.role, self.index, self.incarnation = sim, worker_id, role, index, incarnation
         self.address: str | None = None
         self.is_dead = self.is_stopped = self.is_doomed = False
-        self.heard: list[Callable[[], None]] = []  # while it was stopped
+        self.heard: list[Callable[[], None]] = []  # calls that arrived while it was stopped
         self.work: Work | None = None
         self.task: tuple[str, int] | None = None
         self.start: StartTask | None = None
@@ -147,10 +147,10 @@ class SimWorker:
         self.result: dict[str, Any] | None = None
         self.ends_waits = False
         self.done = 0
-        self.steps = self.version = 0  # of a learner
+        self.steps = self.version = 0  # learner only
         self.counts = dict.fromkeys(("env_steps", "episodes", "return_sum", "length_sum"), 0.0)
         self.rank_incarnation = 0
-        self.fails: Failed | None = None  # with the next piece of work
+        self.fails: Failed | None = None  # reply of the next work
         self.max_seq = -1
 
     @property
@@ -209,8 +209,8 @@ class SimWorker:
             assert work.reply is not None
             return work.reply
         self.max_seq = header.seq
-        takes = self.world.work_seconds(method, self)
-        self.work = Work(header, method, lambda: self._do(method, header, args), self.world.now + takes)
+        takes = self.sim.work_seconds(method, self)
+        self.work = Work(header, method, lambda: self._do(method, header, args), self.sim.now + takes)
         self._work_on(header.seq)
         return self.work.reply or NotReady()
 
@@ -224,7 +224,7 @@ class SimWorker:
             return
         if work.found_nothing and asked_by != work.header.seq:
             return
-        if self.world.now < work.done_at and not (self.ends_waits and work.method == "learn"):
+        if self.sim.now < work.done_at and not (self.ends_waits and work.method == "learn"):
             return
         if self.fails is not None:
             work.reply, self.fails = self.fails, None
@@ -239,7 +239,7 @@ class SimWorker:
         if method == "start_task":
             return self._start(header, args[0])
         if method == "data_demand":
-            return Demand(self.world.rng.choice([0, 1, 3, 8]))
+            return Demand(self.sim.rng.choice([0, 1, 3, 8]))
         if method == "learn":
             return self._learn(args[0])
         if method == "get_data":
@@ -253,26 +253,26 @@ class SimWorker:
         if self.started is not None and self.task == (header.task_id, header.attempt):
             return self.started
         self.task, self.start, self.result, self.ends_waits = (header.task_id, header.attempt), start, None, False
-        self.world.check_one_live_attempt(self)
+        self.sim.check_one_live_attempt(self)
         info: dict[str, Any] = {}
         if self.role == "learner":
             assert start.kind == "learn"
-            attempt, opened = (start.options["epoch"], header.attempt), self.world.opened.get(start.policy_id, (-1, 0))
-            assert attempt > opened, f"{self.key} begins as {attempt}, and {opened} has begun"
-            self.world.opened[start.policy_id] = attempt
-            self.steps, saved = self.world.checkpoint
-            self.version = max(saved, start.options["min_version"] + 1, self.world.store.newest + 1)
-            self.world.store.put(self.version)
-            self.world.learner_started = True
+            attempt, opened = (start.options["epoch"], header.attempt), self.sim.opened.get(start.policy_id, (-1, 0))
+            assert attempt > opened, f"{self.key} starts as {attempt}, after {opened}"
+            self.sim.opened[start.policy_id] = attempt
+            self.steps, saved = self.sim.checkpoint
+            self.version = max(saved, start.options["min_version"] + 1, self.sim.store.newest + 1)
+            self.sim.store.put(self.version)
+            self.sim.learner_started = True
             info = {"learner_steps": self.steps, "params_version": self.version}
         elif self.role == "collector":
             assert start.kind == "collect"
-            assert self.world.store.newest >= 0, "a collector started before there was a version"
-            self.rank_incarnation = next(self.world.claims)
+            assert self.sim.store.newest >= 0, "a collector started before the first version"
+            self.rank_incarnation = next(self.sim.claims)
             self.counts = dict.fromkeys(self.counts, 0.0)
         else:
             assert start.kind == "evaluate"
-            assert start.options["params_version"] in self.world.store.pins, "a version that is not pinned"
+            assert start.options["params_version"] in self.sim.store.pins, "the version is not pinned"
         self.started = Started(info)
         return self.started
 
@@ -282,32 +282,32 @@ class SimWorker:
         if request.batches is not None:
             assert len(request.batches) == request.count
             for batch in request.batches:
-                if self.world.rng.random() < 0.1:
+                if self.sim.rng.random() < 0.1:
                     dropped += 1
                 else:
                     taken.append(batch.keys)
         else:
-            while len(taken) < request.count and (keys := self.world.buffer.take()) is not None:
+            while len(taken) < request.count and (keys := self.sim.buffer.take()) is not None:
                 taken.append(keys)
             if request.count and not taken and not self.ends_waits:
                 return None
         if taken:
             self.steps += len(taken)
             self.version += len(taken)
-            self.world.store.put(self.version)
-        if request.save or self.world.rng.random() < 0.2:
-            self.world.checkpoint = (self.steps, self.version)
-            self.world.saved.add(self.version)
+            self.sim.store.put(self.version)
+        if request.save or self.sim.rng.random() < 0.2:
+            self.sim.checkpoint = (self.steps, self.version)
+            self.sim.saved.add(self.version)
         return Learned(self.version, self.steps, tuple(Update(keys) for keys in taken), dropped, {"loss": 1.0})
 
     def _collect(self) -> WorkerReply:
         steps = 10
-        self.world.buffer.add(steps, "collect")
+        self.sim.buffer.add(steps, "collect")
         self.counts["env_steps"] += steps
         self.counts["episodes"] += 1
         self.counts["return_sum"] += 5
         self.counts["length_sum"] += steps
-        return Collected(self._stats(), self.world.store.newest, waits=False, length=steps)
+        return Collected(self._stats(), self.sim.store.newest, waits=False, length=steps)
 
     def _stats(self) -> dict[str, Any]:
         logged = {"speed": [3.0 * self.counts["env_steps"], self.counts["env_steps"]]}
@@ -316,7 +316,7 @@ class SimWorker:
     def _evaluate(self) -> WorkerReply:
         assert self.start is not None
         version = self.start.options["params_version"]
-        assert version in self.world.store.pins, "its version is gone"
+        assert version in self.sim.store.pins, "the version is no longer pinned"
         values = {"return_mean": float(version), "return_std": 0.0, "length_mean": 1.0, "episodes": 1.0}
         return Evaluated(version, values)
 
@@ -324,23 +324,23 @@ class SimWorker:
         self.started = None if self.started is None else self.started
         if self.role == "learner":
             if final:
-                self.world.checkpoint = (self.steps, self.version)
+                self.sim.checkpoint = (self.steps, self.version)
             return {"learner_steps": self.steps, "params_version": self.version}
         return self._stats() if self.role == "collector" else {}
 
 
 class SimOperator:
-    """Starts the dead again, the same index and the next incarnation; ends what is released or reported."""
+    """A simulated operator. It restarts dead and reported workers, and ends released ones."""
 
-    def __init__(self, world: Simulation) -> None:
-        self.world = world
+    def __init__(self, sim: Simulation) -> None:
+        self.sim = sim
         self.wanted: dict[str, int] = {}
-        self.slots: dict[str, SimWorker | None] = {}  # None: it is being started
+        self.slots: dict[str, SimWorker | None] = {}  # None while a worker starts
         self.incarnations: dict[str, int] = {}
         self.is_out = False
         self.is_over = False
-        self.never_comes: set[str] = set()  # roles whose processes never serve
-        self.never_starts: set[str] = set()  # roles of which there are no processes at all
+        self.never_comes: set[str] = set()  # roles whose workers never have an address
+        self.never_starts: set[str] = set()  # roles without processes
 
     def list_workers(self) -> tuple[WorkerInfo, ...]:
         workers = [worker for worker in self.slots.values() if worker is not None and not worker.is_dead]
@@ -361,7 +361,7 @@ class SimOperator:
         worker = self.slots.get(key[0])
         if worker is not None and worker.key == key:
             del self.slots[key[0]]
-            self.world.later(0.5, lambda: self._end(worker))
+            self.sim.later(0.5, lambda: self._end(worker))
 
     def _end(self, worker: SimWorker) -> None:
         worker.is_dead = True
@@ -397,20 +397,20 @@ class SimOperator:
             if self.is_over or worker_id not in self.slots or self.incarnations[worker_id] != incarnation:
                 return
             alive = [slot for slot, one in self.slots.items() if slot.startswith(role) and one is not None]
-            if len(alive) >= self.wanted.get(role, 0):  # not wanted any more
+            if len(alive) >= self.wanted.get(role, 0):  # no longer requested
                 del self.slots[worker_id]
                 return
-            worker = SimWorker(self.world, worker_id, role, index, incarnation)
+            worker = SimWorker(self.sim, worker_id, role, index, incarnation)
             self.slots[worker_id] = worker
-            self.world.all_workers.append(worker)
+            self.sim.all_workers.append(worker)
             if role not in self.never_comes:
-                self.world.later(self.world.rng.uniform(0.1, 2.0), lambda: setattr(worker, "address", worker_id))
+                self.sim.later(self.sim.rng.uniform(0.1, 2.0), lambda: setattr(worker, "address", worker_id))
 
-        self.world.later(self.world.rng.uniform(0.1, 1.0), up)
+        self.sim.later(self.sim.rng.uniform(0.1, 1.0), up)
 
 
 class Simulation:
-    """Everything around one job's machine, and the checks of what must always hold."""
+    """The simulated surroundings of a job, and checks of its invariants after each event."""
 
     def __init__(
         self,
@@ -428,7 +428,7 @@ class Simulation:
         self.store, self.buffer, self.operator = Store(), Buffer(), SimOperator(self)
         self.all_workers: list[SimWorker] = []
         self.checkpoint = (0, 0)
-        self.saved: set[int] = set()  # versions that a checkpoint held
+        self.saved: set[int] = set()  # versions in checkpoints
         self.claims = itertools.count()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -437,19 +437,19 @@ class Simulation:
         self.notes: list[ev.Note] = []
         self.rows: list[ev.Row] = []
         self.over: list[ev.Over] = []
-        self.old_answers: list[ev.Replied] = []  # that may come again
+        self.old_answers: list[ev.Replied] = []  # replies that tests deliver a second time
         self.learner_started = False
         self.opened: dict[str, tuple[int, int]] = {}  # policy -> (epoch, attempt) of its newest learner
         self.journal: dict[str, Any] | None = None
         self.journaled_at = -1e9
-        self.job: TrainingJob | None = None
+        self.maybe_job: TrainingJob | None = None
         self.life = 0
-        self.loses_effects = False  # of the next event: the coordinator is killed after it has written its journal
+        self.loses_effects = False  # kill the coordinator between the journal and the effects of the next event
         self._seen_states: dict[Any, Any] = {}
         self._floor: dict[str, float] = {}
         self._seqs: dict[tuple[str, int], int] = {}
         self.pinned = self.unpinned = self.lost_pins = 0
-        self.updates = 0  # sets that were settled
+        self.updates = 0  # updates in finished batches
         self.evaluated: dict[str, int] = {}
         self.start_coordinator()
         self._every(LIST_EVERY, self._operator_round)
@@ -468,7 +468,7 @@ class Simulation:
         self.later(seconds, again)
 
     def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
-        """Lets time pass; whether `until` became true."""
+        """Let time pass until `until` is true, for at most `seconds`. Return True if it became true."""
         end = self.now + seconds
         while not until():
             if self._queue[0][0] > end:
@@ -482,16 +482,16 @@ class Simulation:
     # --- the coordinator
 
     @property
-    def m(self) -> TrainingJob:
-        assert self.job is not None
-        return self.job
+    def job(self) -> TrainingJob:
+        assert self.maybe_job is not None
+        return self.maybe_job
 
     def start_coordinator(self) -> None:
-        if self.job is not None:
+        if self.maybe_job is not None:
             return
         self.life += 1
         saved = json.loads(json.dumps(self.journal)) if self.journal is not None else None
-        self.job = TrainingJob(
+        self.maybe_job = TrainingJob(
             self.commander,
             self.limits,
             self._wanted,
@@ -505,17 +505,17 @@ class Simulation:
         self.deliver(ev.Submitted())
 
     def kill_coordinator(self) -> None:
-        self.job = None
+        self.maybe_job = None
         self.life += 1
 
     def deliver(self, event: Any) -> None:
-        """Something happens to the coordinator, where there is one."""
-        job = self.job
+        """Pass an event to the coordinator, if it runs."""
+        job = self.maybe_job
         if job is None:
             return
         before_over = is_over(job.state)
         effects = advance(job, event, self.now)
-        assert not (before_over and effects), "a job that was over did something"
+        assert not (before_over and effects), "a job that is over returned effects"
         self._check(job)
         if any(isinstance(effect, ev.Note) for effect in effects) or self.now > self.journaled_at + JOURNAL_EVERY:
             self.journal, self.journaled_at = json.loads(json.dumps(job.to_json())), self.now
@@ -584,11 +584,11 @@ class Simulation:
         return tuple(drawn)
 
     def _tell_operator(self, effect: Any, life: int) -> None:
-        """What it does not take while it is away is said again."""
+        """Carry out an operator's effect. Repeat it later during an outage."""
         if life != self.life:
             return
         operator = self.operator
-        if operator.is_out and isinstance(effect, ev.EndWorkers):  # it is tried for a while
+        if operator.is_out and isinstance(effect, ev.EndWorkers):  # the operator thread gives up after a while
             self.later(10.0, lambda: self._soon(lambda: ev.WorkersEnded("it is away"), life))
         elif operator.is_out:
             self.later(0.5, lambda: self._tell_operator(effect, life))
@@ -602,7 +602,7 @@ class Simulation:
             operator.disconnect()
             self._soon(ev.WorkersEnded, life)
 
-    # --- the wires
+    # --- network
 
     def _latency(self) -> float:
         return self.rng.uniform(0.0005, 0.01) if self.rng.random() < 0.95 else self.rng.uniform(0.01, 0.4)
@@ -633,23 +633,23 @@ class Simulation:
             worker.heard.append(lambda: self._arrive(send, life))
             return
         luck = self.rng.random()
-        if luck < self.trouble / 3:  # it never got there
+        if luck < self.trouble / 3:  # the call is lost
             answer(ev.Unanswered(*who), self._latency())
             return
         reply = worker.call(send.method, send.header, send.args)
-        if luck < self.trouble * 2 / 3:  # the answer never got back
+        if luck < self.trouble * 2 / 3:  # the reply is lost
             answer(ev.Unanswered(*who), self._latency())
             return
         event = ev.Replied(*who, reply)
         self.old_answers = [*self.old_answers[-30:], event]
         answer(event, self._latency())
-        if luck < self.trouble:  # twice
+        if luck < self.trouble:  # the reply arrives twice
             answer(event, self._latency() + self.rng.random())
 
-    # --- what may happen to workers
+    # --- failures of workers
 
     def live(self, role: str | None = None) -> list[SimWorker]:
-        """Processes that the operator has and that serve."""
+        """Return the live workers of the operator."""
         slots = sorted(self.operator.slots.items())
         return [w for _, w in slots if w is not None and not w.is_dead and (role is None or w.role == role)]
 
@@ -665,10 +665,10 @@ class Simulation:
         for each in heard:
             each()
 
-    # --- what must always hold
+    # --- invariants
 
     def check_one_live_attempt(self, worker: SimWorker) -> None:
-        """No worker starts an attempt that another has had."""
+        """Check that no other worker has started the same attempt or a later one."""
         assert worker.task is not None
         for other in self.all_workers:
             if other is not worker and other.task is not None and other.task[0] == worker.task[0]:
@@ -682,7 +682,7 @@ class Simulation:
         assert send.header.seq >= last, f"{send.worker_id} was called with {send.header.seq} after {last}"
         self._seqs[send.worker_id, send.incarnation] = send.header.seq
         if send.method == "start_task" and send.args[0].kind == "collect":
-            assert self.learner_started, "a collector was started before a learner"
+            assert self.learner_started, "a collector started before a learner"
 
     def _floors(self, accounts: Any) -> dict[str, float]:
         return {"env_steps": accounts.env_steps, "params_version": accounts.params_version}
@@ -691,7 +691,7 @@ class Simulation:
         self._floor = self._floors(job.accounts)
 
     def _check_floor(self) -> None:
-        for name, value in self._floors(self.m.accounts).items():
+        for name, value in self._floors(self.job.accounts).items():
             assert value >= self._floor.get(name, value), f"{name} fell to {value} from {self._floor[name]}"
 
     def _check(self, job: TrainingJob) -> None:
@@ -708,10 +708,12 @@ class Simulation:
             if worker.task_id is not None and not is_over(worker.state):
                 at.setdefault(worker.task_id, []).append(worker.worker_id)
         for task_id, workers in at.items():
-            assert len(workers) == 1, f"{workers} are at {task_id}"
+            assert len(workers) == 1, f"{workers} have the task {task_id}"
         for task in tasks:
             if task.is_live:
-                assert at.get(task.task_id) == [task.worker_id], f"{task} is live, and at it is {at.get(task.task_id)}"
+                assert at.get(task.task_id) == [task.worker_id], (
+                    f"{task} is live, but its worker is {at.get(task.task_id)}"
+                )
             if not task.is_live:
                 assert task.granted == 0 and not task.batches and task.drawing is None, task
         now = {("job",): job.state}
@@ -720,8 +722,8 @@ class Simulation:
         for key, state in now.items():
             before = self._seen_states.get(key, state)
             if before is not state:
-                assert not is_over(before), f"{key} was {before}, and is {state}"
-                assert state in _reachable(before), f"{key} went from {before} to {state}"
+                assert not is_over(before), f"{key} changed from the final state {before} to {state}"
+                assert state in _reachable(before), f"{key} changed from {before} to {state}"
         self._seen_states.update(now)
 
     @property
@@ -730,7 +732,7 @@ class Simulation:
 
 
 def _reachable(state: Any) -> set[Any]:
-    """One event may bring about more than one step."""
+    """Return the states that are reachable in any number of transitions: one event can cause several."""
     found, rest = {state}, [state]
     while rest:
         for after in TRANSITIONS[rest.pop()]:

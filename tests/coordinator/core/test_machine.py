@@ -1,4 +1,4 @@
-"""Whole jobs, in simulated time."""
+"""Tests of whole jobs in simulated time."""
 
 from __future__ import annotations
 
@@ -22,449 +22,454 @@ ENDLESS = TrainOne(env_steps=10**9)
 
 
 def running(collectors: int = 2, **kwargs: object) -> Simulation:
-    world = Simulation(collectors=collectors, commander=kwargs.pop("commander", ENDLESS), **kwargs)  # type: ignore[arg-type]
-    assert world.run(30.0, lambda: at_work(world) == collectors and world.m.accounts.learned > 3)
-    return world
+    sim = Simulation(collectors=collectors, commander=kwargs.pop("commander", ENDLESS), **kwargs)  # type: ignore[arg-type]
+    assert sim.run(30.0, lambda: at_work(sim) == collectors and sim.job.accounts.learned > 3)
+    return sim
 
 
-def at_work(world: Simulation) -> int:
-    return sum(task.state is TaskState.RUNNING for task in world.m.tasks.open("collect"))
+def at_work(sim: Simulation) -> int:
+    return sum(task.state is TaskState.RUNNING for task in sim.job.tasks.open("collect"))
 
 
-def learner(world: Simulation):
-    return world.live("learner")[0]
+def learner(sim: Simulation):
+    return sim.live("learner")[0]
 
 
 @pytest.mark.parametrize("by_key", [True, False])
-def test_a_job_ends_at_its_limit_with_its_last_version_evaluated(by_key: bool) -> None:
-    world = Simulation(by_key=by_key, commander=TrainOne(env_steps=1000, eval_every=300))
-    assert world.run(200.0, lambda: world.is_over)
-    accounts = world.m.accounts
-    assert not world.over[0].failed and world.over[0].reason == "1,000 of 1,000 environment steps were taken"
+def test_job_ends_at_its_limit_and_evaluates_its_last_version(by_key: bool) -> None:
+    sim = Simulation(by_key=by_key, commander=TrainOne(env_steps=1000, eval_every=300))
+    assert sim.run(200.0, lambda: sim.is_over)
+    accounts = sim.job.accounts
+    assert not sim.over[0].failed and sim.over[0].reason == "1,000 of 1,000 environment steps were taken"
     assert accounts.env_steps >= 1000 and accounts.learned > 0 and accounts.lost == 0
-    assert accounts.evaluations[-1][1:] == [world.store.newest, world.store.newest]  # the mean is the version here
-    assert world.m.ending is not None and world.m.ending.evaluation["params_version"] == world.store.newest
-    assert world.checkpoint == (accounts.learner_steps, world.store.newest)  # the final policy was saved
-    assert len(accounts.evaluations) >= 3 and not world.store.pins and not world.buffer.out
-    assert not world.live() and len(world.over) == 1
+    # In the simulation the mean return is the version.
+    assert accounts.evaluations[-1][1:] == [
+        sim.store.newest,
+        sim.store.newest,
+    ]
+    assert sim.job.ending is not None and sim.job.ending.evaluation["params_version"] == sim.store.newest
+    assert sim.checkpoint == (accounts.learner_steps, sim.store.newest)  # the final policy was saved
+    assert len(accounts.evaluations) >= 3 and not sim.store.pins and not sim.buffer.out
+    assert not sim.live() and len(sim.over) == 1
 
 
 @pytest.mark.parametrize("by_key", [True, False])
-def test_an_evaluation_during_a_job_is_of_a_version_that_a_checkpoint_holds(by_key: bool) -> None:
-    world = Simulation(by_key=by_key, commander=TrainOne(env_steps=1000, eval_every=100))
-    assert world.run(200.0, lambda: world.is_over)
-    versions = [version for _, _, version in world.m.accounts.evaluations]
-    assert len(versions) >= 4 and set(versions[:-1]) <= world.saved and versions[-1] == world.checkpoint[1]
+def test_each_evaluated_version_is_in_a_checkpoint(by_key: bool) -> None:
+    sim = Simulation(by_key=by_key, commander=TrainOne(env_steps=1000, eval_every=100))
+    assert sim.run(200.0, lambda: sim.is_over)
+    versions = [version for _, _, version in sim.job.accounts.evaluations]
+    assert len(versions) >= 4 and set(versions[:-1]) <= sim.saved and versions[-1] == sim.checkpoint[1]
 
 
 @pytest.mark.parametrize("by_key", [True, False])
-def test_the_learner_of_a_paused_job_saves_for_an_evaluation(by_key: bool) -> None:
-    world = running(by_key=by_key)
-    world.deliver(ev.PauseRequested(True))
-    world.run(10.0)
-    world.deliver(ev.EvaluationRequested())
-    assert world.run(30.0, lambda: bool(world.m.accounts.evaluations))
-    assert world.m.accounts.evaluations[-1][2] in world.saved
-    assert world.m.state is JobState.PAUSED and world.m.accounts.lost == 0
+def test_learner_of_a_paused_job_saves_before_an_evaluation(by_key: bool) -> None:
+    sim = running(by_key=by_key)
+    sim.deliver(ev.PauseRequested(True))
+    sim.run(10.0)
+    sim.deliver(ev.EvaluationRequested())
+    assert sim.run(30.0, lambda: bool(sim.job.accounts.evaluations))
+    assert sim.job.accounts.evaluations[-1][2] in sim.saved
+    assert sim.job.state is JobState.PAUSED and sim.job.accounts.lost == 0
 
 
-def test_an_evaluation_waits_for_the_learner_that_replaces_a_dead_one() -> None:
-    world = running()
-    world.deliver(ev.EvaluationRequested())
-    world.kill(learner(world))
-    assert world.run(60.0, lambda: bool(world.m.accounts.evaluations))
-    assert world.m.accounts.evaluations[-1][2] in world.saved
+def test_evaluation_waits_for_the_replacement_of_a_dead_learner() -> None:
+    sim = running()
+    sim.deliver(ev.EvaluationRequested())
+    sim.kill(learner(sim))
+    assert sim.run(60.0, lambda: bool(sim.job.accounts.evaluations))
+    assert sim.job.accounts.evaluations[-1][2] in sim.saved
 
 
-@pytest.mark.parametrize("fault", ["dies and is not replaced", "hangs and is not lost for that"])
-def test_an_evaluation_waits_for_a_learner_that_saves_no_longer_than_its_deadline(fault: str) -> None:
-    world = running(limits=dataclasses.replace(LIMITS, lost_after=math.inf, lost_after_starting=math.inf))
-    world.deliver(ev.EvaluationRequested())
-    assert world.run(60.0, lambda: not world.m.tasks.open("evaluate"))
-    if fault == "hangs and is not lost for that":
-        world.stop(learner(world))
+@pytest.mark.parametrize("fault", ["dies", "hangs"])
+def test_evaluation_starts_without_a_save_after_the_deadline(fault: str) -> None:
+    sim = running(limits=dataclasses.replace(LIMITS, lost_after=math.inf, lost_after_starting=math.inf))
+    sim.deliver(ev.EvaluationRequested())
+    assert sim.run(60.0, lambda: not sim.job.tasks.open("evaluate"))
+    if fault == "hangs":
+        sim.stop(learner(sim))
     else:
-        world.operator.is_out = True
-        world.kill(learner(world))
-    world.deliver(ev.EvaluationRequested())
-    began = world.now
-    assert world.run(300.0, lambda: len(world.m.accounts.evaluations) == 2)
-    assert LIMITS.progress_deadline <= world.now - began < LIMITS.progress_deadline + 20.0
-    said = [note.text for note in world.notes if "is logged before its checkpoint" in note.text]
-    assert len(said) == 1 and "no learner has saved main within 120 s" in said[0]
+        sim.operator.is_out = True
+        sim.kill(learner(sim))
+    sim.deliver(ev.EvaluationRequested())
+    began = sim.now
+    assert sim.run(300.0, lambda: len(sim.job.accounts.evaluations) == 2)
+    assert LIMITS.progress_deadline <= sim.now - began < LIMITS.progress_deadline + 20.0
+    texts = [note.text for note in sim.notes if "starts without a checkpoint of its version" in note.text]
+    assert len(texts) == 1 and "no learner saved main within 120 s" in texts[0]
 
 
-def test_calls_are_made_in_the_order_of_the_diagram() -> None:
-    world = Simulation(commander=TrainOne(env_steps=100))
-    assert world.run(200.0, lambda: world.is_over)
-    asked = methods(world, "learner")
-    assert (asked[0], asked[-1], methods(world, "collector")[-1]) == ("start_task", "close_task", "close_task")
+def test_calls_have_the_documented_order() -> None:
+    sim = Simulation(commander=TrainOne(env_steps=100))
+    assert sim.run(200.0, lambda: sim.is_over)
+    asked = methods(sim, "learner")
+    assert (asked[0], asked[-1], methods(sim, "collector")[-1]) == ("start_task", "close_task", "close_task")
     learns = [index for index, method in enumerate(asked) if method == "learn"]
     assert learns and all(asked[index - 1] == "data_demand" for index in learns)
-    assert set(methods(world, "collector")[1:-1]) == {"get_data"}
-    assert methods(world, "evaluator") == ["start_task", "get_data", "close_task"]
-    first = next(send for send in world.sent if send.header is not None and send.worker_id == "collector/0")
-    assert (first.method, world.sent[0].method) == (
+    assert set(methods(sim, "collector")[1:-1]) == {"get_data"}
+    assert methods(sim, "evaluator") == ["start_task", "get_data", "close_task"]
+    first = next(send for send in sim.sent if send.header is not None and send.worker_id == "collector/0")
+    # `Simulation` checks that a learner had started before.
+    assert (first.method, sim.sent[0].method) == (
         "start_task",
         "ping",
-    )  # `Simulation` checks that a learner had started
+    )
 
 
-def methods(world: Simulation, role: str) -> list[str]:
-    """Of each new call."""
+def methods(sim: Simulation, role: str) -> list[str]:
+    """Return the method of each call to the workers of a role, without repeated calls."""
     found, seqs = [], set()
-    for send in world.sent:
+    for send in sim.sent:
         if send.header is not None and send.worker_id.startswith(role) and send.header.seq not in seqs:
             seqs.add(send.header.seq)
             found.append(send.method)
     return found
 
 
-def test_collectors_are_scaled_up_and_down_while_it_trains() -> None:
-    world = running(1)
-    world.deliver(ev.ScaleRequested("collector", 4))
-    assert world.run(30.0, lambda: at_work(world) == 4)
-    world.deliver(ev.ScaleRequested("collector", 2))
-    assert world.run(10.0, lambda: len(world.live("collector")) == 2 and at_work(world) == 2)
-    closed = [send for send in world.sent if send.method == "close_task"]
+def test_collectors_are_scaled_up_and_down_during_training() -> None:
+    sim = running(1)
+    sim.deliver(ev.ScaleRequested("collector", 4))
+    assert sim.run(30.0, lambda: at_work(sim) == 4)
+    sim.deliver(ev.ScaleRequested("collector", 2))
+    assert sim.run(10.0, lambda: len(sim.live("collector")) == 2 and at_work(sim) == 2)
+    closed = [send for send in sim.sent if send.method == "close_task"]
     assert {send.worker_id for send in closed} == {"collector/2", "collector/3"}
-    assert world.m.accounts.restarts == 0
-    world.run(20.0)
-    assert [worker.worker_id for worker in world.live("collector")] == ["collector/0", "collector/1"]
+    assert sim.job.accounts.restarts == 0
+    sim.run(20.0)
+    assert [worker.worker_id for worker in sim.live("collector")] == ["collector/0", "collector/1"]
 
 
 @pytest.mark.parametrize("role", ["learner", "collector"])
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_worker_that_dies_or_hangs_is_replaced_at_its_index(role: str, how: str) -> None:
-    world = running(2)
-    worker = world.live(role)[0]
-    getattr(world, how)(worker)
+def test_dead_or_hanging_worker_is_replaced_at_its_index(role: str, how: str) -> None:
+    sim = running(2)
+    worker = sim.live(role)[0]
+    getattr(sim, how)(worker)
     deadline = 1.0 if how == "kill" else LIMITS.lost_after + 1.0
-    assert world.run(deadline, lambda: world.m.roster.newest(worker.worker_id).state is WorkerState.LOST)
-    assert world.m.state is (JobState.DEGRADED if role == "learner" else JobState.RUNNING)
-    assert world.run(30.0, lambda: world.m.state is JobState.RUNNING and at_work(world) == 2)
-    new = world.m.roster.newest(worker.worker_id)
+    assert sim.run(deadline, lambda: sim.job.roster.newest(worker.worker_id).state is WorkerState.LOST)
+    assert sim.job.state is (JobState.DEGRADED if role == "learner" else JobState.RUNNING)
+    assert sim.run(30.0, lambda: sim.job.state is JobState.RUNNING and at_work(sim) == 2)
+    new = sim.job.roster.newest(worker.worker_id)
     assert new.incarnation == worker.incarnation + 1 and new.state is WorkerState.BUSY
-    assert world.m.accounts.restarts == 1
-    world.resume(worker)  # the old one changes nothing any more
-    world.run(5.0)
-    assert world.m.roster.newest(worker.worker_id) is new
+    assert sim.job.accounts.restarts == 1
+    sim.resume(worker)  # the old process has no effect
+    sim.run(5.0)
+    assert sim.job.roster.newest(worker.worker_id) is new
 
 
 @pytest.mark.parametrize("method", ["get_data", "ping"])
-def test_a_worker_at_whose_address_another_answers_is_lost_and_its_task_has_not_failed(method: str) -> None:
-    world = running(1)
-    (worker,) = (known for known in world.m.roster if known.role == "collector")
-    (task,) = world.m.tasks.open("collect")
+def test_reply_of_another_worker_marks_the_worker_as_lost_without_a_failure(method: str) -> None:
+    sim = running(1)
+    (worker,) = (known for known in sim.job.roster if known.role == "collector")
+    (task,) = sim.job.tasks.open("collect")
     key = (worker.worker_id, worker.incarnation)
     assert worker.call is not None
     header, reply = worker.call.header, CallRefused("The call is for another.", is_misdirected=True)
     if method == "ping":
         header, reply = None, Alive(worker.worker_id, worker.incarnation + 1, "idle")
-    world.deliver(ev.Replied(*key, method, header, reply))
-    assert worker.state is WorkerState.LOST and (task.failures, world.m.accounts.restarts) == (0, 1)
-    assert world.run(30.0, lambda: at_work(world) == 1)
+    sim.deliver(ev.Replied(*key, method, header, reply))
+    assert worker.state is WorkerState.LOST and (task.failures, sim.job.accounts.restarts) == (0, 1)
+    assert sim.run(30.0, lambda: at_work(sim) == 1)
 
 
-def test_a_worker_that_hangs_is_suspect_first_and_comes_back() -> None:
-    world = running(1)
-    worker = world.live("collector")[0]
-    world.stop(worker)
-    assert world.run(LIMITS.suspect_after + 1.0, lambda: state(world, "collector/0") is WorkerState.SUSPECT)
-    world.resume(worker)
-    assert world.run(2.0, lambda: state(world, "collector/0") is WorkerState.BUSY)
-    assert world.m.accounts.restarts == 0
+def test_silent_worker_is_suspect_until_it_replies() -> None:
+    sim = running(1)
+    worker = sim.live("collector")[0]
+    sim.stop(worker)
+    assert sim.run(LIMITS.suspect_after + 1.0, lambda: state(sim, "collector/0") is WorkerState.SUSPECT)
+    sim.resume(worker)
+    assert sim.run(2.0, lambda: state(sim, "collector/0") is WorkerState.BUSY)
+    assert sim.job.accounts.restarts == 0
 
 
-def state(world: Simulation, worker_id: str) -> WorkerState:
-    worker = world.m.roster.newest(worker_id)
+def state(sim: Simulation, worker_id: str) -> WorkerState:
+    worker = sim.job.roster.newest(worker_id)
     assert worker is not None
     return worker.state
 
 
-def test_a_worker_that_answers_has_its_call_repeated_until_its_supervisor_ends_it() -> None:
-    world = running(1)
-    slow = world.live("collector")[0]
-    seconds = world.work_seconds
-    world.work_seconds = lambda method, who: 1e9 if who is slow else seconds(method, who)  # type: ignore[method-assign]
-    world.run(900.0)
-    assert state(world, "collector/0") is WorkerState.BUSY and world.m.accounts.restarts == 0
-    world.kill(slow)
-    assert world.run(30.0, lambda: world.m.accounts.restarts == 1 and at_work(world) == 1)
+def test_call_of_a_slow_worker_is_repeated_until_the_worker_ends() -> None:
+    sim = running(1)
+    slow = sim.live("collector")[0]
+    seconds = sim.work_seconds
+    sim.work_seconds = lambda method, who: 1e9 if who is slow else seconds(method, who)  # type: ignore[method-assign]
+    sim.run(900.0)
+    assert state(sim, "collector/0") is WorkerState.BUSY and sim.job.accounts.restarts == 0
+    sim.kill(slow)
+    assert sim.run(30.0, lambda: sim.job.accounts.restarts == 1 and at_work(sim) == 1)
 
 
-def test_training_goes_on_while_the_operator_is_away_and_is_reconciled_after() -> None:
-    world = running(2)
-    world.operator.is_out = True
-    world.kill(world.live("collector")[1])
-    steps = world.m.accounts.env_steps
-    world.run(40.0)
-    assert world.m.accounts.env_steps > steps and world.m.operator.problem
-    assert at_work(world) == 1  # nobody replaces it
-    world.deliver(ev.ScaleRequested("collector", 3))
-    world.operator.is_out = False
-    assert world.run(30.0, lambda: at_work(world) == 3)
-    assert world.m.operator.problem == ""
+def test_training_continues_during_an_operator_outage_and_requests_are_met_after_it() -> None:
+    sim = running(2)
+    sim.operator.is_out = True
+    sim.kill(sim.live("collector")[1])
+    steps = sim.job.accounts.env_steps
+    sim.run(40.0)
+    assert sim.job.accounts.env_steps > steps and sim.job.operator.problem
+    assert at_work(sim) == 1  # no replacement during the outage
+    sim.deliver(ev.ScaleRequested("collector", 3))
+    sim.operator.is_out = False
+    assert sim.run(30.0, lambda: at_work(sim) == 3)
+    assert sim.job.operator.problem == ""
 
 
-def test_a_pause_stops_collecting_and_learning_until_it_is_resumed() -> None:
-    world = running(2)
-    world.deliver(ev.PauseRequested(True))
-    world.run(3.0)
-    accounts = world.m.accounts
+def test_pause_stops_collecting_and_learning() -> None:
+    sim = running(2)
+    sim.deliver(ev.PauseRequested(True))
+    sim.run(3.0)
+    accounts = sim.job.accounts
     before = accounts.env_steps
-    world.run(200.0)  # longer than the deadline on progress
-    assert (world.m.state, accounts.env_steps, accounts.restarts) == (JobState.PAUSED, before, 0)
-    world.deliver(ev.PauseRequested(False))
-    world.run(3.0)
-    assert world.m.state is JobState.RUNNING and accounts.env_steps > before
+    sim.run(200.0)  # longer than the deadline on progress
+    assert (sim.job.state, accounts.env_steps, accounts.restarts) == (JobState.PAUSED, before, 0)
+    sim.deliver(ev.PauseRequested(False))
+    sim.run(3.0)
+    assert sim.job.state is JobState.RUNNING and accounts.env_steps > before
 
 
 @pytest.mark.parametrize("after", [0.0, 0.3, 1.5, 4.0, 20.0])
 @pytest.mark.parametrize("is_out", [True, False])
-def test_a_job_can_be_cancelled_at_any_time_and_ends_soon(after: float, is_out: bool) -> None:
-    world = Simulation(commander=ENDLESS)
-    world.operator.is_out = is_out
-    world.run(after)
-    world.deliver(ev.EndRequested(StopReason("interrupt", "enough"), within=6.0))
-    assert world.run(20.0, lambda: world.is_over)
-    assert (world.over[0].failed, world.over[0].reason) == (False, "enough")
+def test_job_can_be_cancelled_at_any_time_and_ends_soon(after: float, is_out: bool) -> None:
+    sim = Simulation(commander=ENDLESS)
+    sim.operator.is_out = is_out
+    sim.run(after)
+    sim.deliver(ev.EndRequested(StopReason("interrupt", "enough"), within=6.0))
+    assert sim.run(20.0, lambda: sim.is_over)
+    assert (sim.over[0].failed, sim.over[0].reason) == (False, "enough")
 
 
-def test_a_stop_is_sticky() -> None:
-    world = running(1)
-    world.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
-    world.deliver(ev.PauseRequested(False))
-    world.deliver(ev.ScaleRequested("collector", 3))
-    world.deliver(ev.EndRequested(StopReason("interrupt", "another reason")))
-    world.kill_coordinator()
-    world.start_coordinator()
-    assert world.m.ending is not None
-    assert world.run(60.0, lambda: world.is_over)
-    assert world.over == [ev.Over(False, "enough")]
+def test_later_requests_and_a_restart_do_not_undo_a_stop() -> None:
+    sim = running(1)
+    sim.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
+    sim.deliver(ev.PauseRequested(False))
+    sim.deliver(ev.ScaleRequested("collector", 3))
+    sim.deliver(ev.EndRequested(StopReason("interrupt", "another reason")))
+    sim.kill_coordinator()
+    sim.start_coordinator()
+    assert sim.job.ending is not None
+    assert sim.run(60.0, lambda: sim.is_over)
+    assert sim.over == [ev.Over(False, "enough")]
 
 
-def test_a_restarted_coordinator_adopts_the_workers_that_went_on() -> None:
-    world = running(2)
-    keys = sorted(worker.key for worker in world.live())
-    steps, learned = world.m.accounts.env_steps, world.m.accounts.learned
-    world.kill_coordinator()
-    world.run(5.0)
-    world.start_coordinator()
-    assert world.run(5.0, lambda: at_work(world) == 2 and world.m.state is JobState.RUNNING)
-    assert sorted(worker.key for worker in world.live()) == keys
-    assert [note.kind for note in world.notes].count("adopted") == 3
-    assert world.m.accounts.coordinator_restarts == 1 and world.m.accounts.retries == 0
-    world.run(5.0)
-    assert world.m.accounts.env_steps > steps and world.m.accounts.learned > learned
+def test_restarted_coordinator_adopts_running_workers() -> None:
+    sim = running(2)
+    keys = sorted(worker.key for worker in sim.live())
+    steps, learned = sim.job.accounts.env_steps, sim.job.accounts.learned
+    sim.kill_coordinator()
+    sim.run(5.0)
+    sim.start_coordinator()
+    assert sim.run(5.0, lambda: at_work(sim) == 2 and sim.job.state is JobState.RUNNING)
+    assert sorted(worker.key for worker in sim.live()) == keys
+    assert [note.kind for note in sim.notes].count("adopted") == 3
+    assert sim.job.accounts.coordinator_restarts == 1 and sim.job.accounts.retries == 0
+    sim.run(5.0)
+    assert sim.job.accounts.env_steps > steps and sim.job.accounts.learned > learned
 
 
 @pytest.mark.parametrize("is_replaced_meanwhile", [True, False])
-def test_workers_that_end_while_the_coordinator_is_away_are_counted_as_restarts(is_replaced_meanwhile: bool) -> None:
-    world = running(2)
-    lost = [learner(world), world.live("collector")[1]]
-    world.kill_coordinator()
-    world.operator.is_out = not is_replaced_meanwhile
+def test_workers_that_end_without_a_coordinator_are_counted_as_restarts(is_replaced_meanwhile: bool) -> None:
+    sim = running(2)
+    lost = [learner(sim), sim.live("collector")[1]]
+    sim.kill_coordinator()
+    sim.operator.is_out = not is_replaced_meanwhile
     for worker in lost:
-        world.kill(worker)
-    world.run(10.0)
-    world.operator.is_out = False
-    world.start_coordinator()
-    assert world.run(30.0, lambda: at_work(world) == 2 and world.m.state is JobState.RUNNING)
-    assert (world.m.accounts.restarts, world.m.accounts.coordinator_restarts) == (2, 1)
-    gone = {note.text for note in world.notes if note.kind == "lost"}
+        sim.kill(worker)
+    sim.run(10.0)
+    sim.operator.is_out = False
+    sim.start_coordinator()
+    assert sim.run(30.0, lambda: at_work(sim) == 2 and sim.job.state is JobState.RUNNING)
+    assert (sim.job.accounts.restarts, sim.job.accounts.coordinator_restarts) == (2, 1)
+    gone = {note.text for note in sim.notes if note.kind == "lost"}
     why = "its process was replaced" if is_replaced_meanwhile else "its process has ended"
     assert gone == {f"{one.worker_id} (incarnation 0) is lost: {why}." for one in lost}
-    world.kill_coordinator()
-    world.start_coordinator()
-    world.run(5.0)
-    assert world.m.accounts.restarts == 2  # each once
+    sim.kill_coordinator()
+    sim.start_coordinator()
+    sim.run(5.0)
+    assert sim.job.accounts.restarts == 2  # each is counted once
 
 
-def test_workers_that_ended_are_counted_by_a_coordinator_whose_predecessor_had_not_heard_of_the_operator() -> None:
-    world = running(2)
-    world.kill_coordinator()
-    world.kill(world.live("collector")[0])
-    world.operator.is_out = True
-    world.start_coordinator()
-    world.run(1.0)
-    assert world.m.accounts.restarts == 0
-    world.kill_coordinator()
-    world.operator.is_out = False
-    world.start_coordinator()
-    assert world.run(60.0, lambda: at_work(world) == 2)
-    assert world.m.accounts.restarts == 1
+def test_ended_workers_are_counted_after_two_restarts_and_an_operator_outage() -> None:
+    sim = running(2)
+    sim.kill_coordinator()
+    sim.kill(sim.live("collector")[0])
+    sim.operator.is_out = True
+    sim.start_coordinator()
+    sim.run(1.0)
+    assert sim.job.accounts.restarts == 0
+    sim.kill_coordinator()
+    sim.operator.is_out = False
+    sim.start_coordinator()
+    assert sim.run(60.0, lambda: at_work(sim) == 2)
+    assert sim.job.accounts.restarts == 1
 
 
-def test_a_restart_in_the_ending_still_takes_the_closing_results() -> None:
-    world = running(2)
-    world.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
-    world.kill_coordinator()
-    world.start_coordinator()
-    assert world.run(60.0, lambda: world.is_over)
-    assert not world.over[0].failed
-    assert world.m.accounts.env_steps == sum(worker.counts["env_steps"] for worker in world.all_workers)
-    assert world.checkpoint == (world.m.accounts.learner_steps, world.store.newest)
+def test_coordinator_restarted_during_the_ending_counts_the_closing_results() -> None:
+    sim = running(2)
+    sim.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
+    sim.kill_coordinator()
+    sim.start_coordinator()
+    assert sim.run(60.0, lambda: sim.is_over)
+    assert not sim.over[0].failed
+    assert sim.job.accounts.env_steps == sum(worker.counts["env_steps"] for worker in sim.all_workers)
+    assert sim.checkpoint == (sim.job.accounts.learner_steps, sim.store.newest)
 
 
-def test_an_evaluation_whose_worker_dies_is_done_again_at_the_same_version() -> None:
-    world = running(1)
-    world.deliver(ev.EvaluationRequested())
-    assert world.run(30.0, lambda: any(t.state is TaskState.RUNNING for t in world.m.tasks.open("evaluate")))
-    version = world.m.tasks.open("evaluate")[0].start.options["params_version"]
-    world.kill(world.live("evaluator")[0])
-    assert world.run(30.0, lambda: bool(world.m.accounts.evaluations))
-    assert [row[2] for row in world.m.accounts.evaluations] == [version] and world.store.newest > version
-    world.run(2.0)
-    assert not world.store.pins
+def test_evaluation_of_a_dead_worker_is_retried_with_the_same_version() -> None:
+    sim = running(1)
+    sim.deliver(ev.EvaluationRequested())
+    assert sim.run(30.0, lambda: any(t.state is TaskState.RUNNING for t in sim.job.tasks.open("evaluate")))
+    version = sim.job.tasks.open("evaluate")[0].start.options["params_version"]
+    sim.kill(sim.live("evaluator")[0])
+    assert sim.run(30.0, lambda: bool(sim.job.accounts.evaluations))
+    assert [row[2] for row in sim.job.accounts.evaluations] == [version] and sim.store.newest > version
+    sim.run(2.0)
+    assert not sim.store.pins
 
 
-def test_connections_are_closed_before_the_operator_is_left() -> None:
-    world = running(2)
+def test_connections_are_dropped_before_the_workers_are_ended() -> None:
+    sim = running(2)
     effects: list[object] = []
-    execute = world._execute
-    world._execute = lambda effect: (effects.append(effect), execute(effect))  # type: ignore[method-assign]
-    world.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
-    assert world.run(60.0, lambda: world.is_over)
+    execute = sim._execute
+    sim._execute = lambda effect: (effects.append(effect), execute(effect))  # type: ignore[method-assign]
+    sim.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
+    assert sim.run(60.0, lambda: sim.is_over)
     left = next(index for index, effect in enumerate(effects) if isinstance(effect, ev.EndWorkers))
     shut = [effect.worker_id for effect in effects[:left] if isinstance(effect, ev.Disconnect)]
     assert shut == ["learner/0", "collector/0", "collector/1"]
     assert not [
         effect for effect in effects[left:] if isinstance(effect, (ev.Disconnect, ev.Send, ev.Connect, ev.Release))
     ]
-    assert {worker.state for worker in world.m.roster} == {WorkerState.GONE}
+    assert {worker.state for worker in sim.job.roster} == {WorkerState.GONE}
 
 
-def test_a_learner_lost_while_the_job_drains_comes_back_and_saves() -> None:
-    world = running(1)
-    world.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
-    world.kill(learner(world))
-    assert world.run(60.0, lambda: world.is_over)
-    assert not world.over[0].failed
-    assert world.checkpoint[1] == world.store.newest
-    closed = [send.incarnation for send in world.sent if (send.worker_id, send.method) == ("learner/0", "close_task")]
+def test_learner_lost_during_the_ending_is_replaced_and_saves() -> None:
+    sim = running(1)
+    sim.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
+    sim.kill(learner(sim))
+    assert sim.run(60.0, lambda: sim.is_over)
+    assert not sim.over[0].failed
+    assert sim.checkpoint[1] == sim.store.newest
+    closed = [send.incarnation for send in sim.sent if (send.worker_id, send.method) == ("learner/0", "close_task")]
     assert set(closed) == {1}
 
 
-def test_a_failure_for_good_fails_the_job_at_once() -> None:
-    world = running(1)
-    learner(world).fails = Failed("UsageError", "no such agent", is_permanent=True)
-    assert world.run(60.0, lambda: world.is_over)
-    assert world.over == [ev.Over(True, "learn/1 failed: UsageError: no such agent")]
+def test_permanent_failure_fails_the_job_at_once() -> None:
+    sim = running(1)
+    learner(sim).fails = Failed("UsageError", "no such agent", is_permanent=True)
+    assert sim.run(60.0, lambda: sim.is_over)
+    assert sim.over == [ev.Over(True, "learn/1 failed: UsageError: no such agent")]
 
 
-def test_a_learner_that_cannot_save_in_the_ending_fails_the_job() -> None:
-    world = running(1)
-    world.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
-    learner(world).fails = Failed("CheckpointError", "no room", is_permanent=True)
-    assert world.run(60.0, lambda: world.is_over)
-    assert world.over == [ev.Over(True, "enough; but learn/1 failed: CheckpointError: no room")]
+def test_failed_last_save_fails_the_job() -> None:
+    sim = running(1)
+    sim.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
+    learner(sim).fails = Failed("CheckpointError", "no room", is_permanent=True)
+    assert sim.run(60.0, lambda: sim.is_over)
+    assert sim.over == [ev.Over(True, "enough; but learn/1 failed: CheckpointError: no room")]
 
 
-def test_a_task_that_fails_too_often_fails_the_job() -> None:
-    world = running(1)
+def test_task_that_fails_too_often_fails_the_job() -> None:
+    sim = running(1)
 
     def boom(method: str, worker: object) -> float:
         if worker.role == "collector":  # type: ignore[attr-defined]
             worker.fails = Failed("ValueError", "boom")  # type: ignore[attr-defined]
         return 0.1
 
-    world.work_seconds = boom  # type: ignore[method-assign]
-    assert world.run(60.0, lambda: world.is_over)
-    assert world.over[0].failed and "failed 6 times: ValueError: boom" in world.over[0].reason
+    sim.work_seconds = boom  # type: ignore[method-assign]
+    assert sim.run(60.0, lambda: sim.is_over)
+    assert sim.over[0].failed and "failed 6 times: ValueError: boom" in sim.over[0].reason
 
 
-def test_workers_that_never_come_fail_the_job() -> None:
-    world = Simulation(limits=Limits(starting_deadline=60.0, max_failures=2), commander=ENDLESS)
-    world.operator.never_comes.add("learner")
-    assert world.run(300.0, lambda: world.is_over)
-    assert world.over[0].failed and "learner/0 did not come up 3 times in a row" in world.over[0].reason
+def test_workers_that_never_start_fail_the_job() -> None:
+    sim = Simulation(limits=Limits(starting_deadline=60.0, max_failures=2), commander=ENDLESS)
+    sim.operator.never_comes.add("learner")
+    assert sim.run(300.0, lambda: sim.is_over)
+    assert sim.over[0].failed and "learner/0 failed to start 3 times in a row" in sim.over[0].reason
 
 
 @pytest.mark.parametrize("role", ["learner", "collector"])
-def test_a_job_whose_operator_lists_nobody_of_a_role_fails(role: str) -> None:
-    world = Simulation(commander=ENDLESS)
-    world.operator.never_starts.add(role)
-    assert not world.run(LIMITS.starting_deadline - 1.0, lambda: world.is_over)
-    assert world.run(3.0 + LIMITS.close_deadline, lambda: world.is_over)
-    why = f"the operator answers, but has listed no {role} for 300 s: see that it can start one"
-    assert world.over == [ev.Over(True, why)]
+def test_job_fails_if_the_operator_never_lists_a_required_role(role: str) -> None:
+    sim = Simulation(commander=ENDLESS)
+    sim.operator.never_starts.add(role)
+    assert not sim.run(LIMITS.starting_deadline - 1.0, lambda: sim.is_over)
+    assert sim.run(3.0 + LIMITS.close_deadline, lambda: sim.is_over)
+    why = f"the operator has listed no {role} for 300 s: check that it can start one"
+    assert sim.over == [ev.Over(True, why)]
 
 
-def test_a_job_whose_operator_never_answers_fails() -> None:
-    world = Simulation(commander=ENDLESS)
-    world.operator.is_out = True
-    assert not world.run(LIMITS.starting_deadline - 1.0, lambda: world.is_over)
-    assert world.run(15.0, lambda: world.is_over)
-    assert world.over == [ev.Over(True, "the operator could not be reached for 300 s: it is away")]
+def test_job_fails_if_the_operator_never_answers() -> None:
+    sim = Simulation(commander=ENDLESS)
+    sim.operator.is_out = True
+    assert not sim.run(LIMITS.starting_deadline - 1.0, lambda: sim.is_over)
+    assert sim.run(15.0, lambda: sim.is_over)
+    assert sim.over == [ev.Over(True, "the operator could not be reached for 300 s: it is away")]
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_an_outage_of_the_operator_is_waited_for_in_a_run(restarts: bool) -> None:
-    world = running(1, limits=dataclasses.replace(LIMITS, starting_deadline=20.0))
-    world.operator.is_out = True
+def test_operator_outage_during_a_run_does_not_fail_the_job(restarts: bool) -> None:
+    sim = running(1, limits=dataclasses.replace(LIMITS, starting_deadline=20.0))
+    sim.operator.is_out = True
     if restarts:
-        world.kill_coordinator()
-        world.start_coordinator()
+        sim.kill_coordinator()
+        sim.start_coordinator()
     else:
-        world.kill(learner(world))
-    world.run(60.0)
-    assert world.m.operator.problem and not world.is_over
-    world.operator.is_out = False
-    assert world.run(30.0, lambda: world.m.state is JobState.RUNNING and at_work(world) == 1)
+        sim.kill(learner(sim))
+    sim.run(60.0)
+    assert sim.job.operator.problem and not sim.is_over
+    sim.operator.is_out = False
+    assert sim.run(30.0, lambda: sim.job.state is JobState.RUNNING and at_work(sim) == 1)
 
 
-def test_a_replay_buffer_that_raises_is_asked_again_and_not_for_ever() -> None:
-    world = running(1)
-    world.buffer.raises = "OSError: it is full"
-    world.run(20.0)
-    draws = [note.text for note in world.notes if note.kind == "replay"]
-    assert draws == ["The replay buffer gives no batches; it is asked again. OSError: it is full"]
-    assert world.m.learner.waits_for == "data"
-    world.buffer.raises, learned = "", world.m.accounts.learned
-    world.run(LIMITS.progress_deadline + 1.0)
-    assert world.m.accounts.learned > learned and world.m.state is JobState.RUNNING
-    world.buffer.raises = "OSError: it is gone"
-    assert not world.run(LIMITS.progress_deadline - 10.0, lambda: world.is_over)
-    assert world.run(40.0, lambda: world.is_over)
-    assert world.over == [ev.Over(True, "the replay buffer has given no batches for 120 s: OSError: it is gone")]
+def test_failing_replay_buffer_is_retried_until_the_deadline() -> None:
+    sim = running(1)
+    sim.buffer.raises = "OSError: it is full"
+    sim.run(20.0)
+    draws = [note.text for note in sim.notes if note.kind == "replay"]
+    assert draws == ["Cannot draw batches from the replay buffer; trying again. OSError: it is full"]
+    assert sim.job.learner.waits_for == "data"
+    sim.buffer.raises, learned = "", sim.job.accounts.learned
+    sim.run(LIMITS.progress_deadline + 1.0)
+    assert sim.job.accounts.learned > learned and sim.job.state is JobState.RUNNING
+    sim.buffer.raises = "OSError: it is gone"
+    assert not sim.run(LIMITS.progress_deadline - 10.0, lambda: sim.is_over)
+    assert sim.run(40.0, lambda: sim.is_over)
+    assert sim.over == [ev.Over(True, "no batch could be drawn from the replay buffer for 120 s: OSError: it is gone")]
 
 
-def test_wall_time_ends_a_job_to_which_nobody_comes() -> None:
-    world = Simulation(commander=TrainOne(seconds=20.0))
-    world.operator.is_out = True
-    assert world.run(60.0, lambda: world.is_over)
-    assert world.over == [ev.Over(False, "20 of 20 s are over")]
+def test_time_limit_ends_a_job_without_workers() -> None:
+    sim = Simulation(commander=TrainOne(seconds=20.0))
+    sim.operator.is_out = True
+    assert sim.run(60.0, lambda: sim.is_over)
+    assert sim.over == [ev.Over(False, "20 of 20 s are over")]
 
 
-def test_a_learner_told_to_restore_starts_again_above_the_versions_that_were() -> None:
-    world = running(1)
-    newest = world.store.newest
-    world.deliver(ev.RestoreRequested())
-    assert world.run(20.0, lambda: world.m.state is JobState.RUNNING and learner(world).task == ("learn/1", 1))
-    assert world.run(20.0, lambda: learner(world).started is not None and world.store.newest > newest)
-    assert world.m.accounts.restarts == 0
+def test_restored_learner_publishes_above_earlier_versions() -> None:
+    sim = running(1)
+    newest = sim.store.newest
+    sim.deliver(ev.RestoreRequested())
+    assert sim.run(20.0, lambda: sim.job.state is JobState.RUNNING and learner(sim).task == ("learn/1", 1))
+    assert sim.run(20.0, lambda: learner(sim).started is not None and sim.store.newest > newest)
+    assert sim.job.accounts.restarts == 0
 
 
-def test_what_was_lost_is_counted() -> None:
-    world = running(1)
-    assert world.run(20.0, lambda: world.m.tasks.open("learn")[0].granted > 0)
-    granted = world.m.tasks.open("learn")[0].granted
-    world.kill(learner(world))
-    assert world.run(2.0, lambda: world.m.state is JobState.DEGRADED)
-    assert world.m.accounts.lost == granted and not world.buffer.out
+def test_lost_batches_are_counted() -> None:
+    sim = running(1)
+    assert sim.run(20.0, lambda: sim.job.tasks.open("learn")[0].granted > 0)
+    granted = sim.job.tasks.open("learn")[0].granted
+    sim.kill(learner(sim))
+    assert sim.run(2.0, lambda: sim.job.state is JobState.DEGRADED)
+    assert sim.job.accounts.lost == granted and not sim.buffer.out
 
 
-def test_nobody_is_lost_where_that_is_turned_off() -> None:
+def test_infinite_lost_after_marks_no_worker_as_lost() -> None:
     limits = dataclasses.replace(LIMITS, lost_after=math.inf, lost_after_starting=math.inf)
-    world = running(1, limits=limits)
-    world.stop(world.live("collector")[0])
-    world.run(3.0 * LIMITS.lost_after_starting)
-    assert world.m.accounts.restarts == 0
+    sim = running(1, limits=limits)
+    sim.stop(sim.live("collector")[0])
+    sim.run(3.0 * LIMITS.lost_after_starting)
+    assert sim.job.accounts.restarts == 0
 
 
 class Curriculum(TrainOne):
-    """Makes the environment harder after a number of steps, and gives each collector its own exploration."""
+    """A commander that makes the environment harder over time, and sets the exploration of each collector."""
 
     def task(self, role, index, view):
         stage = view.env_steps // 1000
@@ -474,35 +479,35 @@ class Curriculum(TrainOne):
         return StartTask("collect", "main", overrides=overrides) if stage < 4 or index == 0 else None
 
 
-def test_a_worker_has_another_task_when_the_commander_says_so_and_only_then() -> None:
-    world = running(2, commander=Curriculum(env_steps=10**9))
-    of = {task.index: task for task in world.m.tasks.open("collect")}
+def test_tasks_change_only_when_the_commander_changes_them() -> None:
+    sim = running(2, commander=Curriculum(env_steps=10**9))
+    of = {task.index: task for task in sim.job.tasks.open("collect")}
     assert of[1].start.overrides == {"env": {"level": 0}, "collector": {"epsilon": 0.5}}
-    assert world.run(60.0, lambda: world.m.accounts.env_steps > 900) and len(list(world.m.tasks)) == 3
-    world.kill(world.live("collector")[1])  # its successor is told the same
-    assert world.run(60.0, lambda: of[1].attempt == 1 and at_work(world) == 2)
-    assert world.run(60.0, lambda: world.m.accounts.env_steps > 3200 and at_work(world) == 2)
-    assert all(task.start.overrides["env"] == {"level": 3} for task in world.m.tasks.open("collect"))
+    assert sim.run(60.0, lambda: sim.job.accounts.env_steps > 900) and len(list(sim.job.tasks)) == 3
+    sim.kill(sim.live("collector")[1])  # the replacement gets the same task
+    assert sim.run(60.0, lambda: of[1].attempt == 1 and at_work(sim) == 2)
+    assert sim.run(60.0, lambda: sim.job.accounts.env_steps > 3200 and at_work(sim) == 2)
+    assert all(task.start.overrides["env"] == {"level": 3} for task in sim.job.tasks.open("collect"))
     assert of[0].state is of[1].state is TaskState.SUCCEEDED
-    first, second = (task for task in world.m.tasks if task.kind == "learn")
+    first, second = (task for task in sim.job.tasks if task.kind == "learn")
     assert first.state is TaskState.SUCCEEDED and second.state is TaskState.RUNNING
     assert second.start.overrides == {"policy": {"learning_rate": 0.05}}
-    assert world.checkpoint[0] > 0  # it was saved for the second
-    assert world.run(60.0, lambda: world.m.accounts.env_steps > 4200)
-    assert [task.index for task in world.m.tasks.open("collect")] == [0]
+    assert sim.checkpoint[0] > 0  # the first task saved for the second
+    assert sim.run(60.0, lambda: sim.job.accounts.env_steps > 4200)
+    assert [task.index for task in sim.job.tasks.open("collect")] == [0]
 
 
-def test_a_restarted_coordinator_finds_the_overrides_of_the_tasks_that_went_on() -> None:
-    world = running(2, commander=Curriculum(env_steps=10**9))
-    before = {task.task_id: task.start.overrides for task in world.m.tasks}
-    world.kill_coordinator()
-    world.start_coordinator()
-    assert world.run(30.0, lambda: at_work(world) == 2)
-    assert {task.task_id: task.start.overrides for task in world.m.tasks} == before
-    assert not [note for note in world.notes if note.kind == "closed"]
+def test_restarted_coordinator_keeps_the_overrides_of_running_tasks() -> None:
+    sim = running(2, commander=Curriculum(env_steps=10**9))
+    before = {task.task_id: task.start.overrides for task in sim.job.tasks}
+    sim.kill_coordinator()
+    sim.start_coordinator()
+    assert sim.run(30.0, lambda: at_work(sim) == 2)
+    assert {task.task_id: task.start.overrides for task in sim.job.tasks} == before
+    assert not [note for note in sim.notes if note.kind == "closed"]
 
 
-def test_the_example_of_the_package_a_collector_dies_and_its_successor_gets_the_task() -> None:
+def test_example_in_the_package_docstring() -> None:
     job = TrainingJob(ENDLESS, LIMITS, {"learner": 1, "collector": 1}, by_key=False, now=0.0)
     effects: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Rules of the machine that whole jobs and random schedules seldom meet, one by one."""
+"""Tests of single rules of the state machine."""
 
 from __future__ import annotations
 
@@ -33,156 +33,155 @@ from tests.coordinator.core.simulation import LIMITS, Simulation, SimWorker
 from tests.coordinator.core.test_machine import at_work, learner, running, state
 
 
-def calls(world: Simulation, worker_id: str, since: int = 0) -> list[str]:
-    return [s.method for s in world.sent[since:] if s.worker_id == worker_id and s.header is not None]
+def calls(sim: Simulation, worker_id: str, since: int = 0) -> list[str]:
+    return [s.method for s in sim.sent[since:] if s.worker_id == worker_id and s.header is not None]
 
 
-# --- what comes next
+# --- the next call
 
 
-def test_a_collector_that_comes_in_a_pause_waits_for_its_end() -> None:
-    world = running(1)
-    world.deliver(ev.PauseRequested(True))
-    world.deliver(ev.ScaleRequested("collector", 2))
-    world.run(20.0)
-    assert state(world, "collector/1") is WorkerState.IDLE and not calls(world, "collector/1")
-    world.deliver(ev.PauseRequested(False))
-    assert world.run(10.0, lambda: at_work(world) == 2)
+def test_collector_that_connects_during_a_pause_starts_after_it() -> None:
+    sim = running(1)
+    sim.deliver(ev.PauseRequested(True))
+    sim.deliver(ev.ScaleRequested("collector", 2))
+    sim.run(20.0)
+    assert state(sim, "collector/1") is WorkerState.IDLE and not calls(sim, "collector/1")
+    sim.deliver(ev.PauseRequested(False))
+    assert sim.run(10.0, lambda: at_work(sim) == 2)
 
 
-def test_a_learner_that_is_to_go_closes_once_its_batches_are_drawn() -> None:
-    world = running(1)
-    (task,) = world.m.tasks.open("learn")
-    assert world.run(20.0, lambda: task.drawing is not None)
-    sent = len(world.sent)
-    world.deliver(ev.ScaleRequested("learner", 0))
-    world.run(10.0)
-    assert set(calls(world, "learner/0", sent)[:2]) <= {"learn", "close_task"}
-    assert "learn" not in calls(world, "learner/0", sent)[calls(world, "learner/0", sent).index("close_task") :]
-    assert task.state is TaskState.SUCCEEDED and not world.buffer.out
+def test_released_learner_closes_after_its_pending_draw() -> None:
+    sim = running(1)
+    (task,) = sim.job.tasks.open("learn")
+    assert sim.run(20.0, lambda: task.drawing is not None)
+    sent = len(sim.sent)
+    sim.deliver(ev.ScaleRequested("learner", 0))
+    sim.run(10.0)
+    assert set(calls(sim, "learner/0", sent)[:2]) <= {"learn", "close_task"}
+    assert "learn" not in calls(sim, "learner/0", sent)[calls(sim, "learner/0", sent).index("close_task") :]
+    assert task.state is TaskState.SUCCEEDED and not sim.buffer.out
 
 
-def test_what_is_drawn_for_a_learner_that_was_lost_meanwhile_is_settled() -> None:
-    world = running(1)
-    (task,) = world.m.tasks.open("learn")
-    enough = world.buffer.BATCH
-    assert world.run(20.0, lambda: task.drawing is not None and len(world.buffer.items) >= enough)
-    header, lost = task.drawing, world.m.accounts.lost
-    world.kill(learner(world))
-    worker_tracking.update_from_list(
-        world.m, world.operator.list_workers()
-    )  # which misses it before the batches are here
-    batch = world.buffer.draw()
+def test_batches_drawn_for_a_lost_learner_are_finished() -> None:
+    sim = running(1)
+    (task,) = sim.job.tasks.open("learn")
+    enough = sim.buffer.BATCH
+    assert sim.run(20.0, lambda: task.drawing is not None and len(sim.buffer.items) >= enough)
+    header, lost = task.drawing, sim.job.accounts.lost
+    sim.kill(learner(sim))
+    # The list lacks the learner, and the batches arrive later.
+    worker_tracking.update_from_list(sim.job, sim.operator.list_workers())
+    batch = sim.buffer.draw()
     assert batch is not None and header is not None
-    world.deliver(ev.BatchesDrawn(header, (batch,)))
-    assert world.m.accounts.lost == lost + 1 and int(batch.keys[0, 0]) not in world.buffer.out
+    sim.deliver(ev.BatchesDrawn(header, (batch,)))
+    assert sim.job.accounts.lost == lost + 1 and int(batch.keys[0, 0]) not in sim.buffer.out
 
 
-def test_an_answer_that_comes_twice_is_asked_for_once() -> None:
-    world = running(1)
-    worker = world.m.roster.get("collector/0")
+def test_duplicate_not_ready_reply_repeats_the_call_once() -> None:
+    sim = running(1)
+    worker = sim.job.roster.get("collector/0")
     assert worker is not None
-    assert world.run(5.0, lambda: worker.call is not None and worker.called_at <= world.now)
+    assert sim.run(5.0, lambda: worker.call is not None and worker.called_at <= sim.now)
     assert worker.call is not None
     not_yet = ev.Replied("collector/0", 0, worker.call.method, worker.call.header, NotReady())
-    sent = len(world.sent)
-    world.deliver(not_yet)
-    world.deliver(not_yet)
-    assert calls(world, "collector/0", sent) == [worker.call.method]
+    sent = len(sim.sent)
+    sim.deliver(not_yet)
+    sim.deliver(not_yet)
+    assert calls(sim, "collector/0", sent) == [worker.call.method]
 
 
 def starving(by_key: bool) -> Simulation:
-    """The learner waits for data: nothing that is collected reaches the buffer."""
-    world = running(1, by_key=by_key)
-    world.buffer.add = lambda count, source: None  # type: ignore[method-assign]
-    assert world.run(30.0, lambda: world.m.learner.waits_for == "data")
-    world.run(5.0)
-    return world
+    """Return a simulation whose learner waits for data, because no collected data reaches the buffer."""
+    sim = running(1, by_key=by_key)
+    sim.buffer.add = lambda count, source: None  # type: ignore[method-assign]
+    assert sim.run(30.0, lambda: sim.job.learner.waits_for == "data")
+    sim.run(5.0)
+    return sim
 
 
 @pytest.mark.parametrize("by_key", [True, False])
-def test_who_waits_for_data_is_not_stuck(by_key: bool) -> None:
-    world = starving(by_key)
-    waited = world.m.learner.seconds_without_data(world.now)
-    world.run(200.0)
-    assert world.m.accounts.restarts == 0 and world.m.accounts.retries == 0
-    assert world.m.learner.seconds_without_data(world.now) - waited == pytest.approx(200.0, abs=0.5)
+def test_learner_that_waits_for_data_is_not_restarted(by_key: bool) -> None:
+    sim = starving(by_key)
+    waited = sim.job.learner.seconds_without_data(sim.now)
+    sim.run(200.0)
+    assert sim.job.accounts.restarts == 0 and sim.job.accounts.retries == 0
+    assert sim.job.learner.seconds_without_data(sim.now) - waited == pytest.approx(200.0, abs=0.5)
 
 
-def test_a_grant_that_nothing_came_of_is_taken_back_when_the_job_ends() -> None:
-    world = starving(by_key=False)
-    assert world.m.tasks.open("learn")[0].granted > 0
-    world.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
-    assert world.run(20.0, lambda: world.is_over)
-    accounts = world.m.accounts
+def test_unused_grant_is_taken_back_when_the_job_ends() -> None:
+    sim = starving(by_key=False)
+    assert sim.job.tasks.open("learn")[0].granted > 0
+    sim.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
+    assert sim.run(20.0, lambda: sim.is_over)
+    accounts = sim.job.accounts
     assert accounts.lost == 0 and accounts.granted == accounts.learned + accounts.dropped
 
 
-def test_nothing_is_drawn_once_the_job_is_paused() -> None:
-    world = running(1)
-    worker = world.m.roster.get("learner/0")
+def test_no_batch_is_drawn_during_a_pause() -> None:
+    sim = running(1)
+    worker = sim.job.roster.get("learner/0")
     assert worker is not None
-    assert world.run(20.0, lambda: worker.call is not None and worker.call.method == "data_demand")
-    world.deliver(ev.PauseRequested(True))
-    drawn = world.buffer.drawn
-    world.run(5.0)
-    assert world.buffer.drawn == drawn
+    assert sim.run(20.0, lambda: worker.call is not None and worker.call.method == "data_demand")
+    sim.deliver(ev.PauseRequested(True))
+    drawn = sim.buffer.drawn
+    sim.run(5.0)
+    assert sim.buffer.drawn == drawn
 
 
 @pytest.mark.parametrize("by_key", [True, False])
-def test_batches_that_a_learner_does_not_tell_of_are_counted_as_dropped_or_were_never_granted(by_key: bool) -> None:
-    world = running(1, by_key=by_key)
-    (task,), worker = world.m.tasks.open("learn"), world.m.roster.get("learner/0")
+def test_unreported_batches_are_dropped_if_drawn_and_taken_back_if_granted(by_key: bool) -> None:
+    sim = running(1, by_key=by_key)
+    (task,), worker = sim.job.tasks.open("learn"), sim.job.roster.get("learner/0")
     assert worker is not None
-    assert world.run(30.0, lambda: task.granted > 1 and worker.call is not None and worker.call.method == "learn")
+    assert sim.run(30.0, lambda: task.granted > 1 and worker.call is not None and worker.call.method == "learn")
     assert worker.call is not None
-    accounts, granted = dataclasses.replace(world.m.accounts), task.granted
+    accounts, granted = dataclasses.replace(sim.job.accounts), task.granted
     one = (Update(task.batches[0].keys if by_key else np.zeros((1, 3), np.int64)),)
     version, steps = accounts.params_version + 1, accounts.learner_steps + 1
-    world.deliver(ev.Replied("learner/0", 0, "learn", worker.call.header, Learned(version, steps, one)))
-    now = world.m.accounts
+    sim.deliver(ev.Replied("learner/0", 0, "learn", worker.call.header, Learned(version, steps, one)))
+    now = sim.job.accounts
     assert now.learned == accounts.learned + 1 and now.lost == accounts.lost
     assert now.dropped - accounts.dropped == (granted - 1 if by_key else 0)
     assert accounts.granted - now.granted == (0 if by_key else granted - 1)
 
 
-def test_a_collector_takes_the_task_of_its_own_index() -> None:
-    world = running(3)
+def test_collector_gets_the_task_of_its_index() -> None:
+    sim = running(3)
     for _ in range(4):
-        for worker in world.live("collector"):
-            world.kill(worker)
-        assert world.run(30.0, lambda: at_work(world) == 0)
-        assert world.run(30.0, lambda: at_work(world) == 3)
-        assert {t.worker_id for t in world.m.tasks.open("collect")} == {f"collector/{i}" for i in range(3)}
-        assert all(task.worker_id == f"collector/{task.index}" for task in world.m.tasks.open("collect"))
+        for worker in sim.live("collector"):
+            sim.kill(worker)
+        assert sim.run(30.0, lambda: at_work(sim) == 0)
+        assert sim.run(30.0, lambda: at_work(sim) == 3)
+        assert {t.worker_id for t in sim.job.tasks.open("collect")} == {f"collector/{i}" for i in range(3)}
+        assert all(task.worker_id == f"collector/{task.index}" for task in sim.job.tasks.open("collect"))
 
 
-def test_a_learner_is_told_above_which_version_to_publish() -> None:
-    world = running(1)
-    version = world.m.accounts.params_version
-    world.kill(learner(world))
-    assert world.run(30.0, lambda: world.m.state is JobState.DEGRADED)
-    version = world.m.accounts.params_version
-    assert world.run(30.0, lambda: world.m.state is JobState.RUNNING)
-    start = next(s for s in world.sent if (s.worker_id, s.method, s.incarnation) == ("learner/0", "start_task", 1))
+def test_start_of_a_learner_contains_the_newest_version() -> None:
+    sim = running(1)
+    version = sim.job.accounts.params_version
+    sim.kill(learner(sim))
+    assert sim.run(30.0, lambda: sim.job.state is JobState.DEGRADED)
+    version = sim.job.accounts.params_version
+    assert sim.run(30.0, lambda: sim.job.state is JobState.RUNNING)
+    start = next(s for s in sim.sent if (s.worker_id, s.method, s.incarnation) == ("learner/0", "start_task", 1))
     assert start.args[0].options["min_version"] == version > 0
 
 
-def test_a_learners_epoch_and_attempt_rise_with_each_that_follows_another() -> None:
-    world = running(1)
-    world.kill(learner(world))
-    assert world.run(30.0, lambda: world.m.state is JobState.DEGRADED)
-    assert world.run(30.0, lambda: world.m.state is JobState.RUNNING)
-    world.kill_coordinator()
-    world.kill(learner(world))
-    world.start_coordinator()
-    assert world.run(60.0, lambda: world.m.state is JobState.RUNNING)
-    world.deliver(ev.ScaleRequested("learner", 0))  # the task is closed: the next one's attempts begin anew
-    assert world.run(30.0, lambda: not world.m.tasks.open("learn"))
-    world.deliver(ev.ScaleRequested("learner", 1))
-    assert world.run(60.0, lambda: world.m.state is JobState.RUNNING)
+def test_epoch_and_attempt_of_learners_rise() -> None:
+    sim = running(1)
+    sim.kill(learner(sim))
+    assert sim.run(30.0, lambda: sim.job.state is JobState.DEGRADED)
+    assert sim.run(30.0, lambda: sim.job.state is JobState.RUNNING)
+    sim.kill_coordinator()
+    sim.kill(learner(sim))
+    sim.start_coordinator()
+    assert sim.run(60.0, lambda: sim.job.state is JobState.RUNNING)
+    sim.deliver(ev.ScaleRequested("learner", 0))  # the task is closed; the next task counts its attempts from 0
+    assert sim.run(30.0, lambda: not sim.job.tasks.open("learn"))
+    sim.deliver(ev.ScaleRequested("learner", 1))
+    assert sim.run(60.0, lambda: sim.job.state is JobState.RUNNING)
     starts = {}
-    for send in world.sent:
+    for send in sim.sent:
         if send.method == "start_task" and send.args[0].kind == "learn":
             starts[send.header.task_id, send.header.attempt] = (send.args[0].options["epoch"], send.header.attempt)
     attempts = list(starts.values())
@@ -190,213 +189,214 @@ def test_a_learners_epoch_and_attempt_rise_with_each_that_follows_another() -> N
     assert attempts == sorted(attempts) and attempts[0][0] == attempts[2][0] < attempts[3][0]
 
 
-def test_a_learner_is_granted_so_many_batches_at_once() -> None:
-    world = running(1, limits=dataclasses.replace(LIMITS, grant=2))
-    world.run(20.0)
-    granted = [send.args[0].count for send in world.sent if send.method == "learn"]
+def test_grant_is_limited() -> None:
+    sim = running(1, limits=dataclasses.replace(LIMITS, grant=2))
+    sim.run(20.0)
+    granted = [send.args[0].count for send in sim.sent if send.method == "learn"]
     assert max(granted) == 2
 
 
-def test_a_checkpoint_that_was_asked_for_is_written_once() -> None:
-    world = running(1)
-    sent = len(world.sent)
-    world.deliver(ev.CheckpointRequested())
-    world.run(10.0)
-    learns: dict[int, Learn] = {s.header.seq: s.args[0] for s in world.sent[sent:] if s.method == "learn" and s.header}
+def test_requested_checkpoint_is_saved_once() -> None:
+    sim = running(1)
+    sent = len(sim.sent)
+    sim.deliver(ev.CheckpointRequested())
+    sim.run(10.0)
+    learns: dict[int, Learn] = {s.header.seq: s.args[0] for s in sim.sent[sent:] if s.method == "learn" and s.header}
     assert [learn.save for learn in learns.values()].count(True) == 1 and len(learns) > 2
 
 
-def test_there_is_one_learner_for_each_policy() -> None:
+def test_only_one_learner_per_policy_gets_a_task() -> None:
     class Eager(TrainOne):
         def task(self, role: Any, index: int, view: Any) -> StartTask | None:
             return StartTask("learn" if role == "learner" else "collect", "main")
 
-    world = Simulation(commander=Eager(env_steps=10**9))
-    world._wanted["learner"] = 2
-    world.kill_coordinator()
-    world.journal = None
-    world.start_coordinator()
-    world.run(30.0)
-    assert len(world.live("learner")) == 2 and len(world.m.tasks.open("learn")) == 1
-    assert sorted(state(world, f"learner/{index}").name for index in (0, 1)) == ["BUSY", "IDLE"]
+    sim = Simulation(commander=Eager(env_steps=10**9))
+    sim._wanted["learner"] = 2
+    sim.kill_coordinator()
+    sim.journal = None
+    sim.start_coordinator()
+    sim.run(30.0)
+    assert len(sim.live("learner")) == 2 and len(sim.job.tasks.open("learn")) == 1
+    assert sorted(state(sim, f"learner/{index}").name for index in (0, 1)) == ["BUSY", "IDLE"]
 
 
-# --- who is there
+# --- workers
 
 
-def test_a_worker_more_than_is_wanted_is_sent_away() -> None:
-    world = running(1)
-    world.operator.wanted["collector"] = 2  # as one that another coordinator asked for
-    assert world.run(20.0, lambda: world.m.roster.newest("collector/1") is not None)
-    world.run(5.0)
-    assert state(world, "collector/1") is WorkerState.GONE and not calls(world, "collector/1")
+def test_surplus_worker_is_released() -> None:
+    sim = running(1)
+    sim.operator.wanted["collector"] = 2  # as if an earlier coordinator had requested it
+    assert sim.run(20.0, lambda: sim.job.roster.newest("collector/1") is not None)
+    sim.run(5.0)
+    assert state(sim, "collector/1") is WorkerState.GONE and not calls(sim, "collector/1")
 
 
-def test_a_lost_worker_is_reported_and_one_that_is_not_wanted_is_released() -> None:
-    world = running(2)
+def test_lost_worker_is_replaced_and_surplus_worker_is_released() -> None:
+    sim = running(2)
     told: list[tuple[str, Any]] = []
     for name in ("replace", "release"):
-        tell = getattr(world.operator, name)
-        setattr(world.operator, name, lambda key, name=name, tell=tell: (told.append((name, key)), tell(key)))
-    world.kill(world.live("collector")[0])
-    assert world.run(10.0, lambda: bool(told)) and told == [("replace", ("collector/0", 0))]
-    assert world.run(30.0, lambda: at_work(world) == 2)
-    world.deliver(ev.ScaleRequested("collector", 1))
-    assert world.run(10.0, lambda: len(told) == 2) and told[1] == ("release", ("collector/1", 0))
+        tell = getattr(sim.operator, name)
+        setattr(sim.operator, name, lambda key, name=name, tell=tell: (told.append((name, key)), tell(key)))
+    sim.kill(sim.live("collector")[0])
+    assert sim.run(10.0, lambda: bool(told)) and told == [("replace", ("collector/0", 0))]
+    assert sim.run(30.0, lambda: at_work(sim) == 2)
+    sim.deliver(ev.ScaleRequested("collector", 1))
+    assert sim.run(10.0, lambda: len(told) == 2) and told[1] == ("release", ("collector/1", 0))
 
 
-def test_workers_are_pinged_every_few_seconds() -> None:
-    world = running(1)
-    sent = len(world.sent)
-    world.run(30.0)
-    pings = [send for send in world.sent[sent:] if (send.worker_id, send.method) == ("collector/0", "ping")]
+def test_workers_are_pinged_periodically() -> None:
+    sim = running(1)
+    sent = len(sim.sent)
+    sim.run(30.0)
+    pings = [send for send in sim.sent[sent:] if (send.worker_id, send.method) == ("collector/0", "ping")]
     assert 9 <= len(pings) <= 11
 
 
-def test_a_worker_that_has_an_address_and_never_answers_there_is_replaced() -> None:
-    world = running(1)
-    world.deliver(ev.ScaleRequested("collector", 2))
-    assert world.run(10.0, lambda: len(world.live("collector")) == 2)
-    world.stop(world.live("collector")[1])
-    assert world.run(LIMITS.lost_after_starting + 5.0, lambda: world.m.accounts.restarts == 1)
-    assert any("collector/1 (incarnation 0) is lost: it did not come within 6" in note.text for note in world.notes)
+def test_worker_that_never_replies_at_its_address_is_replaced() -> None:
+    sim = running(1)
+    sim.deliver(ev.ScaleRequested("collector", 2))
+    assert sim.run(10.0, lambda: len(sim.live("collector")) == 2)
+    sim.stop(sim.live("collector")[1])
+    assert sim.run(LIMITS.lost_after_starting + 5.0, lambda: sim.job.accounts.restarts == 1)
+    assert any("collector/1 (incarnation 0) is lost: it did not start within 6" in note.text for note in sim.notes)
 
 
-def test_a_worker_may_be_silent_for_longer_while_its_task_starts() -> None:
-    world = running(1)
-    world.deliver(ev.ScaleRequested("collector", 2))
-    assert world.run(20.0, lambda: bool(calls(world, "collector/1")))
-    worker = world.live("collector")[1]
-    world.stop(worker)
-    world.run(LIMITS.lost_after + 20.0)
-    assert state(world, "collector/1") is WorkerState.BUSY
-    world.resume(worker)
-    assert world.run(10.0, lambda: at_work(world) == 2)
-    assert world.m.accounts.restarts == 0
+def test_worker_may_be_silent_for_longer_while_its_task_starts() -> None:
+    sim = running(1)
+    sim.deliver(ev.ScaleRequested("collector", 2))
+    assert sim.run(20.0, lambda: bool(calls(sim, "collector/1")))
+    worker = sim.live("collector")[1]
+    sim.stop(worker)
+    sim.run(LIMITS.lost_after + 20.0)
+    assert state(sim, "collector/1") is WorkerState.BUSY
+    sim.resume(worker)
+    assert sim.run(10.0, lambda: at_work(sim) == 2)
+    assert sim.job.accounts.restarts == 0
 
 
-def test_starts_that_failed_are_forgotten_once_the_worker_came() -> None:
-    world = running(1, limits=dataclasses.replace(LIMITS, starting_deadline=10.0, max_failures=1))
+def test_successful_start_resets_the_count_of_failed_starts() -> None:
+    sim = running(1, limits=dataclasses.replace(LIMITS, starting_deadline=10.0, max_failures=1))
     for _ in range(3):
-        world.operator.never_comes.add("collector")
-        world.kill(world.live("collector")[0])
-        lost = world.m.accounts.restarts
-        assert world.run(30.0, lambda lost=lost: world.m.accounts.restarts >= lost + 2)  # it, and one that did not come
-        world.operator.never_comes.clear()
-        assert world.run(30.0, lambda: at_work(world) == 1)
-    assert world.m.state is JobState.RUNNING
+        sim.operator.never_comes.add("collector")
+        sim.kill(sim.live("collector")[0])
+        lost = sim.job.accounts.restarts
+        # The killed one, and one failed start.
+        assert sim.run(30.0, lambda lost=lost: sim.job.accounts.restarts >= lost + 2)
+        sim.operator.never_comes.clear()
+        assert sim.run(30.0, lambda: at_work(sim) == 1)
+    assert sim.job.state is JobState.RUNNING
 
 
-def test_a_collector_may_be_lost_as_often_as_it_likes() -> None:
-    world = running(1, limits=dataclasses.replace(LIMITS, max_failures=1, healthy_after=1e6))
+def test_losses_of_a_collector_never_fail_the_job() -> None:
+    sim = running(1, limits=dataclasses.replace(LIMITS, max_failures=1, healthy_after=1e6))
     for _ in range(4):
-        world.kill(world.live("collector")[0])
-        assert world.run(30.0, lambda: at_work(world) == 0)
-        assert world.run(30.0, lambda: at_work(world) == 1)
-    assert world.m.state is JobState.RUNNING
+        sim.kill(sim.live("collector")[0])
+        assert sim.run(30.0, lambda: at_work(sim) == 0)
+        assert sim.run(30.0, lambda: at_work(sim) == 1)
+    assert sim.job.state is JobState.RUNNING
 
 
-def test_failures_are_forgotten_after_a_while_of_work() -> None:
-    world = running(1, limits=dataclasses.replace(LIMITS, max_failures=1, healthy_after=5.0))
+def test_successful_work_resets_the_failure_count() -> None:
+    sim = running(1, limits=dataclasses.replace(LIMITS, max_failures=1, healthy_after=5.0))
     for _ in range(4):
-        world.kill(learner(world))
-        assert world.run(30.0, lambda: world.m.state is JobState.DEGRADED)
-        assert world.run(30.0, lambda: world.m.state is JobState.RUNNING)
-        world.run(5.0 + 2 * LIMITS.ping_every)
-    assert world.m.state is JobState.RUNNING and world.m.accounts.retries == 4
+        sim.kill(learner(sim))
+        assert sim.run(30.0, lambda: sim.job.state is JobState.DEGRADED)
+        assert sim.run(30.0, lambda: sim.job.state is JobState.RUNNING)
+        sim.run(5.0 + 2 * LIMITS.ping_every)
+    assert sim.job.state is JobState.RUNNING and sim.job.accounts.retries == 4
 
 
-def test_a_learner_that_is_lost_again_and_again_fails_the_job() -> None:
-    world = running(1, limits=dataclasses.replace(LIMITS, max_failures=1, healthy_after=1e6))
-    world.kill(learner(world))
-    assert world.run(30.0, lambda: world.m.state is JobState.DEGRADED)
-    assert world.m.learner.waits_for == "learner"
-    assert world.run(30.0, lambda: world.m.state is JobState.RUNNING)
-    world.kill(learner(world))
-    assert world.run(60.0, lambda: world.is_over)
-    assert world.over == [ev.Over(True, "learn/1 failed 2 times: its process has ended")]
+def test_too_many_losses_of_the_learner_fail_the_job() -> None:
+    sim = running(1, limits=dataclasses.replace(LIMITS, max_failures=1, healthy_after=1e6))
+    sim.kill(learner(sim))
+    assert sim.run(30.0, lambda: sim.job.state is JobState.DEGRADED)
+    assert sim.job.learner.waits_for == "learner"
+    assert sim.run(30.0, lambda: sim.job.state is JobState.RUNNING)
+    sim.kill(learner(sim))
+    assert sim.run(60.0, lambda: sim.is_over)
+    assert sim.over == [ev.Over(True, "learn/1 failed 2 times: its process has ended")]
 
 
-def test_a_learner_that_hangs_in_every_life_fails_the_job() -> None:
-    world = running(1, limits=dataclasses.replace(LIMITS, max_failures=1))
-    seconds = world.work_seconds
-    world.work_seconds = lambda method, who: 1e9 if method == "learn" else seconds(method, who)  # type: ignore[method-assign]
+def test_learner_that_always_hangs_fails_the_job() -> None:
+    sim = running(1, limits=dataclasses.replace(LIMITS, max_failures=1))
+    seconds = sim.work_seconds
+    sim.work_seconds = lambda method, who: 1e9 if method == "learn" else seconds(method, who)  # type: ignore[method-assign]
     for _ in range(2):
-        assert world.run(30.0, lambda: world.m.state is JobState.RUNNING)
-        world.run(100.0)  # longer than a task has to run for its failures to be forgotten
-        world.kill(learner(world))  # as its supervisor does
-        world.run(1.0)
-    assert world.run(60.0, lambda: world.is_over)
-    assert world.over == [ev.Over(True, "learn/1 failed 2 times: its process has ended")]
+        assert sim.run(30.0, lambda: sim.job.state is JobState.RUNNING)
+        sim.run(100.0)  # longer than `healthy_after`
+        sim.kill(learner(sim))  # like its supervisor
+        sim.run(1.0)
+    assert sim.run(60.0, lambda: sim.is_over)
+    assert sim.over == [ev.Over(True, "learn/1 failed 2 times: its process has ended")]
 
 
 # --- evaluations
 
 
-def test_an_evaluation_of_another_version_is_none() -> None:
-    world = running(1)
-    world.deliver(ev.EvaluationRequested())
+def test_evaluation_of_a_wrong_version_is_retried() -> None:
+    sim = running(1)
+    sim.deliver(ev.EvaluationRequested())
 
     def working() -> bool:
-        worker = world.m.roster.get("evaluator/0")
+        worker = sim.job.roster.get("evaluator/0")
         return worker is not None and worker.call is not None and worker.call.method == "get_data"
 
-    assert world.run(30.0, working)
-    worker = world.m.roster.get("evaluator/0")
+    assert sim.run(30.0, working)
+    worker = sim.job.roster.get("evaluator/0")
     assert worker is not None and worker.call is not None
     values = {"return_mean": 500.0, "return_std": 0.0, "length_mean": 1.0, "episodes": 1.0}
-    world.deliver(ev.Replied("evaluator/0", 0, "get_data", worker.call.header, Evaluated(10**6, values)))
-    assert world.m.accounts.evaluations == []
-    assert world.run(30.0, lambda: bool(world.m.accounts.evaluations))
-    assert world.m.accounts.evaluations[0][1] != 500.0
+    sim.deliver(ev.Replied("evaluator/0", 0, "get_data", worker.call.header, Evaluated(10**6, values)))
+    assert sim.job.accounts.evaluations == []
+    assert sim.run(30.0, lambda: bool(sim.job.accounts.evaluations))
+    assert sim.job.accounts.evaluations[0][1] != 500.0
 
 
-def test_a_version_that_is_pinned_too_late_is_let_go() -> None:
-    world = running(1)
-    world.store.pins.append(3)
-    world.deliver(ev.Pinned("evaluate/99", "main", 3))
-    assert world.store.pins == []
+def test_version_pinned_for_a_finished_evaluation_is_unpinned() -> None:
+    sim = running(1)
+    sim.store.pins.append(3)
+    sim.deliver(ev.Pinned("evaluate/99", "main", 3))
+    assert sim.store.pins == []
 
 
-def test_an_evaluation_of_a_policy_that_has_no_version_is_cancelled() -> None:
-    world = running(1)
-    task = evaluations.evaluate(world.m, "other")
-    world.deliver(ev.Pinned(task.task_id, "other", -1))
+def test_evaluation_of_a_policy_without_versions_is_cancelled() -> None:
+    sim = running(1)
+    task = evaluations.evaluate(sim.job, "other")
+    sim.deliver(ev.Pinned(task.task_id, "other", -1))
     assert task.state is TaskState.CANCELLED
 
 
-def test_a_row_of_an_evaluation_does_not_count_its_episodes_as_those_of_training() -> None:
-    world = running(1, commander=TrainOne(env_steps=400))
-    assert world.run(400.0, lambda: world.is_over)
-    (row,) = [row.values for row in world.rows if "return_mean" in row.values]
+def test_evaluation_row_has_no_training_episodes() -> None:
+    sim = running(1, commander=TrainOne(env_steps=400))
+    assert sim.run(400.0, lambda: sim.is_over)
+    (row,) = [row.values for row in sim.rows if "return_mean" in row.values]
     assert set(row) == {"return_mean", "return_std", "length_mean", "eval_episodes"} and row["eval_episodes"] == 1.0
 
 
-def test_evaluations_are_as_far_apart_as_they_should_be() -> None:
-    world = running(1, commander=TrainOne(env_steps=10**9, eval_every=200))
-    world.run(60.0)
-    began = [note for note in world.notes if note.kind == "evaluation"]
-    assert 2 <= len(began) <= world.m.accounts.env_steps // 200
-    assert world.m.accounts.evaluated_at > 0
+def test_evaluations_start_at_most_once_per_period() -> None:
+    sim = running(1, commander=TrainOne(env_steps=10**9, eval_every=200))
+    sim.run(60.0)
+    began = [note for note in sim.notes if note.kind == "evaluation"]
+    assert 2 <= len(began) <= sim.job.accounts.env_steps // 200
+    assert sim.job.accounts.evaluated_at > 0
 
 
-# --- how it ends
+# --- the ending
 
 
 @pytest.mark.parametrize("what", ["collectors", "learner", "evaluation"])
 def test_each_step_of_the_ending_has_a_deadline(what: str) -> None:
-    world = running(1, commander=TrainOne(env_steps=400))
-    seconds = world.work_seconds
+    sim = running(1, commander=TrainOne(env_steps=400))
+    seconds = sim.work_seconds
     hangs = {"collectors": ("close_task", "collector"), "learner": ("close_task", "learner")}
     method, role = hangs.get(what, ("get_data", "evaluator"))
 
     def never(called: str, worker: SimWorker) -> float:
-        world.rng.random()
+        sim.rng.random()
         return 1e9 if (called, worker.role) == (method, role) else seconds(called, worker)
 
-    world.work_seconds = never  # type: ignore[method-assign]
-    assert world.run(400.0, lambda: world.is_over)
-    (over,) = world.over
+    sim.work_seconds = never  # type: ignore[method-assign]
+    assert sim.run(400.0, lambda: sim.is_over)
+    (over,) = sim.over
     why = {
         "collectors": "400 of 400 environment steps were taken",
         "learner": "; but learn/1 did not close within 30 s",
@@ -405,64 +405,64 @@ def test_each_step_of_the_ending_has_a_deadline(what: str) -> None:
     assert over.failed == (what == "learner") and why in over.reason
 
 
-def test_a_last_evaluation_that_fails_does_not_fail_the_job(monkeypatch) -> None:
-    world = running(1, commander=TrainOne(env_steps=400))
+def test_failed_last_evaluation_does_not_fail_the_job(monkeypatch) -> None:
+    sim = running(1, commander=TrainOne(env_steps=400))
     monkeypatch.setattr(SimWorker, "_evaluate", lambda worker: Failed("EnvError", "no license", is_permanent=True))
-    assert world.run(400.0, lambda: world.is_over)
-    (over,) = world.over
+    assert sim.run(400.0, lambda: sim.is_over)
+    (over,) = sim.over
     assert not over.failed and over.reason.endswith("; but the last evaluation failed: EnvError: no license")
-    assert world.m.ending is not None and world.m.ending.evaluation_error == "EnvError: no license"
+    assert sim.job.ending is not None and sim.job.ending.evaluation_error == "EnvError: no license"
 
 
 @pytest.mark.parametrize("by", ["steps", "callback"])
-def test_a_job_without_evaluations_ends_after_its_learner(by: str) -> None:
-    world = running(1, commander=TrainOne(env_steps=400))
-    world.m.evaluates = False
+def test_job_without_evaluations_ends_after_its_learner(by: str) -> None:
+    sim = running(1, commander=TrainOne(env_steps=400))
+    sim.job.evaluates = False
     if by == "callback":
-        world.deliver(ev.EndRequested(StopReason(by, "a callback stopped it"), evaluates=True))
-    assert world.run(400.0, lambda: world.is_over)
-    (over,) = world.over
-    assert not over.failed and not any("return_mean" in row.values for row in world.rows)
-    assert world.m.ending is not None and world.m.ending.evaluation_error is None
-    assert world.m.ending.reason.by == by and world.m.requests.wanted["evaluator"] == 0
+        sim.deliver(ev.EndRequested(StopReason(by, "a callback stopped it"), evaluates=True))
+    assert sim.run(400.0, lambda: sim.is_over)
+    (over,) = sim.over
+    assert not over.failed and not any("return_mean" in row.values for row in sim.rows)
+    assert sim.job.ending is not None and sim.job.ending.evaluation_error is None
+    assert sim.job.ending.reason.by == by and sim.job.requests.wanted["evaluator"] == 0
 
 
-def test_who_is_in_a_hurry_waits_no_longer_than_that() -> None:
-    world = running(1)
-    world.stop(world.live("collector")[0])
-    world.deliver(ev.EndRequested(StopReason("interrupt", "enough"), within=2.0))
-    assert world.run(6.0, lambda: world.is_over)
+def test_end_request_limits_the_time_to_close() -> None:
+    sim = running(1)
+    sim.stop(sim.live("collector")[0])
+    sim.deliver(ev.EndRequested(StopReason("interrupt", "enough"), within=2.0))
+    assert sim.run(6.0, lambda: sim.is_over)
 
 
-def test_an_operator_that_never_lets_go_does_not_keep_the_job_from_ending() -> None:
-    world = running(1)
-    world.operator.disconnect = lambda: None  # type: ignore[method-assign]
-    deliver = world.deliver
-    world.deliver = lambda event: None if isinstance(event, ev.WorkersEnded) else deliver(event)  # type: ignore
-    world.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
-    assert world.run(LIMITS.close_deadline + 10.0, lambda: world.is_over)
-    assert any("did not answer within 30 s" in note.text for note in world.notes)
+def test_job_ends_even_if_the_operator_never_reports_the_end_of_workers() -> None:
+    sim = running(1)
+    sim.operator.disconnect = lambda: None  # type: ignore[method-assign]
+    deliver = sim.deliver
+    sim.deliver = lambda event: None if isinstance(event, ev.WorkersEnded) else deliver(event)  # type: ignore
+    sim.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
+    assert sim.run(LIMITS.close_deadline + 10.0, lambda: sim.is_over)
+    assert any("did not answer within 30 s" in note.text for note in sim.notes)
 
 
-def test_nobody_is_scaled_once_the_job_ends() -> None:
-    world = running(1)
-    world.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
-    world.deliver(ev.ScaleRequested("collector", 5))
-    assert world.m.requests.wanted["collector"] == 1
+def test_scale_request_during_the_ending_changes_nothing() -> None:
+    sim = running(1)
+    sim.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
+    sim.deliver(ev.ScaleRequested("collector", 5))
+    assert sim.job.requests.wanted["collector"] == 1
 
 
-def test_the_rows_of_training_are_of_what_was_done_since_the_last() -> None:
-    world = running(1, limits=dataclasses.replace(LIMITS, row_every=100), commander=TrainOne(env_steps=450))
-    assert world.run(200.0, lambda: world.is_over)
-    rows = [row for row in world.rows if "steps_per_second" in row.values]
-    assert [row.env_steps for row in rows] == [100, 200, 300, 400, world.m.accounts.env_steps]
-    assert [row.values["episodes"] for row in rows] == [10, 10, 10, 10, world.m.accounts.env_steps // 10 - 40]
+def test_training_row_covers_the_time_since_the_last_row() -> None:
+    sim = running(1, limits=dataclasses.replace(LIMITS, row_every=100), commander=TrainOne(env_steps=450))
+    assert sim.run(200.0, lambda: sim.is_over)
+    rows = [row for row in sim.rows if "steps_per_second" in row.values]
+    assert [row.env_steps for row in rows] == [100, 200, 300, 400, sim.job.accounts.env_steps]
+    assert [row.values["episodes"] for row in rows] == [10, 10, 10, 10, sim.job.accounts.env_steps // 10 - 40]
     assert {(row.values["episode_return"], row.values["episode_length"]) for row in rows} == {(5.0, 10.0)}
-    assert {row.values["env/speed"] for row in rows} == {3.0}  # as the environments logged
-    assert all(20.0 < row.values["steps_per_second"] < 60.0 for row in rows[1:])  # 10 steps take a quarter of a second
+    assert {row.values["env/speed"] for row in rows} == {3.0}  # logged by the environments
+    assert all(20.0 < row.values["steps_per_second"] < 60.0 for row in rows[1:])  # 10 steps take 0.25 s
 
 
-def test_the_first_row_of_a_resumed_run_is_of_its_own_session() -> None:
+def test_first_row_of_a_resumed_run_covers_its_session_only() -> None:
     before = ActorCounts({"before": [100.0, 10.0, 500.0, 100.0]})
     job = TrainingJob(TrainOne(env_steps=1000), LIMITS, {"learner": 1}, by_key=False, now=0.0, counts_before=before)
     job.write_row()
@@ -478,7 +478,7 @@ def test_the_first_row_of_a_resumed_run_is_of_its_own_session() -> None:
 # --- accounts
 
 
-def test_an_answer_without_logs_leaves_those_that_were() -> None:
+def test_reply_without_logs_keeps_the_last_logs() -> None:
     accounts = Accounts()
     accounts.learn(Learned(3, 5, (), 2, {"loss": 0.5}))
     accounts.learn(Learned(2, 6, (), 1))
@@ -486,7 +486,7 @@ def test_an_answer_without_logs_leaves_those_that_were() -> None:
     assert (accounts.params_version, accounts.learner_steps) == (3, 6)  # a version never falls
 
 
-def test_long_curves_keep_their_span() -> None:
+def test_long_curves_are_thinned_but_keep_their_span() -> None:
     accounts = Accounts()
     for number in range(1300):
         accounts.add(dict(env_steps=number, episodes=0, return_sum=0.0, length_sum=0.0, rank=0, incarnation=0))
@@ -497,7 +497,7 @@ def test_long_curves_keep_their_span() -> None:
         assert all(row[0] == row[1] for row in curve)
 
 
-def test_of_tasks_that_are_over_the_newest_are_kept() -> None:
+def test_only_the_newest_finished_tasks_are_kept() -> None:
     board = Tasks()
     for _ in range(200):
         board.add(StartTask("evaluate", "main")).become(TaskState.CANCELLED)
@@ -506,34 +506,34 @@ def test_of_tasks_that_are_over_the_newest_are_kept() -> None:
     assert board.add(StartTask("learn", "main")).task_id == "learn/201"
 
 
-# --- who comes, and who is asked for
+# --- operator and requests
 
 
-def test_an_operator_that_breaks_fails_the_job_and_names_what_it_raised() -> None:
-    world = running(1)
-    world.deliver(ev.OperatorFailed("AttributeError: no such thing", is_permanent=True))
-    assert world.run(100.0, lambda: world.is_over)
-    assert world.m.state is JobState.FAILED and "AttributeError: no such thing" in world.m.reason
+def test_permanent_operator_error_fails_the_job_and_is_named() -> None:
+    sim = running(1)
+    sim.deliver(ev.OperatorFailed("AttributeError: no such thing", is_permanent=True))
+    assert sim.run(100.0, lambda: sim.is_over)
+    assert sim.job.state is JobState.FAILED and "AttributeError: no such thing" in sim.job.reason
 
 
-def test_an_evaluation_that_is_asked_for_while_one_is_under_way_is_that_one() -> None:
-    world = running(1)
-    world.run(5.0)
-    world.deliver(ev.EvaluationRequested())
-    world.deliver(ev.EvaluationRequested())
-    assert len(world.m.tasks.open("evaluate")) == 1
+def test_second_evaluation_request_starts_no_second_evaluation() -> None:
+    sim = running(1)
+    sim.run(5.0)
+    sim.deliver(ev.EvaluationRequested())
+    sim.deliver(ev.EvaluationRequested())
+    assert len(sim.job.tasks.open("evaluate")) == 1
 
 
-def test_a_lost_collectors_open_fragments_are_counted() -> None:
-    world = running(2)
-    worker = world.m.roster.get("collector/1")
+def test_open_fragments_of_a_lost_collector_are_counted() -> None:
+    sim = running(2)
+    worker = sim.job.roster.get("collector/1")
     assert worker is not None
     worker.progress.num_envs = 8
-    worker_tracking.lose(world.m, worker, "it was killed")
-    assert world.m.accounts.discarded == 8
+    worker_tracking.mark_lost(sim.job, worker, "it was killed")
+    assert sim.job.accounts.discarded == 8
 
 
-def test_a_learner_publishes_above_what_the_job_before_it_had() -> None:
+def test_learner_publishes_above_the_versions_of_the_previous_job() -> None:
     job = TrainingJob(TrainOne(env_steps=10), LIMITS, {"learner": 1}, by_key=False, now=0.0, min_version=70)
     advance(job, ev.Submitted(), 0.0)
     advance(job, ev.OperatorAnswered((WorkerInfo("learner", 0, 0, "there"),)), 1.0)
@@ -542,8 +542,8 @@ def test_a_learner_publishes_above_what_the_job_before_it_had() -> None:
     assert start.options["min_version"] == 70 and job.to_json()["min_version"] == 70
 
 
-def test_what_is_written_down_of_a_job_does_not_change_with_it() -> None:
-    world = running(1)
-    before = world.m.to_json()
-    world.deliver(ev.ScaleRequested("collector", 2))
-    assert (before["requests"]["wanted"]["collector"], world.m.to_json()["requests"]["wanted"]["collector"]) == (1, 2)
+def test_saved_state_does_not_change_with_the_job() -> None:
+    sim = running(1)
+    before = sim.job.to_json()
+    sim.deliver(ev.ScaleRequested("collector", 2))
+    assert (before["requests"]["wanted"]["collector"], sim.job.to_json()["requests"]["wanted"]["collector"]) == (1, 2)

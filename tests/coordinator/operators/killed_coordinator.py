@@ -1,4 +1,7 @@
-"""`python killed_coordinator.py HANDLE`: a coordinator that has two collectors started, and waits to be killed."""
+"""A coordinator that the test kills: it requests two collectors from the operator, and waits.
+
+python killed_coordinator.py HANDLE
+"""
 
 from __future__ import annotations
 

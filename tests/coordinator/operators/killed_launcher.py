@@ -1,4 +1,7 @@
-"""`python killed_launcher.py`: a process that has an operator with two workers, names their processes, and waits to be killed."""
+"""A launcher that the test kills: it starts an operator with two workers, and prints their process ids.
+
+python killed_launcher.py
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from rlframe.coordinator.operators.local import LocalOperator
 from tests.coordinator.operators import workers
 
 if __name__ == "__main__":
-    operator = LocalOperator({"learner": workers.quiet, "collector": workers.quiet}, output=io.StringIO())
+    operator = LocalOperator(
+        {"learner": workers.make_idle_worker, "collector": workers.make_idle_worker}, output=io.StringIO()
+    )
     operator.scale("learner", 1)
     operator.scale("collector", 1)
     while sum(worker.address is not None for worker in operator.list_workers()) < 2:

@@ -1,4 +1,4 @@
-"""An operator as a coordinator has it: driven by its thread, which tells what there is."""
+"""A driver of an operator, through the coordinator's `OperatorThread`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.waiting import wait_until
 
 
 class OperatorDriver:
-    """What is wanted of an operator, and what it says."""
+    """A driver of an operator through `OperatorThread`, which collects its events."""
 
     def __init__(self, operator: Operator) -> None:
         self.events: list[Any] = []
@@ -22,12 +22,12 @@ class OperatorDriver:
         self._is_gone = False
 
     def connect(self) -> list[WorkerInfo]:
-        """The workers that are there already."""
+        """Start the thread, and return the workers in the first list."""
         self._thread.start()
         return self._workers(1)
 
     def list_workers(self) -> list[WorkerInfo]:
-        """The workers that live and are wanted, after a whole round from now."""
+        """Return the live workers after a complete round of the thread."""
         return self._workers(len(self.events) + 2)
 
     def scale(self, role: Role, n: int) -> None:
@@ -42,7 +42,7 @@ class OperatorDriver:
             self._thread.put(ev.Release(*key))
 
     def disconnect(self, end_workers: bool = True) -> None:
-        """Ends the workers, or lets them be. May be repeated."""
+        """End the thread. Also end the workers unless `end_workers` is False. Repeated calls change nothing."""
         if end_workers and not self._is_gone:
             self._thread.put(ev.EndWorkers())
             wait_until(lambda: isinstance(self.events[-1], ev.WorkersEnded))

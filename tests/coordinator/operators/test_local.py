@@ -1,4 +1,4 @@
-"""Real processes: spawned, killed, stopped, orphaned, ended."""
+"""Tests of the local operator with real processes, which are started, killed, stopped and ended."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from tests.coordinator.operators.operator_driver import OperatorDriver
 from tests.waiting import is_process_alive, wait_until
 
 HERE = pathlib.Path(__file__).parent
-AT_ONCE = Backoff(first=0.01)
-MAKERS = {"learner": workers.quiet, "collector": workers.quiet}
+FAST_BACKOFF = Backoff(first=0.01)
+MAKERS = {"learner": workers.make_idle_worker, "collector": workers.make_idle_worker}
 
 
-class Local:
-    """An operator, what it printed, and what it is told through its handle, as a coordinator has it."""
+class LocalFixture:
+    """A local operator, its output, and a driver that calls it through a handle, like a coordinator."""
 
-    def __init__(self, makers=MAKERS, backoff=AT_ONCE, **options) -> None:
+    def __init__(self, makers=MAKERS, backoff=FAST_BACKOFF, **options) -> None:
         self.output = io.StringIO()
         self.owned = LocalOperator(makers, output=self.output, backoff=backoff, **options)
         self.handle = pickle.dumps(self.owned)
         self.operator = OperatorDriver(pickle.loads(self.handle))
 
     def up(self, role: str, n: int, but: tuple[WorkerInfo, ...] = ()) -> list[WorkerInfo]:
-        """Waits until `n` workers of the role serve, other than these, and returns them."""
+        """Wait until `n` workers of the role serve, not counting those in `but`. Return them."""
 
         def serving() -> list[WorkerInfo]:
             infos = [info for info in self.operator.list_workers() if info.role == role and info.key not in gone]
@@ -56,8 +56,8 @@ class Local:
 def local():
     made = []
 
-    def make(*args, **options) -> Local:
-        made.append(Local(*args, **options))
+    def make(*args, **options) -> LocalFixture:
+        made.append(LocalFixture(*args, **options))
         made[-1].operator.connect()
         return made[-1]
 
@@ -88,7 +88,7 @@ def environ(info: WorkerInfo) -> dict[str, str]:
     return handles.Remote([info.address], info.worker_id, transport=SocketTransport()).resources()
 
 
-def test_workers_are_spawned_and_serve_and_none_is_left_when_it_disconnects(local):
+def test_workers_start_serve_and_end_with_the_operator(local):
     one = local()
     one.operator.scale("collector", 2)
     first, second = one.up("collector", 2)
@@ -97,16 +97,16 @@ def test_workers_are_spawned_and_serve_and_none_is_left_when_it_disconnects(loca
     assert (answer.worker_id, answer.incarnation, pid(second)) == ("collector/1", 0, second.pid)
     assert "rlframe: collector 1" in psutil.Process(second.pid).cmdline()[0]
     processes = family(first.pid) + family(second.pid)
-    assert len(processes) == 4  # each with a child
+    assert len(processes) == 4  # each worker has a child
     one.operator.disconnect()
     wait_until(lambda: are_gone(processes))
     assert one.owned.list_workers() == []
     lines = one.output.getvalue().splitlines()
     assert "[collector/1] collector/1 is up as incarnation 0" in lines and "[collector/1] closed" in lines
-    one.operator.disconnect()  # once more does no harm
+    one.operator.disconnect()  # a repeated call changes nothing
 
 
-def test_one_that_is_killed_is_replaced_and_so_is_one_that_is_stopped_and_reported_however_often(local):
+def test_killed_worker_and_reported_worker_are_replaced_once(local):
     one = local()
     one.operator.scale("collector", 2)
     first, second = one.up("collector", 2)
@@ -114,7 +114,7 @@ def test_one_that_is_killed_is_replaced_and_so_is_one_that_is_stopped_and_report
     os.kill(first.pid, signal.SIGKILL)
     replaced, other = one.up("collector", 2, but=(first,))
     assert replaced.key == ("collector/0", 1) and other == second
-    wait_until(lambda: are_gone(processes))  # with what it had started
+    wait_until(lambda: are_gone(processes))  # including its child
     assert "was killed by SIGKILL" in one.output.getvalue()
 
     processes = family(second.pid)
@@ -124,29 +124,29 @@ def test_one_that_is_killed_is_replaced_and_so_is_one_that_is_stopped_and_report
     assert second.key not in [info.key for info in one.operator.list_workers()]
     both = one.up("collector", 2, but=(first, second))
     assert [info.key for info in both] == [("collector/0", 1), ("collector/1", 1)]
-    one.operator.replace_workers([second.key])  # late, and of one that has been replaced
+    one.operator.replace_workers([second.key])  # a late report of a replaced worker
     assert [ping(info).incarnation for info in both] == [1, 1]
     assert one.operator.list_workers() == both
     wait_until(lambda: are_gone(processes))
 
 
-def test_released_workers_are_not_replaced_and_a_later_request_goes_on_with_their_incarnations(local):
+def test_released_worker_is_not_replaced_and_its_incarnations_continue_later(local):
     one = local()
     one.operator.scale("collector", 2)
     first, second = one.up("collector", 2)
     one.operator.scale("collector", 1)
     one.operator.scale("collector", 1)
-    assert one.operator.list_workers() == [first, second]  # a request ends none
+    assert one.operator.list_workers() == [first, second]  # a lower request ends no worker
     processes = family(second.pid)
     one.operator.release([second.key])
     assert one.operator.list_workers() == [first]
     wait_until(lambda: are_gone(processes))
-    wait_until(lambda: "[collector/1] closed" in one.output.getvalue())  # it was given the time to
+    wait_until(lambda: "[collector/1] closed" in one.output.getvalue())  # it had time to close
     one.operator.scale("collector", 2)
     assert [info.key for info in one.up("collector", 2)] == [first.key, ("collector/1", 1)]
 
 
-def test_workers_outlive_a_coordinator_that_is_killed_and_its_successor_finds_them(local, tmp_path):
+def test_workers_survive_a_killed_coordinator_and_the_next_one_finds_them(local, tmp_path):
     one = local()
     (tmp_path / "handle").write_bytes(one.handle)
     coordinator = subprocess.Popen(
@@ -170,7 +170,7 @@ def test_workers_outlive_a_coordinator_that_is_killed_and_its_successor_finds_th
     assert isinstance(pickle.loads(one.handle), OperatorHandle)
 
 
-def test_workers_end_with_the_process_that_has_the_operator():
+def test_workers_end_with_the_operators_process():
     owner = subprocess.Popen(
         [sys.executable, HERE / "killed_launcher.py"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -187,7 +187,7 @@ def test_workers_end_with_the_process_that_has_the_operator():
     wait_until(lambda: not os.path.exists(sockets))
 
 
-def test_one_that_falls_silent_is_replaced_without_being_reported(local):
+def test_worker_without_heartbeat_is_replaced(local):
     one = local(hang_timeout=1.5)
     one.operator.scale("collector", 1)
     (first,) = one.up("collector", 1)
@@ -198,13 +198,13 @@ def test_one_that_falls_silent_is_replaced_without_being_reported(local):
     assert re.search(r"\(incarnation 0\) hung: no heartbeat for \d+ s, and was killed\.", one.output.getvalue())
 
 
-def test_a_worker_that_cannot_be_made_shows_its_traceback_and_is_tried_less_and_less_often(local, tmp_path):
+def test_worker_that_raises_at_start_prints_its_traceback_and_is_retried_with_backoff(local, tmp_path):
     lives = tmp_path / "lives"
-    one = local({"collector": workers.Counts(str(lives))}, backoff=Backoff(first=0.1, longest=600.0))
+    one = local({"collector": workers.CrashingMaker(str(lives))}, backoff=Backoff(first=0.1, longest=600.0))
     one.operator.scale("collector", 1)
-    problem = wait_until(
-        lambda: re.search(r".*[3-9] times in succession", one.operator.problems().get("collector/0", ""))
-    )[0]
+    problem = wait_until(lambda: re.search(r".*[3-9] times in a row", one.operator.problems().get("collector/0", "")))[
+        0
+    ]
     assert lives.read_text().split()[:3] == ["0", "1", "2"]
     assert "failed with exit code 1" in problem and "RuntimeError: cannot live" in problem
     assert "[collector/0] RuntimeError: cannot live" in one.output.getvalue().splitlines()
@@ -212,8 +212,8 @@ def test_a_worker_that_cannot_be_made_shows_its_traceback_and_is_tried_less_and_
 
 
 @pytest.mark.system
-def test_one_that_cannot_close_is_ended_all_the_same(local):
-    one = local({"collector": workers.never_closes})
+def test_worker_that_does_not_close_is_killed(local):
+    one = local({"collector": workers.make_unclosable_worker})
     one.operator.scale("collector", 1)
     (info,) = one.up("collector", 1)
     processes = family(info.pid)
@@ -224,7 +224,7 @@ def test_one_that_cannot_close_is_ended_all_the_same(local):
     assert time.monotonic() - began < 10.0
 
 
-def test_accelerators_and_threads_are_the_learners_unless_told_otherwise(local, monkeypatch):
+def test_only_the_learner_has_accelerators_and_threads_by_default(local, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setenv("HIDDEN", "1")
     monkeypatch.delenv("NPROC", raising=False)
@@ -240,9 +240,9 @@ def test_accelerators_and_threads_are_the_learners_unless_told_otherwise(local, 
     assert (collector["NPROC"], collector["JAX_PLATFORMS"], "HIDDEN" in collector) == ("3", "cuda", False)
 
 
-def test_what_cannot_be_pickled_and_what_is_not_a_role_are_refused(local):
+def test_unpicklable_maker_and_unknown_role_are_refused(local):
     with pytest.raises(UsageError, match="cannot be sent to their processes"):
         LocalOperator({"learner": threading.Lock()})
-    one = local({"learner": workers.quiet})
+    one = local({"learner": workers.make_idle_worker})
     with pytest.raises(UsageError, match="no workers of the role 'collector', only learner"):
         one.owned.scale("collector", 1)

@@ -1,4 +1,4 @@
-"""Workers beside actors of a real Ray on this machine, which takes tens of seconds to start."""
+"""Tests of the Ray operator with a real Ray cluster on this machine. It takes tens of seconds to start."""
 
 from __future__ import annotations
 
@@ -46,8 +46,12 @@ def cluster():
 
 @pytest.fixture
 def operator(cluster):
-    """An operator whose workers Ray starts, and what it printed."""
-    makes = {"collector": workers.quiet, "learner": workers.broken, "evaluator": workers.never_closes}
+    """Yield an operator whose workers Ray starts, and its output."""
+    makes = {
+        "collector": workers.make_idle_worker,
+        "learner": workers.fail_permanently,
+        "evaluator": workers.make_unclosable_worker,
+    }
 
     def node(role: str, index: int, incarnation: int):
         name, address = f"{role}/{index}", f"{role}/{index}/{incarnation}"
@@ -81,7 +85,7 @@ def is_gone(pid: int) -> bool:
 
 def test_workers_are_replaced_adopted_and_ended(operator):
     owned, output = operator
-    handle = pickle.dumps(owned)  # as a coordinator's process has it
+    handle = pickle.dumps(owned)  # a coordinator's process has a handle
     operator = OperatorDriver(pickle.loads(handle))
     assert operator.connect() == []
     operator.scale("collector", 2)
@@ -91,7 +95,7 @@ def test_workers_are_replaced_adopted_and_ended(operator):
     child = psutil.Process(first.pid).children()[0]
     os.kill(first.pid, signal.SIGKILL)
     serving(operator, ("collector/0", 1), ("collector/1", 0))
-    wait_until(lambda: is_gone(child.pid))  # and what it had started
+    wait_until(lambda: is_gone(child.pid))  # its child ends too
     assert "[collector/0] (incarnation 0) was killed by SIGKILL." in output.getvalue()
     os.kill(second.pid, signal.SIGSTOP)
     operator.replace_workers([second.key])
@@ -110,11 +114,11 @@ def test_workers_are_replaced_adopted_and_ended(operator):
     successor.scale("evaluator", 1)
     *_, stubborn = serving(successor, before[1].key, ("evaluator/0", 0))
     successor.disconnect()
-    assert is_gone(before[1].pid) and is_gone(stubborn.pid)  # one that does not close is killed
+    assert is_gone(before[1].pid) and is_gone(stubborn.pid)  # a worker that does not close is killed
     assert owned.list_workers() == []
 
 
-def test_one_that_cannot_be_made_says_why_and_one_of_no_role_is_refused(operator):
+def test_failed_start_is_reported_and_unknown_role_is_refused(operator):
     owned, output = operator
     operator = OperatorDriver(pickle.loads(pickle.dumps(owned)))
     operator.connect()

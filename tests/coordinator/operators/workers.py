@@ -1,4 +1,4 @@
-"""Workers that do nothing but answer, for tests of how they are started and ended. Importable by their processes."""
+"""Workers that only reply to pings, for tests of the start and the end of processes. Worker processes import them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlframe.errors import UsageError
 
 
 class TinyWorker:
-    """Answers pings, and has a process of its own, as some environments do."""
+    """A worker that replies to pings. It starts a child process, like some environments do."""
 
     def __init__(self, worker_id: str, index: int, incarnation: int, closes: bool = True) -> None:
         self._alive = Alive(worker_id, incarnation, "idle")
@@ -31,10 +31,10 @@ class TinyWorker:
         return os.getpid()
 
     def resources(self) -> dict[str, str]:
-        return dict(os.environ)  # not by /proc: the process's title is written over what is seen there
+        return dict(os.environ)  # /proc would not work: the process title overwrites the environment there
 
     def not_a_call(self) -> None:
-        """Is not served."""
+        """Do nothing. The operator must not serve this method."""
 
     def close(self) -> None:
         self.child.kill()
@@ -44,25 +44,25 @@ class TinyWorker:
             threading.Event().wait(600)
 
 
-def quiet(worker_id: str, index: int, incarnation: int) -> TinyWorker:
+def make_idle_worker(worker_id: str, index: int, incarnation: int) -> TinyWorker:
     return TinyWorker(worker_id, index, incarnation)
 
 
-def never_closes(worker_id: str, index: int, incarnation: int) -> TinyWorker:
+def make_unclosable_worker(worker_id: str, index: int, incarnation: int) -> TinyWorker:
     return TinyWorker(worker_id, index, incarnation, closes=False)
 
 
-def broken(worker_id: str, index: int, incarnation: int) -> TinyWorker:
+def fail_permanently(worker_id: str, index: int, incarnation: int) -> TinyWorker:
     raise UsageError(f"No environment is called {worker_id!r}.")
 
 
-def kills_itself(worker_id: str, index: int, incarnation: int) -> TinyWorker:
+def kill_own_process(worker_id: str, index: int, incarnation: int) -> TinyWorker:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
 
-class Counts:
-    """Leaves a line per life in a file, then dies."""
+class CrashingMaker:
+    """A maker that writes one line to a file for each incarnation, and then raises."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Calls of a worker as a coordinator makes them: numbered, and said again until they are done."""
+"""Numbered calls to a worker, like those of a coordinator, repeated until the worker has a reply."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ PATIENCE = 60.0  # seconds
 
 
 class Caller:
-    """Calls `worker` about one task."""
+    """A caller of `worker` for one task."""
 
     def __init__(self, worker: TaskWorker, task_id: str, seq: int = 0, attempt: int = 0) -> None:
         self.worker, self.task_id, self.attempt, self.seq = worker, task_id, attempt, seq
 
     def header(self) -> Header:
-        """Of the next call."""
+        """Return the header of the next call."""
         self.seq += 1
         return Header(self.task_id, self.attempt, self.worker.worker_id, self.worker.incarnation, self.seq)
 
-    def say(self, call: str, *args: Any) -> Any:
-        """The next call, said once."""
+    def call_once(self, call: str, *args: Any) -> Any:
+        """Make the next call once, and return its reply."""
         return getattr(self.worker, call)(self.header(), *args)
 
     def until_done(self, call: str, *args: Any, later: Any = None) -> Any:
-        """The next call, said until it is done; `later()` comes after the first time."""
+        """Make the next call until the reply is not NotReady. Run `later()` after the first time."""
         header = self.header()
         if later is not None:
             getattr(self.worker, call)(header, *args)
             later()
         return self._until_done(call, args, header)
 
-    def again(self, call: str, argument: Any, header: Header) -> Any:
-        """A call that has a number already, said until it is done."""
+    def repeat_until_done(self, call: str, argument: Any, header: Header) -> Any:
+        """Repeat a call with the given header until the reply is not NotReady."""
         return self._until_done(call, (argument,), header)
 
     def _until_done(self, call: str, args: Any, header: Header) -> Any:

@@ -1,4 +1,4 @@
-"""A learner in a process of its own, which learns and saves once for each line that it reads, and says what came of it.
+"""A program with a learner worker. It learns and saves once for each line of stdin, and prints the reply.
 
 python -m tests.coordinator.workers.learner_process DIRECTORY
 """

@@ -1,4 +1,4 @@
-"""The worker that collects: what it collects, and what it waits for."""
+"""Tests of the worker that collects."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ POLICY = "main"
 COLLECT = StartTask("collect", POLICY)
 
 
-class Full(RecordingBuffer):
-    """A buffer that has room for three steps, as one in shared memory behaves."""
+class FullBuffer(RecordingBuffer):
+    """A buffer with room for three steps. Like a buffer in shared memory, it blocks while it is full."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told = False
+        self.is_stopped = False
 
     def add(self, env_ids, step):
         if len(self.steps) == 3:
-            wait_until(lambda: self.told)
-            raise StoppedError("told to")
+            wait_until(lambda: self.is_stopped)
+            raise StoppedError("stopped")
         super().add(env_ids, step)
 
 
@@ -47,7 +47,7 @@ def store():
 
 @pytest.fixture
 def make(store):
-    """Makes workers, each with the caller of its task."""
+    """Return a function that makes a worker, and returns a caller for its task."""
     workers = []
 
     def make(make_actor, agent=None, *, index=0, task_id="task", params=store):
@@ -71,7 +71,7 @@ def collector(make, buffer=None, **options) -> Caller:
 # --- collecting
 
 
-def test_a_collector_collects_by_the_version_in_the_store_under_its_index(make):
+def test_collector_acts_with_the_version_in_the_store_and_uses_its_index_as_rank(make):
     buffer = RecordingBuffer()
     call = collector(make, buffer, index=2)
     assert call.until_done("start_task", COLLECT) == Started({"params_version": 3, "rank": 2, "num_envs": 2})
@@ -96,7 +96,7 @@ def test_a_collector_collects_by_the_version_in_the_store_under_its_index(make):
     assert step.agent_output.extras["w"][0] == 0.5
 
 
-def test_its_counters_are_since_it_was_made_and_the_last_are_its_result(make):
+def test_counters_add_up_over_the_task_and_are_its_result(make):
     call = collector(make)
     call.until_done("start_task", COLLECT)
     call.until_done("get_data", GetData(steps=6, seconds=60.0))
@@ -106,7 +106,7 @@ def test_its_counters_are_since_it_was_made_and_the_last_are_its_result(make):
     assert result.pop("env_steps_per_second") > 0.0 and result == collected.stats
 
 
-def test_a_newer_version_acts_as_soon_as_it_is_there(make, store):
+def test_collector_uses_a_newer_version_at_once(make, store):
     call = collector(make)
     call.until_done("start_task", COLLECT)
     assert call.until_done("get_data", GetData(steps=2, seconds=60.0)).params_version == 3
@@ -114,38 +114,38 @@ def test_a_newer_version_acts_as_soon_as_it_is_there(make, store):
     assert call.until_done("get_data", GetData(steps=2, seconds=60.0)).params_version == 4
 
 
-def test_without_steps_it_collects_until_the_time_is_up(make):
+def test_request_without_steps_collects_until_the_time_is_up(make):
     call = collector(make)
     call.until_done("start_task", COLLECT)
     # A busy machine may leave no time for a step.
     wait_until(lambda: call.until_done("get_data", GetData(seconds=0.05)).stats["env_steps"] > 0)
 
 
-def test_a_start_waits_for_the_first_version_and_compiles(make):
+def test_start_waits_for_the_first_version_and_compiles(make):
     empty = ParamStore()
     call = collector(make, params=empty)
     header = call.header()
     wait_until(lambda: call.worker.start_task(header, COLLECT) == NotReady("params"))
     assert call.worker.ping().phase == "starting"
     empty.put(POLICY, 1, {"w": np.float32(0.0)})
-    assert call.again("start_task", COLLECT, header).info["params_version"] == 1
+    assert call.repeat_until_done("start_task", COLLECT, header).info["params_version"] == 1
     assert call.worker._inferencer.stats()["compilations"] == 1
 
 
-def test_a_start_that_waits_for_the_first_version_can_be_closed(make):
+def test_task_that_waits_for_the_first_version_can_be_closed(make):
     call = collector(make, params=ParamStore())
-    call.say("start_task", COLLECT)
+    call.call_once("start_task", COLLECT)
     assert call.until_done("close_task", False) == Closed({})
     assert call.worker.ping().phase == "idle"
 
 
-def test_a_collector_that_waits_for_room_says_so_and_can_be_closed(make):
-    buffer = Full()
+def test_collector_that_waits_for_room_reports_it_and_can_be_closed(make):
+    buffer = FullBuffer()
 
     def make_actor(inferencer, rank):
         actor = counting_actor(buffer, inferencer, rank)
         stop = actor.stop
-        actor.stop = lambda: (stop(), setattr(buffer, "told", True))  # as `end_waits` of a shared buffer does
+        actor.stop = lambda: (stop(), setattr(buffer, "is_stopped", True))  # like `end_waits` of a shared buffer
         return actor
 
     call = make(make_actor)
@@ -157,7 +157,7 @@ def test_a_collector_that_waits_for_room_says_so_and_can_be_closed(make):
     assert call.until_done("close_task", True).result["env_steps"] == 6
 
 
-def test_a_collector_of_an_on_policy_agent_waits_for_the_next_version(make):
+def test_collector_of_an_on_policy_agent_waits_for_the_next_version(make):
     params, agent = cartpole_params(PPO, PPOConfig(unroll_length=8))
     store = ParamStore()
     store.put(POLICY, 1, params)
@@ -165,7 +165,7 @@ def test_a_collector_of_an_on_policy_agent_waits_for_the_next_version(make):
     call = make(functools.partial(cartpole_actor, buffer), agent, params=store)
     call.until_done("start_task", COLLECT)
     collected = call.until_done("get_data", GetData(seconds=0.1))
-    while not collected.waits:  # it may have taken the time for other things
+    while not collected.waits:  # a busy machine may need more calls
         collected = call.until_done("get_data", GetData(seconds=0.1))
     assert (buffer.stats()["steps"], collected.params_version) == (8 * 2, 1)
     store.put(POLICY, 2, params)
@@ -176,7 +176,7 @@ def test_a_collector_of_an_on_policy_agent_waits_for_the_next_version(make):
 @pytest.mark.parametrize(
     ("agent_cls", "config"), [(DQN, DQNConfig()), (IMPALA, IMPALAConfig(unroll_length=8))], ids=["dqn", "impala"]
 )
-def test_a_collector_fills_a_real_buffer(make, agent_cls, config):
+def test_collector_fills_a_real_buffer(make, agent_cls, config):
     params, agent = cartpole_params(agent_cls, config)
     store = ParamStore()
     store.put(POLICY, 1, params)
@@ -188,7 +188,7 @@ def test_a_collector_fills_a_real_buffer(make, agent_cls, config):
     assert buffer.stats()["steps"] >= 100 and buffer.stats()["added"] > 0
 
 
-def test_an_environment_that_fails_is_an_answer_and_the_next_attempt_a_new_actor(make):
+def test_environment_failure_becomes_a_failed_reply_and_the_next_attempt_makes_a_new_actor(make):
     made = []
 
     def make_actor(inferencer, rank):
@@ -220,7 +220,7 @@ def cartpole_agent(agent_cls, config):
 
 
 def cartpole_params(agent_cls, config):
-    """(what its learner publishes first, the agent)."""
+    """Return (first published parameters, agent)."""
     agent = cartpole_agent(agent_cls, config)
     params = agent.initial_params(jax.random.PRNGKey(0))
     published = agent.actor_params(params, agent.initial_learner_state(params))

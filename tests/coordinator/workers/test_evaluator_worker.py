@@ -1,4 +1,4 @@
-"""The worker that evaluates: of which version, and how its evaluations repeat and end."""
+"""Tests of the worker that evaluates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POLICY = "main"
 
 
 def always(action: int, params):
-    """Parameters that have DQN value one action above the other, whatever it sees."""
+    """Return DQN parameters with which the greedy action is always `action`."""
     last_bias = np.eye(2, dtype=np.float32)[action]
     return jax.tree.map(lambda leaf: last_bias if leaf.shape == (2,) else np.zeros_like(leaf), params)
 
@@ -35,7 +35,7 @@ def evaluate(version: int) -> StartTask:
 
 @pytest.fixture
 def make():
-    """Makes workers, each with the caller of its task."""
+    """Return a function that makes a worker, and returns a caller for its task."""
     workers = []
 
     def make(make_evaluator, agent, store):
@@ -50,7 +50,7 @@ def make():
 
 @pytest.fixture
 def evaluator(make):
-    """A worker, and a store with two versions of a policy that differ."""
+    """Return a caller of a worker whose store has two different versions of a policy."""
     store = ParamStore()
     params, agent = cartpole_params(DQN, DQNConfig())
     for version in (1, 2):
@@ -61,7 +61,7 @@ def evaluator(make):
 
 @pytest.fixture
 def endless(make):
-    """A worker whose evaluations end when they are told to."""
+    """Return a caller of a worker whose evaluations run until they are stopped."""
     store = ParamStore()
     store.put(POLICY, 3, {"w": np.float32(0.5)})
     return make(Endless, counting_agent(), store)
@@ -75,7 +75,7 @@ def evaluated(call: Caller, version: int) -> Evaluated:
     return reply
 
 
-def test_an_evaluation_is_of_exactly_the_version_that_was_asked_for_and_repeats(evaluator):
+def test_evaluation_uses_the_requested_version_and_is_reproducible(evaluator):
     first, second, again = (evaluated(evaluator, version) for version in (1, 2, 1))
     assert (first.params_version, second.params_version) == (1, 2)
     assert set(first.values) == {"return_mean", "return_std", "length_mean", "episodes"}
@@ -84,7 +84,7 @@ def test_an_evaluation_is_of_exactly_the_version_that_was_asked_for_and_repeats(
     assert second.values != first.values
 
 
-def test_what_was_compiled_for_one_evaluation_serves_the_next(evaluator):
+def test_next_evaluation_reuses_the_compiled_code(evaluator):
     evaluated(evaluator, 1)
     inferencer = evaluator.worker._evaluator._inferencer
     evaluated(evaluator, 2)
@@ -92,46 +92,51 @@ def test_what_was_compiled_for_one_evaluation_serves_the_next(evaluator):
     assert inferencer.stats()["compilations"] == 1
 
 
-def test_an_evaluation_is_made_once_however_often_it_is_asked_for(evaluator):
+def test_repeated_requests_evaluate_once(evaluator):
     evaluator.until_done("start_task", evaluate(1))
     first = evaluator.until_done("get_data", GetData())
     evaluator.worker._evaluator.evaluate = None  # a call would fail
     assert evaluator.until_done("get_data", GetData()) == first
 
 
-def test_a_version_that_is_gone_cannot_be_evaluated(evaluator):
+def test_evaluation_of_a_missing_version_fails_permanently(evaluator):
     failed = evaluator.until_done("start_task", evaluate(7))
     assert (failed.error, failed.is_permanent) == ("VersionGoneError", True)
-    assert failed.message.startswith("Version 7 of policy 'main' cannot be evaluated: the param store has 1, 2.")
+    assert failed.message.startswith(
+        "Version 7 of policy 'main' is not in the param store, so it cannot be evaluated. Available versions: 1, 2."
+    )
 
 
 class Endless:
-    """An evaluation that ends when it is told to."""
+    """An evaluator that runs until it is stopped."""
 
     def __init__(self, agent, learner) -> None:
-        self.steps, self.told = 0, False
+        self.steps, self.is_stopped = 0, False
 
     def evaluate(self):
-        while not self.told:
+        while not self.is_stopped:
             self.steps += 1
-        raise StoppedError("told to")
+        raise StoppedError("stopped")
 
     def stop(self):
-        self.told = True
+        self.is_stopped = True
 
 
-def test_an_evaluation_that_goes_on_makes_progress_and_can_be_closed(endless):
+def test_running_evaluation_makes_progress_and_can_be_closed(endless):
     call = endless
     call.until_done("start_task", evaluate(3))
-    assert call.say("get_data", GetData()) == NotReady()
+    assert call.call_once("get_data", GetData()) == NotReady()
     before = call.worker._progress_marker()
     wait_until(lambda: call.worker._progress_marker() > before)
     assert call.until_done("close_task", False) == Closed({})
-    call.attempt = 1  # and the next one begins
+    call.attempt = 1  # the next attempt starts
     call.until_done("start_task", evaluate(3))
-    assert call.say("get_data", GetData()) == NotReady()
+    assert call.call_once("get_data", GetData()) == NotReady()
 
 
-def test_an_evaluator_does_not_collect(endless):
+def test_collect_task_is_refused(endless):
     failed = endless.until_done("start_task", StartTask("collect", POLICY))
-    assert isinstance(failed, Failed) and failed.message == "evaluator/0 cannot collect: it works at evaluate alone."
+    assert (
+        isinstance(failed, Failed)
+        and failed.message == "evaluator/0 cannot collect: all its tasks are of the kind evaluate."
+    )

@@ -1,4 +1,4 @@
-"""The worker that learns: what it learns from, what it publishes, reports and saves."""
+"""Tests of the worker that learns."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ POLICY = "main"
 ROOT = Path(__file__).parents[3]
 
 
-class Drawn(ReplayBuffer):
-    """A buffer from which the learner draws by itself, as from a server."""
+class LearnerSampledBuffer(ReplayBuffer):
+    """A buffer from which the learner draws its batches, like a replay server."""
 
     fetches_by_key = False
 
 
-class ByKey(ReplayBuffer):
-    """A buffer that the coordinator draws from, which notes what the learner says to it."""
+class CoordinatorSampledBuffer(ReplayBuffer):
+    """A buffer from which the coordinator draws. `calls` contains the learner's calls."""
 
     def __init__(self, agent) -> None:
         super().__init__(agent)
-        self.gone, self.said = set(), []
+        self.gone, self.calls = set(), []
         self.is_damaged = False
 
     def fetch(self, keys, probabilities):
@@ -58,13 +58,13 @@ class ByKey(ReplayBuffer):
         return batch
 
     def update_priorities(self, keys, priorities):
-        self.said.append("priorities")
+        self.calls.append("priorities")
 
     def forget_before(self, version):
-        self.said.append("forget")
+        self.calls.append("forget")
 
     def note_update(self, keys, version):
-        self.said.append("update")
+        self.calls.append("update")
 
 
 def fill(buffer, steps: int = 8) -> None:
@@ -82,7 +82,7 @@ def store():
 
 @pytest.fixture
 def make(store):
-    """Makes workers, each with the caller of its task."""
+    """Return a function that makes a worker, and returns a caller for its task."""
     workers = []
 
     def make(buffer, agent=None, incarnation=0, *, task_id="learn", attempt=0, **config):
@@ -110,7 +110,7 @@ def start(call: Caller, **options) -> Started:
     return started
 
 
-def filled(kind=Drawn, prioritized=False):
+def filled(kind=LearnerSampledBuffer, prioritized=False):
     buffer = kind(counting_agent(prioritized=prioritized))
     fill(buffer)
     return buffer
@@ -119,7 +119,7 @@ def filled(kind=Drawn, prioritized=False):
 # --- start
 
 
-def test_a_start_publishes_the_first_version(make, store):
+def test_start_publishes_the_first_version(make, store):
     started = start(make(filled()))
     assert started.info == {"learner_steps": 0, "params_version": 1, "resumed": False}
     found = store.get(POLICY)
@@ -128,7 +128,7 @@ def test_a_start_publishes_the_first_version(make, store):
 
 
 @pytest.mark.parametrize(("in_store", "min_version"), [(7, -1), (-1, 7), (5, 7), (7, 5)])
-def test_a_learner_without_a_checkpoint_publishes_above_all_that_is_known(make, store, in_store, min_version):
+def test_learner_without_a_checkpoint_publishes_above_all_known_versions(make, store, in_store, min_version):
     if in_store >= 0:
         store.put(POLICY, in_store, {"w": np.float32(9.0)})
     call = make(filled())
@@ -137,23 +137,23 @@ def test_a_learner_without_a_checkpoint_publishes_above_all_that_is_known(make, 
     assert call.until_done("learn", grant(1)).params_version == 9
 
 
-def test_a_learner_that_follows_one_that_was_lost_goes_on_from_its_checkpoint(make, store, tmp_path):
+def test_learner_that_replaces_a_lost_one_continues_from_its_checkpoint(make, store, tmp_path):
     config = {"checkpoint_dir": str(tmp_path / "checkpoints"), "resume": True, "checkpoint_every": 2}
     first = make(filled(), **config)
     start(first)
     first.until_done("learn", grant(5))
     published = store.newest_version(POLICY)
-    again = make(filled(), incarnation=1, attempt=1, **config)  # the first is lost: nothing was closed
+    again = make(filled(), incarnation=1, attempt=1, **config)  # the first is lost, so its task was not closed
     started = start(again, min_version=published)
     assert (started.info["learner_steps"], started.info["resumed"]) == (4, True)
     assert started.info["params_version"] == store.newest_version(POLICY) > published
-    assert store.get(POLICY).params["w"] == 1 - 0.5**4  # of the checkpoint
+    assert store.get(POLICY).params["w"] == 1 - 0.5**4  # parameters of the checkpoint
 
 
 # --- grants
 
 
-def test_a_grant_learns_from_batches_that_the_learner_draws_and_reports_them(make, store):
+def test_learner_draws_and_reports_the_batches_of_a_grant(make, store):
     buffer = filled()
     call = make(buffer)
     start(call)
@@ -161,12 +161,12 @@ def test_a_grant_learns_from_batches_that_the_learner_draws_and_reports_them(mak
     assert (learned.learner_steps, learned.params_version, learned.dropped) == (3, 4, 0)
     assert [update.keys.shape for update in learned.updates] == [(4, 3)] * 3
     assert all(update.priorities is None for update in learned.updates)
-    assert learned.logs == {"loss": 0.0625, "staleness": 2.0}  # version 3 learned from what version 1 did
+    assert learned.logs == {"loss": 0.0625, "staleness": 2.0}  # version 3 learned from data of version 1
     assert buffer.stats()["sampled"] == 12
     assert (store.newest_version(POLICY), store.get(POLICY).params["w"]) == (4, 0.875)
 
 
-def test_what_was_learned_is_in_the_store_when_the_call_is_done(make, store):
+def test_newest_version_is_in_the_store_when_the_call_returns(make, store):
     call = make(filled())
     start(call)
     for count in (3, 2):
@@ -175,7 +175,7 @@ def test_what_was_learned_is_in_the_store_when_the_call_is_done(make, store):
     assert store.versions(POLICY)[0] == 1 and store.newest_version(POLICY) == 6
 
 
-def test_each_batch_gives_one_set_of_priorities_the_last_one_too(make):
+def test_each_batch_gives_one_set_of_priorities_even_the_last(make):
     buffer = filled(prioritized=True)
     written, write = [], buffer.update_priorities
     buffer.update_priorities = lambda keys, priorities: (written.append(keys), write(keys, priorities))
@@ -189,17 +189,17 @@ def test_each_batch_gives_one_set_of_priorities_the_last_one_too(make):
     assert len(call.until_done("learn", grant(2)).updates) == 2
 
 
-def test_where_there_is_no_batch_it_says_so_and_learns_as_soon_as_there_is_one(make):
-    buffer = Drawn(counting_agent())
+def test_learner_without_data_replies_not_ready_and_learns_when_data_arrives(make):
+    buffer = LearnerSampledBuffer(counting_agent())
     call = make(buffer)
     start(call)
     header = call.header()
     wait_until(lambda: call.worker.learn(header, Learn(1, seconds=0.05)) == NotReady("data"))
     fill(buffer)
-    assert call.again("learn", Learn(1, seconds=0.05), header).learner_steps == 1
+    assert call.repeat_until_done("learn", Learn(1, seconds=0.05), header).learner_steps == 1
 
 
-def test_no_update_begins_after_the_time_is_up(make):
+def test_no_update_starts_after_the_time_is_up(make):
     call = make(filled())
     start(call)
     learned = call.until_done("learn", Learn(10**6, seconds=0.1))
@@ -207,7 +207,7 @@ def test_no_update_begins_after_the_time_is_up(make):
     assert learned.learner_steps == len(learned.updates)
 
 
-def test_the_demand_is_a_grant_of_batches_and_nothing_after_the_last_step(make):
+def test_demand_is_limited_by_the_remaining_learner_steps(make):
     call = make(filled(), max_learner_steps=40)
     start(call)
     assert call.until_done("data_demand") == Demand(32)
@@ -217,11 +217,11 @@ def test_the_demand_is_a_grant_of_batches_and_nothing_after_the_last_step(make):
     assert call.until_done("data_demand") == Demand(0)
 
 
-# --- batches by their keys
+# --- batches drawn by the coordinator
 
 
-def test_batches_by_their_keys_are_learned_from_and_priorities_are_reported_and_not_written(make):
-    buffer = filled(ByKey, prioritized=True)
+def test_learner_reports_priorities_of_drawn_batches_but_does_not_write_them(make):
+    buffer = filled(CoordinatorSampledBuffer, prioritized=True)
     call = make(buffer)
     start(call)
     batches = tuple(buffer.draw() for _ in range(3))
@@ -230,11 +230,11 @@ def test_batches_by_their_keys_are_learned_from_and_priorities_are_reported_and_
     for update, batch in zip(learned.updates, batches, strict=True):
         np.testing.assert_array_equal(update.keys, batch.keys)
         np.testing.assert_array_equal(update.priorities, np.ones(4))
-    assert buffer.said == []
+    assert buffer.calls == []
 
 
-def test_batches_that_are_gone_are_dropped_and_counted(make):
-    buffer = filled(ByKey)
+def test_missing_batches_are_dropped_and_counted(make):
+    buffer = filled(CoordinatorSampledBuffer)
     call = make(buffer)
     start(call)
     batches = tuple(buffer.draw() for _ in range(3))
@@ -247,32 +247,32 @@ def test_batches_that_are_gone_are_dropped_and_counted(make):
     assert (learned.updates, learned.dropped, learned.learner_steps) == ((), 2, 2)
 
 
-def test_what_was_drawn_is_learned_from_even_if_the_time_is_up(make):
-    buffer = filled(ByKey)
+def test_drawn_batches_are_learned_even_if_the_time_is_up(make):
+    buffer = filled(CoordinatorSampledBuffer)
     call = make(buffer)
     start(call)
     batches = tuple(buffer.draw() for _ in range(3))
     assert len(call.until_done("learn", Learn(3, batches, seconds=0.0)).updates) == 3
 
 
-def test_a_replay_that_another_process_samples_is_not_saved_here(make, tmp_path):
-    for kind, saved in ((ByKey, False), (Drawn, True)):
+def test_learner_saves_only_a_buffer_that_it_samples(make, tmp_path):
+    for kind, saved in ((CoordinatorSampledBuffer, False), (LearnerSampledBuffer, True)):
         buffer = filled(kind)
         call = make(buffer, checkpoint_dir=str(tmp_path / kind.__name__), checkpoint_every=1)
         start(call)
-        call.until_done("learn", by_key([buffer.draw()]) if kind is ByKey else grant(1))
+        call.until_done("learn", by_key([buffer.draw()]) if kind is CoordinatorSampledBuffer else grant(1))
         replay = tmp_path / kind.__name__ / "replay"
         assert (replay.is_dir() and any(replay.iterdir())) == saved
 
 
-# --- checkpoints, and the end
+# --- checkpoints and the end of a task
 
 
 def steps_saved(path) -> list[int]:
     return sorted(int(entry.name) for entry in path.iterdir() if entry.name.isdigit())
 
 
-def test_checkpoints_are_written_when_they_are_due_and_when_they_are_asked_for(make, tmp_path):
+def test_checkpoints_are_written_when_due_and_when_requested(make, tmp_path):
     call = make(filled(), checkpoint_dir=str(tmp_path / "checkpoints"), checkpoint_every=4, checkpoint_seconds=1e9)
     start(call)
     call.until_done("learn", grant(9))
@@ -282,8 +282,8 @@ def test_checkpoints_are_written_when_they_are_due_and_when_they_are_asked_for(m
 
 
 @pytest.mark.parametrize("updates", [0, 3])
-def test_a_request_for_no_batches_saves_what_is_published_though_there_is_no_data(make, store, tmp_path, updates):
-    buffer = filled(ByKey)
+def test_save_request_without_batches_saves_the_published_version(make, store, tmp_path, updates):
+    buffer = filled(CoordinatorSampledBuffer)
     call = make(buffer, checkpoint_dir=str(tmp_path / "checkpoints"), checkpoint_every=100, checkpoint_seconds=1e9)
     start(call)
     if updates:
@@ -297,7 +297,7 @@ def test_a_request_for_no_batches_saves_what_is_published_though_there_is_no_dat
     assert store.get(POLICY).params == evaluated == {"w": 1 - 0.5**updates}
 
 
-def test_the_end_of_the_run_saves_the_last_version_and_says_where(make, store, tmp_path):
+def test_final_close_saves_the_last_version_and_returns_its_path(make, store, tmp_path):
     path = tmp_path / "checkpoints"
     call = make(filled(), checkpoint_dir=str(path), checkpoint_every=1000, checkpoint_seconds=1e9)
     start(call)
@@ -309,15 +309,15 @@ def test_the_end_of_the_run_saves_the_last_version_and_says_where(make, store, t
     assert start(again).info == {"learner_steps": 3, "params_version": 5, "resumed": True}
 
 
-def test_an_end_that_is_not_final_saves_nothing(make, tmp_path):
+def test_close_that_is_not_final_saves_nothing(make, tmp_path):
     call = make(filled(), checkpoint_dir=str(tmp_path / "checkpoints"), checkpoint_seconds=1e9)
     start(call)
     call.until_done("learn", grant(3))
     assert call.until_done("close_task", False).result["checkpoint"] is None
 
 
-def test_a_loss_that_is_not_finite_fails_for_good_and_is_not_published(make, store):
-    buffer = filled(ByKey)
+def test_non_finite_loss_fails_permanently_and_is_not_published(make, store):
+    buffer = filled(CoordinatorSampledBuffer)
     call = make(buffer)
     start(call)
     buffer.is_damaged = True
@@ -326,7 +326,7 @@ def test_a_loss_that_is_not_finite_fails_for_good_and_is_not_published(make, sto
     assert store.versions(POLICY) == [1]
 
 
-def test_a_newer_attempt_fences_the_learner_and_its_versions_rise(make, store):
+def test_newer_attempt_publishes_above_the_versions_of_the_older_one(make, store):
     call = make(filled())
     start(call)
     call.until_done("learn", grant(3))
@@ -335,17 +335,17 @@ def test_a_newer_attempt_fences_the_learner_and_its_versions_rise(make, store):
     assert store.versions(POLICY)[-2:] == [4, 5]
 
 
-class Stopping(Drawn):
-    """A buffer in whose `sample` a learner stands still, as one that was stopped does."""
+class BlockingBuffer(LearnerSampledBuffer):
+    """A buffer whose `sample` blocks, like in a process that was stopped."""
 
     def __init__(self, agent) -> None:
         super().__init__(agent)
-        self.stops, self.stands, self.go = False, threading.Event(), threading.Event()
+        self.blocks, self.is_blocked, self.resume = False, threading.Event(), threading.Event()
 
     def sample(self):
-        if self.stops:
-            self.stands.set()
-            assert self.go.wait(PATIENCE)
+        if self.blocks:
+            self.is_blocked.set()
+            assert self.resume.wait(PATIENCE)
         return super().sample()
 
 
@@ -353,27 +353,27 @@ def everything_in(path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-@pytest.mark.parametrize("publish_every", [0.0, 1e9])  # what comes first: a version, or a checkpoint
-def test_of_a_learner_that_wakes_up_in_a_grant_after_its_successor_began_nothing_arrives(
+@pytest.mark.parametrize("publish_every", [0.0, 1e9])  # 0.0: the version comes first; 1e9: the checkpoint
+def test_learner_that_wakes_up_after_its_replacement_started_writes_nothing(
     make, store, tmp_path, monkeypatch, publish_every
 ):
     config = {"checkpoint_dir": str(tmp_path / "checkpoints"), "resume": True, "checkpoint_every": 1}
-    buffer = filled(Stopping)
+    buffer = filled(BlockingBuffer)
     old = make(buffer, **config)
     start(old)
     old.until_done("learn", grant(3))
     monkeypatch.setattr(learner_module, "_PUBLISH_EVERY", publish_every)
-    buffer.stops = True
+    buffer.blocks = True
     header = old.header()
     assert old.worker.learn(header, grant(5)) == NotReady()
-    assert buffer.stands.wait(PATIENCE)
+    assert buffer.is_blocked.wait(PATIENCE)
 
     new = make(filled(), incarnation=1, attempt=1, **config)
     assert start(new).info["learner_steps"] == 3
     new.until_done("learn", grant(2))
     versions, files = store.versions(POLICY), everything_in(tmp_path)
-    buffer.go.set()
-    failed = old.again("learn", grant(5), header)
+    buffer.resume.set()
+    failed = old.repeat_until_done("learn", grant(5), header)
     assert (failed.error, failed.is_permanent) == ("FencedError", False)
     assert "Attempt 0 of epoch 0 is fenced off" in failed.message
     assert (store.versions(POLICY), everything_in(tmp_path)) == (versions, files)
@@ -385,7 +385,7 @@ def test_of_a_learner_that_wakes_up_in_a_grant_after_its_successor_began_nothing
     assert learned.params_version > versions[-1] and steps_saved(tmp_path / "checkpoints")[-1] == 7
 
 
-def test_a_learner_that_was_fenced_off_writes_no_last_checkpoint_either(make, store, tmp_path):
+def test_fenced_learner_writes_no_last_checkpoint(make, store, tmp_path):
     config = {"checkpoint_dir": str(tmp_path / "checkpoints"), "resume": True, "checkpoint_every": 2}
     old = make(filled(), **config)
     start(old)
@@ -399,17 +399,17 @@ def test_a_learner_that_was_fenced_off_writes_no_last_checkpoint_either(make, st
     assert new.until_done("close_task", True).result["learner_steps"] == 2
 
 
-def test_a_learner_that_was_fenced_off_reserves_no_versions(make, store, tmp_path):
+def test_fenced_learner_reserves_no_versions(make, store, tmp_path):
     config = {"checkpoint_dir": str(tmp_path / "checkpoints"), "resume": True, "checkpoint_seconds": 1e9}
     old = make(filled(), checkpoint_every=10**6, **config)
-    start(old)  # at version 1, which needs no reservation: the next one does
+    start(old)  # version 1 needs no reservation, but version 2 does
     start(make(filled(), incarnation=1, attempt=1, **config))
     files = everything_in(tmp_path)
     assert old.until_done("learn", grant(1)).error == "FencedError"
     assert everything_in(tmp_path) == files
 
 
-def test_a_learner_goes_on_above_what_another_put_just_before_it_was_fenced_off(make, store):
+def test_learner_publishes_above_a_version_put_just_before_the_older_attempt_was_fenced(make, store):
     old, open_ = Attempt(0, 0), store.open_policy
     store.open_policy(POLICY, old)
 
@@ -423,8 +423,8 @@ def test_a_learner_goes_on_above_what_another_put_just_before_it_was_fenced_off(
     assert new.until_done("learn", grant(1)).params_version == store.newest_version(POLICY) == 52
 
 
-def test_what_a_restarted_store_has_lost_is_put_again_while_there_is_no_data(make, store):
-    call = make(filled(ByKey), max_learner_steps=0)
+def test_learner_without_data_puts_its_version_into_a_restarted_store(make, store):
+    call = make(filled(CoordinatorSampledBuffer), max_learner_steps=0)
     start(call)
     store._policies.clear()
     assert call.until_done("learn", Learn(0, ())).params_version == 1
@@ -434,41 +434,41 @@ def test_what_a_restarted_store_has_lost_is_put_again_while_there_is_no_data(mak
 
 
 @pytest.mark.system
-def test_a_process_that_was_stopped_and_goes_on_after_its_successor_began_writes_nothing(make, store, tmp_path):
+def test_process_that_resumes_after_its_replacement_started_writes_nothing(make, store, tmp_path):
     (tmp_path / "store").write_bytes(pickle.dumps(store))
     command = [sys.executable, "-m", "tests.coordinator.workers.learner_process", str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as old:
         try:
-            assert hear(old) == "started"
-            tell(old)
-            assert hear(old)[0] == "Learned"
+            assert read_line(old) == "started"
+            request_update(old)
+            assert read_line(old)[0] == "Learned"
             os.kill(old.pid, signal.SIGSTOP)
-            tell(old)  # which it reads when it goes on
+            request_update(old)  # the process reads it after SIGCONT
             config = {"checkpoint_dir": str(tmp_path / "checkpoints"), "resume": True, "checkpoint_every": 2}
             new = make(filled(), incarnation=1, attempt=1, **config)
             assert start(new).info["learner_steps"] == 1
             new.until_done("learn", grant(2))
             versions, files = store.versions(POLICY), everything_in(tmp_path)
             os.kill(old.pid, signal.SIGCONT)
-            assert hear(old) == ["Failed", "FencedError", "idle"]
-            tell(old)
-            assert hear(old) == ["CallRefused", "learn, attempt 0 has ended at learner/0.", "idle"]
+            assert read_line(old) == ["Failed", "FencedError", "idle"]
+            request_update(old)
+            assert read_line(old) == ["CallRefused", "learner/0 has already ended learn, attempt 0.", "idle"]
             assert (store.versions(POLICY), everything_in(tmp_path)) == (versions, files)
             assert new.until_done("learn", grant(1)).params_version == store.newest_version(POLICY) == versions[-1] + 1
         finally:
             old.kill()
 
 
-def tell(process) -> None:
+def request_update(process) -> None:
     process.stdin.write(b"learn\n")
     process.stdin.flush()
 
 
-def hear(process):
+def read_line(process):
     return json.loads(process.stdout.readline())
 
 
-def test_an_attempt_of_a_later_epoch_is_newer_whatever_its_number_is(make, store):
+def test_attempt_of_a_later_epoch_is_newer_even_with_a_lower_number(make, store):
     first = make(filled(), attempt=4)
     start(first, epoch=1_000)
     session = make(filled(), incarnation=1, task_id="of the next session")
@@ -481,10 +481,10 @@ def test_an_attempt_of_a_later_epoch_is_newer_whatever_its_number_is(make, store
     assert session.until_done("learn", grant(1)).params_version == store.newest_version(POLICY)
 
 
-def test_closing_ends_a_grant_that_waits_for_data(make):
-    call = make(Drawn(counting_agent()))
+def test_close_ends_a_grant_that_waits_for_data(make):
+    call = make(LearnerSampledBuffer(counting_agent()))
     start(call)
-    assert call.say("learn", Learn(1, seconds=1e6)) == NotReady()
+    assert call.call_once("learn", Learn(1, seconds=1e6)) == NotReady()
     assert call.until_done("close_task", False).result["learner_steps"] == 0
 
 
@@ -505,10 +505,10 @@ def collect(agent, buffer, store, steps: int) -> Actor:
     return actor
 
 
-def test_dqn_learns_from_what_an_actor_collects_by_the_store(make, store, cartpole):
+def test_dqn_learns_from_collected_data(make, store, cartpole):
     config = DQNConfig(batch_size=32, min_replay_size=64, update_period=1, replay_capacity=1_000, prioritized=True)
     agent = DQN(config, *cartpole)
-    buffer = Drawn(agent)
+    buffer = LearnerSampledBuffer(agent)
     call = make(buffer, agent)
     start(call)
     collect(agent, buffer, store, 200).close()
@@ -519,9 +519,9 @@ def test_dqn_learns_from_what_an_actor_collects_by_the_store(make, store, cartpo
     assert dropped == 0 and len({update.keys.tobytes() for update in learned.updates}) == 5
 
 
-def test_ppo_publishes_each_version_at_once_and_asks_for_one_batch(make, store, cartpole):
+def test_ppo_publishes_each_version_at_once_and_requests_one_batch(make, store, cartpole):
     agent = PPO(PPOConfig(unroll_length=8, num_epochs=1, num_minibatches=1), *cartpole)
-    buffer = Drawn(agent)
+    buffer = LearnerSampledBuffer(agent)
     call = make(buffer, agent)
     start(call)
     assert call.until_done("data_demand").batches == 1
@@ -534,22 +534,22 @@ def test_ppo_publishes_each_version_at_once_and_asks_for_one_batch(make, store, 
     actor.close()
 
 
-def test_a_batch_that_is_too_old_is_dropped_and_counted(make, store, cartpole):
+def test_too_old_batch_is_dropped_and_counted(make, store, cartpole):
     agent = PPO(PPOConfig(unroll_length=8, num_epochs=1, num_minibatches=1), *cartpole)
-    buffer = ByKey(agent)
+    buffer = CoordinatorSampledBuffer(agent)
     call = make(buffer, agent)
     start(call)
     collect(agent, buffer, store, 30).close()
     batch = buffer.draw()
     assert call.until_done("learn", by_key([batch])).dropped == 0
-    learned = call.until_done("learn", by_key([batch]))  # acted in by version 1, and version 2 learns
+    learned = call.until_done("learn", by_key([batch]))  # version 2 learns, and the data is of version 1
     assert (learned.updates, learned.dropped, learned.params_version) == ((), 1, 2)
 
 
-def test_progress_rises_while_many_updates_go_on(make):
+def test_progress_count_rises_during_a_long_grant(make):
     call = make(filled())
     start(call)
-    assert call.say("learn", Learn(10**6, seconds=1e6)) == NotReady()
+    assert call.call_once("learn", Learn(10**6, seconds=1e6)) == NotReady()
     before = call.worker._progress_marker()
     wait_until(lambda: call.worker._progress_marker() > before)
     assert call.until_done("close_task", False).result["learner_steps"] > 0

@@ -1,4 +1,4 @@
-"""What a task does otherwise than its worker was made to: what is applied, and what is refused by name."""
+"""Tests of a task's overrides: valid ones are applied, and invalid ones are refused by name."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.fakes import ACTION_SPEC, OBSERVATION_SPEC, CountingEnv, RecordingBuf
 POLICY = "main"
 
 
-class Drawn(ReplayBuffer):
-    """A buffer from which the learner draws by itself."""
+class LearnerSampledBuffer(ReplayBuffer):
+    """A buffer from which the learner draws its batches."""
 
     fetches_by_key = False
 
@@ -39,12 +39,12 @@ def store():
 
 @pytest.fixture
 def call(store, tmp_path):
-    """Makes the caller of a worker's task, by its role."""
+    """Return a function that makes a worker of a role, and returns a caller for its task."""
     workers = []
 
     def make(role, make_actor=None):
         if role == "learner":
-            buffer = Drawn(counting_agent())
+            buffer = LearnerSampledBuffer(counting_agent())
             cfg = LearnerConfig(checkpoint_dir=str(tmp_path / "checkpoints"), resume=True)
             worker = LearnerWorker(cfg, counting_agent(), buffer, store, "learner/0", 0, 0)
             worker.buffer = buffer
@@ -83,25 +83,29 @@ def collect(**overrides) -> StartTask:
         ("learn", {"env": {"length": 4}}, "A task to learn has no overrides 'env', only policy and learner"),
         ("collect", {"policy": {}}, "A task to collect has no overrides 'policy', only env and collector"),
         ("collect", {"envs": {}}, "Did you mean 'env'"),
-        ("evaluate", {"env": {"length": 4}}, "A task to evaluate has no overrides 'env', none"),
-        ("collect", {"collector": 0.5}, "The overrides 'collector' of a task are values by name, got 0.5"),
-        ("learn", {"policy": {"learning_rate": np.zeros(2)}}, "plain numbers and words by name"),
-        ("learn", {"policy": {"learning_rate": float("nan")}}, "plain numbers and words by name"),
+        ("evaluate", {"env": {"length": 4}}, "A task to evaluate has no overrides 'env', none at all"),
+        (
+            "collect",
+            {"collector": 0.5},
+            "The overrides 'collector' of a task must be a dict of values by name, got 0.5",
+        ),
+        ("learn", {"policy": {"learning_rate": np.zeros(2)}}, "finite numbers, strings or other JSON values"),
+        ("learn", {"policy": {"learning_rate": float("nan")}}, "finite numbers, strings or other JSON values"),
     ],
 )
-def test_overrides_that_a_task_cannot_have_are_refused_where_it_is_made(kind, overrides, message):
+def test_invalid_overrides_are_refused_by_start_task(kind, overrides, message):
     with pytest.raises(UsageError, match=message):
         StartTask(kind, POLICY, overrides=overrides)
 
 
-def test_overrides_are_the_same_after_a_journal():
+def test_overrides_are_converted_to_their_json_form():
     assert collect(env={"sizes": (1, 2)}) == collect(env={"sizes": [1, 2]})
 
 
-# --- a learner's
+# --- learner
 
 
-def test_a_learner_learns_by_the_config_of_its_task_and_says_so_beside_the_parameters(call, store):
+def test_learner_applies_its_overrides_and_stores_them_with_the_parameters(call, store):
     caller = call("learner")
     start = learn(policy={"learning_rate": 0.25}, learner={"max_learner_steps": 3})
     assert isinstance(caller.until_done("start_task", start), Started)
@@ -112,10 +116,10 @@ def test_a_learner_learns_by_the_config_of_its_task_and_says_so_beside_the_param
     collector.until_done("start_task", collect())
     collector.until_done("get_data", GetData(steps=16, seconds=60.0))
     assert caller.until_done("learn", Learn(1, seconds=60.0)).learner_steps == 1
-    assert store.get(POLICY).params["w"] == 0.25  # of the way to the reward, which is 1
+    assert store.get(POLICY).params["w"] == 0.25  # a quarter of the way to the reward, which is 1
 
 
-def test_another_task_of_a_learner_goes_on_from_what_the_one_before_saved(call, store):
+def test_next_task_of_a_learner_continues_from_the_last_checkpoint(call, store):
     caller = call("learner")
     caller.until_done("start_task", learn(policy={"learning_rate": 0.5}))
     collector = call("collector", functools.partial(actor, caller.worker.buffer))
@@ -137,20 +141,20 @@ def test_another_task_of_a_learner_goes_on_from_what_the_one_before_saved(call, 
     [
         (
             {"policy": {"learning_rat": 1.0}},
-            "'learning_rat' cannot be overridden (policy): it is no number or field of",
+            "'learning_rat' cannot be overridden (policy). In ",
         ),
         ({"policy": {"prioritized": True}}, "change the replay_spec of CountingAgent"),
         ({"learner": {"checkpoint_dir": "/"}}, "'checkpoint_dir' cannot be overridden (learner)"),
         ({"learner": {"checkpoint_every": 0}}, "checkpoint_every must be at least 1"),
     ],
 )
-def test_what_a_learner_cannot_apply_ends_its_task_for_good(call, overrides, message):
+def test_invalid_learner_overrides_fail_the_task_permanently(call, overrides, message):
     failed = call("learner").until_done("start_task", learn(**overrides))
     assert isinstance(failed, Failed) and failed.is_permanent and failed.error == "UsageError"
     assert message in failed.message
 
 
-def test_hyper_parameters_that_an_agents_config_refuses_are_refused():
+def test_values_that_the_agents_config_rejects_are_refused():
     agent = DQN(DQNConfig(), OBSERVATION_SPEC, ACTION_SPEC)
     with pytest.raises(UsageError, match="DQNConfig.learning_rate must be above 0, got -1"):
         with_config(agent, {"learning_rate": -1})
@@ -163,7 +167,7 @@ def test_hyper_parameters_that_an_agents_config_refuses_are_refused():
     assert with_config(agent, {}) is agent
 
 
-def test_overrides_reach_the_agent_inside_of_a_transform():
+def test_overrides_apply_to_the_agent_inside_a_transform():
     agent = Normalized(DQN(DQNConfig(), OBSERVATION_SPEC, ACTION_SPEC), observation_clip=3.0)
     other = with_config(agent, {"learning_rate": 0.5})
     assert (other.agent.cfg.learning_rate, other.cfg.learning_rate, other.observation_clip) == (0.5, 0.5, 3.0)
@@ -178,10 +182,10 @@ def test_overrides_reach_the_agent_inside_of_a_transform():
     np.testing.assert_array_equal(never.actor_step(key, acting, timestep, ())[0].action, greedy)
 
 
-# --- a collector's
+# --- collector
 
 
-def test_a_collector_steps_the_environments_of_its_task_and_acts_by_its_numbers(call, store):
+def test_collector_applies_env_options_and_fixed_actor_parameters(call, store):
     store.put(POLICY, 3, {"w": np.float32(0.5)})
     buffer = RecordingBuffer()
     caller = call("collector", functools.partial(actor, buffer))
@@ -189,10 +193,10 @@ def test_a_collector_steps_the_environments_of_its_task_and_acts_by_its_numbers(
     collected = caller.until_done("get_data", GetData(steps=10, seconds=60.0))
     assert (collected.stats["episodes"], collected.stats["length_sum"], collected.length) == (2, 10.0, 10)
     assert {float(w) for _, step in buffer.steps for w in step.agent_output.extras["w"]} == {2.0}
-    assert caller.until_done("get_data", GetData(steps=3, seconds=60.0)).length == 4  # of this call alone
+    assert caller.until_done("get_data", GetData(steps=3, seconds=60.0)).length == 4  # steps of this call only
 
 
-def test_collectors_explore_by_the_epsilon_that_each_was_told():
+def test_fixed_epsilon_controls_the_exploration():
     agent = DQN(DQNConfig(), OBSERVATION_SPEC, ACTION_SPEC)
     params = agent.initial_params(np.zeros(2, np.uint32))
     acting = agent.actor_params(params, agent.initial_learner_state(params))
@@ -206,29 +210,31 @@ def test_collectors_explore_by_the_epsilon_that_each_was_told():
     assert FixedParamsAgent(agent, {"epsilon": 0.5}).replay_spec == agent.replay_spec
 
 
-def test_numbers_that_an_agent_does_not_act_by_are_refused_by_name():
+def test_unknown_actor_parameters_are_refused_by_name():
     dqn = DQN(DQNConfig(), OBSERVATION_SPEC, ACTION_SPEC)
-    with pytest.raises(UsageError, match="'epsilom' cannot be overridden.*there are epsilon. Did you mean 'epsilon'"):
+    with pytest.raises(UsageError, match="'epsilom' cannot be overridden.*overridden: epsilon. Did you mean 'epsilon'"):
         FixedParamsAgent(dqn, {"epsilom": 0.5})
     with pytest.raises(UsageError, match="The collector override epsilon must be a number, got 'much'"):
         FixedParamsAgent(dqn, {"epsilon": "much"})
     impala = IMPALA(IMPALAConfig(), OBSERVATION_SPEC, ACTION_SPEC)
-    with pytest.raises(UsageError, match="'epsilon' cannot be overridden .* what IMPALA acts by; there are none"):
+    with pytest.raises(
+        UsageError, match="'epsilon' cannot be overridden .*In the actor parameters of IMPALA, nothing can"
+    ):
         FixedParamsAgent(impala, {"epsilon": 0.5})
 
 
-def test_environments_that_cannot_be_told_are_refused_by_name(call, store):
+def test_env_overrides_without_env_kwargs_are_refused_by_name(call, store):
     store.put(POLICY, 3, {"w": np.float32(0.5)})
     buffer = RecordingBuffer()
     failed = call("collector", lambda inferencer, rank: actor(buffer, inferencer, rank)).until_done(
         "start_task", collect(env={"length": 5})
     )
-    assert failed.is_permanent and "environments cannot be told {'length': 5}" in failed.message
+    assert failed.is_permanent and "The env overrides {'length': 5} cannot be applied" in failed.message
     unknown = call("collector", functools.partial(actor, buffer)).until_done("start_task", collect(env={"lenght": 5}))
     assert isinstance(unknown, Failed) and "lenght" in unknown.message
 
 
-def test_who_acts_by_a_policy_has_the_hyper_parameters_that_lie_beside_it(call, store):
+def test_collectors_and_evaluators_apply_the_policy_overrides_in_the_store(call, store):
     store.put(POLICY, 3, {"w": np.float32(0.5)}, {"learner_steps": 7, "policy": {"learning_rate": 0.125}})
     caller = call("evaluator")
     for _ in range(2):

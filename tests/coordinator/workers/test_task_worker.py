@@ -1,4 +1,4 @@
-"""What all workers have in common, with a worker whose work the tests hold up and let go."""
+"""Tests of the base class of workers, with a worker whose work the tests block."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from tests.waiting import wait_until
 COLLECT = StartTask("collect", "policy")
 
 
-class Held(TaskWorker):
-    """Collects once it is let go; keeps what it was asked to do."""
+class BlockableWorker(TaskWorker):
+    """A worker whose work waits for `resume`. `log` contains its work."""
 
     kind = "collect"
     steps, waits_for = 0, "data"
 
     def __init__(self) -> None:
         super().__init__("collector/1", 1, 2)
-        self.go, self.did, self.options = threading.Event(), [], {}
-        self.go.set()
+        self.resume, self.log, self.options = threading.Event(), [], {}
+        self.resume.set()
         self.raises: Exception | None = None
-        self.is_stuck = False  # its work ends when it is let go, whatever it is told
+        self.is_stuck = False  # the work ignores a stop, and waits for `resume`
 
     def _start_task(self, task):
-        self.did.append(f"start {task.options.get('name', '')}".strip())
-        self._hold()
-        return Started({"number": len(self.did)})
+        self.log.append(f"start {task.options.get('name', '')}".strip())
+        self._block()
+        return Started({"number": len(self.log)})
 
     def get_data(self, header, request):
         return self._call(header, "get_data", self._collect)
@@ -57,12 +57,12 @@ class Held(TaskWorker):
         return self._call(header, "data_demand", self._data_demand)
 
     def _collect(self):
-        self.did.append("collect")
-        self._hold()
-        return Collected({"env_steps": float(self.did.count("collect"))}, 1)
+        self.log.append("collect")
+        self._block()
+        return Collected({"env_steps": float(self.log.count("collect"))}, 1)
 
     def _data_demand(self):
-        return NotReady("data") if not self.go.is_set() else Demand(1)
+        return NotReady("data") if not self.resume.is_set() else Demand(1)
 
     def _progress_count(self):
         return self.steps
@@ -71,13 +71,13 @@ class Held(TaskWorker):
         return self.waits_for if self._work is not None and self._work.name == "get_data" else None
 
     def _close_task(self, final):
-        self.did.append(f"close {final}")
+        self.log.append(f"close {final}")
         self.phase_in_close = self.ping().phase
-        self._hold()
-        return {"env_steps": self.did.count("collect")}
+        self._block()
+        return {"env_steps": self.log.count("collect")}
 
-    def _hold(self):
-        while not self.go.wait(0.001) and (self.is_stuck or not self._stop.is_set()):
+    def _block(self):
+        while not self.resume.wait(0.001) and (self.is_stuck or not self._stop.is_set()):
             pass
         if self.raises:
             raise self.raises
@@ -85,10 +85,10 @@ class Held(TaskWorker):
 
 @pytest.fixture
 def worker():
-    worker = Held()
+    worker = BlockableWorker()
     yield worker
     worker.is_stuck = False
-    worker.go.set()
+    worker.resume.set()
     worker.close()
 
 
@@ -97,219 +97,219 @@ def call(worker):
     return Caller(worker, "task")
 
 
-def held_up(worker: Held, call: Caller) -> Header:
-    """A worker that collects and does not get on; the header of that call."""
+def start_blocked_work(worker: BlockableWorker, call: Caller) -> Header:
+    """Start work that blocks, and return the header of its call."""
     call.until_done("start_task", COLLECT)
-    worker.go.clear()
+    worker.resume.clear()
     header = call.header()
     wait_until(lambda: worker.get_data(header, GetData()) == NotReady("data"))
     return header
 
 
-# --- the calls in their order
+# --- calls in order
 
 
-def test_a_task_is_started_worked_at_and_closed(worker, call):
+def test_task_is_started_runs_and_is_closed(worker, call):
     assert call.until_done("start_task", COLLECT) == Started({"number": 1})
     assert call.until_done("get_data", GetData()) == Collected({"env_steps": 1.0}, 1)
     assert call.until_done("get_data", GetData()) == Collected({"env_steps": 2.0}, 1)
     assert call.until_done("close_task", True) == Closed({"env_steps": 2})
-    assert worker.did == ["start", "collect", "collect", "close True"]
+    assert worker.log == ["start", "collect", "collect", "close True"]
 
 
-def test_a_worker_says_what_it_is_and_where(worker):
+def test_resources_and_ping_describe_an_idle_worker(worker):
     assert worker.resources() == Resources(socket.gethostname(), os.getpid())
     alive = worker.ping()
     assert (alive.worker_id, alive.incarnation, alive.phase, alive.task_id) == ("collector/1", 2, "idle", None)
 
 
-def test_ping_follows_the_task(worker, call):
-    worker.go.clear()
+def test_ping_returns_the_phase_of_the_task(worker, call):
+    worker.resume.clear()
     assert worker.start_task(call.header(), COLLECT) == NotReady()
     wait_until(lambda: worker.ping().phase == "starting")
     alive = worker.ping()
     assert (alive.task_id, alive.attempt) == ("task", 0)
-    worker.go.set()
+    worker.resume.set()
     wait_until(lambda: worker.ping().phase == "running")
-    worker.go.clear()
+    worker.resume.clear()
     header = call.header()
     wait_until(lambda: worker.get_data(header, GetData()) == NotReady("data"))
     assert worker.ping().phase == "running"
-    worker.go.set()
+    worker.resume.set()
     assert call.until_done("close_task", False) == Closed({"env_steps": 1})
     assert worker.phase_in_close == "closing"
     assert worker.ping().phase == "idle"
 
 
-def test_work_that_makes_no_progress_is_overdue_after_two_minutes(worker, call):
+def test_work_without_progress_is_overdue_after_two_minutes(worker, call):
     call.until_done("start_task", COLLECT)
-    worker.go.clear()
+    worker.resume.clear()
     worker.waits_for = None
     header = call.header()
     wait_until(lambda: worker.get_data(header, GetData()) == NotReady())
     look = functools.partial(ThreadProgress().look, ident=worker._thread.ident)
     look(0.0)
     assert (look(119.0).phase.name, look(119.0).overdue, look(121.0).overdue) == ("get_data", -1.0, 1.0)
-    worker.steps = 5  # work that takes long goes on
+    worker.steps = 5  # slow work makes progress
     assert look(130.0).seconds == 0.0
-    worker.waits_for = "data"  # from another process, which is not its fault
+    worker.waits_for = "data"  # waiting for another process does not count
     look(200.0)
     assert look(900.0).seconds == 0.0
-    worker.go.set()
+    worker.resume.set()
     wait_until(lambda: look(1000.0) is None)
 
 
 # --- repetitions
 
 
-def test_the_same_number_gives_the_last_reply_again_and_works_no_second_time(worker, call):
+def test_repeated_call_gets_the_same_reply_without_new_work(worker, call):
     call.until_done("start_task", COLLECT)
     header = call.header()
-    reply = call.again("get_data", GetData(), header)
+    reply = call.repeat_until_done("get_data", GetData(), header)
     assert worker.get_data(header, GetData()) is reply
-    assert worker.did == ["start", "collect"]
+    assert worker.log == ["start", "collect"]
 
 
-def test_a_call_that_takes_long_is_answered_soon_and_gives_its_reply_when_it_is_said_again(worker, call):
-    header = held_up(worker, call)
+def test_slow_call_gets_not_ready_first_and_its_reply_when_repeated(worker, call):
+    header = start_blocked_work(worker, call)
     assert worker.get_data(header, GetData()) == NotReady("data")
-    worker.go.set()
-    assert call.again("get_data", GetData(), header) == Collected({"env_steps": 1.0}, 1)
-    assert worker.did.count("collect") == 1
+    worker.resume.set()
+    assert call.repeat_until_done("get_data", GetData(), header) == Collected({"env_steps": 1.0}, 1)
+    assert worker.log.count("collect") == 1
 
 
-def test_work_that_was_not_ready_is_tried_again_under_the_same_number(worker, call):
+def test_work_that_returns_not_ready_runs_again_when_the_call_is_repeated(worker, call):
     call.until_done("start_task", COLLECT)
-    worker.go.clear()
+    worker.resume.clear()
     header = call.header()
     wait_until(lambda: worker.data_demand(header) == NotReady("data"))
-    worker.go.set()
+    worker.resume.set()
     wait_until(lambda: worker.data_demand(header) == Demand(1))
 
 
-def test_two_threads_that_call_with_the_same_number_get_the_reply_of_one_piece_of_work(worker, call):
+def test_concurrent_calls_with_the_same_number_share_one_reply(worker, call):
     call.until_done("start_task", COLLECT)
     header, replies, ready = call.header(), [], threading.Barrier(8)
 
-    def ask():
+    def call_worker():
         ready.wait()
-        replies.append(call.again("get_data", GetData(), header))
+        replies.append(call.repeat_until_done("get_data", GetData(), header))
 
-    threads = [threading.Thread(target=ask) for _ in range(8)]
+    threads = [threading.Thread(target=call_worker) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60.0)
     assert len(replies) == 8 and all(reply is replies[0] for reply in replies)
-    assert worker.did.count("collect") == 1
+    assert worker.log.count("collect") == 1
 
 
-def test_a_number_that_was_another_call_is_refused(worker, call):
+def test_number_of_a_different_earlier_call_is_refused(worker, call):
     call.until_done("start_task", COLLECT)
     header = call.header()
-    call.again("get_data", GetData(), header)
-    assert worker.close_task(header, True) == CallRefused("Call 2 was get_data of task, attempt 0.")
+    call.repeat_until_done("get_data", GetData(), header)
+    assert worker.close_task(header, True) == CallRefused("Call 2 was get_data for task, attempt 0.")
 
 
-# --- calls that are for others, or late
+# --- late and misdirected calls
 
 
-def test_a_late_number_is_refused(worker, call):
+def test_late_call_is_refused(worker, call):
     late = call.header()
     call.until_done("start_task", COLLECT)
-    assert worker.get_data(late, GetData()) == CallRefused("Call 1 is late: collector/1 is at 2.")
-    assert worker.did == ["start"]
+    assert worker.get_data(late, GetData()) == CallRefused("Call 1 is late: the newest call of collector/1 is 2.")
+    assert worker.log == ["start"]
 
 
 @pytest.mark.parametrize(("worker_id", "incarnation"), [("collector/0", 2), ("collector/1", 1), ("collector/1", 3)])
-def test_a_call_for_another_worker_or_incarnation_is_refused(worker, worker_id, incarnation):
+def test_call_for_another_worker_or_incarnation_is_refused(worker, worker_id, incarnation):
     reply = worker.start_task(Header("task", 0, worker_id, incarnation, 1), COLLECT)
     assert reply == CallRefused(
         f"The call is for {worker_id}, incarnation {incarnation}; this is collector/1, incarnation 2.",
         is_misdirected=True,
     )
-    assert worker.did == []
+    assert worker.log == []
 
 
-def test_a_call_of_an_older_attempt_is_refused(worker, call):
+def test_call_for_an_older_attempt_is_refused(worker, call):
     call.attempt = 1
     call.until_done("start_task", COLLECT)
     call.attempt = 0
-    refused = CallRefused("The call is of task, attempt 0: collector/1 is at task, attempt 1.")
+    refused = CallRefused("The call is for task, attempt 0; collector/1 has task, attempt 1.")
     assert worker.get_data(call.header(), GetData()) == refused
     assert worker.start_task(call.header(), COLLECT) == refused
     assert worker.close_task(call.header(), False) == refused
-    assert worker.did == ["start"]
+    assert worker.log == ["start"]
 
 
-def test_a_call_of_a_task_that_was_not_started_here_is_refused(worker, call):
-    assert "was not told to start" in worker.get_data(call.header(), GetData()).why
+def test_call_for_a_task_that_does_not_run_is_refused(worker, call):
+    assert "has not started" in worker.get_data(call.header(), GetData()).why
     call.until_done("start_task", COLLECT)
-    assert "is at task, attempt 0" in Caller(worker, "other", call.seq).say("get_data", GetData()).why
+    assert "has task, attempt 0" in Caller(worker, "other", call.seq).call_once("get_data", GetData()).why
     call.until_done("close_task", False)
-    assert worker.get_data(call.header(), GetData()) == CallRefused("task, attempt 0 has ended at collector/1.")
-    assert worker.start_task(call.header(), COLLECT) == CallRefused("task, attempt 0 has ended at collector/1.")
+    assert worker.get_data(call.header(), GetData()) == CallRefused("collector/1 has already ended task, attempt 0.")
+    assert worker.start_task(call.header(), COLLECT) == CallRefused("collector/1 has already ended task, attempt 0.")
 
 
-# --- a coordinator that was restarted: higher numbers
+# --- calls of a restarted coordinator, with higher numbers
 
 
-def test_a_higher_number_waits_for_the_work_under_way(worker, call):
-    held_up(worker, call)
+def test_call_with_a_higher_number_waits_for_the_current_work(worker, call):
+    start_blocked_work(worker, call)
     header = call.header()
     assert worker.get_data(header, GetData()) == NotReady()
-    assert worker.did.count("collect") == 1
-    worker.go.set()
-    assert call.again("get_data", GetData(), header) == Collected({"env_steps": 2.0}, 1)
+    assert worker.log.count("collect") == 1
+    worker.resume.set()
+    assert call.repeat_until_done("get_data", GetData(), header) == Collected({"env_steps": 2.0}, 1)
 
 
-def test_a_task_that_goes_on_is_not_started_a_second_time(worker, call):
+def test_running_task_is_not_started_again(worker, call):
     first = call.until_done("start_task", COLLECT)
     assert call.until_done("start_task", COLLECT) == first
-    assert worker.did == ["start"]
+    assert worker.log == ["start"]
 
 
-def test_a_task_that_was_closed_gives_its_result_again(worker, call):
+def test_closing_a_closed_task_returns_the_same_result(worker, call):
     call.until_done("start_task", COLLECT)
     call.until_done("get_data", GetData())
     assert call.until_done("close_task", True) == call.until_done("close_task", True) == Closed({"env_steps": 1})
-    assert worker.did.count("close True") == 1
+    assert worker.log.count("close True") == 1
 
 
 # --- fencing
 
 
 @pytest.mark.parametrize(("task_id", "attempt"), [("task", 1), ("other", 0)])
-def test_a_new_task_or_attempt_ends_the_one_that_goes_on(worker, call, task_id, attempt):
-    held_up(worker, call)  # until it is told to stop
+def test_new_task_or_attempt_ends_the_current_one(worker, call, task_id, attempt):
+    start_blocked_work(worker, call)  # blocks until it is stopped
     other = Caller(worker, task_id, call.seq, attempt)
     header = other.header()
     wait_until(lambda: worker.start_task(header, StartTask("collect", "policy", {"name": "new"})) == NotReady())
-    wait_until(lambda: worker.did == ["start", "collect", "close False", "start new"])
-    worker.go.set()
-    other.again("start_task", COLLECT, header)
+    wait_until(lambda: worker.log == ["start", "collect", "close False", "start new"])
+    worker.resume.set()
+    other.repeat_until_done("start_task", COLLECT, header)
     assert (worker.ping().task_id, worker.ping().attempt) == (task_id, attempt)
-    assert isinstance(call.say("get_data", GetData()), CallRefused)
+    assert isinstance(call.call_once("get_data", GetData()), CallRefused)
 
 
-def test_while_it_is_about_to_be_closed_a_late_call_begins_nothing(worker, call):
-    held_up(worker, call)
+def test_late_call_is_refused_while_the_task_is_closing(worker, call):
+    start_blocked_work(worker, call)
     worker.is_stuck = True
     late = call.header()
     assert worker.close_task(call.header(), False) == NotReady()
     worker.is_stuck = False
     wait_until(lambda: not worker._has_work)
-    assert worker.get_data(late, GetData()) == CallRefused("task, attempt 0 is about to be closed at collector/1.")
-    assert call.until_done("close_task", False, later=worker.go.set) == Closed({"env_steps": 1})
+    assert worker.get_data(late, GetData()) == CallRefused("collector/1 is closing task, attempt 0.")
+    assert call.until_done("close_task", False, later=worker.resume.set) == Closed({"env_steps": 1})
 
 
-def test_closing_a_task_ends_what_its_work_waits_for(worker, call):
-    held_up(worker, call)
+def test_closing_a_task_ends_the_waits_of_its_work(worker, call):
+    start_blocked_work(worker, call)
     closing = call.header()
     worker.close_task(closing, True)
-    worker.go.set()
-    assert call.again("close_task", True, closing) == Closed({"env_steps": 1})
-    assert worker.did == ["start", "collect", "close True"]
+    worker.resume.set()
+    assert call.repeat_until_done("close_task", True, closing) == Closed({"env_steps": 1})
+    assert worker.log == ["start", "collect", "close True"]
 
 
 # --- failures
@@ -318,26 +318,26 @@ def test_closing_a_task_ends_what_its_work_waits_for(worker, call):
 @pytest.mark.parametrize(
     ("error", "is_permanent"), [(EnvError("it fell over"), False), (UsageError("no such env"), True)]
 )
-def test_an_exception_in_the_work_is_an_answer(worker, call, error, is_permanent):
+def test_exception_in_the_work_becomes_a_failed_reply(worker, call, error, is_permanent):
     call.until_done("start_task", COLLECT)
     worker.raises = error
     reply = call.until_done("get_data", GetData())
     assert (reply.error, reply.message, reply.is_permanent) == (type(error).__name__, str(error), is_permanent)
-    assert "in _hold\n" in reply.traceback
+    assert "in _block\n" in reply.traceback
     worker.raises = None
     assert call.until_done("get_data", GetData()) == Collected({"env_steps": 2.0}, 1)
 
 
-def test_a_start_that_fails_is_cleaned_up_and_may_be_tried_again(worker, call):
+def test_failed_start_is_cleaned_up_and_can_be_retried(worker, call):
     worker.raises = EnvError("no display")
     assert call.until_done("start_task", COLLECT).message == "no display"
-    assert worker.did == ["start", "close False"] and worker.ping().phase == "idle"
+    assert worker.log == ["start", "close False"] and worker.ping().phase == "idle"
     worker.raises = None
-    assert isinstance(call.say("get_data", GetData()), CallRefused)
+    assert isinstance(call.call_once("get_data", GetData()), CallRefused)
     assert isinstance(call.until_done("start_task", COLLECT), Started)
 
 
-def test_a_close_that_fails_says_so_and_the_task_is_over(worker, call):
+def test_failed_close_is_reported_and_ends_the_task(worker, call):
     call.until_done("start_task", COLLECT)
     worker.raises = EnvError("will not end")
     assert call.until_done("close_task", True).message == "will not end"
@@ -346,37 +346,37 @@ def test_a_close_that_fails_says_so_and_the_task_is_over(worker, call):
     assert isinstance(call.until_done("start_task", COLLECT), Started)
 
 
-def test_a_worker_that_does_not_do_such_work_says_so(worker, call):
+def test_task_of_another_kind_is_refused(worker, call):
     reply = call.until_done("start_task", StartTask("evaluate", "policy"))
     assert isinstance(reply, Failed) and reply.is_permanent
-    assert reply.message == "collector/1 cannot evaluate: it works at collect alone."
+    assert reply.message == "collector/1 cannot evaluate: all its tasks are of the kind collect."
 
 
 # --- the end
 
 
-def test_close_ends_work_that_waits_and_leaves_no_thread(worker, call, monkeypatch):
-    monkeypatch.setattr(task_worker, "_ENDS_WITHIN", 60.0)
-    held_up(worker, call)
+def test_close_ends_waiting_work_and_the_thread(worker, call, monkeypatch):
+    monkeypatch.setattr(task_worker, "_CLOSE_TIMEOUT", 60.0)
+    start_blocked_work(worker, call)
     worker.close()
     assert not worker._thread.is_alive()
-    assert worker.did == ["start", "collect", "close False"]
+    assert worker.log == ["start", "collect", "close False"]
     worker.close()
     assert worker.get_data(call.header(), GetData()) == CallRefused("collector/1 is closed.")
     assert worker.ping().phase == "idle"
 
 
-def test_close_is_bounded_where_the_work_hangs(worker, call, monkeypatch):
-    monkeypatch.setattr(task_worker, "_ENDS_WITHIN", 0.2)
-    held_up(worker, call)
+def test_close_returns_in_bounded_time_if_the_work_hangs(worker, call, monkeypatch):
+    monkeypatch.setattr(task_worker, "_CLOSE_TIMEOUT", 0.2)
+    start_blocked_work(worker, call)
     worker.is_stuck = True
     worker.close()
     assert worker._thread.is_alive() and worker._thread.daemon
 
 
-def test_nobody_waits_for_ping_and_resources_while_it_works(worker, call):
+def test_ping_and_resources_do_not_wait_for_the_work(worker, call):
     worker.is_stuck = True
-    held_up(worker, call)
+    start_blocked_work(worker, call)
     with worker._lock:
         done = threading.Event()
         threading.Thread(target=lambda: (worker.ping(), worker.resources(), done.set())).start()
