@@ -121,8 +121,7 @@ class BaseClient:
         self._http = self._transport(headers=headers)
 
     def stop(self) -> None:
-        """Send nothing from now on. Unfinished calls end with the answer to their last attempt, or raise StoppedError.
-        """
+        """Send nothing from now on. Unfinished calls return the answer to their last attempt, or raise StoppedError."""
         self._stopped.set()
 
     def _check(self) -> None:
@@ -147,7 +146,9 @@ class BaseClient:
         while True:
             left = began + deadline - time.monotonic()
             attempts += 1
-            answer = await self._send(request, min(max(left, _MIN_ATTEMPT), self._attempt_timeout + request.server_wait))
+            answer = await self._send(
+                request, min(max(left, _MIN_ATTEMPT), self._attempt_timeout + request.server_wait)
+            )
             if isinstance(answer, HttpReply) and answer.status not in _RETRIED_STATUSES:
                 return answer
             left = began + deadline - time.monotonic()
@@ -235,7 +236,9 @@ def _error_text(content: Any) -> str:
     if isinstance(content, dict):
         detail = content.get("detail")
         if isinstance(detail, list) and all(isinstance(one, dict) for one in detail):
-            return "; ".join(f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in detail)[:_MAX_SHOWN]
+            return "; ".join(f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in detail)[
+                :_MAX_SHOWN
+            ]
         for name in ("error", "message", "detail"):
             if isinstance(content.get(name), str):
                 return content[name][:_MAX_SHOWN]

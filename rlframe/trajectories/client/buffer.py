@@ -210,7 +210,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
             self._request, self._unanswered = new_key(), False
             if served is None or self._is_redelivered(served) or not self._check_tokens(served):
                 return None
-            self._warnings.look(served.groups)
+            self._warnings.warn_once(served.groups)
             data, cut = pad(served.groups, self._buckets)
             with self._lock:
                 self._out.add(served.batch_id)
@@ -238,7 +238,9 @@ class TrajectoryBuffer(BaseReplayBuffer):
             for batch_id in batch_ids:
                 self._client.nack(batch_id, timeout=_CLOSE_TIMEOUT)
         except RlframeError as error:
-            _log.warning("Batches could not be returned. The service delivers them again after %g s: %s", self._lease, error)
+            _log.warning(
+                "Batches could not be returned. The service delivers them again after %g s: %s", self._lease, error
+            )
 
     def _undelivered_batch_ids(self) -> list[int]:
         """Return the batch that answers an interrupted request: the same request gets the same batch again."""
@@ -273,8 +275,8 @@ class TrajectoryBuffer(BaseReplayBuffer):
         with self._lock:
             self._counts["lost_leases"] += 1
         _log.warning(
-            "Batch %d was no longer leased when it was finished: another learner may have learned from it too. Its lease of "
-            "%g s could not be renewed, or the run was reset.",
+            "Batch %d was no longer leased when it was finished: another learner may have learned from it too. Its lease "
+            "of %g s could not be renewed, or the run was reset.",
             batch_id,
             self._lease,
         )
@@ -289,7 +291,11 @@ class TrajectoryBuffer(BaseReplayBuffer):
             self._counts["refused"] += len(unknown)
         if first:
             index, token = unknown[0]
-            known = "tokens must not be negative" if self._vocab_size is None else f"the model has 0 to {self._vocab_size - 1}"
+            known = (
+                "tokens must not be negative"
+                if self._vocab_size is None
+                else f"the model has 0 to {self._vocab_size - 1}"
+            )
             _log.warning(
                 "A group of environment %s has the token %d, but %s. Such groups are acknowledged without training on "
                 "them. This is logged once; `refused` counts them. Does the environment use the model's tokenizer?",
@@ -344,7 +350,8 @@ class TrajectoryBuffer(BaseReplayBuffer):
         counts["steps"] += int(data.lengths.sum())
         if cut and not counts["cut"]:
             _log.warning(
-                "%d sequences of a batch are longer than %d tokens and were truncated. This is logged once; `cut` counts them.",
+                "%d sequences of a batch are longer than %d tokens and were truncated. This is logged once; `cut` counts "
+                "them.",
                 cut,
                 self._buckets[-1],
             )

@@ -85,7 +85,7 @@ class StateMachine:
 
     def orphaned_payloads(self, store: Store) -> list[int]:
         """Positions of payloads that the store holds, and that nobody will ask for: what a crash left behind."""
-        needed = {position for queue in self.queues.values() for position in queue.epoch.held()}
+        needed = {position for queue in self.queues.values() for position in queue.epoch.needed_group_ids()}
         return [at for at in store.held() if at <= self.position and at not in needed]
 
     def apply(
@@ -99,7 +99,7 @@ class StateMachine:
         adds = command == "add"
         try:
             answer = queue.apply(command, {**arguments, "group_id": position} if adds else arguments)
-            freed = queue.epoch.forgotten
+            freed = queue.epoch.released
             kept = adds and answer.group_id is not None
         except Exception as error:  # the same in every process, and whenever the log is read again
             answer, freed, kept = error, [], False

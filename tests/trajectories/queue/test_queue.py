@@ -107,7 +107,7 @@ def test_the_first_group_says_a_group_size_that_was_not_told():
     assert add(restored, 1, 10, 100, env.env_id, None, None, 0.0).status == "buffered"
     assert batch_of(restored) == [0, 1, 2]
     queue.disconnect_env(env.env_id)
-    assert (dict(queue.epoch.envs.sizes), queue.epoch.envs.sharing) == ({}, {})
+    assert (dict(queue.epoch.envs.sizes), queue.epoch.envs.with_minimum_share) == ({}, {})
 
 
 def test_a_group_larger_than_the_group_size_is_a_unit_of_its_own():
@@ -381,7 +381,7 @@ def test_the_same_registration_is_confirmed_and_another_starts_afresh():
     assert batch_of(queue, lease_seconds=5.0) == [0, 1]
     assert queue.register({**SETTINGS, "batch_size": 4, "starting_step": 3}, "other", 0.0) == "other"
     assert queue.epoch.number == 1
-    assert queue.epoch.forgotten == [2, 0, 1]
+    assert queue.epoch.released == [2, 0, 1]
     status = queue.status()
     assert (status.current_step, status.queue_size, status.leased, status.stored_bytes) == (3, 0, 0, 0)
     assert not queue.epoch.started
@@ -393,12 +393,12 @@ def test_a_reset_forgets_and_what_comes_after_it_is_kept_for_the_next_register()
     queue = started()
     send(queue, 4)
     queue.reset(0.0)
-    assert queue.epoch.forgotten == [0]
+    assert queue.epoch.released == [0]
     assert queue.epoch.registration is None
     send(queue, 8)
     queue.register(SETTINGS, "uuid", 0.0)
     assert queue.epoch.number == 1
-    assert queue.epoch.forgotten == []
+    assert queue.epoch.released == []
     assert batch_of(queue) == [1]
 
 
@@ -440,8 +440,8 @@ def test_a_repeated_key_gets_the_first_answer():
     assert again.duplicate
     assert (again.status, again.buffer_size) == (first.status, first.buffer_size) == ("buffered", 3)
     assert queue.status().buffered == 2
-    assert add(queue, 3, 0, 100, env_id, None, "key", leases.MAX_AGE).duplicate
-    assert not add(queue, 3, 0, 100, env_id, None, "key", 2 * leases.MAX_AGE).duplicate
+    assert add(queue, 3, 0, 100, env_id, None, "key", leases.KEY_TTL).duplicate
+    assert not add(queue, 3, 0, 100, env_id, None, "key", 2 * leases.KEY_TTL).duplicate
 
 
 def test_the_last_keys_are_known_and_those_long_before_are_forgotten(monkeypatch):
@@ -465,7 +465,7 @@ def test_a_leased_batch_comes_back_whole_before_new_ones_and_is_no_new_step():
     send(queue, 4, 4, 4, 4)
     first = queue.take(0.0, lease_seconds=10.0, consumer="a")
     assert (first.lease_until, first.delivery) == (10.0, 1)
-    assert queue.epoch.forgotten == []
+    assert queue.epoch.released == []
     assert not queue.due(9.9)
     assert queue.due(10.0)
     queue.expire(10.0)
@@ -475,10 +475,10 @@ def test_a_leased_batch_comes_back_whole_before_new_ones_and_is_no_new_step():
     assert not queue.nack(0, consumer="a")  # it is no longer his
     assert queue.nack(0, consumer="b")
     assert queue.ack(0)  # late, but done is done
-    assert queue.epoch.forgotten == [0, 1]
+    assert queue.epoch.released == [0, 1]
     assert not queue.ack(0)
     assert batch_of(queue, now=11.0) == [2, 3]
-    assert queue.epoch.forgotten == [2, 3]
+    assert queue.epoch.released == [2, 3]
     assert (queue.status().current_step, queue.status().stored_bytes) == (2, 0)
 
 
@@ -504,9 +504,9 @@ def test_the_same_request_gets_the_same_batch():
     send(queue, 8, 8, 8, 8)
     first = queue.take(0.0, consumer="a", request="1")
     assert queue.take(0.0, consumer="a", request="1") == first
-    assert queue.epoch.forgotten == []  # a third time is possible
+    assert queue.epoch.released == []  # a third time is possible
     leased = queue.take(0.0, 5.0, consumer="a", request="2")
-    assert queue.epoch.forgotten == [0]
+    assert queue.epoch.released == [0]
     assert leased.group_ids == (1,)
     assert queue.take(1.0, 5.0, consumer="a", request="2") == leased
     back = queue.take(6.0, 5.0, consumer="a", request="2")  # expired meanwhile, and nobody else took it
@@ -529,12 +529,12 @@ def test_a_batch_without_a_lease_is_kept_for_its_request_for_an_hour():
         assert one.due(3600.0)
         one.expire(3600.0)
         assert not one.epoch.leases.returned  # no lease ended
-        assert one.epoch.forgotten == [0]
+        assert one.epoch.released == [0]
         assert (one.report(3600.0).batches_kept, one.status().stored_bytes) == (0, 200)
         assert not one.due(3600.0)
     assert batch_of(queue, 3600.0, consumer="a", request="1") == [2]
     queue.reset(7300.0)  # the hour of b's request, and of a's second one, is over
-    assert sorted(queue.epoch.forgotten) == [1, 2]
+    assert sorted(queue.epoch.released) == [1, 2]
 
 
 # Staleness.
@@ -607,7 +607,7 @@ def test_only_with_discard_are_groups_dropped_that_are_too_old():
         queue.set_policy_version(3)
         assert batch_of(queue) == expected
     assert queue.report(0.0).discarded == 3
-    assert sorted(queue.epoch.forgotten) == [0, 1, 2, 3, 4]
+    assert sorted(queue.epoch.released) == [0, 1, 2, 3, 4]
     assert queue.status().stored_bytes == 0
 
 
@@ -619,7 +619,7 @@ def test_a_fresh_group_that_shared_a_unit_with_one_too_old_is_kept():
     send(queue, 4, env_id=env_id, version=2)
     queue.set_policy_version(3)
     assert batch_of(queue) is None
-    assert queue.epoch.forgotten == [0]
+    assert queue.epoch.released == [0]
     send(queue, 3, env_id=env_id)
     assert batch_of(queue) == [2, 1, 3]
 

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec import msgpack
 
 from rlframe.trajectories.queue import reports
-from rlframe.trajectories.queue.leases import ANSWER_KEPT, MAX_AGE
+from rlframe.trajectories.queue.leases import ANSWER_TTL, KEY_TTL
 from rlframe.trajectories.queue.queue import Queue
 from tests.trajectories.queues import SETTINGS
 
@@ -111,7 +111,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def do(self, command, **arguments):
         answer = getattr(self.queue, command)(**arguments)
-        forgotten = self.queue.epoch.forgotten
+        forgotten = self.queue.epoch.released
         for group_id in forgotten:
             assert group_id in self.sizes and group_id not in self.forgotten
             self.forgotten.add(group_id)
@@ -124,7 +124,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def an_hour_later(self):
-        self.now += ANSWER_KEPT
+        self.now += ANSWER_TTL
         self.do("expire", now=self.now)
         assert Twin(self.queue).answered == []
 
@@ -151,7 +151,7 @@ class AnyOrder(RuleBasedStateMachine):
             if answer.duplicate:
                 assert key in self.accepted
             elif answer.status != "refused":
-                assert key is None or self.now >= self.accepted.get(key, -MAX_AGE) + MAX_AGE
+                assert key is None or self.now >= self.accepted.get(key, -KEY_TTL) + KEY_TTL
                 self.accepted[key] = self.now
                 self.sizes[answer.group_id] = size
                 self.senders[answer.group_id] = env_id
@@ -224,7 +224,7 @@ class AnyOrder(RuleBasedStateMachine):
         step = self.queue.status().current_step
         batch = self.do("take", now=self.now, lease_seconds=lease, consumer=consumer, request=request)
         again = given is not None and given[0] == request and given[1] is not None and self.known(before, given[1])
-        again = again and self.now < given[2] + ANSWER_KEPT
+        again = again and self.now < given[2] + ANSWER_TTL
         came_back = again and any(kept["batch_id"] == given[1].batch_id for kept in before.returned)
         if consumer is not None and (not again or came_back):  # his next request, whether or not it was given something
             self.given[consumer] = (request, batch, self.now)
@@ -328,7 +328,7 @@ class AnyOrder(RuleBasedStateMachine):
             return
         twin = Twin(self.queue)
         held = sorted(set(self.sizes) - self.forgotten)
-        assert twin.held() == held == sorted(self.queue.epoch.held())
+        assert twin.held() == held == sorted(self.queue.epoch.needed_group_ids())
         status = self.queue.status()
         assert status.stored_bytes == sum(self.sizes[group_id] for group_id in held)
         assert status.queue_size + status.buffered + status.leased == len(held) - sum(
@@ -377,7 +377,7 @@ class AnyOrder(RuleBasedStateMachine):
         replica = Queue()
         for command, arguments, answer, forgotten in self.log:
             assert replica.apply(command, arguments) == answer
-            assert replica.epoch.forgotten == forgotten
+            assert replica.epoch.released == forgotten
         assert replica.get_state() == self.queue.get_state()
 
 

@@ -112,7 +112,7 @@ async def register_env(env: models.RegisterEnv, request: Request, key: Idempoten
     service, run = service_of(request), run_of(request)
     told = env.model_dump()
     resume = told.pop("resume_token")
-    known = service.queue(run).epoch.envs.known
+    known = service.queue(run).epoch.envs.find_by_token
     # The same key makes the same token: a retry after a lost answer is somebody who comes back.
     token = f"key-{hashlib.sha256(key.encode()).hexdigest()[:32]}" if key else secrets.token_urlsafe(24)
     replayed = key is not None and known(token) is not None
