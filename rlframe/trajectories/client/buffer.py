@@ -275,8 +275,8 @@ class TrajectoryBuffer(BaseReplayBuffer):
         with self._lock:
             self._counts["lost_leases"] += 1
         _log.warning(
-            "Batch %d was no longer leased when it was finished: another learner may have learned from it too. Its lease "
-            "of %g s could not be renewed, or the run was reset.",
+            "Batch %d was no longer leased when it was finished: another learner may have learned from it too. "
+            "Its lease of %g s could not be renewed, or the run was reset.",
             batch_id,
             self._lease,
         )
@@ -350,8 +350,8 @@ class TrajectoryBuffer(BaseReplayBuffer):
         counts["steps"] += int(data.lengths.sum())
         if cut and not counts["cut"]:
             _log.warning(
-                "%d sequences of a batch are longer than %d tokens and were truncated. This is logged once; `cut` counts "
-                "them.",
+                "%d sequences of a batch are longer than %d tokens and were truncated. This is logged once; "
+                "`cut` counts them.",
                 cut,
                 self._buckets[-1],
             )

@@ -180,7 +180,7 @@ class Group:
 
 @dataclass(frozen=True)
 class PostResult:
-    """The result of `post`. `status` is "received", or "buffered" if a group differs from its environment's group size."""
+    """The result of `post`. `status` is "received", or "buffered" if a group does not have the group size."""
 
     status: str
     groups: int
@@ -256,8 +256,8 @@ def _overrides(given: Any) -> list[dict[str, Any]]:
     if not isinstance(given, (list, tuple)) or not all(isinstance(row, dict) for row in rows):
         got = next((type(row).__name__ for row in rows if not isinstance(row, dict)), type(given).__name__)
         raise UsageError(
-            "overrides must be a list with a dict for each sequence, such as [{'set_advantage_to_zero': True}, {}]; got "
-            f"{type(given).__name__}{'' if got == type(given).__name__ else ' with ' + got}."
+            "overrides must be a list with a dict for each sequence, such as [{'set_advantage_to_zero': True}, {}]; "
+            f"got {type(given).__name__}{'' if got == type(given).__name__ else ' with ' + got}."
         )
     return rows
 
@@ -296,7 +296,7 @@ class GroupWarnings:
         self._logged: set[str] = set()
 
     def warn_once(self, groups: Sequence[Group]) -> None:
-        """Log the kinds of fields in these groups that were not logged before."""
+        """Log each kind of field in these groups that was not logged before."""
         for group in groups:
             for kind, found in self._found(group):
                 if kind not in self._logged:

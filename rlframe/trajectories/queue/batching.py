@@ -13,7 +13,7 @@ from rlframe.trajectories.queue.unit_queues import QueuedGroup, UnitQueue, UnitQ
 
 
 class MinimumShare(NamedTuple):
-    """The number of sequences in each batch that are reserved for one live environment."""
+    """The number of sequences of each batch that are reserved for one live environment."""
 
     env_id: int
     unit_size: int  # size of the environment's units, as far as known
@@ -56,7 +56,7 @@ def form_batch(
     too_old: Callable[[QueuedGroup], bool],
     weights: StartTimeFairQueue | None = None,
 ) -> tuple[list[TakenUnit] | None, list[TakenUnit]]:
-    """Take exactly `batch_size` sequences from `unit_queues`. If that is impossible, only remove units that are too
+    """Take exactly `batch_size` sequences from `unit_queues`. If that is impossible, remove only units that are too
     old.
 
     Args:
@@ -149,7 +149,7 @@ class _BatchBuilder:
                     got[share.env_id] += self._take(queue)
 
     def _oldest_fitting(self, env_id: int | None, room: int) -> UnitQueue | None:
-        """Return the environment's queue with the oldest unit of at most `room` sequences that leaves a fillable batch."""
+        """Return the environment's queue with the oldest unit that fits into `room` and leaves a fillable batch."""
         unit_queues = sorted(self._unit_queues.of_env(env_id), key=lambda queue: queue.head.id)
         counts = self._unit_queues.counts
         fits = (

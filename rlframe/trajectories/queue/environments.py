@@ -104,7 +104,9 @@ class Environments:
         return env
 
     def record_heartbeat(self, env: Env, now: float) -> bool:
-        """Record a heartbeat. Return whether it made the environment live. A disconnected environment stays as before."""
+        """Record a heartbeat. Return whether it made the environment live. Disconnected environments do not become
+        live.
+        """
         env.last_heard = now
         if not env.connected:
             return False

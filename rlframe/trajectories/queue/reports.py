@@ -1,4 +1,4 @@
-"""Reports about an epoch: its status, refusals, and reasons for waiting. Only `EpochCounters` has state that changes."""
+"""Reports about an epoch: its status, refusals, and reasons for waiting. Only `EpochCounters` can change."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Staleness:
 
 @dataclass(kw_only=True)
 class Report(Counters):
-    """The state of the queue on the live page. `oldest_age` is the longest wait in seconds, or None if nothing waits."""
+    """The queue on the live page. `oldest_age` is the longest wait in seconds, or None if nothing waits."""
 
     envs: list[EnvReport]  # at most as many as requested, by id
     registered_envs: int

@@ -235,7 +235,7 @@ class UnitQueues:
             heapq.heappop(heads)
 
     def reserve(self, env_id: int, size: int, sequences: int) -> None:
-        """Set the minimum share of an environment, in sequences of one unit size. Other environments do not count it."""
+        """Set the minimum share of an environment, in sequences of one unit size. It does not count for others."""
         queue = self._of_env.get(env_id, {}).get(size)
         if queue is not None:
             self._repack(queue, -1)

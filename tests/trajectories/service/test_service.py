@@ -119,16 +119,16 @@ def test_payloads_that_nobody_needs_are_swept_at_the_next_start(tmp_path):
         await begin(first)
         for i in range(4):
             await add(first, b"payload %d" % i)
-        first._forget = lambda positions: None  # as if it was killed between the answer and this
+        first._delete_payloads = lambda positions: None  # as if it was killed between the answer and this
         await first.take("run")
         await add(first, b"payload 0", key="k")
         await add(first, b"payload 0", key="k")
-        assert len(store.held()) == 6
+        assert len(store.payload_positions()) == 6
         first.stop_waiting()
         async with serving(store) as service:
             await asyncio.sleep(0)
             await add(service, b"last")  # a commit after that of what was forgotten
-            assert len(store.held()) == 4
+            assert len(store.payload_positions()) == 4
             assert (await service.take("run"))[1] == [b"payload 2", b"payload 3"]
 
     run(test())
@@ -142,7 +142,7 @@ def test_refused_and_repeated_groups_leave_no_payload():
             assert (await add(service, b"large", sequences=9)).too_large
             assert (await add(service, b"first", key="k")).status == "received"
             assert (await add(service, b"again", key="k")).duplicate
-            assert len(store.held()) == 1
+            assert len(store.payload_positions()) == 1
             assert (service.stored_bytes, service.pending_bytes) == (5, 0)
 
     run(test())
@@ -364,7 +364,7 @@ def test_leases_end_by_themselves():
             await add(service, b"b")
             await service.take("run", lease_seconds=0.01)
             while not service.queue("run").may_take(0.0):
-                await service.changed("run", 10.0)
+                await service.wait_for_change("run", 10.0)
             batch, payloads = await service.take("run")
             assert (batch.delivery, payloads) == (2, [b"a", b"b"])
 
@@ -412,7 +412,7 @@ def test_a_batch_with_a_damaged_group_is_dropped_and_said(lease_seconds, caplog)
             await begin(service)
             for i in range(4):
                 await add(service, b"%d" % i)
-            store.forget(store.held()[:1])
+            store.delete_payloads(store.payload_positions()[:1])
             with pytest.raises(UnavailableError, match="of its 2 groups 1 can no longer be read"):
                 await service.take("run", lease_seconds=lease_seconds)
             assert "Batch 0 of run 'run' is dropped" in caplog.text
@@ -492,7 +492,7 @@ def test_two_services_on_one_redis_lose_and_double_nothing(redis_server):  # noq
             both = [one, other]
             await begin(one)
             while other.queue("run").epoch.registration is None:
-                await other.changed("run", 1.0)
+                await other.wait_for_change("run", 1.0)
                 await asyncio.sleep(0.01)
             groups = [b"%d" % i for i in range(120)]
             served: list[bytes] = []
@@ -505,7 +505,7 @@ def test_two_services_on_one_redis_lose_and_double_nothing(redis_server):  # noq
                 while len(served) < len(groups):
                     taken = await service.take("run", lease_seconds=100.0, consumer=consumer)
                     if taken is None:
-                        await service.changed("run", 0.05)
+                        await service.wait_for_change("run", 0.05)
                         continue
                     served.extend(taken[1])
                     assert await service.submit("run", "ack", batch_id=taken[0].batch_id)
@@ -520,6 +520,6 @@ def test_two_services_on_one_redis_lose_and_double_nothing(redis_server):  # noq
             assert states[0] == states[1]
             for service in both:  # a commit after that of what was forgotten
                 await service.submit("run", "pause")
-            assert stores[0].held() == []
+            assert stores[0].payload_positions() == []
 
     run(test())

@@ -37,7 +37,7 @@ def append(store: Store, name: str) -> None:
         mine.append(position)
         if len(mine) == 8:
             say("forgets", *mine[:6])
-            store.forget(mine[:6])
+            store.delete_payloads(mine[:6])
             mine = []
 
 

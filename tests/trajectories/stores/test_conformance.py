@@ -115,22 +115,22 @@ def test_payloads_lie_under_the_position_of_their_record(store):
     append_all(store, [(b"a", b"payload of a"), (b"b",), (b"c", b""), (b"d", large)])
     assert store.payloads([4, 3, 2, 1, 99]) == [large, b"", None, b"payload of a", None]
     assert store.payloads([]) == []
-    assert store.held() == [1, 3, 4]
+    assert store.payload_positions() == [1, 3, 4]
 
 
 def held(store, expected):
     """What it holds, after the moment that forgetting may take."""
     end = time.monotonic() + DEADLINE
-    while store.held() != expected and time.monotonic() < end:
+    while store.payload_positions() != expected and time.monotonic() < end:
         time.sleep(0.01)
-    return store.held()
+    return store.payload_positions()
 
 
 def test_forgotten_payloads_are_gone_and_their_records_stay(store):
     append_all(store, [(b"a", b"12345"), (b"b", b"123"), (b"c", b"1")])
-    store.forget([1, 3, 99])
-    store.forget([1])
-    store.forget([])
+    store.delete_payloads([1, 3, 99])
+    store.delete_payloads([1])
+    store.delete_payloads([])
     assert held(store, [2]) == [2]
     assert store.payloads([1, 2, 3]) == [None, b"123", None]
     assert [record for _, record in store.read(0, 10)] == [b"a", b"b", b"c"]
@@ -140,8 +140,8 @@ def test_the_space_of_forgotten_payloads_is_used_again(store, place):
     sizes = []
     for _ in range(25):
         positions = append_all(store, [(b"record", os.urandom(size)) for size in range(50_000, 250_000, 10_000)])
-        store.forget(positions[1:])
-        store.forget(positions[:1])
+        store.delete_payloads(positions[1:])
+        store.delete_payloads(positions[:1])
         assert held(store, []) == []
         store.snapshot(positions[-1], b"state").result(DEADLINE)
         sizes.append(place.space())
@@ -172,7 +172,7 @@ def test_a_snapshot_stands_for_the_records_up_to_it(store):
     assert store.read(6, 2) == [(7, b"7"), (8, b"8")]
     store.snapshot(4, b"older").result(DEADLINE)
     assert store.load() == (6, state)
-    assert store.held() == list(range(1, 11))  # what is still needed only the service knows
+    assert store.payload_positions() == list(range(1, 11))  # what is still needed only the service knows
     store.snapshot(10, b"all").result(DEADLINE)
     assert store.load() == (10, b"all")
     assert store.read(10, 10) == []
@@ -197,14 +197,14 @@ def test_everything_is_there_after_closing_and_opening_again(place):
     payloads = [os.urandom(size) for size in (1, 4096, 5000, 300_000)]
     append_all(store, [(b"%d" % number, payload) for number, payload in enumerate(payloads, start=1)])
     store.snapshot(2, state).result(DEADLINE)
-    store.forget([2])
+    store.delete_payloads([2])
     assert held(store, [1, 3, 4]) == [1, 3, 4]
     store.close()
     for opened in range(2):
         store = place.open()
         assert store.load() == (2, state)
         assert store.read(2, 10)[:2] == [(3, b"3"), (4, b"4")]
-        assert store.held() == [1, 3, 4]
+        assert store.payload_positions() == [1, 3, 4]
         assert store.payloads([1, 2, 3, 4]) == [payloads[0], None, payloads[2], payloads[3]]
         assert append_all(store, [(b"more",)]) == [5 + opened]
         store.close()

@@ -44,7 +44,7 @@ def test_what_came_during_a_commit_goes_into_the_next(disk):
     first = disk.append(b"a", None)
     assert disk.writing.wait(DEADLINE)
     others = [disk.append(b"b", b"payload"), disk.append(b"c", None)]
-    disk.forget([7, 8])
+    disk.delete_payloads([7, 8])
     snapshots = [disk.snapshot(5, b"five"), disk.snapshot(4, b"four")]
     disk.may_write.set()
     assert [future.result(DEADLINE) for future in [first, *others]] == [1, 2, 3]
@@ -79,19 +79,19 @@ def test_space_is_given_back_although_an_append_finds_none(disk):
     disk.append(b"a", None)
     assert disk.writing.wait(DEADLINE)
     refused = disk.append(b"b", None)
-    disk.forget([3])
+    disk.delete_payloads([3])
     disk.may_write.set()
     with pytest.raises(UnavailableError, match="full"):
         refused.result(DEADLINE)
     disk.close()
-    assert [(commit.appends, commit.forgotten) for commit in disk.commits] == [([], [3])]
+    assert [(commit.appends, commit.deleted) for commit in disk.commits] == [([], [3])]
 
 
 def test_what_is_forgotten_in_great_numbers_goes_into_several_commits(disk):
-    disk.forget(range(5000))
+    disk.delete_payloads(range(5000))
     disk.may_write.set()
     disk.close()
-    assert [len(commit.forgotten) for commit in disk.commits] == [2000, 2000, 1000]
+    assert [len(commit.deleted) for commit in disk.commits] == [2000, 2000, 1000]
 
 
 def test_positions_whose_commit_failed_wait_for_the_next_occasion(disk):
@@ -108,14 +108,14 @@ def test_positions_whose_commit_failed_wait_for_the_next_occasion(disk):
 
     disk._write = write
     disk.may_write.set()
-    disk.forget(range(5000))
+    disk.delete_payloads(range(5000))
     with pytest.raises(UnavailableError):
         disk.snapshot(1, b"").result(DEADLINE)
     assert len(calls) <= 4  # not again and again
     failing.clear()
     disk.append(b"a", None).result(DEADLINE)
     disk.close()
-    assert sorted(position for commit in disk.commits for position in commit.forgotten) == list(range(5000))
+    assert sorted(position for commit in disk.commits for position in commit.deleted) == list(range(5000))
 
 
 def test_after_a_failure_nothing_more_is_written(disk):

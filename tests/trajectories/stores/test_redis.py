@@ -166,7 +166,7 @@ def test_a_commit_that_was_torn_by_kill_9_does_not_come_back(tmp_path, opened, t
         kept = store.read(0, 10)  # of three appends, as many commits as there were
         assert kept[0] == (1, b"before") and len(kept) < 4
         assert append(store, b"after") == [len(kept) + 1]
-        store.forget([1])
+        store.delete_payloads([1])
         assert append(store, b"later", b"last") == [len(kept) + 2, len(kept) + 3]
         server.kill()
         server.start()
@@ -245,7 +245,7 @@ def test_an_append_whose_answer_was_lost_is_there_once(server):
             assert proxy.lost == 1
             assert store.read(0, 10) == [(1, b"first"), (2, b"second"), (3, b"third")]
             assert store.payloads([1, 2, 3]) == [b"of first", b"of second", b"of third"]
-            store.forget([1])
+            store.delete_payloads([1])
             proxy.lose = b"fourth"
             assert append(store, b"fourth") == [4]
             assert store.payloads([1, 2, 3, 4]) == [None, b"of second", b"of third", b"of fourth"]
@@ -336,10 +336,10 @@ def test_a_full_server_refuses_appends_until_something_is_forgotten(tmp_path, op
             for _ in range(100):
                 held.append(store.append(b"record", bytes(1_000_000)).result(DEADLINE))
         assert 5 < len(held) < 25
-        assert store.held() == held
-        store.forget(held[:5])
+        assert store.payload_positions() == held
+        store.delete_payloads(held[:5])
         assert store.append(b"again", bytes(1_000_000)).result(DEADLINE) == held[-1] + 1
-        assert store.held() == [*held[5:], held[-1] + 1]
+        assert store.payload_positions() == [*held[5:], held[-1] + 1]
         assert [position for position, _ in store.read(0, 100)] == [*held, held[-1] + 1]
 
 

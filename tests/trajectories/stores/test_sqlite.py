@@ -97,11 +97,11 @@ def test_what_was_acknowledged_survives_kill_9_once_and_in_order(path, opened, o
             assert len(written) <= sum(record.startswith(prefix) for record in said.appended.values()) + 1
         assert len(log) - before <= len(said.appended) + THREADS  # and nothing else
         before = len(log)
-        held = store.held()
+        held = store.payload_positions()
         assert set(log) - said_forgotten <= set(held)
         assert store.payloads(held) == [payload_of(log[position]) for position in held]
         said_forgotten |= set(held)
-        store.forget(held)  # as the service does with what its state does not need
+        store.delete_payloads(held)  # as the service does with what its state does not need
         store.close()
     assert acknowledged
 
@@ -149,8 +149,8 @@ for number in range(100):
     except UnavailableError as error:
         print(number, error)
         break
-store.forget([1, 2])
-print(store.append(b"again", bytes(900_000)).result(60), len(store.held()))
+store.delete_payloads([1, 2])
+print(store.append(b"again", bytes(900_000)).result(60), len(store.payload_positions()))
 store.close()
 """
 
@@ -169,7 +169,7 @@ def test_the_payload_file_shrinks_when_a_great_deal_of_it_is_free(path, opened):
     positions = [store.append(b"record", bytes(20_000_000)).result(DEADLINE) for _ in range(5)]
     payloads = pathlib.Path(f"{path}-payloads")
     assert payloads.stat().st_size > 100_000_000
-    store.forget(positions)
+    store.delete_payloads(positions)
     store.append(b"after").result(DEADLINE)  # the next commit, at the latest
     assert payloads.stat().st_size < 1_000_000
 
