@@ -57,7 +57,7 @@ class HttpReply:
 
     @property
     def content(self) -> Any:
-        """The decoded body, or its text if it is neither JSON nor MessagePack."""
+        """The decoded body. The text of the body if it is in another format than JSON and MessagePack."""
         try:
             packed = self.headers.get("content-type", "").startswith(MSGPACK)
             return (msgspec.msgpack if packed else msgspec.json).decode(self.body)

@@ -223,7 +223,7 @@ class Queue:
         return batch
 
     def ack(self, batch_id: int) -> bool:
-        """Acknowledge a batch. Return False if it is neither leased nor waits for redelivery."""
+        """Acknowledge a batch that is leased or waits for redelivery. Return False if there is no such batch."""
         epoch = self._begin()
         batch = epoch.leases.remove(batch_id)
         if batch is not None:

@@ -245,7 +245,7 @@ class Service:
 
     @property
     def nearly_full(self) -> bool:
-        """Whether environments should hold because the store is nearly full."""
+        """True if environments should hold because the store is nearly full."""
         return self.stored_bytes + self.pending_bytes >= _NEARLY_FULL * self.byte_limit
 
     def check_room(self, size: int) -> None:

@@ -39,7 +39,7 @@ ScoresT = TypeVar("ScoresT")
 
 
 class WireGroup(Struct, Generic[IntegersT, FloatsT, ScoresT], forbid_unknown_fields=True, gc=False, kw_only=True):
-    """A group as it is sent. Arrays are [sequences][tokens]."""
+    """A group in a request. Arrays are [sequences][tokens]."""
 
     tokens: IntegersT
     masks: Annotated[IntegersT, Meta(description="-100 where there is no loss.")]

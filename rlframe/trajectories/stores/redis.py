@@ -45,8 +45,8 @@ PAYLOADS = PREFIX + "payloads"  # hash: position -> payload
 SNAPSHOT = PREFIX + "snapshot"  # hash: position, state
 WRITER = PREFIX + "writer:"  # followed by the process's name; hash: commit (its number), first (its position)
 
-# Commits are numbered within their process. So the script recognizes a commit that is sent again after a lost answer,
-# and refuses a commit that was given up and arrives late.
+# Commits are numbered within their process. So the script recognizes a commit that is sent again after a lost answer.
+# It refuses an abandoned commit that arrives late.
 APPEND = """
 local end_of_log = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
 local last = 0

@@ -29,7 +29,7 @@ _NONE_YET: dict[str, list[Any]] = {
     )
 }
 _UNKNOWN: dict[int | str, dict[str, Any]] = {
-    404: {"model": models.Failure, "description": "The batch is neither leased nor waiting for redelivery."}
+    404: {"model": models.Failure, "description": "The batch is not leased, and does not wait for redelivery."}
 }
 Name = Annotated[str, Query(min_length=1, max_length=MAX_NAME)]
 Lease = Annotated[
