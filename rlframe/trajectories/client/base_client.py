@@ -162,7 +162,7 @@ class BaseClient:
         """Return the content of an answer that accepts the request.
 
         Raises:
-            UsageError: The service refused the request, and would refuse it again. For old groups a TooOldError.
+            UsageError: The service refused the request, and would refuse it again. For old groups a StaleGroupError.
             UnavailableError: A precondition is missing, such as a registered trainer.
             RemoteError: The service failed.
             PeerError: The answer does not come from a trajectory service.

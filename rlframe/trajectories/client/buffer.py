@@ -294,7 +294,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
             known = (
                 "tokens must not be negative"
                 if self._vocab_size is None
-                else f"the model has 0 to {self._vocab_size - 1}"
+                else f"the model's are 0 to {self._vocab_size - 1}"
             )
             _log.warning(
                 "A group of environment %s has the token %d, but %s. Such groups are acknowledged without training on "

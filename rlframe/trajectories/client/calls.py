@@ -321,7 +321,7 @@ class EnvironmentCalls(BaseClient):
             The accepted groups. Of several groups, those that are too old are left out.
 
         Raises:
-            TooOldError: All groups are older than the trainer accepts.
+            StaleGroupError: All groups are older than the trainer accepts.
             UnavailableError: The deadline passed while the service was full, or while the groups would have been too
                 old by their turn. Also as in every call.
         """
