@@ -183,7 +183,7 @@ def test_text_that_is_not_utf_8_is_refused():
 
 @pytest.mark.parametrize("numbers, where", [(200_000, ("tokens", 1, 200_000)), (4_000_000, ("tokens",))])
 def test_path_to_nan_is_found_with_little_memory(numbers, where):
-    """In 8 MB of JSON only the field is found, because a search for the index takes a second of the event loop's time."""
+    """In 8 MB of JSON only the field is found, because a search for the index would block other requests."""
     body = b'{"scores":[1,2],"masks":[],"tokens":[[1],[' + b"1," * numbers + b"NaN]]}"
     tracemalloc.start()
     try:
