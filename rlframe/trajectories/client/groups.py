@@ -37,9 +37,9 @@ class Group:
         scores: [S] float64. Booleans become 1 and 0.
         advantages: S rows [T_i] float32, or None. A row is None if its sequence has no advantages of this length.
         ref_logprobs, inference_logprobs: S rows [T_i] float32, or None. By convention 1.0 where the mask is -100.
-        messages, generation_params, overrides, group_overrides, images: JSON values that the service stores unread. A
-            `TrajectoryBuffer` reads `temperature` in them, and `set_advantage_to_zero` in `overrides`, a list with one
-            dict for each sequence (None becomes {}).
+        messages, generation_params, overrides, group_overrides, images: JSON values that the service does not
+            interpret. A `TrajectoryBuffer` reads `temperature` in them, and `set_advantage_to_zero` in `overrides`, a
+            list with one dict for each sequence (None becomes {}).
         env_id: Id from `register_env`. None if the sender did not register.
         distill_token_ids, distill_logprobs: [S][T_i][k] lists, or None.
         policy_version: Version of the parameters that the group was sampled from.

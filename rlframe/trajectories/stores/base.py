@@ -116,7 +116,7 @@ def check_range(after: int, first: int | None, last: int, name: str) -> None:
 
 
 class UnlimitedStore:
-    """The methods of `Store` about room, for a store without a disk."""
+    """The methods of `Store` that check free space, for a store without a disk."""
 
     def room(self) -> None:
         return None

@@ -102,7 +102,7 @@ class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands wh
     Args:
         url: redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE], or rediss:// for TLS. Each service needs its own
             database.
-        deadline: Seconds for a call with all its retries, or from an append to its acknowledgement.
+        deadline: Seconds for a call with all its retries, or from an append to its acknowledgment.
 
     Raises:
         UsageError: The URL is invalid, or the server refuses the credentials.

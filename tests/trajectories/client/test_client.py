@@ -216,7 +216,7 @@ def test_groups_that_would_become_stale_wait_for_trainer(client, monkeypatch):
         client.post(numbered(1, policy_version=3))
     with pytest.raises(StaleGroupError, match="2 policy versions old"):
         client.post([numbered(1, policy_version=3)] * 2)
-    # Of several groups, some are accepted at once and the others later. No group is added twice.
+    # Some groups are accepted at once and the others later. No group is added twice.
     groups = [numbered(number, policy_version=5) for number in range(4)]
     with pytest.raises(UnavailableError, match="2 of 4 groups were not accepted within 0.1 s"):
         client.post(groups, key="four", timeout=0.1)
