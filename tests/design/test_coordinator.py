@@ -105,10 +105,7 @@ def index_of(job: Traced, kind: type, worker_id: str = "", method: str = "") -> 
 
 
 def test_start_follows_document(job: Traced, cluster: FakeCluster) -> None:
-    assert set(cluster.operator.made[:2]) == {
-        (LEARNER, 0),
-        (COLLECTOR, 0),
-    }  # in the order of the requests to the operator
+    assert set(cluster.operator.made[:2]) == {(LEARNER, 0), (COLLECTOR, 0)}
     asked = index_of(job, ev.ScaleRole)
     for worker_id in (LEARNER, COLLECTOR):
         connected = index_of(job, ev.Connect, worker_id)

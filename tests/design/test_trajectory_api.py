@@ -84,9 +84,8 @@ def test_common_workflow_of_trainer_and_rollout_handler(api):
     assert (latest["tokens"], latest["scores"]) == (SCORED_DATA["tokens"], SCORED_DATA["scores"])
 
     status = api.request("GET", "/status-env", json={"env_id": env["env_id"]}).json()
-    assert (
-        status["current_step"] == 0 and status["queue_size"] == 4
-    )  # in groups of one, because this environment has sent none
+    # The queue is counted in groups of one, because this environment has sent none.
+    assert status["current_step"] == 0 and status["queue_size"] == 4
     assert status["env_weight"] == pytest.approx(1.0)
     assert status.items() <= api.get("/status-env", params={"env_id": env["env_id"]}).json().items()
 

@@ -89,9 +89,8 @@ def text_lengths(text: bytes, *, integers: bool) -> list[int] | None:
         return None
     if not _in_every_window(ends, _INT_WIDTH if integers else _FLOAT_WIDTH):
         return None
-    exponents = (
-        0 if integers else np.count_nonzero(characters == ord("e"))
-    )  # usually 0, which avoids the slower count of pairs
+    # Usually 0, which avoids the slower count of pairs.
+    exponents = 0 if integers else np.count_nonzero(characters == ord("e"))
     if not integers and (b"E" in text or (exponents and exponents != text.count(b"e-"))):
         return None
     return [count + 1 for count in commas]
@@ -120,9 +119,8 @@ def check_group(group: Any, lengths: list[int]) -> None:
         value = getattr(group, name)
         if isinstance(value, bytes):
             _check_binary(name, value, lengths)
-        elif isinstance(value, list) and (
-            value or name in INT_FIELDS
-        ):  # the published BaseEnv sends [] for missing fields
+        # The published BaseEnv sends [] for missing fields.
+        elif isinstance(value, list) and (value or name in INT_FIELDS):
             _check_lists(name, value, None if name == ANY_LENGTH_FIELD else lengths)
     scores = group.scores
     if isinstance(scores, bytes):

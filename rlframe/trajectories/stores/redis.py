@@ -180,9 +180,8 @@ class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands wh
         def ask() -> list[list[_Entry]]:
             holding = self._redis.xrevrange(LOG, f"{position}-{_LATEST}", "-", 1)
             start = holding[0][0] if holding else b"-"
-            commits: dict[
-                int, list[_Entry]
-            ] = {}  # by first position; of two commits, the later one counts (see the scripts)
+            # By first position. Of two commits, the later one counts (see the scripts).
+            commits: dict[int, list[_Entry]] = {}
             while True:
                 page = self._redis.xrange(LOG, start, "+", _COMMITS_PER_READ)
                 for name, fields in page:

@@ -197,9 +197,7 @@ class SQLiteStore(GroupCommitStore):
             for append in tuple(commit.appends):
                 try:
                     location = None if append.payload is None else self._file.write(append.payload)
-                except (
-                    UnavailableError
-                ) as error:  # the disk has no room for the payload; appends without one need no room
+                except UnavailableError as error:  # the disk is full; appends without a payload still fit
                     commit.refuse(append, error)
                     continue
                 if location is not None:

@@ -350,9 +350,8 @@ def test_pause_makes_environments_hold_but_not_quit():
     queue = started(num_steps=100, starting_step=90)
     queue.pause()
     status = queue.env_status(join(queue, 4).env_id)
-    assert (
-        status.current_step + status.queue_size * 4 // 8 == 100
-    )  # the published client quits beyond its number of steps
+    # The published client quits beyond its number of steps.
+    assert status.current_step + status.queue_size * 4 // 8 == 100
 
 
 def test_report_is_limited_to_latest_heartbeats():

@@ -57,9 +57,7 @@ def send(service: ServiceProcess, method: str, path: str, body: Any = None, **he
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     try:
-        with contextlib.suppress(
-            BrokenPipeError, ConnectionResetError
-        ):  # the service may answer before it has received everything
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the service may answer early
             connection.request(method, path, data, {"Content-Type": JSON, **named})
         with connection.getresponse() as answer:
             return answer.status, answer.read()
@@ -442,9 +440,7 @@ def test_slow_senders_do_not_block_others(service):
         for _ in range(3):
             assert_well(service)
             for connection in connections:
-                with contextlib.suppress(
-                    BrokenPipeError, ConnectionResetError
-                ):  # the connection timed out on a slow machine
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a slow machine may time out
                     connection.sendall(b" ")
     assert_well(service)
 

@@ -313,9 +313,7 @@ def test_latest_groups_survive_restart_while_store_has_them(tmp_path):
         async with serving(store) as again:
             assert await again.latest_groups("run", 2) == [b"24", b"23"]
             assert await again.latest_groups("elsewhere", 2) == []
-        async with serving(
-            open_store(f"sqlite:{tmp_path}/queue.db")
-        ) as third:  # from the snapshot that was taken at close
+        async with serving(open_store(f"sqlite:{tmp_path}/queue.db")) as third:  # from the snapshot at close
             assert await third.latest_groups("run", 2) == [b"24", b"23"]
             while await third.take("run"):
                 pass

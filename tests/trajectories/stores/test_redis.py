@@ -92,9 +92,8 @@ def test_two_processes_get_distinct_positions_without_gaps(server, opened):
             process.wait(DEADLINE)
     total = len(positions[0]) + len(positions[1])
     assert sorted(positions[0] + positions[1]) == list(range(1, total + 1))
-    assert min(positions[1]) < max(positions[0]) and min(positions[0]) < max(
-        positions[1]
-    )  # the processes appended at the same time
+    # The processes appended at the same time.
+    assert min(positions[1]) < max(positions[0]) and min(positions[0]) < max(positions[1])
     log = dict(opened(server.url).read(0, total))
     for name, mine in zip(b"ab", positions):
         assert mine == sorted(mine)
@@ -269,10 +268,8 @@ def test_silent_server_raises_peer_error_by_deadline(server, opened):
         os.kill(server.process.pid, 18)  # SIGCONT
     assert append(store, b"next")[0] in (2, 3)
     records = [record for _, record in store.read(0, 10)]
-    assert records in (
-        [b"first", b"next"],
-        [b"first", b"given up", b"next"],
-    )  # the abandoned append is stored first, or not at all
+    # The abandoned append is stored first, or not at all.
+    assert records in ([b"first", b"next"], [b"first", b"given up", b"next"])
 
 
 def test_abandoned_commit_that_arrives_late_is_refused(server, opened):
