@@ -11,16 +11,18 @@ from rlframe.http.config import ServiceConfig
 
 @dataclasses.dataclass(frozen=True)
 class Settings(ServiceConfig):
-    """Options of the trajectory service: `rlframe serve trajectories --store ...`, or variables under uvicorn."""
+    """Options of the trajectory service: `rlframe serve trajectories --store ...`, or environment variables under
+    uvicorn.
+    """
 
     can: ClassVar[str] = "read, send and erase experience"
 
-    port: int = 8000  # 0: one that is free
+    port: int = 8000  # 0 means a free port
     store: str = "sqlite:trajectories.db"  # sqlite:PATH, memory, or redis://HOST:PORT/DATABASE
-    fresh: bool = False  # clear the store: drop all registrations, environments and groups in it
-    tokenizer: str | None = None  # byte, or a tokenizer.json, with which the live page shows tokens as text
-    max_queue_mb: int = 16_384  # megabytes of groups that are kept; environments are told to hold at 80 % of it
-    reset: bool = True  # whether /reset_data is there
+    fresh: bool = False  # clear the store: delete all its registrations, environments and groups
+    tokenizer: str | None = None  # `byte`, or a tokenizer.json file; the live page then shows tokens as text
+    max_queue_mb: int = 16_384  # limit of stored groups in megabytes; environments hold at 80 % of it
+    reset: bool = True  # whether /reset_data is enabled
     cors_origins: tuple[str, ...] = ()  # origins whose pages may call the service, or *
 
     def __post_init__(self) -> None:

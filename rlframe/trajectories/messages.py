@@ -1,5 +1,6 @@
-"""What trainers and environments are told, the trainer's registration, and the names in a group: as the queue, the
-service and its clients have them. The service's OpenAPI document is made from these: `metadata` is for pydantic.
+"""Messages that the queue, the service and its clients share: registrations, answers, and the field names of a group.
+
+The service's OpenAPI document is generated from these classes. Pydantic reads their `metadata`.
 """
 
 from __future__ import annotations
@@ -9,30 +10,28 @@ from typing import Literal
 
 from rlframe.errors import UsageError
 
-IGNORED = -100  # in the masks of a group, of a token that nothing is learned from
-INT_FIELDS = ("tokens", "masks")  # arrays of a group
+IGNORED = -100  # mask of a token that is not trained on
+INT_FIELDS = ("tokens", "masks")  # integer arrays of a group
 FLOAT_FIELDS = ("advantages", "ref_logprobs", "inference_logprobs")
-ANY_LENGTH_FIELD = (
-    "advantages"  # of them: as lists it need not be as long as the tokens, and then nobody learns from it
-)
-MAX_FLOAT32 = 2.0**128 - 2.0**104  # number in them, and of scores: larger ones would be infinite as float32
+ANY_LENGTH_FIELD = "advantages"  # lists of another length than the tokens are accepted, and ignored
+MAX_FLOAT32 = 2.0**128 - 2.0**104  # limit of the float arrays and the scores
 
-MAX_BATCH_SIZE = 1_000_000  # sequences: packing works with integers of so many bits
-INT64_LIMITS = {"ge": -(2**63), "lt": 2**63}  # what the log can carry
+MAX_BATCH_SIZE = 1_000_000  # sequences; batching uses integers with this many bits
+INT64_LIMITS = {"ge": -(2**63), "lt": 2**63}  # range that the log can encode
 TEXT_LIMITS = {"max_length": 4096}
 
 
 @dataclass(frozen=True)
 class Registration:
-    """What a trainer tells first. The same again is confirmed; anything else starts a new epoch.
+    """The trainer's settings. The same settings again are confirmed; others start a new epoch.
 
-    From `max_staleness` on they are this service's own; their defaults are what old clients expect.
+    Fields from `max_staleness` on extend the published contract. Their defaults are for older clients.
     """
 
     wandb_group: str = field(metadata=TEXT_LIMITS)
     wandb_project: str = field(metadata=TEXT_LIMITS)
     batch_size: int = field(
-        metadata={"ge": 1, "le": MAX_BATCH_SIZE, "description": "Sequences in every batch, exactly."}
+        metadata={"ge": 1, "le": MAX_BATCH_SIZE, "description": "Exact number of sequences in each batch."}
     )
     max_token_len: int = field(metadata=INT64_LIMITS)
     checkpoint_dir: str = field(metadata=TEXT_LIMITS)
@@ -40,50 +39,55 @@ class Registration:
     starting_step: int = field(metadata=INT64_LIMITS)
     num_steps: int = field(metadata=INT64_LIMITS)
     max_staleness: int | None = field(
-        default=None, metadata={"ge": 0, "lt": 2**63, "description": "Policy versions by which a group may be older."}
+        default=None,
+        metadata={
+            "ge": 0,
+            "lt": 2**63,
+            "description": "Policy versions by which a group may be older than the trainer's.",
+        },
     )
     stale: Literal["keep", "discard"] = field(
-        default="keep", metadata={"description": "What becomes of a group that is too old at its turn."}
+        default="keep", metadata={"description": "Whether a group that is too old at its turn is kept or discarded."}
     )
     lapse_after: float = field(
         default=120.0,
         metadata={
             "gt": 0,
             "allow_inf_nan": False,
-            "description": "Seconds of silence after which no batch waits for an environment.",
+            "description": "Seconds without a heartbeat after which no batch waits for an environment.",
         },
     )
     mix: Literal["arrival", "weight"] = field(
         default="arrival",
-        metadata={"description": "weight: environments are served in proportion to env_weight where they send enough."},
+        metadata={"description": "arrival: oldest groups first. weight: shares in proportion to env_weight."},
     )
     run_key: str | None = field(
         default=None,
         metadata={
             **TEXT_LIMITS,
-            "description": "Names the training run: the same goes on with it, another starts afresh.",
+            "description": "Name of the training run. Another name resets the run.",
         },
     )
 
     def __post_init__(self) -> None:
         if self.stale == "discard" and self.max_staleness is None:
-            raise UsageError("stale='discard' needs max_staleness: the number of policy versions that is still kept.")
+            raise UsageError("stale='discard' needs max_staleness, the largest allowed number of policy versions.")
 
     def continues(self, known: Registration) -> bool:
-        """Whether it goes on with the run of another registration, whatever its settings are."""
+        """Return whether both registrations have the same run key, so that the run continues with these settings."""
         return self.run_key is not None and self.run_key == known.run_key
 
 
 @dataclass(frozen=True)
 class Registered:
-    """To a trainer's `register`."""
+    """The answer to a trainer's registration."""
 
-    uuid: int = field(metadata={"description": "128 bits; the same for all who register the same settings."})
+    uuid: int = field(metadata={"description": "128 bits. The same for all trainers that register the same settings."})
 
 
 @dataclass(frozen=True)
 class Info:
-    """What the trainer registered; -1 before."""
+    """Sizes that the trainer registered. -1 before a registration."""
 
     batch_size: int = -1  # sequences
     max_token_len: int = -1
@@ -91,7 +95,7 @@ class Info:
 
 @dataclass(frozen=True)
 class WandbInfo:
-    """Of the registration; null before."""
+    """Weights & Biases group and project of the registration. Null before a registration."""
 
     group: str | None = None
     project: str | None = None
@@ -99,46 +103,51 @@ class WandbInfo:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Groups, unless it says otherwise. What only this service tells has a default, for clients of others."""
+    """The state of a run, in groups unless the name says otherwise.
 
-    current_step: int = field(metadata={"description": "Batches handed out, from starting_step on."})
+    Fields that only this service sends have defaults, so that clients also work with other services.
+    """
+
+    current_step: int = field(metadata={"description": "Delivered batches, counted from starting_step."})
     queue_size: int
-    set_aside: int = field(default=0, metadata={"description": "Of the queue: what can be in no exact batch."})
+    set_aside: int = field(default=0, metadata={"description": "Queued groups that fit into no exact batch."})
     waiting_for: list[str] = field(default_factory=list)
-    buffered: int = 0  # of odd sizes, until others complete them
+    buffered: int = 0  # undersized groups that wait for others
     leased: int = 0
     epoch: int = 0
     paused: bool = False
     policy_version: int | None = None
     stored_bytes: int = 0
-    live_envs: int = 0  # heard of lately
+    live_envs: int = 0  # environments with a recent heartbeat
 
 
 @dataclass(frozen=True)
 class RegisteredEnv:
-    """To an environment's `register_env`."""
+    """The answer to an environment's registration."""
 
     env_id: int
     wandb_name: str  # NAME_0, NAME_1, ...
     checkpoint_dir: str
-    starting_step: int = field(metadata={"description": "The current one."})
+    starting_step: int = field(metadata={"description": "The current step of the run."})
     checkpoint_interval: int
     num_steps: int
     resume_token: str | None = field(
-        default=None, metadata={"description": "Registers again as the same environment, under the same name."}
+        default=None, metadata={"description": "Token to register again with the same id and name."}
     )
 
 
 @dataclass(frozen=True)
 class EnvStatus:
-    """What an environment should know before it starts a group."""
+    """The state that an environment needs before it starts a group."""
 
     current_step: int
-    queue_size: int = field(metadata={"description": "Groups, of the largest size that this environment has sent."})
+    queue_size: int = field(
+        metadata={"description": "Queue length in groups of the largest size that this environment has sent."}
+    )
     env_weight: float
     unallocated_fraction: float = 1.0
     self_queue_size: int = 0
     max_group_size: int = 1
     hold: bool = field(
-        default=False, metadata={"description": "Whether this environment should not start new groups now."}
+        default=False, metadata={"description": "Whether this environment should start no new groups now."}
     )

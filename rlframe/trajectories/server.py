@@ -1,7 +1,8 @@
-"""The application for `uvicorn rlframe.trajectories.server:app`; its settings are environment variables.
+"""The application for `uvicorn rlframe.trajectories.server:app`. Environment variables set its options.
 
-Without a token (`RLFRAME_TRAJECTORIES_TOKEN_FILE`) it answers requests that came in at loopback only, whatever `--host`
-is, unless `RLFRAME_TRAJECTORIES_NO_TOKEN=true` says that other machines need none: see SECURITY.md.
+Without a token (`RLFRAME_TRAJECTORIES_TOKEN_FILE`), it answers only requests that arrive at the loopback interface,
+even if `--host` is another address. `RLFRAME_TRAJECTORIES_NO_TOKEN=true` allows other machines without a token: see
+SECURITY.md.
 """
 
 from __future__ import annotations

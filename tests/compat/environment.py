@@ -1,6 +1,6 @@
-"""Two small environments derived from the published BaseEnv. Run by the Python that has atroposlib, in `serve` mode.
+"""Two small environments derived from the published BaseEnv. The Python with atroposlib runs them in `serve` mode.
 
-A question is two digits; the model's answer scores 1 if it is their sum.
+A question is two digits. The model's answer scores 1 if it is their sum.
 """
 
 import logging
@@ -14,7 +14,7 @@ from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 
 
 class Sums(BaseEnv):
-    """The default way: one trajectory at a time, put together to groups by BaseEnv."""
+    """The default way: BaseEnv collects single trajectories, and groups them."""
 
     name = "sums"
 
@@ -48,7 +48,7 @@ class Sums(BaseEnv):
 
 
 class PairsOfSums(Sums):
-    """Lists of groups, with log-probabilities and overrides, sent to /scored_data_list."""
+    """An environment that sends lists of groups, with log-probabilities and overrides, to /scored_data_list."""
 
     name = "pairs"
 
@@ -69,7 +69,7 @@ class PairsOfSums(Sums):
 
 
 def resolve(name, address):
-    """Have a name lead to an address, as a container's network does."""
+    """Resolve a host name to an address, as the network of a container does."""
     ask = socket.getaddrinfo
     socket.getaddrinfo = lambda host, *how, **more: ask(address if host == name else host, *how, **more)
 

@@ -1,4 +1,4 @@
-"""What an environment needs of a model: an OpenAI-compatible endpoint that answers with digits, and a tokenizer."""
+"""A stub model for environments: an OpenAI-compatible endpoint that answers with digits, and a tokenizer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Completions(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def completions() -> Iterator[str]:
-    """The base URL of an endpoint, for the time of the `with`."""
+    """Serve the endpoint during the `with` block. Yield its base URL."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Completions) as server:
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
@@ -53,7 +53,7 @@ def completions() -> Iterator[str]:
 
 
 def write_tokenizer(folder: pathlib.Path) -> pathlib.Path:
-    """A tokenizer of the numbers up to 18 and a few words, in the files that `AutoTokenizer` reads."""
+    """Write a tokenizer of the numbers up to 18 and a few words, in files for `AutoTokenizer`."""
     folder.mkdir()
     words = ["<unk>", "<eos>", "user", "assistant", "+", *map(str, range(19))]
     vocabulary = {word: number for number, word in enumerate(words)}

@@ -1,6 +1,6 @@
-"""Queues through the published server's own functions: read as JSON from stdin, what they answered is printed.
+"""Play queues with the functions of the published server: read the queues as JSON from stdin, and print the answers.
 
-Run by the Python that has atroposlib. A queue is {"batch_size", "events"}; see `test_random_queues`.
+The Python with atroposlib runs this program. A queue is {"batch_size", "events"}; see `test_random_queues`.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ SETTINGS |= {"save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 100
 
 
 async def join(group_size, minimum):
-    told = {"desired_name": "env", "max_token_length": 64, "weight": 1.0, "group_size": group_size}
-    registered = await server.register_env_url(server.RegisterEnv(**told, min_batch_allocation=minimum))
+    fields = {"desired_name": "env", "max_token_length": 64, "weight": 1.0, "group_size": group_size}
+    registered = await server.register_env_url(server.RegisterEnv(**fields, min_batch_allocation=minimum))
     return registered["env_id"]
 
 
@@ -32,7 +32,7 @@ async def send(mark, env_id, size):
 
 
 async def drain():
-    """All batches that can be had, in the order in which they were formed: the newest is handed out first."""
+    """Return all batches in the order in which they were formed. The server delivers the newest first."""
     batches = []
     while (batch := (await server.get_batch())["batch"]) is not None:
         batches.append([item["tokens"][0][0] for item in batch])

@@ -1,6 +1,6 @@
-"""Sample by the published server classes. Run by the Python that has atroposlib.
+"""Sample with the published server classes. The Python with atroposlib runs this program.
 
-Arguments: the server's type, its URL, the tokenizer's folder. Prints a JSON object.
+Arguments: type of the server, its URL, folder of the tokenizer. It prints a JSON object.
 """
 
 import asyncio

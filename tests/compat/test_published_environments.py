@@ -1,6 +1,6 @@
-"""Environments that nobody here wrote the base of, in `serve` mode, unchanged, against the service.
+"""Unchanged environments of the published package, in `serve` mode, with the service.
 
-`make test-compat` builds the environment that they run in: `atroposlib` 0.4.0 and what it needs.
+`make test-compat` installs the Python environment for them: `atroposlib` 0.4.0 and its dependencies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.trajectories.serving import ROOT, ServiceProcess, outer_address, runn
 pytestmark = pytest.mark.compat
 
 PYTHON = pathlib.Path(os.environ.get("RLFRAME_COMPAT_PYTHON", ROOT / ".venv-compat/bin/python"))
-DEADLINE = 120.0  # seconds for anything, on a machine that is busy
+DEADLINE = 120.0  # seconds for any operation, on a busy machine
 BATCH_SIZE = 8
 KEYS = {
     *("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params", "inference_logprobs"),
@@ -33,11 +33,11 @@ KEYS = {
 
 
 class Trainer:
-    """A trainer as there have been: it registers, and polls `/batch` until it is not null.
+    """A trainer like existing ones: it registers, and polls `/batch` until the batch is not null.
 
     Args:
-        url: of the service.
-        host: the name by which it asks for it, if not that of the URL.
+        url: Address of the service.
+        host: Host name in the requests, if it differs from that of the URL.
     """
 
     def __init__(self, url: str, host: str | None = None) -> None:
@@ -48,8 +48,8 @@ class Trainer:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, self._headers, method=method)
         with urllib.request.urlopen(request, timeout=DEADLINE) as answer:
-            said = answer.read()
-            return json.loads(said) if answer.headers.get_content_type() == "application/json" else said.decode()
+            content = answer.read()
+            return json.loads(content) if answer.headers.get_content_type() == "application/json" else content.decode()
 
     def register(self) -> None:
         settings = {"wandb_group": "group", "wandb_project": "project", "batch_size": BATCH_SIZE, "max_token_len": 64}
@@ -58,7 +58,7 @@ class Trainer:
         assert self.ask("GET", "/batch") == {"batch": None}
 
     def pull(self) -> list[dict[str, Any]]:
-        """The next batch, exactly full, of items with all keys."""
+        """Return the next batch. Check that it is exactly full, and that its items have all keys."""
         end = time.monotonic() + DEADLINE
         while (batch := self._poll()) is None:
             assert time.monotonic() < end, "no batch came"
@@ -66,10 +66,10 @@ class Trainer:
         return batch
 
     def pull_while(self, environment: Environment) -> Iterator[list[dict[str, Any]]]:
-        """The batches that come as long as the environment's process is there."""
+        """Yield batches while the process of the environment runs."""
         end = time.monotonic() + DEADLINE
         while environment.process.poll() is None:
-            assert time.monotonic() < end, "it does not end"
+            assert time.monotonic() < end, "the environment does not end"
             if (batch := self._poll()) is not None:
                 yield batch
             time.sleep(0.02)
@@ -82,7 +82,7 @@ class Trainer:
         return batch
 
     def drain(self) -> int:
-        """Takes all that can be had now; returns how many batches that were."""
+        """Take all batches. Return their number."""
         count = 0
         while self.ask("GET", "/batch")["batch"] is not None:
             count += 1
@@ -94,7 +94,7 @@ class Trainer:
 
 
 class Environment:
-    """The process of an environment, and what it said."""
+    """The process of an environment, and its log."""
 
     def __init__(
         self, name: str, folder: pathlib.Path, url: str, model: str, variables: dict[str, str], **options: Any
@@ -121,7 +121,7 @@ class Environment:
 
     @property
     def looks(self) -> list[int]:
-        """The `queue_size` of each `/status-env` that it was answered."""
+        """The `queue_size` in each answer to /status-env."""
         return [int(size) for size in re.findall(r"Status dict: .*'queue_size': (\d+)", self.log)]
 
     def wait_until(self, true: Callable[[], Any]) -> None:
@@ -131,7 +131,7 @@ class Environment:
             time.sleep(0.05)
 
     def look_again(self, times: int = 10) -> list[int]:
-        """Waits until it has looked at its queue so often; returns what it saw."""
+        """Wait until the environment has requested its status this many times. Return the queue sizes."""
         before = len(self.looks)
         self.wait_until(lambda: len(self.looks) >= before + times)
         return self.looks[before:]
@@ -139,7 +139,7 @@ class Environment:
 
 @pytest.fixture
 def service(request, tmp_path) -> Iterator[ServiceProcess]:
-    """With the arguments that a test parametrises it with."""
+    """Run a service with the arguments of the test's parametrization."""
     if not PYTHON.exists():
         pytest.fail(f"There is no {PYTHON}: `make test-compat` builds it, or RLFRAME_COMPAT_PYTHON names another.")
     with running_service(tmp_path, *getattr(request, "param", ())) as running:
@@ -148,7 +148,7 @@ def service(request, tmp_path) -> Iterator[ServiceProcess]:
 
 @pytest.fixture
 def environment(tmp_path, service) -> Iterator[Callable[..., Environment]]:
-    """Starts environments; ends those that are still there."""
+    """Return a function that starts environments. Kill them at the end."""
     write_tokenizer(tmp_path / "tokenizer")
     started: list[Environment] = []
 
@@ -164,13 +164,13 @@ def environment(tmp_path, service) -> Iterator[Callable[..., Environment]]:
 
 
 def check_tokens(item: dict[str, Any]) -> None:
-    """Question and answer as the environment's tokenizer has them, the question masked."""
+    """Check that the question is masked, and that the answer is not."""
     for tokens, mask in zip(item["tokens"], item["masks"]):
         assert len(tokens) == len(mask) == 8
         assert mask == [-100] * 6 + tokens[6:]
 
 
-def test_an_environment_feeds_a_trainer_pauses_and_goes_on(service, environment):
+def test_environment_feeds_trainer_pauses_and_continues(service, environment):
     trainer = Trainer(service.url)
     sums = environment("sums", total_steps=100_000)
     sums.wait_until(lambda: "wait for trainer to start" in sums.log)
@@ -184,14 +184,14 @@ def test_an_environment_feeds_a_trainer_pauses_and_goes_on(service, environment)
             assert [message["role"] for message in item["messages"][0]] == ["user", "assistant"]
             assert item["advantages"] == [] and item["distill_token_ids"] is None
 
-    # The trainer stops pulling: three batches, as `max_batches_offpolicy` says, and no more.
+    # The trainer stops pulling. The environment sends three batches (`max_batches_offpolicy`), and no more.
     limit = 3 * BATCH_SIZE // 4
     sums.wait_until(lambda: sums.looks[-1] >= limit)
     full = trainer.queued
     assert limit <= full <= 2 * limit
     assert set(sums.look_again()) == {full} and trainer.queued == full
 
-    # It pulls again, and the environment goes on.
+    # The trainer pulls again, and the environment continues.
     for _ in range(full):
         trainer.pull()
     assert trainer.ask("GET", "/status")["current_step"] == 5 + full
@@ -213,8 +213,8 @@ def test_an_environment_feeds_a_trainer_pauses_and_goes_on(service, environment)
     assert trainer.ask("POST", "/disconnect-env", {"env_id": 0}) == {"status": "success"}
 
 
-def test_two_environments_of_other_sizes_share_each_batch_and_end(service, environment):
-    """One has a minimum share of a quarter and sends lists of pairs. Both end by themselves at their last step."""
+def test_two_environments_with_different_group_sizes_share_batches(service, environment):
+    """One has a minimum share of a quarter, and sends lists of pairs. Both end at their last step."""
     trainer = Trainer(service.url)
     trainer.register()
     options = {"total_steps": 20, "ensure_scores_are_not_same": False}
@@ -233,7 +233,7 @@ def test_two_environments_of_other_sizes_share_each_batch_and_end(service, envir
             assert len(item["overrides"]) == 2 and len(item["group_overrides"]["question"]) == 2
         of_sums += sum(item["env_id"] == 1 for item in batch)
     assert of_sums > 0
-    # BaseEnv ends without a word. Until somebody says that it has, or two minutes are over, batches wait for its share.
+    # BaseEnv ends without disconnecting. Batches wait for its share until a disconnect, or for two minutes.
     assert trainer.ask("POST", "/disconnect-env", {"env_id": 0}) == {"status": "success"}
     for _ in trainer.pull_while(sums):
         pass
@@ -243,8 +243,8 @@ def test_two_environments_of_other_sizes_share_each_batch_and_end(service, envir
 
 
 @pytest.mark.parametrize("service", [("--host", "0.0.0.0", "--no-token")], indirect=True)
-def test_from_another_machine_by_the_name_of_a_container(service, environment):
-    """Neither sends a token. The trainer begins with GET /reset_data, as some do."""
+def test_environment_of_another_machine_uses_container_name(service, environment):
+    """Environment and trainer send no token. The trainer begins with GET /reset_data, as some trainers do."""
     name, port = "rollout-server", service.url.rpartition(":")[2]
     assert "whoever reaches this service, from any machine" in service.log.read_text()
     trainer = Trainer(f"http://{outer_address()}:{port}", host=f"{name}:{port}")

@@ -1,4 +1,4 @@
-"""The server classes of the package atroposlib, unchanged, and its `managed_server`, against `/generate`."""
+"""The unchanged server classes of the package atroposlib, and its `managed_server`, against `/generate`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.compat
 
 
 @pytest.mark.parametrize("server_type", ["vllm", "sglang"])
-def test_the_published_managed_server_gets_the_model_s_tokens(server_type, tmp_path):
+def test_published_managed_server_gets_tokens_of_model(server_type, tmp_path):
     ByteTokenizer().save(tmp_path / "tokenizer")
     script = pathlib.Path(__file__).with_name("sampling.py")
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
@@ -31,9 +31,9 @@ def test_the_published_managed_server_gets_the_model_s_tokens(server_type, tmp_p
     prompt = list(ByteTokenizer().apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True))
     assert set(found["reasons"]) <= {"length", "stop"} and len(found["nodes"]) == 2
     for node, text in zip(found["nodes"], found["texts"]):
-        tokens, said = node["tokens"], node["tokens"][len(prompt) :]
-        assert tokens[: len(prompt)] == prompt and 0 < len(said) <= 6
-        assert node["masks"] == [-100] * len(prompt) + said
+        tokens, answer = node["tokens"], node["tokens"][len(prompt) :]
+        assert tokens[: len(prompt)] == prompt and 0 < len(answer) <= 6
+        assert node["masks"] == [-100] * len(prompt) + answer
         computed = transformer.token_log_probs(params_of(0), TINY, np.array([tokens]))[0, len(prompt) - 1 :]
         assert node["logprobs"] == pytest.approx([1.0] * len(prompt) + computed.tolist(), abs=1e-4)
-        assert text == ByteTokenizer().decode(said, skip_special_tokens=True)
+        assert text == ByteTokenizer().decode(answer, skip_special_tokens=True)

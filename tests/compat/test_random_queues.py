@@ -1,6 +1,6 @@
-"""300 random queues through the published server's code and through ours: they differ only as docs/differences.md says.
+"""300 random queues with the published server's code and with ours. They differ only as in docs/differences.md.
 
-`make test-compat` builds the environment that has the package.
+`make test-compat` installs the package.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tests.trajectories.serving import ROOT
 
 pytestmark = pytest.mark.compat
 
-KINDS = ("one size", "odd groups", "minimum shares", "mixed sizes")
+KINDS = ("one size", "undersized groups", "minimum shares", "mixed sizes")
 PER_KIND = 75
 
 
 def random_queue(kind: str, seed: int) -> dict[str, Any]:
-    """Registrations, groups and requests for all batches, in random order. A group's mark is its number."""
+    """Return registrations, groups and batch requests in random order. The mark of a group is its number."""
     source = random.Random(f"{kind} {seed}")
     size = source.choice([1, 2, 3, 4])
     batch_size = source.choice([4, 8, 12, 16])
@@ -43,7 +43,7 @@ def random_queue(kind: str, seed: int) -> dict[str, Any]:
         else:
             sender = source.choice([*range(len(envs)), *([None] if kind in ("one size", "mixed sizes") else [])])
             sent = size if sender is None else envs[sender]
-            if kind == "odd groups":
+            if kind == "undersized groups":
                 sent = source.randrange(1, sent + 1)
             events.append(["send", mark, sender, sent])
             mark += 1
@@ -51,7 +51,7 @@ def random_queue(kind: str, seed: int) -> dict[str, Any]:
 
 
 def shares(source: random.Random, kind: str, size: int, batch_size: int) -> float | None:
-    """Of at most three environments, which together fit into a batch, however they are rounded up to whole groups."""
+    """Return a random minimum share. Three shares fit into a batch, even if rounded up to whole groups."""
     fitting = [
         minimum for minimum in (0.1, 0.25, 0.3) if -(-int(batch_size * minimum) // size) * size * 3 <= batch_size
     ]
@@ -59,7 +59,7 @@ def shares(source: random.Random, kind: str, size: int, batch_size: int) -> floa
 
 
 def play(queue: dict[str, Any]) -> list[Any]:
-    """As `published_queues.play`."""
+    """Play a queue, as `published_queues.play` does."""
     ours = Queue()
     ours.register({**SETTINGS, "batch_size": queue["batch_size"]}, "uuid", 0.0)
     ours.note_trainer()
@@ -90,7 +90,7 @@ PLAYED = {
 
 @pytest.fixture(scope="module")
 def published() -> dict[str, list[tuple[dict[str, Any], list[Any]]]]:
-    """Of each kind the queues, and what came of them there."""
+    """Return the queues of each kind, with the answers of the published server."""
     if not PYTHON.exists():
         pytest.skip("make test-compat builds the environment that has atroposlib")
     queues = [random_queue(kind, seed) for kind in KINDS for seed in range(PER_KIND)]
@@ -102,7 +102,7 @@ def published() -> dict[str, list[tuple[dict[str, Any], list[Any]]]]:
 
 
 def in_any_order(answer: Any) -> Any:
-    """A drain with the groups of each batch sorted: within a batch, ours are the oldest first."""
+    """Return a drain with the groups of each batch sorted, because only ours are in order."""
     return (
         [[sorted(batch) for batch in answer[0]], *answer[1:]]
         if isinstance(answer, list) and len(answer) == 3
@@ -111,8 +111,8 @@ def in_any_order(answer: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["one size", "minimum shares"])
-def test_groups_of_one_size_are_batched_alike(published, kind):
-    """The same batches in the order in which they are formed, the same steps, the same answers to groups."""
+def test_groups_of_one_size_are_batched_as_by_published_server(published, kind):
+    """Batches, their order, steps, and answers to groups are the same."""
     formed = 0
     for queue, theirs in published[kind]:
         ours = play(queue)
@@ -121,10 +121,10 @@ def test_groups_of_one_size_are_batched_alike(published, kind):
     assert formed > 100
 
 
-def test_odd_groups_wait_alike_until_they_sum_to_a_group(published):
-    """There they are parted again once they do; here they stay together."""
+def test_undersized_groups_wait_as_in_published_server(published):
+    """The published server separates groups again after they sum to a group. Here they stay together."""
     buffered = 0
-    for queue, theirs in published["odd groups"]:
+    for queue, theirs in published["undersized groups"]:
         ours = play(queue)
         answers = [i for i, (what, *_) in enumerate(queue["events"]) if what == "send"]
         assert [ours[i] for i in answers] == [theirs[i] for i in answers], queue
@@ -136,8 +136,8 @@ def test_odd_groups_wait_alike_until_they_sum_to_a_group(published):
     assert buffered > 500
 
 
-def test_mixed_sizes_fill_batches_no_later_and_in_order(published):
-    """There packs of the largest size are filled; here whatever is oldest and sums to a batch exactly."""
+def test_mixed_sizes_fill_batches_no_later_and_keep_order(published):
+    """The published server fills packs of the largest size. Here a batch takes the oldest groups with an exact sum."""
     earlier = 0
     for queue, theirs in published["mixed sizes"]:
         sent = {
@@ -148,8 +148,8 @@ def test_mixed_sizes_fill_batches_no_later_and_in_order(published):
             drains = [answer for answer in answers if isinstance(answer, list) and len(answer) == 3]
             batches = [batch for drained in drains for batch in drained[0]]
             assert all(sum(sent[mark][1] for mark in batch) == queue["batch_size"] for batch in batches)
-            for lane in set(sent.values()):
-                marks = [mark for batch in batches for mark in sorted(batch) if sent[mark] == lane]
+            for sender in set(sent.values()):
+                marks = [mark for batch in batches for mark in sorted(batch) if sent[mark] == sender]
                 assert marks == sorted(marks)
             steps.append([drained[1] for drained in drains])
         assert all(here >= there for here, there in zip(*steps)), queue
@@ -157,7 +157,7 @@ def test_mixed_sizes_fill_batches_no_later_and_in_order(published):
     assert earlier > 10
 
 
-def test_a_group_larger_than_a_batch_stops_nothing_here(published):
+def test_group_larger_than_batch_does_not_block_the_queue(published):
     ours = Queue()
     ours.register({**SETTINGS, "batch_size": 4}, "uuid", 0.0)
     assert add(ours, 5, 5, 1, None, None, None, 0.0).too_large

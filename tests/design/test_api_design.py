@@ -1,7 +1,7 @@
-"""The design of the objects, line by line: their signatures, and the four programs of its usage.
+"""The design document of the objects: their signatures, and its four example programs.
 
-What the document writes as a sketch (`Agent()`, `max_iters`) has its arguments filled in; nothing else is changed. What
-differs on purpose stands in docs/differences.md; where it is written as in the document, an error says what to write.
+Sketches of the document (`Agent()`, `max_iters`) get arguments; nothing else is changed. Intended differences are in
+docs/differences.md. Code in the document's form then raises an error with the right form.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rlframe.types import AgentOutput, TimeStep
 from tests.extras import needs
 from tests.in_process import InProcess
 
-# "class.method": the parameters that the document names, in its order.
+# "class.method": the parameters in the document, in its order.
 SIGNATURES = {
     "SyncEnv.__init__": "name_or_pybuilder size type",
     "SyncEnv.step": "actions",
@@ -74,7 +74,7 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("method", SIGNATURES)
-def test_a_method_takes_what_the_document_gives_it_in_its_order(method):
+def test_method_has_parameters_of_document_in_order(method):
     name, _, attribute = method.partition(".")
     signature = inspect.signature(getattr(getattr(rlframe, name), attribute))
     parameters = list(signature.parameters.values())[1:]
@@ -85,7 +85,7 @@ def test_a_method_takes_what_the_document_gives_it_in_its_order(method):
     assert method == "ReplayBuffer.add" or not [parameter for parameter in further if parameter.kind not in kinds]
 
 
-def test_both_pools_step_environments_that_a_builder_makes():
+def test_sync_and_async_env_step_environments_of_builder():
     import gymnasium
 
     def pybuilder():
@@ -103,7 +103,7 @@ def test_both_pools_step_environments_that_a_builder_makes():
     env.close()
 
 
-def test_an_agent_holds_no_parameters_and_calls_the_three_parts_of_a_learner_step():
+def test_agent_has_no_parameters_and_learner_step_has_three_parts():
     env = SyncEnv("CartPole-v1", 1, "envpool")
     agent = PPO(PPOConfig(), env.observation_spec, env.action_spec)
     assert not hasattr(agent, "params") and "params" not in vars(agent)
@@ -131,16 +131,16 @@ def refused(code, match):
         ("def compute_gradients(self, params, batch): ...", r"called with \(params, learner_state, batch\)"),
     ],
 )
-def test_a_method_as_the_document_spells_it_is_refused_with_the_name_here(literal, ours):
+def test_method_name_of_document_is_refused_with_our_name(literal, ours):
     refused(f"class Mine(Agent):\n    {literal}", ours)
 
 
 @pytest.mark.parametrize(("literal", "ours"), [("obs_spec", "observation_spec"), ("policy_factor", "policy_factory")])
-def test_an_argument_as_the_document_spells_it_is_refused_with_the_name_here(literal, ours):
+def test_argument_name_of_document_is_refused_with_our_name(literal, ours):
     refused(f"PPO(PPOConfig(), {literal}=None)", f"no argument {literal}. Did you mean '{ours}'")
 
 
-def test_the_documents_other_methods_are_an_agents_own():
+def test_other_methods_of_document_can_be_overridden():
     class Mine(Agent):
         def initial_state(self, batch_size): ...
         def initial_params(self, rng_key): ...
@@ -164,7 +164,7 @@ class Rows(list):
 
 
 @pytest.mark.parametrize("type", ["single env", "thread", pytest.param("process", marks=pytest.mark.system)])
-def test_single_process_rl(type):
+def test_single_process_program_of_document_runs(type):
     env_builder = an_env if type == "single env" else functools.partial(a_pool, type)
 
     env = as_pool(env_builder)
@@ -217,7 +217,7 @@ def test_actor_and_learner_run_as_services_with_logger_and_data_cfg():
     learner.close()
 
 
-def test_a_buffer_needs_add_alone():
+def test_replay_buffer_needs_only_add():
     class Local:
         def add(self, data):
             self.data = data
@@ -284,7 +284,7 @@ if __name__ == "__main__":
 
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["heavy_env", "light_env", "remote_env", "distributed"])
-def test_the_programs_of_the_document_run_by_launchpad(kind, tmp_path: pathlib.Path):
+def test_programs_of_document_run_with_launchpad(kind, tmp_path: pathlib.Path):
     needs("launchpad", "reverb")
     (tmp_path / "program.py").write_text(PROGRAM)
     env = {"PYTHONPATH": str(pathlib.Path(rlframe.__file__).parents[1])}
@@ -300,7 +300,7 @@ def test_the_programs_of_the_document_run_by_launchpad(kind, tmp_path: pathlib.P
 
 
 @pytest.mark.parametrize("phrase", ["python for loop", "python thread", "python multiprocess", "Python Thread"])
-def test_the_phrase_for_a_kind_of_parallelism_makes_a_sync_env_of_it(phrase):
+def test_phrase_of_document_selects_type_of_sync_env(phrase):
     with SyncEnv("CartPole-v1", 2, phrase, num_workers=1) as env:
         first, second = env.reset(), env.step(np.zeros(2, np.int32))
     name = {"python for loop": "loop", "python multiprocess": "process"}.get(phrase, "thread")
@@ -310,21 +310,21 @@ def test_the_phrase_for_a_kind_of_parallelism_makes_a_sync_env_of_it(phrase):
 
 
 @pytest.mark.parametrize("phrase", ["python thread", "python multiprocess", "c++ threadpool"])
-def test_the_phrase_for_a_kind_of_parallelism_makes_an_async_env_of_it(phrase):
+def test_phrase_of_document_selects_type_of_async_env(phrase):
     with AsyncEnv("CartPole-v1", 2, 1, type=phrase, num_workers=1) as env:
         (env_id,), timestep = env.recv()
         env.send([env_id], np.zeros(1, np.int32))
     assert timestep.step_type.tolist() == [0] and timestep.observation.shape == (1, 4)
 
 
-def test_a_c_plus_plus_threadpool_is_envpool():
+def test_cpp_threadpool_is_envpool():
     with SyncEnv("CartPole-v1", 2, "c++ threadpool") as env:
         assert type(env._pool) is EnvPoolAdapter and env.reset().observation.shape == (2, 4)
     with pytest.raises(UsageError, match="'envpool' takes the name of an EnvPool task, not a builder"):
         SyncEnv(lambda: None, 2, "c++ threadpool")
 
 
-def test_a_type_that_nearly_is_a_phrase_is_told_the_phrase():
+def test_misspelled_type_gets_suggestion():
     with pytest.raises(UsageError, match="got 'c\\+\\+ thread pool'. Did you mean 'c\\+\\+ threadpool'"):
         SyncEnv("CartPole-v1", 2, "c++ thread pool")
     with pytest.raises(UsageError, match="got 'python for loop'"):
@@ -333,8 +333,8 @@ def test_a_type_that_nearly_is_a_phrase_is_told_the_phrase():
         SyncEnv("CartPole-v1", 2, None)
 
 
-def test_an_env_builder_may_give_remote_environments_of_either_kind():
-    """ "env_builder: can generate a local or remote env": `step`, or `recv` and `send`, through a handle."""
+def test_env_builder_may_return_remote_environments():
+    """The document: "env_builder: can generate a local or remote env". A handle has `step`, or `recv` and `send`."""
     for builder in (functools.partial(SyncEnv, "CartPole-v1", 2), functools.partial(AsyncEnv, "CartPole-v1", 2, 1)):
         node = InProcess().serve(public_methods(EnvServer(builder)))
         env = as_pool(Remote([node.address], "EnvServer", 60.0, None, InProcess()))
@@ -347,7 +347,7 @@ def test_an_env_builder_may_give_remote_environments_of_either_kind():
         node.stop()
 
 
-def test_learner_step_as_the_document_writes_it_is_refused_with_the_form_here():
+def test_learner_step_arguments_of_document_are_refused_with_our_form():
     env, agent = pool_and_agent()
     learner = Learner(LearnerConfig(), agent, ReplayBuffer(agent))
     params = agent.initial_params(jax.random.PRNGKey(0))
@@ -357,7 +357,7 @@ def test_learner_step_as_the_document_writes_it_is_refused_with_the_form_here():
     env.close()
 
 
-def test_replay_buffer_add_as_the_document_writes_it_is_refused_with_the_form_here():
+def test_replay_buffer_add_arguments_of_document_are_refused_with_our_form():
     env, agent = pool_and_agent()
     replay_buffer = ReplayBuffer(agent)
     replay_buffer.claim_rank(4)
@@ -366,18 +366,18 @@ def test_replay_buffer_add_as_the_document_writes_it_is_refused_with_the_form_he
     env.close()
 
 
-def test_run_takes_no_queues_and_the_page_of_differences_says_why():
+def test_actor_run_takes_no_queues_for_documented_reason():
     assert list(inspect.signature(Actor.run).parameters) == ["self"]
     page = (pathlib.Path(__file__).parents[2] / "docs/differences.md").read_text()
     ((_, document, here, reason, _),) = (line.split("|") for line in page.splitlines() if "`run` with queues" in line)
     assert "gRPC or local queues" in document and "`Actor.run()` takes nothing" in here and "a queue" in reason
 
 
-def test_a_learner_makes_its_dataset_from_its_data_cfg():
+def test_learner_makes_dataset_from_data_cfg():
     assert list(inspect.signature(Learner._make_dataset).parameters) == ["self", "data_cfg"]
 
 
-def test_two_actors_without_a_rank_on_a_buffer_that_has_add_alone_are_refused():
+def test_two_actors_without_rank_on_minimal_buffer_are_refused():
     class Local:
         def add(self, data): ...
 
@@ -391,7 +391,7 @@ def test_two_actors_without_a_rank_on_a_buffer_that_has_add_alone_are_refused():
     actor.close()
 
 
-def test_a_node_in_the_place_of_its_handle_is_refused_in_the_launcher():
+def test_node_instead_of_handle_is_refused_in_launcher():
     needs("launchpad")
     import launchpad as lp
 

@@ -1,4 +1,4 @@
-"""The document about BaseEnv, by its literal names, signatures and command lines."""
+"""The BaseEnv document, with its literal names, signatures and command lines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.pipes import run_with_closed_pipe
 
 
 class Document(BaseEnv):
-    """What the document says that a subclass implements."""
+    """A subclass with the methods that the document requires."""
 
     name = "document"
 
@@ -83,41 +83,41 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_is_called_as_the_document_has_it(name):
+def test_method_has_signature_of_document(name):
     signature = inspect.signature(getattr(BaseEnv, name))
     plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
     assert str(signature.replace(parameters=plain, return_annotation=inspect.Parameter.empty)) == METHODS[name]
 
 
 @pytest.mark.parametrize("name", ["handle_send_to_api", "add_train_workers", "env_manager", "process_manager"])
-def test_what_the_document_names_is_there_to_await(name):
+def test_coroutine_of_document_exists(name):
     assert inspect.iscoroutinefunction(getattr(BaseEnv, name))
 
 
-def test_config_init_is_what_the_document_says():
+def test_config_init_returns_types_of_document():
     config, servers = BaseEnv.config_init()
     assert type(config) is BaseEnvConfig and type(servers) is ServerBaseline
     assert OpenaiConfig is APIServerConfig
 
 
-def test_collect_trajectory_runs_group_size_times_and_its_items_go_to_the_backlog():
+def test_collect_trajectory_runs_group_size_times_and_fills_backlog():
     group, backlog = asyncio.run(made().collect_trajectories("item"))
     assert group["tokens"] == [[1, 0], [1, 1], [1, 2], [1, 3]] and group["scores"] == [0.0, 1.0, 2.0, 3.0]
     assert backlog == [f"follow-up {number}" for number in range(4)]
 
 
-def test_a_trajectory_that_is_none_leaves_the_others():
+def test_trajectory_that_is_none_is_skipped():
     class Some(Document):
         def trajectory(self, number):
             return None if number == 1 else super().trajectory(number)
 
     env = made(Some)
     env.process_mode = True
-    assert asyncio.run(env.handle_env("item"))  # it is kept, though it is smaller
+    assert asyncio.run(env.handle_env("item"))  # the smaller group is kept
     assert env.collected.scores == [0.0, 2.0, 3.0]
 
 
-def test_a_trajectory_may_be_anything_of_which_postprocess_histories_makes_groups():
+def test_postprocess_histories_may_convert_any_trajectory():
     class Anything(Document):
         def trajectory(self, number):
             return ("history", number)
@@ -134,7 +134,7 @@ def test_a_trajectory_may_be_anything_of_which_postprocess_histories_makes_group
     assert env.collected.scores == [0.0, 1.0, 2.0, 3.0] and env.backlog[0] == "follow-up 0"
 
 
-def test_what_is_no_group_in_the_end_is_named():
+def test_result_that_is_not_a_group_is_refused():
     class Forgets(Document):
         def trajectory(self, number):
             return "text"
@@ -145,7 +145,7 @@ def test_what_is_no_group_in_the_end_is_named():
         asyncio.run(env.handle_env("item"))
 
 
-def test_evaluation_has_its_workers():
+def test_evaluation_uses_its_workers():
     env = made()
     asyncio.run(env.evaluate())
     assert env.results == list(range(5)) and env.seen == 3 and not env.eval_workers
@@ -165,7 +165,7 @@ class Tracker:
         pass
 
 
-def test_the_number_of_active_workers_is_logged():
+def test_number_of_active_workers_is_logged():
     class Waits(Document):
         async def get_next_item(self):
             return "item"
@@ -182,7 +182,7 @@ def test_the_number_of_active_workers_is_logged():
 
 
 async def workers_while_collecting(env):
-    """Log once while as many groups are collected as may be; return how many those are."""
+    """Log once while the maximum number of groups is collected. Return this number."""
     env.collector = Collector(env.next_item, env.handle_env, env.statistics, timeout=0)
     env.workers = env.collector.under_way
     await env.add_train_workers()
@@ -193,14 +193,14 @@ async def workers_while_collecting(env):
     return working
 
 
-def test_what_evaluate_log_is_given_is_logged():
+def test_evaluate_log_logs_its_metrics():
     env = made()
     env.tracker, env.wandb_prepend = Tracker(), "document_0"
     asyncio.run(env.evaluate_log({"eval/right": 0.5, "accuracy": 1.0, "note": "text"}))
     assert env.tracker.rows == [{"document_0_eval/right": 0.5, "document_0_eval/accuracy": 1.0}]
 
 
-def test_staleness_is_of_the_newest_version_that_answered():
+def test_staleness_uses_newest_sampling_version():
     found = GroupStatistics()
     found.add([1.0], 3, 5)
     found.add([0.0], 4, 4)
@@ -216,7 +216,7 @@ def test_staleness_is_of_the_newest_version_that_answered():
     assert found.report() == {}
 
 
-def test_rewards_queue_and_staleness_are_logged_without_being_asked_for():
+def test_rewards_queue_and_staleness_are_logged_by_default():
     env = made()
     env.process_mode, env.tracker = True, Tracker()
     env.status_dict = {"queue_size": 7, "self_queue_size": 3}
@@ -243,7 +243,7 @@ def test_rewards_queue_and_staleness_are_logged_without_being_asked_for():
         ("serve --env.group_size 8 --env.max_num_workers=2 --env.use_wandb no --max_n_completions 4", {}),
     ],
 )
-def test_a_command_line_of_the_document(command, expected):
+def test_command_line_of_document_is_parsed(command, expected):
     name, *arguments = command.split()
     config = cli.parse(Document, name, arguments)
     assert isinstance(config, cli.CommandConfig) and {key: getattr(config, key) for key in expected} == expected
@@ -254,7 +254,7 @@ def test_a_command_line_of_the_document(command, expected):
         assert (config.env.total_steps, config.env.data_path_to_save_groups) == (3, "a.jsonl")
 
 
-def test_a_class_may_change_the_options_of_its_command_line():
+def test_subclass_may_change_command_line_options():
     class Own(Document):
         @classmethod
         def get_cli_serve_config_cls(cls):
@@ -271,7 +271,7 @@ def test_a_class_may_change_the_options_of_its_command_line():
 
 
 @pytest.mark.parametrize("command", ["serve", "process", "evaluate"])
-def test_help_of_a_command_lists_its_own_options_with_its_own_defaults(command, capsys):
+def test_help_of_command_lists_its_options_and_defaults(command, capsys):
     class Own(Document):
         @classmethod
         def get_cli_process_config_cls(cls):
@@ -288,7 +288,7 @@ def test_help_of_a_command_lists_its_own_options_with_its_own_defaults(command, 
     assert ("--env.data_path_to_save_groups data/document.jsonl\n" in printed) == (command == "process")
 
 
-def test_help_without_a_command_lists_the_commands(capsys):
+def test_help_without_command_lists_commands(capsys):
     assert cli.run(Document, ["--help"]) == 0
     printed = capsys.readouterr().out
     assert all(f"\n  {command} " in printed for command in cli.COMMANDS)
@@ -298,7 +298,7 @@ def test_help_without_a_command_lists_the_commands(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ("--port", r"--port needs a value \(of a model server on this machine"),
         ("--port --slurm", "--port needs a value"),
@@ -311,12 +311,12 @@ def test_help_without_a_command_lists_the_commands(capsys):
         ("--max_n_completions", "--max_n_completions needs a value"),
     ],
 )
-def test_an_option_without_its_value_is_refused_by_name(arguments, told):
-    with pytest.raises(UsageError, match=told):
+def test_option_without_value_is_refused_by_name(arguments, message):
+    with pytest.raises(UsageError, match=message):
         cli.parse(Document, "serve", arguments.split())
 
 
-def test_true_is_no_number_in_a_file_either(tmp_path):
+def test_true_in_config_file_is_not_a_number(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("env: {group_size: true}")
     with pytest.raises(UsageError, match="group_size cannot be True"):
@@ -324,13 +324,13 @@ def test_true_is_no_number_in_a_file_either(tmp_path):
 
 
 @pytest.mark.system
-def test_help_whose_reader_is_gone_ends_without_a_word():
+def test_help_into_closed_pipe_prints_no_error():
     script = "from tests.design.test_base_env import Document; Document.cli()"
     for command in (["serve", "--help"], ["--help"]):
         assert run_with_closed_pipe([sys.executable, "-c", script, *command]) == (0, "")
 
 
-def test_without_a_flag_the_policy_server_of_this_machine_is_found():
+def test_local_policy_server_is_found_without_options():
     with socket.socket() as listener:
         try:
             listener.bind(("127.0.0.1", 8001))

@@ -1,6 +1,6 @@
-"""The coordinator's document: its names, its states, and its sequence (start, learn, collect and evaluate, close).
+"""The coordinator document: its names, its states, and its sequence (start, learn, collect and evaluate, close).
 
-The coordinator, its threads and its journal are real; workers and operator answer at once, in this process.
+The coordinator, its threads and its journal are real. Workers and operator answer at once, in this process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONFIGS = {"learner": {"policy": {"learning_rate": 0.5}, "learner": {"seed": 7}}
 
 
 class Configured(TrainOne):
-    """Gives a policy and learner config to the learner, an env and collector config to the collector."""
+    """A commander with policy and learner config for the learner, and env and collector config for the collector."""
 
     def task(self, role: Any, index: int, view: Any) -> StartTask | None:
         start = super().task(role, index, view)
@@ -48,16 +48,16 @@ class Configured(TrainOne):
 
 
 class Traced(Coordinator):
-    """Notes what it does, in order: the arrows of the diagram that it draws."""
+    """A coordinator that records its actions in order: the arrows of the diagram."""
 
     def __init__(self, *args: Any) -> None:
-        self.did: list[Any] = []
+        self.actions: list[Any] = []
         super().__init__(*args)
         self._carry_out = {kind: self._noting(act) for kind, act in self._carry_out.items()}
 
     def _noting(self, act: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def noted(effect: Any) -> None:
-            self.did.append(effect)
+            self.actions.append(effect)
             act(effect)
 
         return noted
@@ -70,7 +70,7 @@ def cluster() -> FakeCluster:
 
 @pytest.fixture(scope="module")
 def job(cluster: FakeCluster, tmp_path_factory: pytest.TempPathFactory) -> Traced:
-    """A job, from its start to its end."""
+    """Run a job from its start to its end."""
     path = tmp_path_factory.mktemp("job")
     made = Traced(
         Configured(learner_steps=30), cluster.operator, cluster.replay, cluster.store, CoordinatorConfig(str(path))
@@ -82,8 +82,8 @@ def job(cluster: FakeCluster, tmp_path_factory: pytest.TempPathFactory) -> Trace
 
 
 def calls(job: Traced, worker_id: str) -> list[ev.Send]:
-    """The calls of a worker's task, each once, however often it was said."""
-    sends = [one for one in job.did if isinstance(one, ev.Send) and one.worker_id == worker_id and one.header]
+    """Return the calls of a worker's task, without repetitions."""
+    sends = [one for one in job.actions if isinstance(one, ev.Send) and one.worker_id == worker_id and one.header]
     return [next(same) for _, same in itertools.groupby(sends, key=lambda send: send.header)]
 
 
@@ -92,11 +92,11 @@ def replies(cluster: FakeCluster, worker_id: str, method: str) -> list[Any]:
 
 
 def index_of(job: Traced, kind: type, worker_id: str = "", method: str = "") -> int:
-    """Where the first such effect is among all."""
+    """Return the index of the first effect of this kind."""
     wanted = {name: value for name, value in (("worker_id", worker_id), ("method", method)) if value}
     return next(
         number
-        for number, effect in enumerate(job.did)
+        for number, effect in enumerate(job.actions)
         if isinstance(effect, kind) and all(getattr(effect, name) == value for name, value in wanted.items())
     )
 
@@ -104,8 +104,8 @@ def index_of(job: Traced, kind: type, worker_id: str = "", method: str = "") -> 
 # --- the sequence
 
 
-def test_start(job: Traced, cluster: FakeCluster) -> None:
-    assert set(cluster.operator.made[:2]) == {(LEARNER, 0), (COLLECTOR, 0)}  # as the operator was asked for them
+def test_start_follows_document(job: Traced, cluster: FakeCluster) -> None:
+    assert set(cluster.operator.made[:2]) == {(LEARNER, 0), (COLLECTOR, 0)}
     asked = index_of(job, ev.ScaleRole)
     for worker_id in (LEARNER, COLLECTOR):
         connected = index_of(job, ev.Connect, worker_id)
@@ -113,7 +113,7 @@ def test_start(job: Traced, cluster: FakeCluster) -> None:
         assert asked < connected < started
 
 
-def test_learn(job: Traced, cluster: FakeCluster) -> None:
+def test_learn_follows_document(job: Traced, cluster: FakeCluster) -> None:
     start, *loop, close = calls(job, LEARNER)
     # request learner start task (policy config, learner config), return learner start info
     assert (start.method, start.args[0].kind, start.args[0].policy_id) == ("start_task", "learn", "main")
@@ -142,7 +142,7 @@ def test_learn(job: Traced, cluster: FakeCluster) -> None:
     assert cluster.saved == cluster.store.versions[-1]
 
 
-def test_collect_and_evaluate(job: Traced, cluster: FakeCluster) -> None:
+def test_collect_and_evaluate_follow_document(job: Traced, cluster: FakeCluster) -> None:
     start, *loop, close = calls(job, COLLECTOR)
     # request collector start task (policy meta, env config, collector config), return collector start info
     assert (start.method, start.args[0].kind, start.args[0].policy_id) == ("start_task", "collect", "main")
@@ -157,25 +157,25 @@ def test_collect_and_evaluate(job: Traced, cluster: FakeCluster) -> None:
     (closed,) = replies(cluster, COLLECTOR, "close_task")
     assert {"episodes", "return_sum", "env_steps"} <= set(closed.result)
     assert job.status()["job"]["env_steps"] == closed.result["env_steps"]
-    # the same of an evaluation, of one version, which reaches no buffer
+    # the same for an evaluation of one version, whose data reaches no buffer
     assert [call.method for call in calls(job, EVALUATOR)] == ["start_task", "get_data", "close_task"]
     (evaluated,) = replies(cluster, EVALUATOR, "get_data")
     assert isinstance(evaluated, Evaluated) and evaluated.params_version == cluster.store.versions[-1]
 
 
-def test_close(job: Traced, cluster: FakeCluster) -> None:
+def test_close_follows_document(job: Traced, cluster: FakeCluster) -> None:
     tasks = index_of(job, ev.Send, method="close_task")
     left = index_of(job, ev.EndWorkers)
     over = index_of(job, ev.Over)
     # destroy connection of the learner, then of the collector; disconnect operator; close
-    shut = [effect.worker_id for effect in job.did[tasks:left] if isinstance(effect, ev.Disconnect)]
+    shut = [effect.worker_id for effect in job.actions[tasks:left] if isinstance(effect, ev.Disconnect)]
     assert shut == [LEARNER, COLLECTOR, EVALUATOR]
-    assert not [effect for effect in job.did[left:] if isinstance(effect, (ev.Connect, ev.Disconnect, ev.Send))]
+    assert not [effect for effect in job.actions[left:] if isinstance(effect, (ev.Connect, ev.Disconnect, ev.Send))]
     assert tasks < left < over
     assert not cluster.operator.workers and cluster.operator.disconnects == 1
 
 
-def test_metadata_alone_passes_the_coordinator(job: Traced, cluster: FakeCluster) -> None:
+def test_only_metadata_passes_coordinator(job: Traced, cluster: FakeCluster) -> None:
     for called in cluster.trace:
         for field in dataclasses.fields(called.reply):
             assert field.name not in ("params", "steps", "data", "observation")
@@ -191,7 +191,7 @@ def test_metadata_alone_passes_the_coordinator(job: Traced, cluster: FakeCluster
 # --- states
 
 
-def test_the_job_goes_through_the_states_of_the_document(job: Traced) -> None:
+def test_job_passes_states_of_document(job: Traced) -> None:
     changes = [(event["before"], event["after"]) for event in job.events() if event["kind"] == "job"]
     states = ["INIT", "CONNECTING", "WAITING", "RUNNING", "DRAINING", "CLOSED"]
     assert changes == list(itertools.pairwise(states))
@@ -224,7 +224,7 @@ def test_the_job_goes_through_the_states_of_the_document(job: Traced) -> None:
         ),
     ],
 )
-def test_the_states_are_the_documents(kind: Any, paths: list[str]) -> None:
+def test_states_match_document(kind: Any, paths: list[str]) -> None:
     names = {name for path in paths for name in path.split()}
     assert {state.name for state in kind} == names
     for path in paths:
@@ -249,12 +249,12 @@ def test_the_states_are_the_documents(kind: Any, paths: list[str]) -> None:
         (EvaluatorWorker, "ping resources start_task get_data close_task"),
     ],
 )
-def test_the_calls_are_the_documents(cls: type, methods: str) -> None:
+def test_calls_match_document(cls: type, methods: str) -> None:
     for name in methods.split():
         assert callable(getattr(cls, name)), name
 
 
-def test_the_arguments_are_the_documents() -> None:
+def test_arguments_match_document() -> None:
     def arguments(function: Any) -> list[str]:
         return list(inspect.signature(function).parameters)
 
@@ -265,13 +265,13 @@ def test_the_arguments_are_the_documents() -> None:
     assert arguments(ParamStore.get)[:3] == ["self", "policy_id", "min_version"]
 
 
-def test_the_deadlines_are_the_documents() -> None:
+def test_deadlines_match_document() -> None:
     limits = Limits()
     assert (limits.ping_every, limits.suspect_after, limits.lost_after) == (3.0, 9.0, 17.0)
     assert limits.lost_after_starting > limits.lost_after
 
 
-def test_a_finished_job_stays_finished(job: Traced) -> None:
+def test_finished_job_stays_finished(job: Traced) -> None:
     path = pathlib.Path(job._cfg.path)
     status = (path / "status.json").read_text()
     job.cancel("too late")

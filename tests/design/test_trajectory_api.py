@@ -1,4 +1,4 @@
-"""The documents of the trajectory service, with their literal bodies, against the real command with SQLite."""
+"""The documents of the trajectory service, with their literal request bodies, against the real command with SQLite."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def api(service):
         yield client
 
 
-def test_before_a_trainer_has_registered(api):
+def test_answers_before_trainer_registers(api):
     assert "message" in api.get("/").json()
     assert api.get("/wandb_info").json() == {"group": None, "project": None}
     assert api.get("/info").json() == {"batch_size": -1, "max_token_len": -1}
@@ -63,12 +63,12 @@ def test_before_a_trainer_has_registered(api):
     assert (status["current_step"], status["queue_size"]) == (0, 0)
 
 
-def test_the_common_workflow_of_trainer_and_rollout_handler(api):
+def test_common_workflow_of_trainer_and_rollout_handler(api):
     uuid = api.post("/register", json=REGISTRATION).json()["uuid"]
     assert isinstance(uuid, int)
     assert api.get("/wandb_info").json() == {"group": "group", "project": "project"}
     assert api.get("/info").json() == {"batch_size": 4, "max_token_len": 512}
-    assert api.get("/batch").json()["batch"] is None  # the trainer is there, and asks
+    assert api.get("/batch").json()["batch"] is None  # the first request of the trainer
 
     env = api.post("/register-env", json=REGISTER_ENV).json()
     assert env["status"] == "success" and isinstance(env["env_id"], int)
@@ -84,7 +84,8 @@ def test_the_common_workflow_of_trainer_and_rollout_handler(api):
     assert (latest["tokens"], latest["scores"]) == (SCORED_DATA["tokens"], SCORED_DATA["scores"])
 
     status = api.request("GET", "/status-env", json={"env_id": env["env_id"]}).json()
-    assert status["current_step"] == 0 and status["queue_size"] == 4  # groups of one: none came from this environment
+    # The queue is counted in groups of one, because this environment has sent none.
+    assert status["current_step"] == 0 and status["queue_size"] == 4
     assert status["env_weight"] == pytest.approx(1.0)
     assert status.items() <= api.get("/status-env", params={"env_id": env["env_id"]}).json().items()
 
@@ -99,8 +100,8 @@ def test_the_common_workflow_of_trainer_and_rollout_handler(api):
 
 
 @pytest.mark.parametrize("steps_left, pauses", [(97, True), (96, False), (10, False)])
-def test_a_handler_that_is_to_hold_pauses_by_the_rule_of_the_document_and_never_quits(api, steps_left, pauses):
-    """The published client quits where `current_step + Q * group_size // batch_size` is more than its steps."""
+def test_rollout_handler_that_should_hold_pauses_and_does_not_quit(api, steps_left, pauses):
+    """The published client quits if `current_step + Q * group_size // batch_size` exceeds its number of steps."""
     api.post("/register", json={**REGISTRATION, "batch_size": 64, "starting_step": 7, "num_steps": 7 + steps_left})
     api.get("/batch")
     env_id = api.post("/register-env", json={**REGISTER_ENV, "group_size": 32}).json()["env_id"]
@@ -110,8 +111,8 @@ def test_a_handler_that_is_to_hold_pauses_by_the_rule_of_the_document_and_never_
     assert 3 < queue_size * 32 // 64 <= steps_left  # the published rule pauses in any case
 
 
-def test_a_rollout_handler_pauses_above_three_batches_and_goes_on_below(api):
-    """The loop of the interaction document: Q is `queue_size` of /status-env, in groups of its own."""
+def test_rollout_handler_pauses_above_three_batches_and_continues_below(api):
+    """The loop of the interaction document. Q is the `queue_size` of /status-env, in groups of this environment."""
     api.post("/register", json=REGISTRATION)
     api.get("/batch")
     env_id = api.post("/register-env", json=REGISTER_ENV).json()["env_id"]
@@ -130,7 +131,7 @@ def test_a_rollout_handler_pauses_above_three_batches_and_goes_on_below(api):
     assert queue_size == 11
 
 
-def test_the_trainer_and_the_handler_in_plain_http(service, api):
+def test_plain_http_example_of_trainer_and_handler_runs(service, api):
     example = [sys.executable, str(ROOT / "examples/llm/plain_http.py"), service.url]
     done = subprocess.run(example, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
@@ -139,7 +140,7 @@ def test_the_trainer_and_the_handler_in_plain_http(service, api):
     assert api.get("/report").json()["envs"][0]["connected"] is False
 
 
-def test_uvicorn_serves_the_app_as_the_document_starts_it(tmp_path):
+def test_uvicorn_serves_app_as_documented(tmp_path):
     with under_uvicorn(tmp_path, "--host", "0.0.0.0", store="memory") as (port, _):
         url = f"http://127.0.0.1:{port}"
         assert httpx.get(url, timeout=60).json() == {"message": "rlframe trajectories"}
@@ -149,7 +150,7 @@ def test_uvicorn_serves_the_app_as_the_document_starts_it(tmp_path):
         assert httpx.get(f"{url}/info", timeout=60).json()["batch_size"] == 4
 
 
-def test_beyond_loopback_the_app_answers_who_has_the_token(tmp_path):
+def test_beyond_loopback_app_requires_token(tmp_path):
     token_file = tmp_path / "token"
     token_file.write_text("secret\n")
     settings = {"store": "memory", "token_file": str(token_file)}
@@ -160,7 +161,7 @@ def test_beyond_loopback_the_app_answers_who_has_the_token(tmp_path):
             assert httpx.get(url, headers={"Authorization": "Bearer secret"}, timeout=60).status_code == 200
 
 
-def test_the_page_of_endpoints_loads_nothing_from_elsewhere(api):
+def test_endpoint_page_loads_no_external_resources(api):
     answer = api.get("/docs")
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
     assert not re.search(r"(?:src|href)=.?(?:https?:)?//|url\(|@import|import\(", answer.text)
@@ -170,7 +171,7 @@ def test_the_page_of_endpoints_loads_nothing_from_elsewhere(api):
     assert api.get("/redoc").status_code == 404
 
 
-def test_ranks_above_zero_wait_for_the_step_that_rank_zero_pulls(service, api):
+def test_other_ranks_wait_for_step_that_rank_zero_pulls(service, api):
     api.post("/register", json={**REGISTRATION, "starting_step": 5})
     with TrajectoryClient(service.url) as client:
         assert client.wait_for_step(5).current_step == 5
@@ -180,34 +181,34 @@ def test_ranks_above_zero_wait_for_the_step_that_rank_zero_pulls(service, api):
         rank_1 = threading.Thread(target=lambda: steps.append(client.wait_for_step(6, wait=60).current_step))
         rank_1.start()
         api.post("/scored_data_list", json=[SCORED_DATA] * 2)
-        assert rank_1.is_alive()  # what waits in the queue is not a step
+        assert rank_1.is_alive()  # queued groups are not a step
         assert api.get("/batch").json()["batch"] is not None
         rank_1.join(60)
         assert steps == [6]
 
 
-def test_every_arrow_of_the_diagrams_is_an_endpoint_and_ranks_above_zero_ask_for_the_status(api):
+def test_arrows_of_diagrams_are_endpoints(api):
     page = (ROOT / "docs/trajectories.md").read_text()
     diagrams = re.findall(r"```mermaid\nsequenceDiagram\n(.*?)```", page, re.DOTALL)
-    asked = [re.findall(r"(\w)->>S: (GET|POST) (/[\w-]*)", diagram) for diagram in diagrams]
+    requests = [re.findall(r"(\w)->>S: (GET|POST) (/[\w-]*)", diagram) for diagram in diagrams]
     paths = api.get("/openapi.json").json()["paths"]
-    assert all(method.lower() in paths[path] for diagram in asked for _, method, path in diagram)
-    (ranks,) = (diagram for diagram in asked if any(asks == "R" for asks, *_ in diagram))
+    assert all(method.lower() in paths[path] for diagram in requests for _, method, path in diagram)
+    (ranks,) = (diagram for diagram in requests if any(asks == "R" for asks, *_ in diagram))
     assert ranks == [("R", "POST", "/register"), ("R", "GET", "/status")]
 
 
-def test_a_rank_that_waits_while_the_run_starts_afresh_is_told(service, api):
+def test_waiting_rank_gets_error_when_run_is_reset(service, api):
     api.post("/register", json={**REGISTRATION, "starting_step": 5})
 
-    class StartsAfresh(TrajectoryClient):
+    class ResetsRun(TrajectoryClient):
         async def _pause(self, seconds):
             api.post("/register", json={**REGISTRATION, "starting_step": 0})
 
-    with StartsAfresh(service.url) as client, pytest.raises(UsageError, match="was at step 5, and is at step 0"):
+    with ResetsRun(service.url) as client, pytest.raises(UsageError, match="was at step 5, and is at step 0"):
         client.wait_for_step(6, wait=60)
 
 
-def test_the_example_of_two_ranks_trains_on_the_same_batches(service, api):
+def test_example_of_two_ranks_trains_on_same_batches(service, api):
     example = [sys.executable, str(ROOT / "examples/llm/ranks.py"), service.url]
     done = subprocess.run(example, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
@@ -216,7 +217,7 @@ def test_the_example_of_two_ranks_trains_on_the_same_batches(service, api):
 
 
 @pytest.mark.system
-def test_the_example_of_two_ranks_ends_with_an_error_if_rank_0_is_killed_before_its_broadcast(service, api, tmp_path):
+def test_example_of_two_ranks_fails_if_rank_zero_is_killed(service, api, tmp_path):
     text = (ROOT / "examples/llm/ranks.py").read_text()
     broadcast = "            for other in others:"
     assert broadcast in text

@@ -1,4 +1,4 @@
-"""What the tests of the service over HTTP share: one run of it, and short ways to say what clients say."""
+"""Helpers for tests of the service over HTTP: one run of the service, and short calls."""
 
 from __future__ import annotations
 
@@ -26,42 +26,42 @@ _numbers = itertools.count()
 
 
 def group(sequences: int = 2, mark: int = 0, **fields: Any) -> dict[str, Any]:
-    """A group of sequences of one, two, three, ... tokens, the first of which is `mark`."""
+    """Return a group with sequences of one, two, three, ... tokens. Every token is `mark`."""
     tokens = [[mark] * (i + 1) for i in range(sequences)]
     return {"tokens": tokens, "masks": tokens, "scores": [0.5] * sequences, **fields}
 
 
 class Api:
-    """One run: `default`, or one that nobody else uses."""
+    """One run of the service: `default`, or one with a name."""
 
     def __init__(self, client: httpx.Client, run: str | None = None) -> None:
         self.client = client
         self.prefix = "" if run is None else f"/runs/{run}"
 
-    def get(self, path: str, **how: Any) -> httpx.Response:
-        return self.client.request("GET", self.prefix + path, **how)
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return self.client.request("GET", self.prefix + path, **options)
 
-    def post(self, path: str, json: Any = None, **how: Any) -> httpx.Response:
-        return self.client.post(self.prefix + path, json=json, **how)
+    def post(self, path: str, json: Any = None, **options: Any) -> httpx.Response:
+        return self.client.post(self.prefix + path, json=json, **options)
 
     def register(self, **settings: Any) -> int:
         return self.post("/register", {**SETTINGS, **settings}).json()["uuid"]
 
     def started(self, **settings: Any) -> Api:
-        """With a trainer that has asked once."""
+        """Register a trainer, and request the first batch."""
         self.register(**settings)
         assert self.get("/batch").json()["batch"] is None
         return self
 
-    def join(self, **told: Any) -> dict[str, Any]:
-        return self.post("/register-env", {**ENV, **told}).json()
+    def join(self, **fields: Any) -> dict[str, Any]:
+        return self.post("/register-env", {**ENV, **fields}).json()
 
     def send(self, *marks: int, **fields: Any) -> None:
         for mark in marks:
             assert self.post("/scored_data", group(mark=mark, **fields)).json()["status"] in ("received", "buffered")
 
     def marks(self, **params: Any) -> list[int] | None:
-        """The groups of the next batch."""
+        """Return the marks of the groups in the next batch, or None."""
         batch = self.get("/batch", params=params).json()["batch"]
         return batch and marks_of(batch)
 

@@ -1,4 +1,4 @@
-"""A language model of one table, and what it writes: small enough to learn within a test."""
+"""A language model with one table of bigram logits, small enough to learn within a test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BigramConfig:
 
 
 class Bigram(Agent):
-    """logits[a, b]: that b follows a. Learns by the policy gradient, off-policy by the ratio of probabilities."""
+    """An agent with logits[a, b] for token b after token a. It learns by policy gradients with importance weights."""
 
     config_cls = BigramConfig
 
@@ -42,8 +42,10 @@ class Bigram(Agent):
         return loss, {"score": jnp.mean(data.scores)}
 
 
-def write(params, rng: np.random.Generator, version: int, sequences: int = 8, length: int = 12, **fields) -> Group:
-    """A group of sequences that begin with token 0; each scores its part of BEST."""
+def sample_group(
+    params, rng: np.random.Generator, version: int, sequences: int = 8, length: int = 12, **fields
+) -> Group:
+    """Sample a group of sequences that begin with token 0. The score of a sequence is its fraction of BEST."""
     logits = np.asarray(params["logits"], np.float64)
     table = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     tokens, logprobs = [], []

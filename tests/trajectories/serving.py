@@ -1,4 +1,4 @@
-"""The real service in a process of its own, for tests: on a free port, killed and started again as a test likes."""
+"""The real service in a separate process, for tests that kill and restart it."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-DEADLINE = 60.0  # seconds for the service to start or end, on a machine that is busy
+DEADLINE = 60.0  # seconds for the service to start or end, on a busy machine
 
 
 class ServiceProcess:
     """`rlframe serve trajectories`, with its files in `folder`.
 
     Attributes:
-        url: without a slash at its end; a restart keeps it.
-        process: the process, None while it is killed.
-        printed: what it said when it started.
+        url: Address without a trailing slash. A restart keeps it.
+        process: The process, or None while it is killed.
+        printed: The output at startup.
     """
 
     def __init__(self, folder: pathlib.Path, *arguments: str) -> None:
         self._folder = folder
         self._arguments = arguments if "--store" in arguments else (*arguments, "--store", f"sqlite:{folder}/queue.db")
         self._port = "0"
-        self.log = folder / "service.log"  # its stderr
+        self.log = folder / "service.log"  # stderr of the process
         self.process: subprocess.Popen[str] | None = None
         self.start()
 
@@ -53,23 +53,23 @@ class ServiceProcess:
         self._port = self.url.rpartition(":")[2]
 
     def kill(self) -> None:
-        """kill -9"""
+        """Kill the service with SIGKILL."""
         if self.process is not None:
             self.process.kill()
-            self._gone()
+            self._wait_for_exit()
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Tells it to end, and returns its exit code."""
+        """Send a signal, and return the exit code."""
         assert self.process is not None
         self.process.send_signal(number)
-        return self._gone()
+        return self._wait_for_exit()
 
     def restart(self) -> None:
-        """kill -9, and again on the same files and the same port."""
+        """Kill the service with SIGKILL, and start it with the same files and port."""
         self.kill()
         self.start()
 
-    def _gone(self) -> int:
+    def _wait_for_exit(self) -> int:
         assert self.process is not None and self.process.stdout is not None
         code = self.process.wait(DEADLINE)
         self.process.stdout.close()
@@ -77,7 +77,7 @@ class ServiceProcess:
         return code
 
     def _lines(self, count: int) -> str:
-        """The first lines that it prints; it listens from before the first one on."""
+        """Return the first lines of output. The service listens before it prints them."""
         assert self.process is not None and self.process.stdout is not None
         end = time.monotonic() + DEADLINE
         printed = ""
@@ -95,7 +95,7 @@ class ServiceProcess:
 
 @contextlib.contextmanager
 def running_service(tmp_path: pathlib.Path, *arguments: str) -> Iterator[ServiceProcess]:
-    """A service for the time of the `with`, in SQLite under `tmp_path` unless `arguments` name another --store."""
+    """Run a service during the `with` block. It uses SQLite under `tmp_path`, unless `arguments` contain --store."""
     service = ServiceProcess(tmp_path, *arguments)
     try:
         yield service
@@ -104,12 +104,12 @@ def running_service(tmp_path: pathlib.Path, *arguments: str) -> Iterator[Service
 
 
 def outer_address() -> str:
-    """An address of this machine that is not loopback. Nothing is sent."""
+    """Return an address of this machine that is not loopback. No packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
         except OSError:
-            pytest.skip("This machine has no address but loopback.")
+            pytest.skip("This machine has only loopback addresses.")
         return probe.getsockname()[0]
 
 
@@ -117,8 +117,8 @@ def outer_address() -> str:
 def under_uvicorn(
     folder: pathlib.Path, *arguments: str, app: Sequence[str] = ("rlframe.trajectories.server:app",), **settings: str
 ) -> Iterator[tuple[int, str]]:
-    """(port, what it said on stderr until it ran) of the application as uvicorn serves it."""
-    told = {f"RLFRAME_TRAJECTORIES_{name.upper()}": value for name, value in settings.items()}
+    """Serve the application with uvicorn. Yield (port, stderr until it was ready)."""
+    variables = {f"RLFRAME_TRAJECTORIES_{name.upper()}": value for name, value in settings.items()}
     process = subprocess.Popen(
         [
             sys.executable,
@@ -130,18 +130,18 @@ def under_uvicorn(
             *arguments,
         ],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **told},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
-        said, found = "", None
+        output, found = "", None
         while found is None:
             line = process.stderr.readline()
-            said += line
-            assert line, said
+            output += line
+            assert line, output
             found = re.search(r"running on http://[\d.]+:(\d+)", line)
-        yield int(found[1]), said
+        yield int(found[1]), output
     finally:
         process.terminate()
         process.communicate(timeout=DEADLINE)

@@ -1,4 +1,4 @@
-"""Two service processes on one Redis, four environments and two trainers: nothing lost, nothing doubled, one killed."""
+"""Two service processes on one Redis, with four environments and two trainers. One process is killed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rlframe.trajectories import Group, TrajectoryClient
 from tests.trajectories.redis_server import running_redis
 from tests.trajectories.serving import DEADLINE, running_service
 
-GROUPS = 60  # of each environment
+GROUPS = 60  # number of groups from each environment
 
 
 @pytest.mark.system
-def test_two_processes_serve_two_trainers_and_one_is_killed(tmp_path):
+def test_no_group_is_lost_or_duplicated_when_one_of_two_processes_is_killed(tmp_path):
     folders = [tmp_path / "one", tmp_path / "other", tmp_path / "redis"]
     for folder in folders:
         folder.mkdir()
@@ -40,11 +40,11 @@ def test_two_processes_serve_two_trainers_and_one_is_killed(tmp_path):
             numbers = [number for batch in work.batches.values() for number in batch]
             assert sorted(numbers) == [1000 * i + number for i in range(4) for number in range(GROUPS)]
             assert sorted(work.steps.values()) == list(range(len(work.batches)))
-            assert set(work.by) == {0, 1}  # both trainers had some
+            assert set(work.by) == {0, 1}  # both trainers got batches
             for service in (one, other):
                 with TrajectoryClient(service.url) as client:
                     end = time.monotonic() + DEADLINE
-                    while client.status().leased and time.monotonic() < end:  # the last `ack` came to the other one
+                    while client.status().leased and time.monotonic() < end:  # the last `ack` went to the other process
                         time.sleep(0.02)
                     status = client.status()
                     assert (status.queue_size, status.leased, status.current_step) == (0, 0, len(work.batches))
@@ -52,7 +52,7 @@ def test_two_processes_serve_two_trainers_and_one_is_killed(tmp_path):
 
 
 class Work:
-    """Environments and trainers; those of even number ask the one process, the others the other."""
+    """Environments and trainers. Those with even numbers use the first process, the others the second."""
 
     def __init__(self, urls: list[str]) -> None:
         self._urls = urls
@@ -67,7 +67,7 @@ class Work:
         return TrajectoryClient(self._urls[i % 2], timeout=DEADLINE, consumer=f"{i}")
 
     def register(self) -> None:
-        for i in (0, 1):  # every rank of a trainer does
+        for i in (0, 1):  # every rank of a trainer registers
             with self.client(i) as client:
                 client.register(batch_size=4, max_token_len=16, num_steps=1000)
 

@@ -1,14 +1,14 @@
 """The clients of the service: for environments, for trainers, and the buffer that a Learner samples from.
 
-An environment sends a group, and a learner gets it:
+An environment sends a group, and a learner receives it:
 
-1. `client.TrajectoryClient(url).post(Group(tokens=..., masks=..., scores=...))` blocks; with an `AsyncTrajectoryClient`
-   it is awaited. `groups.Group` checks the arrays.
-2. Both run the same coroutine, `calls.EnvironmentCalls.post`. It makes an `HttpRequest` of the group, with a key by
-   which the service recognizes a repetition.
-3. `exchange.BaseClient` sends the request, and repeats it after pauses until the service answers or the deadline is
-   over. `TrainerCalls` (`register`, `batch`, `ack`) is sent in the same way.
+1. `client.TrajectoryClient(url).post(Group(tokens=..., masks=..., scores=...))` blocks. With an
+   `AsyncTrajectoryClient` the call is awaited. `groups.Group` checks the arrays.
+2. Both run the same coroutine, `calls.EnvironmentCalls.post`. It turns the group into an `HttpRequest` with an
+   idempotency key, so that the service recognizes a retry.
+3. `base_client.BaseClient` sends the request. It retries with a backoff until the service answers or the deadline has
+   passed. `TrainerCalls` (`register`, `batch`, `ack`) are sent in the same way.
 4. In the learner's process, `buffer.TrajectoryBuffer` requests the next batch in a thread while the Learner learns from
-   this one. Another thread renews the leases (`background.py`).
-5. `TrajectoryBuffer.sample` has `padding.pad` make a `TokenBatch` of the groups, and returns it as a `Batch`.
+   the current one. Another thread renews the leases (`background.py`).
+5. `TrajectoryBuffer.sample` converts the groups to a `TokenBatch` with `padding.pad`, and returns it as a `Batch`.
 """

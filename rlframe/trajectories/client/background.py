@@ -1,4 +1,4 @@
-"""What goes on beside a TrajectoryBuffer, in threads: batches are drawn ahead, and leases are renewed."""
+"""Threads of a TrajectoryBuffer: one prefetches batches, another renews leases."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rlframe.types import Batch
 if TYPE_CHECKING:
     from rlframe.trajectories.client.buffer import TrajectoryBuffer
 
-_PATIENCE = 2.0  # seconds
+_JOIN_TIMEOUT = 2.0  # seconds
 
 
 class PrefetchingDataset(Dataset):
     """An endless iterator of batches. Use it as a context manager, or close it.
 
-    Exactly `prefetch` batches are leased ahead of the one that the reader has: each one more is a batch older when it
-    is learned from.
+    At most `prefetch` batches are leased ahead of the batch that the reader has. Each further batch would be one
+    training step older when the Learner learns from it.
 
     Args:
-        buffer: whose batches.
-        client: of the thread's own; it is closed with the dataset.
+        buffer: The buffer that requests the batches.
+        client: A client for this thread alone. `close` closes it.
     """
 
     def __init__(
@@ -33,13 +33,13 @@ class PrefetchingDataset(Dataset):
     ) -> None:
         self._trajectories, self._client = buffer, client
         self._room = threading.Semaphore(max(1, prefetch))
-        self._lock = threading.Lock()  # of the two below
-        self._read: int | None = None  # the reader has this batch
+        self._lock = threading.Lock()  # guards the two fields below
+        self._read: int | None = None  # id of the batch that the reader has
         self._ahead: set[int] = set()
         super().__init__(buffer, prefetch, timeout)
 
     def __next__(self) -> Batch:
-        """See `Dataset`. The batch before is done with."""
+        """Return the next batch, and mark the previous one as done. See `Dataset`."""
         self._trajectories.finish(self._read)
         batch = super().__next__()
         self._read = int(batch.keys[0, 1])
@@ -49,7 +49,7 @@ class PrefetchingDataset(Dataset):
         return batch
 
     def close(self) -> None:
-        """End the thread and give back what it drew ahead. Calling it twice does nothing."""
+        """Stop the thread and return the prefetched batches to the service. Calling it again does nothing."""
         super().close()
         with self._lock:
             ahead, self._ahead = sorted(self._ahead), set()
@@ -72,12 +72,13 @@ class PrefetchingDataset(Dataset):
 
 
 class LeaseRenewal:
-    """Has leases go on for as long as whoever holds them lives: calls a method now and then, until `close`, or until
-    the method's object is gone.
+    """A thread that renews leases: it calls `renew` every `period` seconds.
+
+    The thread stops at `close`, or when the object of the bound method no longer exists.
 
     Args:
-        renew: a bound method, which raises nothing.
-        period: seconds between two calls.
+        renew: A bound method that never raises.
+        period: Seconds between two calls.
     """
 
     def __init__(self, renew: Callable[[], None], period: float) -> None:
@@ -88,10 +89,10 @@ class LeaseRenewal:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. A call to a service that does not answer ends later. Twice does nothing more."""
+        """Stop the thread. If it is waiting for the service, it may end later. Calling it again does nothing."""
         self._stop.set()
         if self._thread is not threading.current_thread():
-            self._thread.join(_PATIENCE)
+            self._thread.join(_JOIN_TIMEOUT)
 
     def _run(self) -> None:
         while not self._stop.wait(self._period):
@@ -99,4 +100,4 @@ class LeaseRenewal:
             if renew is None:
                 return
             renew()
-            del renew  # else the object lives until the next call
+            del renew  # otherwise this thread keeps the object alive until the next call

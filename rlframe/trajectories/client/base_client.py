@@ -1,7 +1,7 @@
-"""One request until it is answered: what is sent again, when, and what comes of it.
+"""The shared base class of both clients: requests with retries.
 
-Both clients run the same coroutines. In a client that blocks, what they await is done when it returns: they end at
-their first step, and nothing waits for an event loop.
+Both clients run the same coroutines. In the blocking client, every awaited operation blocks, so a coroutine finishes at
+its first step and needs no event loop.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from rlframe.errors import PeerError, RemoteError, StaleGroupError, StoppedError
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
-LONGEST_POLL = 1.0  # seconds between two looks at whether to go on
+LONGEST_POLL = 1.0  # longest pause between two polls, in seconds
 
-_POLL = 0.1  # seconds before the second look, doubled up to `LONGEST_POLL`
-_NOT_NOW = (502, 503, 504)
-_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds before the first repetition and before a late one, doubled in between
-_LEAST = 2.0  # seconds for an attempt, past the deadline where less is left: a busy service takes as long to say no
-_SHOWN = 500  # characters of an answer that nobody expected
-_RUN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_POLL = 0.1  # seconds before the second poll; the pauses double up to `LONGEST_POLL`
+_RETRIED_STATUSES = (502, 503, 504)
+_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # exponential backoff: seconds before the first retry, and the longest pause
+_MIN_ATTEMPT = 2.0  # seconds for the last attempt, even past the deadline: a busy service may need them to refuse
+_MAX_SHOWN = 500  # characters of an unexpected answer in an error message
+_RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """What may be sent any number of times: each request of a client is idempotent, some by a key."""
+    """A request that is safe to send again. Some requests carry an idempotency key for this."""
 
     method: str
     path: str
     params: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
-    server_wait: float = 0.0  # seconds that the service is asked to take
+    server_wait: float = 0.0  # seconds for which the service may hold the request
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class HttpReply:
 
     @property
     def content(self) -> Any:
-        """What the body says, or its text where it is neither JSON nor MessagePack."""
+        """The decoded body. The text of the body if it is in another format than JSON and MessagePack."""
         try:
             packed = self.headers.get("content-type", "").startswith(MSGPACK)
             return (msgspec.msgpack if packed else msgspec.json).decode(self.body)
@@ -66,8 +66,10 @@ class HttpReply:
 
 
 def client_method(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
-    """Make a coroutine function a method of both clients. A `TrajectoryClient` returns the coroutine's result; with an
-    `AsyncTrajectoryClient`, it is awaited."""
+    """Turn a coroutine function into a method of both clients.
+
+    A `TrajectoryClient` returns the coroutine's result. An `AsyncTrajectoryClient` returns the coroutine to await.
+    """
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -77,17 +79,17 @@ def client_method(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[.
 
 
 class BaseClient:
-    """All that calls of a client have in common: see `TrajectoryClient` for the arguments.
+    """The shared part of both clients. See `TrajectoryClient` for the arguments.
 
     Attributes:
-        url: of the service and the run.
-        consumer: whose the leased batches are.
+        url: Address of the service and the run.
+        consumer: Owner name of the leased batches.
     """
 
     _transport: Callable[..., Any]
-    # One attempt of at most so many seconds. Returns the reason if it failed.
+    # Make one attempt with a timeout in seconds. Return the reply, or the reason for the failure.
     _send: Callable[[HttpRequest, float], Awaitable[HttpReply | str]]
-    _pause: Callable[[float], Awaitable[None]]  # for so many seconds
+    _pause: Callable[[float], Awaitable[None]]  # sleep for this many seconds
 
     def __init__(
         self,
@@ -102,12 +104,12 @@ class BaseClient:
     ) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
-            raise UsageError(f"The URL of a trajectory service is like http://HOST:PORT; got {url!r}.")
-        if run is not None and not _RUN.fullmatch(run):
-            raise UsageError(f"A run's name is 1 to 64 letters, digits, dots, dashes or underscores; got {run!r}.")
+            raise UsageError(f"The URL of a trajectory service must look like http://HOST:PORT; got {url!r}.")
+        if run is not None and not _RUN_NAME.fullmatch(run):
+            raise UsageError(f"A run's name must be 1 to 64 letters, digits, dots, dashes or underscores; got {run!r}.")
         for name, seconds in (("timeout", timeout), ("attempt_timeout", attempt_timeout)):
             if seconds <= 0:
-                raise UsageError(f"A client's {name} is more than 0 s; got {seconds}.")
+                raise UsageError(f"A client's {name} must be more than 0 s; got {seconds}.")
         self.url = url.rstrip("/") + (f"/runs/{run}" if run is not None else "")
         self.consumer = consumer or f"{socket.gethostname()}-{os.getpid()}-{new_key()[:8]}"
         headers = {"Accept": JSON, "Accept-Encoding": "gzip" if compress else "identity"}
@@ -119,7 +121,7 @@ class BaseClient:
         self._http = self._transport(headers=headers)
 
     def stop(self) -> None:
-        """Nothing is sent from now on: a call ends with the answer to what was sent, or StoppedError."""
+        """Send nothing from now on. Unfinished calls return the answer to their last attempt, or raise StoppedError."""
         self._stopped.set()
 
     def _check(self) -> None:
@@ -127,25 +129,27 @@ class BaseClient:
             raise StoppedError(f"The client of {self.url} was stopped or closed.")
 
     async def _send_with_retries(self, request: HttpRequest, timeout: float | None) -> HttpReply:
-        """Send a request until there is an answer other than "not now".
+        """Send a request until the answer is something other than "unavailable".
 
         Args:
-            timeout: seconds for all attempts and the pauses between them, beside the request's patience; None: the
-                client's. One attempt is made in any case, and the last one has at least 2 s.
+            timeout: Seconds for all attempts and pauses, in addition to the request's `server_wait`. None means the
+                client's timeout. At least one attempt is made, and the last attempt has at least 2 s.
 
         Raises:
-            UnavailableError: at the deadline the service answered that it cannot now, or will not before.
-            PeerError: at the deadline it did not answer.
+            UnavailableError: The service was still unavailable at the deadline, or asked for a pause beyond it.
+            PeerError: The service did not answer by the deadline.
         """
         deadline = (self._timeout if timeout is None else timeout) + request.server_wait
         began, attempts = time.monotonic(), 0
-        # Jitter keeps clients that lost the service together from coming back together.
+        # Jitter: clients that lost the service at the same time should not retry at the same time.
         pauses = retry.backoff(_PAUSE, _LONGEST_PAUSE, deadline, since=began, jitter=0.5)
         while True:
             left = began + deadline - time.monotonic()
             attempts += 1
-            answer = await self._send(request, min(max(left, _LEAST), self._attempt_timeout + request.server_wait))
-            if isinstance(answer, HttpReply) and answer.status not in _NOT_NOW:
+            answer = await self._send(
+                request, min(max(left, _MIN_ATTEMPT), self._attempt_timeout + request.server_wait)
+            )
+            if isinstance(answer, HttpReply) and answer.status not in _RETRIED_STATUSES:
                 return answer
             left = began + deadline - time.monotonic()
             least, grown = _retry_after(answer), next(pauses, None)
@@ -155,13 +159,13 @@ class BaseClient:
             await self._pause(min(least + grown, left))
 
     def _accepted_content(self, request: HttpRequest, reply: HttpReply) -> dict[str, Any]:
-        """Return the content of an answer that says yes.
+        """Return the content of an answer that accepts the request.
 
         Raises:
-            UsageError: the service refused the request, and would again (StaleGroupError: of a group).
-            UnavailableError: something has to happen first.
-            RemoteError: the service failed at it.
-            PeerError: that is no trajectory service's answer.
+            UsageError: The service refused the request, and would refuse it again. For old groups a StaleGroupError.
+            UnavailableError: A precondition is missing, such as a registered trainer.
+            RemoteError: The service failed.
+            PeerError: The answer does not come from a trajectory service.
         """
         call, content = f"{request.method} {self.url}{request.path}", reply.content
         if reply.status >= 500:
@@ -177,32 +181,32 @@ class BaseClient:
             )
         if reply.status != 200 or not isinstance(content, dict):
             raise PeerError(
-                f"{call}: a JSON object was expected from a trajectory service, and this came with status "
+                f"{call}: expected a JSON object from a trajectory service, but got an answer with status "
                 f"{reply.status}: {_error_text(content)} Is the URL right?"
             )
         if content.get("status") == "failure":
             raise UsageError(f"{call}: the trajectory service refused it: {_error_text(content)}")
         if content.get("status") == "error":
-            raise UnavailableError(f"{call}: the trajectory service cannot yet: {_error_text(content)}")
+            raise UnavailableError(f"{call}: the trajectory service is not ready: {_error_text(content)}")
         return content
 
     async def _send_accepted(self, request: HttpRequest, timeout: float | None) -> dict[str, Any]:
-        """Send a request until it is accepted."""
+        """Send a request with retries, and return the content of the answer that accepts it."""
         return self._accepted_content(request, await self._send_with_retries(request, timeout))
 
     async def _send_as(self, request: HttpRequest, reply_type: type[Any], timeout: float | None) -> Any:
-        """As `_send_accepted`; the answer as a `reply_type`."""
+        """Return the content of `_send_accepted` as a `reply_type`."""
         return self._convert(await self._send_accepted(request, timeout), reply_type)
 
     def _convert(self, content: Any, reply_type: type[T]) -> T:
-        """Make a dataclass of an answer; fields that it has not are left out."""
+        """Convert an answer to a dataclass. Fields that the dataclass does not have are dropped."""
         try:
             return msgspec.convert(content, reply_type)
         except msgspec.ValidationError as error:
-            raise PeerError(f"{self.url} answered something else than {reply_type.__name__}: {error}.") from None
+            raise PeerError(f"{self.url}: the answer is not a valid {reply_type.__name__}: {error}.") from None
 
     async def _poll(self, ask: Callable[[], Awaitable[T]], enough: Callable[[T], bool], wait: float) -> T:
-        """Ask until the answer is enough, or for `wait` seconds. Return the last answer."""
+        """Call `ask` until its answer is enough, or until `wait` seconds have passed. Return the last answer."""
         pauses = retry.backoff(_POLL, LONGEST_POLL, wait)
         while not enough(answer := await ask()) and (pause := next(pauses, None)) is not None:
             await self._pause(pause)
@@ -210,7 +214,7 @@ class BaseClient:
 
 
 def _retry_after(answer: HttpReply | str) -> float:
-    """Seconds that the service asks to wait for; 0 where it does not say, or names a date."""
+    """Return the pause that the service asks for, in seconds. 0 if it asks for none, or gives a date."""
     try:
         return max(0.0, float(answer.headers["retry-after"])) if isinstance(answer, HttpReply) else 0.0
     except (KeyError, ValueError):
@@ -220,30 +224,32 @@ def _retry_after(answer: HttpReply | str) -> float:
 def _failure(call: str, waited: str, answer: HttpReply | str) -> PeerError | UnavailableError:
     if isinstance(answer, str):
         return PeerError(
-            f"{call}: no answer after {waited}; at last: {answer}. "
+            f"{call}: no answer after {waited}. Last error: {answer}. "
             "Does `rlframe serve trajectories` run there, and is the URL right?"
         )
-    told = _error_text(answer.content)
-    return UnavailableError(f"{call}: not accepted after {waited}; at last it answered {answer.status}: {told}")
+    error_text = _error_text(answer.content)
+    return UnavailableError(f"{call}: not accepted after {waited}. The last answer was {answer.status}: {error_text}")
 
 
 def _error_text(content: Any) -> str:
-    """What an answer says is wrong, as text."""
+    """Return the error in the content of an answer, as text."""
     if isinstance(content, dict):
         detail = content.get("detail")
         if isinstance(detail, list) and all(isinstance(one, dict) for one in detail):
-            return "; ".join(f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in detail)[:_SHOWN]
+            return "; ".join(f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in detail)[
+                :_MAX_SHOWN
+            ]
         for name in ("error", "message", "detail"):
             if isinstance(content.get(name), str):
-                return content[name][:_SHOWN]
-    return str(content)[:_SHOWN]
+                return content[name][:_MAX_SHOWN]
+    return str(content)[:_MAX_SHOWN]
 
 
 def post_request(path: str, content: dict[str, Any], headers: dict[str, str] | None = None) -> HttpRequest:
-    """A small request, as JSON."""
+    """Make a small request with a JSON body."""
     return HttpRequest("POST", path, {}, {"Content-Type": JSON, **(headers or {})}, msgspec.json.encode(content))
 
 
 def new_key() -> str:
-    """A key for a request, or for an idempotent one, that nobody else makes."""
+    """Return a new unique key for a request."""
     return uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""A replay buffer over the trajectory service: an ordinary Learner trains a language model from it."""
+"""A replay buffer that reads from the trajectory service. An ordinary Learner trains a language model from it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rlframe.types import Batch, ReplaySpec, Sequence, Step, TokenBatch
 
 __all__ = ["TrajectoryBuffer"]
 
-_CLOSING = 2.0  # seconds for each call when the buffer is closed
-_REMEMBERED = 4096  # batches that were learned from
+_CLOSE_TIMEOUT = 2.0  # seconds for each call while the buffer closes
+_MAX_FINISHED_IDS = 4096  # ids of finished batches that the buffer remembers
 
 _NO_WRITERS = (
     "Actors do not write to a TrajectoryBuffer: environments send their groups to the service (TrajectoryClient.post)."
@@ -34,28 +34,30 @@ _log = logging.getLogger(__name__)
 
 
 class TrajectoryBuffer(BaseReplayBuffer):
-    """Batches of a trajectory service, for one learner. Its trainer has registered before.
+    """Batches from a trajectory service, for one learner. The trainer must have registered.
 
     A batch is a `rlframe.types.Batch` of S = batch_size sequences: `data` is a `TokenBatch`; `keys` [S, 3] int64 are
     (env_id or -1, batch_id, index in the batch); `params_version` [S] int64 is the policy version that each sequence
-    was sampled from, -1 where the environment did not say.
+    was sampled from, or -1 if the environment did not send it.
 
-    Batches are leased, and a thread renews the leases. A batch is acknowledged after the Learner has learned from it,
-    or when the next is asked for; `close` gives back those that were not. So each is learned from at least once,
-    whatever is killed; one that comes again to the same buffer is recognized and not given twice. With each request
-    the service is told the Learner's version.
+    Batches are leased, and a thread renews the leases. The buffer acknowledges a batch after the Learner has learned
+    from it, or when the next batch is requested. `close` returns unfinished batches to the service. So the Learner
+    learns from each batch at least once, even if processes are killed. A batch that the service delivers twice to the
+    same buffer is used once. Each request carries the Learner's params version.
 
     Args:
-        url, token, run: of the service; see `TrajectoryClient`.
-        lease: seconds after which the batches of a learner that was killed are somebody else's.
-        vocab_size: of the model: a group with a token outside of it is refused. None: only negative ones are outside.
-        max_token_len: longer sequences are cut to so many tokens, and counted; None: what the trainer registered.
-        consumer: whose the leases are; None: a name of this buffer's own.
-        timeout: seconds for which the service may be away.
+        url, token, run: Address, token and run of the service. See `TrajectoryClient`.
+        lease: Seconds after which the service gives the batches of a killed learner to another one.
+        vocab_size: Vocabulary size of the model. Groups with other tokens are refused. None means that only negative
+            tokens are refused.
+        max_token_len: Maximum tokens of a sequence. Longer ones are truncated and counted. None means the registered
+            value.
+        consumer: Owner name of the leases. None means a name that is unique to this buffer.
+        timeout: Seconds for which the service may be unreachable.
 
     Raises:
-        UsageError: no trainer has registered, or an argument cannot be.
-        PeerError: the service does not answer.
+        UsageError: No trainer has registered, or an argument is invalid.
+        PeerError: The service does not answer.
     """
 
     def __init__(
@@ -71,9 +73,9 @@ class TrajectoryBuffer(BaseReplayBuffer):
         timeout: float = 60.0,
     ) -> None:
         if lease <= 0:
-            raise UsageError(f"A TrajectoryBuffer's lease is more than 0 s; got {lease}.")
+            raise UsageError(f"The lease of a TrajectoryBuffer must be more than 0 s; got {lease}.")
         if max_token_len is not None and max_token_len < 1:
-            raise UsageError(f"A TrajectoryBuffer's max_token_len is at least 1; got {max_token_len}.")
+            raise UsageError(f"The max_token_len of a TrajectoryBuffer must be at least 1; got {max_token_len}.")
         options: dict[str, Any] = {"token": token, "run": run, "timeout": timeout}
         self._copy = functools.partial(
             TrajectoryBuffer,
@@ -91,24 +93,24 @@ class TrajectoryBuffer(BaseReplayBuffer):
         if info.batch_size < 1:
             self._client.close()
             raise UsageError(
-                f"No trainer has registered at {self._client.url}, so nobody knows how large a batch is: call "
-                "TrajectoryClient.register(batch_size=..., ...) before you make the TrajectoryBuffer."
+                f"No trainer has registered at {self._client.url}, so the batch size is unknown. Call "
+                "TrajectoryClient.register(batch_size=..., ...) before you create the TrajectoryBuffer."
             )
         self._buckets = bucket_lengths(max_token_len or max(1, info.max_token_len))
         steps = info.batch_size * self._buckets[-1]
         self.spec = ReplaySpec("queue", Sequence(self._buckets[-1]), info.batch_size, capacity=steps)
         self._lease = lease
         self._warnings = GroupWarnings()
-        self._drawing = threading.Lock()  # a consumer asks for one batch at a time
-        self._request = new_key()  # of the next batch; kept where it is not known whether one was given
-        self._unanswered = False  # whether that is so
-        self._renewal: LeaseRenewal | None = None  # from the first batch on
-        self._lock = threading.Lock()  # of all below
+        self._drawing = threading.Lock()  # a consumer may have only one open request for a batch
+        self._request = new_key()  # key of the next request; kept if the last one may have been answered
+        self._unanswered = False  # whether the last request got no answer
+        self._renewal: LeaseRenewal | None = None  # started with the first batch
+        self._lock = threading.Lock()  # guards the fields below
         self._version: int | None = None
-        self._out: set[int] = set()  # batches that were drawn and are not done with
-        self._done: list[int] = []  # that are to be acknowledged
-        self._learned: OrderedDict[int, None] = OrderedDict()  # the last of those that were done with
-        self._read: int | None = None  # that `sample` gave last
+        self._out: set[int] = set()  # leased batches that are not finished
+        self._done: list[int] = []  # finished batches to acknowledge
+        self._learned: OrderedDict[int, None] = OrderedDict()  # latest finished batches, oldest first
+        self._read: int | None = None  # batch that `sample` returned last
         self._counts = dict.fromkeys(
             ("batches", "sampled", "steps", "cut", "refused", "unfit_advantages", "came_again", "lost_leases"), 0
         )
@@ -119,15 +121,15 @@ class TrajectoryBuffer(BaseReplayBuffer):
     # --- reading
 
     def sample(self) -> Batch | None:
-        """The next batch, or None while there is too little. The one that it gave before is done with.
+        """Return the next batch, or None if too few sequences are queued. Mark the previous batch as finished.
 
         Raises:
-            PeerError, UnavailableError: the service was away for `timeout` seconds.
+            PeerError, UnavailableError: The service was unreachable for `timeout` seconds.
         """
         return self.wait_for_batch(0.0)
 
     def wait_for_batch(self, timeout: float) -> Batch | None:
-        """As `sample`, but waits up to `timeout` seconds (at most 60) for a batch."""
+        """Return the next batch like `sample`, but wait up to `timeout` seconds (at most 60) for it."""
         if self._closed:
             return None
         with self._lock:
@@ -139,17 +141,17 @@ class TrajectoryBuffer(BaseReplayBuffer):
         return batch
 
     def make_dataset(self, prefetch: int = 1, timeout: float | None = None) -> PrefetchingDataset:
-        """Return an endless iterator of batches, `prefetch` of which a thread draws ahead.
+        """Return an endless iterator of batches. A thread prefetches `prefetch` of them.
 
-        A batch is done with when the next one is asked for. Each `next` waits at most `timeout` seconds; None:
-        see `Dataset`. Close the dataset (or the buffer) to end it: what was drawn ahead is given back.
+        A batch is finished when the next one is requested. Each `next` waits at most `timeout` seconds. For None, see
+        `Dataset`. Close the dataset (or the buffer) to end it. Prefetched batches then return to the service.
         """
         dataset = PrefetchingDataset(self, self._connect(), prefetch, timeout)
         self._datasets.append(dataset)
         return dataset
 
     def note_update(self, keys: Any, version: int) -> None:
-        """See `BaseReplayBuffer`: the batch of `keys` is done with, and the service hears of `version`."""
+        """Mark the batch of `keys` as finished, and send `version` with the next request. See `BaseReplayBuffer`."""
         with self._lock:
             self._version = version
         if len(keys):
@@ -157,18 +159,24 @@ class TrajectoryBuffer(BaseReplayBuffer):
 
     @property
     def size(self) -> int:
-        """Groups that wait for a batch."""
+        """Queued groups, without those that are set aside."""
         status = self._client.status()
         return status.queue_size - status.set_aside
 
     def stats(self) -> dict[str, int]:
-        """Counters of `BaseReplayBuffer` and more.
+        """Return the counters of `BaseReplayBuffer`, and further ones.
 
-        `items` and `bytes` are of the service: groups that wait, and what is stored of them and of leased ones. The
-        others are of this buffer: `added` and `sampled` are the sequences that it was given, `steps` their tokens,
-        `batches` what they came in, `cut` sequences that were too long, `refused` groups with tokens that the model
-        does not have, `unfit_advantages` sequences whose advantages were not as long as their tokens, `came_again`
-        batches that were recognized, `lost_leases` those that were done with too late.
+        `items` and `bytes` describe the service: queued groups, and the stored bytes of queued and leased groups. The
+        others describe this buffer:
+
+        - `batches`: batches received.
+        - `added`, `sampled`: sequences received.
+        - `steps`: tokens received.
+        - `cut`: truncated sequences.
+        - `refused`: groups with tokens outside the vocabulary.
+        - `unfit_advantages`: sequences whose advantages and tokens differ in length.
+        - `came_again`: redelivered batches that were skipped.
+        - `lost_leases`: batches whose lease ended before they were finished.
         """
         status = self._client.status()
         with self._lock:
@@ -177,7 +185,10 @@ class TrajectoryBuffer(BaseReplayBuffer):
         return {**dict.fromkeys(STATS, 0), **service, "added": mine["sampled"], **mine}
 
     def close(self) -> None:
-        """Stop the datasets, acknowledge what was learned from, and give back the rest. Twice does nothing more."""
+        """Stop the datasets, acknowledge finished batches, and return the others to the service.
+
+        Calling it again does nothing.
+        """
         if self._closed:
             return
         super().close()
@@ -188,18 +199,18 @@ class TrajectoryBuffer(BaseReplayBuffer):
         self.give_back(left)
         self._client.close()
 
-    # --- what its datasets do
+    # --- for the datasets
 
     def draw(self, client: TrajectoryClient, wait: float) -> Batch | None:
-        """The next batch, leased; None if none came in `wait` seconds. What is done with is acknowledged first."""
+        """Return the next batch with a lease, or None after `wait` seconds. Acknowledge finished batches first."""
         with self._drawing:
             self._acknowledge(client)
             self._unanswered = True
             served = client.batch(wait=wait, lease=self._lease, policy_version=self._version, request=self._request)
             self._request, self._unanswered = new_key(), False
-            if served is None or self._came_again(served) or not self._check_tokens(served):
+            if served is None or self._is_redelivered(served) or not self._check_tokens(served):
                 return None
-            self._warnings.look(served.groups)
+            self._warnings.warn_once(served.groups)
             data, cut = pad(served.groups, self._buckets)
             with self._lock:
                 self._out.add(served.batch_id)
@@ -209,7 +220,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
             return _batch(served, data)
 
     def finish(self, batch_id: int | None) -> None:
-        """A batch is done with, and will be acknowledged with the next request. Nothing where it was already."""
+        """Mark a batch as finished. The next request acknowledges it. Calling it again does nothing."""
         with self._lock:
             if batch_id in self._out:
                 self._out.remove(batch_id)
@@ -217,32 +228,34 @@ class TrajectoryBuffer(BaseReplayBuffer):
                 self._done.append(batch_id)
 
     def give_back(self, batch_ids: list[int]) -> None:
-        """Acknowledge what is done with, and give these back, if the service answers soon."""
+        """Acknowledge finished batches, and return `batch_ids` to the service, if the service answers soon."""
         with self._lock:
             self._out.difference_update(batch_ids)
         try:
-            self._acknowledge(self._client, _CLOSING)
+            self._acknowledge(self._client, _CLOSE_TIMEOUT)
             if self._unanswered and self._closed:
-                batch_ids = batch_ids + self._given_unheard()
+                batch_ids = batch_ids + self._undelivered_batch_ids()
             for batch_id in batch_ids:
-                self._client.nack(batch_id, timeout=_CLOSING)
+                self._client.nack(batch_id, timeout=_CLOSE_TIMEOUT)
         except RlframeError as error:
-            _log.warning("Batches were not given back, and will be served again %g s later: %s", self._lease, error)
+            _log.warning(
+                "Batches could not be returned. The service delivers them again after %g s: %s", self._lease, error
+            )
 
-    def _given_unheard(self) -> list[int]:
-        """The batch that answered a request which was interrupted: the same request gets the same answer."""
-        served = self._client.batch(lease=self._lease, request=self._request, timeout=_CLOSING)
+    def _undelivered_batch_ids(self) -> list[int]:
+        """Return the batch that answers an interrupted request: the same request gets the same batch again."""
+        served = self._client.batch(lease=self._lease, request=self._request, timeout=_CLOSE_TIMEOUT)
         self._unanswered = False
         return [] if served is None else [served.batch_id]
 
     def _renew(self) -> None:
-        """Have the leases of the batches that are not done with begin anew."""
+        """Renew the leases of all unfinished batches."""
         with self._lock:
             out = sorted(self._out)
         try:
             for batch_id in out:
                 self._client.renew(batch_id, self._lease, timeout=self._lease / 3)
-        except RlframeError as error:  # who is done with a batch will see whether the lease was lost
+        except RlframeError as error:  # `_acknowledge` detects lost leases
             if not self._closed:
                 _log.warning("A lease of %g s could not be renewed: %s", self._lease, error)
 
@@ -262,14 +275,14 @@ class TrajectoryBuffer(BaseReplayBuffer):
         with self._lock:
             self._counts["lost_leases"] += 1
         _log.warning(
-            "Batch %d was no longer leased when it was done with: others may have learned from it, too. Its lease of "
-            "%g s could not be renewed, or the run has started afresh.",
+            "Batch %d was no longer leased when it was finished: another learner may have learned from it too. "
+            "Its lease of %g s could not be renewed, or the run was reset.",
             batch_id,
             self._lease,
         )
 
     def _check_tokens(self, served: ServedBatch) -> bool:
-        """Take all that could be learned out of groups with unknown tokens. False: nothing is left of the batch."""
+        """Disable training on groups with unknown tokens. Return False if all groups have unknown tokens."""
         unknown = [(i, token) for i, group in enumerate(served.groups) if (token := self._unknown(group)) is not None]
         if not unknown:
             return True
@@ -278,10 +291,14 @@ class TrajectoryBuffer(BaseReplayBuffer):
             self._counts["refused"] += len(unknown)
         if first:
             index, token = unknown[0]
-            known = "tokens are not negative" if self._vocab_size is None else f"there are 0 to {self._vocab_size - 1}"
+            known = (
+                "tokens must not be negative"
+                if self._vocab_size is None
+                else f"the model's are 0 to {self._vocab_size - 1}"
+            )
             _log.warning(
-                "A group of environment %s has the token %d, but %s: such groups are not learned from, and are "
-                "acknowledged; from now on they are counted (refused). Is its tokenizer the model's?",
+                "A group of environment %s has the token %d, but %s. Such groups are acknowledged without training on "
+                "them. This is logged once; `refused` counts them. Does the environment use the model's tokenizer?",
                 *(served.groups[index].env_id, token, known),
             )
         if len(unknown) == len(served.groups):
@@ -298,11 +315,11 @@ class TrajectoryBuffer(BaseReplayBuffer):
         found = (int(row[wrong][0]) for row in group.tokens if (wrong := (row < 0) | (row >= above)).any())
         return next(found, None)
 
-    def _came_again(self, served: ServedBatch) -> bool:
-        """Whether this buffer has the batch, or had it: then it is acknowledged again, or its lease is a new one."""
+    def _is_redelivered(self, served: ServedBatch) -> bool:
+        """Return whether this buffer has received the batch before. If that batch is finished, acknowledge it again."""
         batch_id = served.batch_id
         with self._lock:
-            if not served.redelivered:  # of a service with an empty store, which counts from 0 on
+            if not served.redelivered:  # batch ids may repeat, because a service with an empty store counts from 0
                 self._learned.pop(batch_id, None)
                 return False
             if batch_id in self._learned:
@@ -314,7 +331,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
 
     def _remember(self, batch_id: int) -> None:
         self._learned[batch_id] = None
-        while len(self._learned) > _REMEMBERED:
+        while len(self._learned) > _MAX_FINISHED_IDS:
             self._learned.popitem(last=False)
 
     def _count(self, served: ServedBatch, data: TokenBatch, cut: int) -> None:
@@ -322,8 +339,8 @@ class TrajectoryBuffer(BaseReplayBuffer):
         unfit = [group for group in served.groups for row in group.advantages or () if row is None]
         if unfit and not counts["unfit_advantages"]:
             _log.warning(
-                "%d sequences of a batch, the first of environment %s, have advantages that are not as long as their "
-                "tokens: they are learned from without; from now on they are counted.",
+                "%d sequences of a batch (the first from environment %s) have advantages of another length than their "
+                "tokens. These advantages are ignored. This is logged once; `unfit_advantages` counts them.",
                 len(unfit),
                 unfit[0].env_id,
             )
@@ -333,7 +350,8 @@ class TrajectoryBuffer(BaseReplayBuffer):
         counts["steps"] += int(data.lengths.sum())
         if cut and not counts["cut"]:
             _log.warning(
-                "%d sequences of a batch are longer than %d tokens and are cut to it; from now on they are counted.",
+                "%d sequences of a batch are longer than %d tokens and were truncated. This is logged once; "
+                "`cut` counts them.",
                 cut,
                 self._buckets[-1],
             )
@@ -352,7 +370,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
 
 
 def _without_tokens(group: Group) -> Group:
-    """The group with nothing to learn from: a batch stays as large as it is."""
+    """Return the group without training data. The batch keeps its size."""
     tokens = [np.zeros_like(row) for row in group.tokens]
     masks = [np.full_like(row, IGNORED) for row in group.masks]
     return dataclasses.replace(group, tokens=tokens, masks=masks, scores=np.zeros(len(group)), advantages=None)

@@ -1,4 +1,4 @@
-"""The calls of trainers and of environments, as coroutines (see `exchange`) that either client runs."""
+"""The calls of trainers and environments, as coroutines that both clients run (see `base_client`)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from rlframe.trajectories.client.base_client import (
 from rlframe.trajectories.client.groups import Group, PostResult, ServedBatch
 from rlframe.trajectories.messages import EnvStatus, Info, Registered, RegisteredEnv, RunStatus, WandbInfo
 
-_LONGEST_WAIT = 60.0  # seconds that the service holds a request for a batch
+_LONGEST_WAIT = 60.0  # seconds for which the service may hold a request for a batch
 
 
 class TrainerCalls(BaseClient):
-    """The calls of trainers."""
+    """Calls for trainers."""
 
     @client_method
     async def register(
@@ -48,20 +48,23 @@ class TrainerCalls(BaseClient):
         run_key: str | None = None,
         timeout: float | None = None,
     ) -> Registered:
-        """Say what batches are wanted. The same settings again are confirmed; others start the run afresh.
+        """Register the trainer's settings. Other settings than the registered ones reset the run.
 
         Args:
-            batch_size: sequences of each batch, exactly.
-            max_token_len: of a sequence.
-            num_steps: after which environments end.
-            max_staleness: policy versions by which a group may be older than the trainer; None: any number.
-            stale: "keep" or "discard": what becomes of a group that is older when its turn comes. None: "keep".
-            lapse_after: seconds without a sign of life after which no batch waits for an environment. None: 120.
-            mix: "arrival": the oldest groups go first; "weight": environments are served in proportion to their
-                weights, where they send enough. None: "arrival".
-            run_key: names the training run, the same for all its ranks and whenever it is resumed: with it the run
-                goes on, whatever its settings; with another it starts afresh. None: by the settings alone.
-            timeout: seconds for the call, as in every other; None: the client's.
+            batch_size: Exact number of sequences in each batch.
+            max_token_len: Maximum tokens of a sequence.
+            num_steps: Training steps after which environments stop.
+            max_staleness: Policy versions by which a group may be older than the trainer's policy. None means no limit.
+            stale: "keep" or "discard": treatment of groups that exceed `max_staleness` at their turn. None means
+                "keep".
+            lapse_after: Seconds without a heartbeat after which batches no longer wait for an environment. None means
+                120.
+            mix: "arrival" serves the oldest groups first. "weight" serves environments in proportion to their weights,
+                as far as they send enough groups. None means "arrival".
+            run_key: Name of the training run, the same for all its ranks and after each resume. The same key continues
+                the run, even with other settings. Another key resets it. None means that only the settings are
+                compared.
+            timeout: Seconds for the call, as in every other call. None means the client's timeout.
         """
         settings = {name: value for name, value in locals().items() if name not in ("self", "timeout")}
         optional = ("max_staleness", "stale", "lapse_after", "mix", "run_key")
@@ -70,32 +73,32 @@ class TrainerCalls(BaseClient):
 
     @client_method
     async def info(self, *, timeout: float | None = None) -> Info:
-        """What the trainer registered."""
+        """Return the sizes that the trainer registered."""
         return await self._send_as(HttpRequest("GET", "/info"), Info, timeout)
 
     @client_method
     async def wandb_info(self, *, timeout: float | None = None) -> WandbInfo:
-        """Where the trainer logs."""
+        """Return the trainer's Weights & Biases group and project."""
         return await self._send_as(HttpRequest("GET", "/wandb_info"), WandbInfo, timeout)
 
     @client_method
     async def status(self, *, timeout: float | None = None) -> RunStatus:
-        """How much waits, and for what."""
+        """Return the run's step, queue counts, and the reasons why groups or batches wait."""
         return await self._send_as(HttpRequest("GET", "/status"), RunStatus, timeout)
 
     @client_method
     async def wait_for_step(self, step: int, *, wait: float = 600.0, timeout: float | None = None) -> RunStatus:
-        """Return once `current_step` is `step` or more: the trainer has pulled batch number `step`.
+        """Wait until `current_step` is at least `step`: the trainer has then pulled batch number `step`.
 
-        `current_step` counts batches from `starting_step` on. In a trainer of several ranks, rank 0 pulls; the others
-        wait for the next step, and take part in its broadcast then.
+        `current_step` counts batches from `starting_step`. In a trainer with several ranks, rank 0 pulls batches. The
+        other ranks wait for the next step, and then receive the batch from rank 0.
 
         Args:
-            wait: seconds to wait for it.
+            wait: Maximum seconds to wait.
 
         Raises:
-            UsageError: the run started afresh meanwhile, so the step may never come.
-            UnavailableError: the step did not come within `wait` seconds (or as every call).
+            UsageError: The run was reset during the wait, so the step may never come.
+            UnavailableError: The step did not come within `wait` seconds. Also as in every call.
         """
         last = 0
 
@@ -104,8 +107,8 @@ class TrainerCalls(BaseClient):
             before, last = last, status.current_step
             if last < min(before, step):
                 raise UsageError(
-                    f"{self.url}: the run started afresh while step {step} was waited for: it was at step {before}, "
-                    f"and is at step {last}. A registration with other settings does that, and so does /reset_data."
+                    f"{self.url}: the run was reset during the wait for step {step}: it was at step {before}, "
+                    f"and is at step {last}. A registration with other settings resets a run, and so does /reset_data."
                 )
             return last >= step
 
@@ -130,23 +133,24 @@ class TrainerCalls(BaseClient):
         request: str | None = None,
         timeout: float | None = None,
     ) -> ServedBatch | None:
-        """The next batch; None while there is not enough. Asked again after a lost reply, it is the same batch.
+        """Return the next batch, or None if too few sequences are queued. A retry after a lost reply returns the same
+        batch.
 
         Args:
-            wait: seconds to wait for one, at most 60.
-            lease: seconds for which it is this consumer's, until `ack`; then somebody gets it again. None: it is
-                acknowledged as it is given.
-            consumer: who asks; None: this client. A consumer asks for one batch at a time: give threads or tasks that
-                ask at once a name each.
-            policy_version: that the trainer has now.
-            request: key of this request; None: a new one. To go on asking after an error for what was perhaps given,
-                give the same again.
+            wait: Seconds to wait for a batch, at most 60.
+            lease: Seconds for which this consumer owns the batch. If `ack` does not come in time, the service delivers
+                the batch again. None means that delivery acknowledges the batch.
+            consumer: Name of the consumer. None means this client. A consumer may have one request at a time, so
+                concurrent threads or tasks need different names.
+            policy_version: The trainer's current policy version.
+            request: Key of this request. None means a new key. To repeat a request after an error, pass the same key:
+                the service may have answered it already.
 
         Raises:
-            UnavailableError: no trainer has registered (or as every call).
+            UnavailableError: No trainer has registered. Also as in every call.
         """
         if not 0 <= wait <= _LONGEST_WAIT:
-            raise UsageError(f"A client waits from 0 to {_LONGEST_WAIT:g} s for a batch; got wait={wait}.")
+            raise UsageError(f"The wait for a batch must be from 0 to {_LONGEST_WAIT:g} s; got wait={wait}.")
         params = {
             "wait": wait or None,
             "lease": lease,
@@ -164,30 +168,30 @@ class TrainerCalls(BaseClient):
 
     @client_method
     async def ack(self, batch_id: int, *, timeout: float | None = None) -> bool:
-        """Say that a leased batch is done with. False where it was before, or the run has started afresh."""
-        return await self._settle("ack", batch_id, {}, timeout)
+        """Acknowledge a leased batch. Return False if it was acknowledged before, or if the run was reset."""
+        return await self._update_lease("ack", batch_id, {}, timeout)
 
     @client_method
     async def nack(self, batch_id: int, *, consumer: str | None = None, timeout: float | None = None) -> bool:
-        """Give a leased batch back: it is the next to be given. False where it is not this consumer's."""
-        return await self._settle("nack", batch_id, {"consumer": consumer or self.consumer}, timeout)
+        """Give a leased batch back; the service delivers it next. Return False if this consumer does not own it."""
+        return await self._update_lease("nack", batch_id, {"consumer": consumer or self.consumer}, timeout)
 
     @client_method
     async def renew(
         self, batch_id: int, lease: float, *, consumer: str | None = None, timeout: float | None = None
     ) -> bool:
-        """Have a leased batch for `lease` seconds from now on. False where it is not this consumer's any more."""
-        told = {"consumer": consumer or self.consumer, "lease": lease}
-        return await self._settle("renew", batch_id, told, timeout)
+        """Extend the lease of a batch to `lease` seconds from now. Return False if this consumer no longer owns it."""
+        arguments = {"consumer": consumer or self.consumer, "lease": lease}
+        return await self._update_lease("renew", batch_id, arguments, timeout)
 
     @client_method
     async def set_policy_version(self, version: int, *, timeout: float | None = None) -> None:
-        """Say which version of the parameters the trainer has now; `batch` can say it, too."""
+        """Set the trainer's current policy version. A `batch` call can set it too."""
         await self._send_accepted(post_request("/policy-version", {"policy_version": version}), timeout)
 
     @client_method
     async def pause(self, *, timeout: float | None = None) -> None:
-        """Have every environment hold, for an evaluation say, until `resume`."""
+        """Make every environment hold until `resume`, for example during an evaluation."""
         await self._send_accepted(post_request("/pause", {}), timeout)
 
     @client_method
@@ -195,8 +199,8 @@ class TrainerCalls(BaseClient):
         """End `pause`."""
         await self._send_accepted(post_request("/resume", {}), timeout)
 
-    async def _settle(self, what: str, batch_id: int, told: dict[str, Any], timeout: float | None) -> bool:
-        request = HttpRequest("POST", f"/batch/{batch_id}/{what}", told)
+    async def _update_lease(self, action: str, batch_id: int, arguments: dict[str, Any], timeout: float | None) -> bool:
+        request = HttpRequest("POST", f"/batch/{batch_id}/{action}", arguments)
         reply = await self._send_with_retries(request, timeout)
         content = reply.content
         if reply.status == 404 and isinstance(content, dict) and content.get("status") == "failure":
@@ -206,7 +210,7 @@ class TrainerCalls(BaseClient):
 
 
 class EnvironmentCalls(BaseClient):
-    """The calls of environments."""
+    """Calls for environments."""
 
     @client_method
     async def register_env(
@@ -221,17 +225,17 @@ class EnvironmentCalls(BaseClient):
         wait: float = 0.0,
         timeout: float | None = None,
     ) -> RegisteredEnv:
-        """Join the run; with the `resume_token` of an earlier answer as the same environment, under the same name.
+        """Register an environment. With the `resume_token` of an earlier answer, it keeps its id and name.
 
         Args:
-            group_size: sequences of its groups; None: its first group says it.
-            max_token_length: of its sequences.
-            weight: how much it should count among all, beside the length of its sequences.
-            min_batch_allocation: from 0 to 1: the part of each batch that is its own.
-            wait: seconds to wait for the trainer's first request for a batch, before which nobody can join.
+            group_size: Sequences of each group. None means the size of the first group.
+            max_token_length: Maximum tokens of a sequence.
+            weight: Relative weight. The share of an environment is proportional to weight times `max_token_length`.
+            min_batch_allocation: Fraction of each batch that is reserved for the environment, from 0 to 1.
+            wait: Seconds to wait for the trainer's first request for a batch. No environment can register before it.
 
         Raises:
-            UnavailableError: the trainer has not asked for a batch by then (or as every call).
+            UnavailableError: The trainer did not request a batch within `wait` seconds. Also as in every call.
         """
         settings = {
             "desired_name": desired_name,
@@ -244,43 +248,45 @@ class EnvironmentCalls(BaseClient):
             settings["resume_token"] = resume_token
 
         def ask() -> Any:
-            # A key for each look: what is sent again because an answer was lost has the same one.
+            # Each poll has a new key. A retry after a lost answer has the same key.
             return self._send_accepted(post_request("/register-env", settings, {"Idempotency-Key": new_key()}), timeout)
 
         content = await self._poll(ask, lambda content: content.get("status") == "success", wait)
         if content.get("status") != "success":
             raise UnavailableError(
-                f"{self.url}: {desired_name!r} waited {wait:g} s to join, and the service still says "
-                f"{content.get('status')!r}. Start the trainer, which has to ask for a batch once, or wait longer."
+                f"{self.url}: {desired_name!r} waited {wait:g} s to register, and the service still answers "
+                f"{content.get('status')!r}. Start the trainer, which must request a batch first, or wait longer."
             )
         return self._convert(content, RegisteredEnv)
 
     @client_method
     async def disconnect_env(self, env_id: int, *, timeout: float | None = None) -> None:
-        """Leave the run; what was sent stays."""
+        """Disconnect an environment. Its groups stay in the queue."""
         await self._send_accepted(post_request("/disconnect-env", {"env_id": env_id}), timeout)
 
     @client_method
     async def heartbeat(self, env_id: int, *, timeout: float | None = None) -> None:
-        """A sign of life for an environment that is silent for long; a group is one, and so is `env_status`."""
+        """Send a heartbeat, for an environment that is silent for long. Groups and `env_status` count as heartbeats
+        too.
+        """
         await self._send_accepted(post_request("/heartbeat", {"env_id": env_id}), timeout)
 
     @client_method
     async def env_status(self, env_id: int, *, timeout: float | None = None) -> EnvStatus:
-        """How much waits, as the environment should see it."""
+        """Return the queue state that an environment needs before it starts a group."""
         return await self._send_as(HttpRequest("GET", "/status-env", {"env_id": env_id}), EnvStatus, timeout)
 
     @client_method
     async def wait_until_wanted(
         self, env_id: int, max_queued: int, *, wait: float = 600.0, timeout: float | None = None
     ) -> EnvStatus:
-        """Return once the environment should start a new group: at most `max_queued` wait, and it is not to hold.
+        """Wait until the environment should start a new group: at most `max_queued` groups wait, and `hold` is False.
 
-        Asking is a sign of life, too. `max_queued` is in groups of this environment: so many batches as the policy may
-        run ahead of, times batch_size / group_size.
+        Each poll counts as a heartbeat. `max_queued` counts groups of this environment's size. Set it to the number of
+        batches that may wait, times batch_size / group_size.
 
         Raises:
-            UnavailableError: it still has to hold after `wait` seconds (or as every call).
+            UnavailableError: The environment still has to hold after `wait` seconds. Also as in every call.
         """
 
         def wanted(status: EnvStatus) -> bool:
@@ -291,7 +297,7 @@ class EnvironmentCalls(BaseClient):
         if not wanted(status):
             raise UnavailableError(
                 f"{self.url}: environment {env_id} still has to hold after {wait:g} s: {status.queue_size} groups "
-                f"wait, of which it may leave {max_queued}, and hold is {status.hold}. Does the trainer run?"
+                f"wait (at most {max_queued} may), and hold is {status.hold}. Is the trainer running?"
             )
         return status
 
@@ -304,20 +310,20 @@ class EnvironmentCalls(BaseClient):
         key: str | None = None,
         timeout: float | None = None,
     ) -> PostResult:
-        """Send a group, or several in one request. Once it returns, they outlive a crash of the service.
+        """Send a group, or several in one request. Once this call returns, the groups survive a crash of the service.
 
         Args:
-            binary: MessagePack with binary arrays; else JSON.
-            key: idempotency key; None: a new one. A caller that may repeat the call itself (after its own restart,
-                say) gives its own, and the groups are there once.
+            binary: True means MessagePack with binary arrays, False means JSON.
+            key: Idempotency key. None means a new key. A caller that may repeat the call, for example after a restart,
+                passes its own key, so that the groups are added once.
 
         Returns:
-            What was kept: of several groups, those that are too old already are not.
+            The accepted groups. Of several groups, those that are too old are left out.
 
         Raises:
-            StaleGroupError: there is none that the trainer still takes.
-            UnavailableError: the service is full, or the groups would be too old by their turn, until the deadline (or
-                as every call).
+            StaleGroupError: All groups are older than the trainer accepts.
+            UnavailableError: The deadline passed while the service was full, or while the groups would have been too
+                old by their turn. Also as in every call.
         """
         one = isinstance(groups, Group)
         listed = [groups] if isinstance(groups, Group) else list(groups)
@@ -330,12 +336,12 @@ class EnvironmentCalls(BaseClient):
                 group.check_json()
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise UsageError(
-                f"A group cannot be sent: {error}. Apart from the arrays, a group holds what JSON has: text, finite "
+                f"A group cannot be sent: {error}. Besides its arrays, a group may hold only JSON values: text, finite "
                 "numbers, lists and dicts with text keys."
             ) from error
         headers = {"Content-Type": MSGPACK if binary else JSON, "Idempotency-Key": key or new_key()}
         if self._compress:
-            import zstandard  # no client needs it that does not compress
+            import zstandard  # an optional dependency
 
             body, headers["Content-Encoding"] = zstandard.ZstdCompressor().compress(body), "zstd"
         request = HttpRequest("POST", "/scored_data" if one else "/scored_data_list", {}, headers, body)
@@ -348,10 +354,10 @@ class EnvironmentCalls(BaseClient):
                 break
             if (pause := next(pauses, None)) is None:
                 raise UnavailableError(
-                    f"{self.url}: {refused} of {len(listed)} groups were not accepted within {deadline:g} s, the "
-                    f"others were; at last: {content.get('error')} Send all again with the same key, or these later."
+                    f"{self.url}: {refused} of {len(listed)} groups were not accepted within {deadline:g} s; the "
+                    f"others were. Last error: {content.get('error')} Send all again with the same key, or these later."
                 )
-            await self._pause(pause)  # what was taken is known by its key
+            await self._pause(pause)  # the key keeps accepted groups from being added twice
         size = content.get("buffer_size", content.get("last_buffer_size"))
         status = "buffered" if content.get("buffered") else str(content.get("status"))
         taken = content.get("groups_processed", 1)

@@ -1,4 +1,4 @@
-"""Clients of the trajectory service, for environments and trainers: one that blocks, one for asyncio."""
+"""Clients of the trajectory service, for environments and trainers: a blocking one and one for asyncio."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=20)
 
 
 class TrajectoryClient(TrainerCalls, EnvironmentCalls, Closeable):
-    """A client whose calls block. Any thread may call it. Use it as a context manager, or close it.
+    """A blocking client. Any thread may call it. Use it as a context manager, or close it.
 
-    While the service cannot be reached, does not answer or says that it cannot now, a call is repeated, with pauses
-    that grow, until its deadline. Each is safe to repeat: a group is there once, a batch is given once. What the
-    service refuses is not sent again.
+    Calls are retried with growing pauses (backoff) until their deadline, as long as the service is unreachable or
+    unavailable. All calls are idempotent: a retry does not add a group twice or take a second batch. Requests that the
+    service refuses are not retried.
 
     Args:
-        url: http://HOST:PORT.
-        token: that the service was started with.
-        run: namespace on the service; None: the default one.
-        timeout: seconds for a call with all its repetitions, unless the call says otherwise.
-        attempt_timeout: seconds after which one attempt is given up.
-        consumer: whose the leased batches are; None: a name of this client's own.
-        compress: send groups compressed by zstd, take answers compressed by gzip: for slow networks.
+        url: Address of the service, http://HOST:PORT.
+        token: Token that the service was started with.
+        run: Name of the run. None means the default run.
+        timeout: Seconds for a call with all its retries. Each call can override it.
+        attempt_timeout: Seconds for one attempt.
+        consumer: Owner name of the leased batches. None means a name that is unique to this client.
+        compress: Send groups compressed with zstd, and accept answers compressed with gzip, for slow networks.
 
     Raises (every call):
-        PeerError: no answer came by the deadline.
-        UnavailableError: the service could not by the deadline: it was full, say.
-        UsageError: the service refused it.
-        RemoteError: the service failed at it.
-        StoppedError: the client was stopped or closed meanwhile.
+        PeerError: The service did not answer by the deadline.
+        UnavailableError: The service was unavailable until the deadline, for example because it was full.
+        UsageError: The service refused the request.
+        RemoteError: The service failed.
+        StoppedError: The client was stopped or closed during the call.
     """
 
     _transport = staticmethod(functools.partial(httpx.Client, limits=_LIMITS))
 
     def close(self) -> None:
-        """Close the connections. Calls under way in other threads end with StoppedError. Twice does nothing more."""
+        """Close the connections. Calls in other threads raise StoppedError. Calling it again does nothing."""
         self._stopped.set()
         self._http.close()
 
@@ -56,7 +56,7 @@ class TrajectoryClient(TrainerCalls, EnvironmentCalls, Closeable):
             method.send(None)
         except StopIteration as done:
             return done.value
-        raise AssertionError("What blocks never waits for an event loop.")
+        raise AssertionError("A blocking client never waits for an event loop.")
 
     async def _pause(self, seconds: float) -> None:
         self._stopped.wait(seconds)
@@ -66,10 +66,10 @@ class TrajectoryClient(TrainerCalls, EnvironmentCalls, Closeable):
         end = time.monotonic() + timeout
         body = bytearray()
         try:
-            with self._http.stream(**_arguments(self.url, request, timeout)) as response:
+            with self._http.stream(**_httpx_arguments(self.url, request, timeout)) as response:
                 for chunk in response.iter_bytes():
                     body += chunk
-                    if time.monotonic() > end:  # the transport's own timeouts are for each read
+                    if time.monotonic() > end:  # the timeouts of httpx apply to each read
                         return f"the answer was not complete after {timeout:g} s"
                 return HttpReply(response.status_code, response.headers, bytes(body))
         except httpx.HTTPError as error:
@@ -80,15 +80,15 @@ class TrajectoryClient(TrainerCalls, EnvironmentCalls, Closeable):
 
 
 class AsyncTrajectoryClient(TrainerCalls, EnvironmentCalls):
-    """`TrajectoryClient` for asyncio: the same arguments, calls and errors, and every call is awaited.
+    """A `TrajectoryClient` for asyncio, with the same arguments, calls and errors. Every call is awaited.
 
-    Tasks may share it.
+    Several tasks may share a client.
     """
 
     _transport = staticmethod(functools.partial(httpx.AsyncClient, limits=_LIMITS))
 
     async def close(self) -> None:
-        """Close the connections. Calls under way end with StoppedError. Twice does nothing more."""
+        """Close the connections. Unfinished calls raise StoppedError. Calling it again does nothing."""
         self._stopped.set()
         await self._http.aclose()
 
@@ -108,7 +108,7 @@ class AsyncTrajectoryClient(TrainerCalls, EnvironmentCalls):
         self._check()
         try:
             with anyio.fail_after(timeout):
-                response = await self._http.request(**_arguments(self.url, request, timeout))
+                response = await self._http.request(**_httpx_arguments(self.url, request, timeout))
         except TimeoutError:
             return f"the answer was not complete after {timeout:g} s"
         except httpx.HTTPError as error:
@@ -119,8 +119,7 @@ class AsyncTrajectoryClient(TrainerCalls, EnvironmentCalls):
         return HttpReply(response.status_code, response.headers, response.content)
 
 
-def _arguments(url: str, request: HttpRequest, timeout: float) -> dict[str, Any]:
-    """Of the transport's method that sends."""
+def _httpx_arguments(url: str, request: HttpRequest, timeout: float) -> dict[str, Any]:
     return {
         "method": request.method,
         "url": url + request.path,

@@ -1,4 +1,4 @@
-"""A group: several sequences of tokens that answer one prompt, as an environment sends and a trainer gets them."""
+"""A group: several token sequences for one prompt, as environments send them and trainers receive them."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ import numpy as np
 from rlframe.errors import UsageError
 from rlframe.trajectories.messages import ANY_LENGTH_FIELD, FLOAT_FIELDS, IGNORED, INT_FIELDS, MAX_FLOAT32
 
-_CARRIED = ("messages", "generation_params", "overrides", "group_overrides", "images")
+_OPAQUE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images")
 _DISTILL = ("distill_token_ids", "distill_logprobs")
 _KINDS = {
     np.dtype(np.int32): ("iu", "integers"),
     np.dtype(np.float32): ("iuf", "numbers"),
-    np.dtype(np.float64): ("biuf", "numbers"),  # of scores, which may be `answer == right`
+    np.dtype(np.float64): ("biuf", "numbers"),  # scores may be booleans, such as `answer == expected`
 }
 _LISTS = (list, tuple, np.ndarray)
 _ROWS = (*_LISTS, type(None))
-_LEAST_TEMPERATURE = 0.01
-_NAMES = (*INT_FIELDS, "scores", *FLOAT_FIELDS, *_CARRIED, "env_id", *_DISTILL, "policy_version")
+_MIN_TEMPERATURE = 0.01
+_NAMES = (*INT_FIELDS, "scores", *FLOAT_FIELDS, *_OPAQUE_FIELDS, "env_id", *_DISTILL, "policy_version")
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """S sequences of T_i tokens each. Rows may be given as lists or arrays, and are arrays afterwards.
+    """A group of S sequences with T_i tokens each. Rows may be lists or arrays. The group stores arrays.
 
     Args:
         tokens: S rows [T_i] int32.
-        masks: S rows [T_i] int32: the token where it is trained on, -100 where not.
+        masks: S rows [T_i] int32: the token where it is trained on, -100 elsewhere.
         scores: [S] float64. Booleans become 1 and 0.
-        advantages: S rows [T_i] float32, or None; a row is None where its sequence has none that fit.
-        ref_logprobs, inference_logprobs: S rows [T_i] float32, or None. By convention 1.0 where masks are -100.
-        messages, generation_params, overrides, group_overrides, images: JSON that the service only carries. Of it, a
-            trainer here reads `temperature`, and `set_advantage_to_zero` of overrides, which has one dict for each
-            sequence (None becomes {}).
-        env_id: as `register_env` gave it; None where the sender did not register.
+        advantages: S rows [T_i] float32, or None. A row is None if its sequence has no advantages of this length.
+        ref_logprobs, inference_logprobs: S rows [T_i] float32, or None. By convention 1.0 where the mask is -100.
+        messages, generation_params, overrides, group_overrides, images: JSON values that the service does not
+            interpret. A `TrajectoryBuffer` reads `temperature` in them, and `set_advantage_to_zero` in `overrides`, a
+            list with one dict for each sequence (None becomes {}).
+        env_id: Id from `register_env`. None if the sender did not register.
         distill_token_ids, distill_logprobs: [S][T_i][k] lists, or None.
-        policy_version: of the parameters that the group was sampled with.
+        policy_version: Version of the parameters that the group was sampled from.
 
     Raises:
-        UsageError: it has no sequences, or rows of unequal lengths, or numbers that are not finite or no int32.
+        UsageError: The group has no sequences, rows differ in length, or a number is not finite or not an int32.
     """
 
     tokens: Sequence[Any]
@@ -68,9 +68,9 @@ class Group:
         for name in INT_FIELDS:
             object.__setattr__(self, name, _rows(name, getattr(self, name), np.dtype(np.int32)))
         if not self.tokens:
-            raise UsageError("A group has at least one sequence; this one has no tokens.")
+            raise UsageError("A group must have at least one sequence; this one has no tokens.")
         if 0 in map(len, self.tokens):
-            raise UsageError("A sequence has at least one token; one of this group is empty.")
+            raise UsageError("A sequence must have at least one token; this group has an empty one.")
         for name in FLOAT_FIELDS:
             if getattr(self, name) is not None:
                 optional = name == ANY_LENGTH_FIELD
@@ -82,39 +82,41 @@ class Group:
             object.__setattr__(self, "overrides", _overrides(self.overrides))
         for name in ("generation_params", "group_overrides"):
             if not isinstance(value := getattr(self, name), (dict, type(None))):
-                raise UsageError(f"{name} is a dict, such as {{'temperature': 0.7}}; got {type(value).__name__}.")
+                raise UsageError(f"{name} must be a dict, such as {{'temperature': 0.7}}; got {type(value).__name__}.")
         for name in ("env_id", "policy_version"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _int64(name, getattr(self, name)))
         for name in ("scores", *_DISTILL):
             value = getattr(self, name)
             if value is not None and not isinstance(value, _LISTS):
-                raise UsageError(f"{name} is a list with an entry for each sequence; got {type(value).__name__}.")
+                raise UsageError(f"{name} must be a list with an entry for each sequence; got {type(value).__name__}.")
             if value is not None and len(value) != len(self):
-                raise UsageError(f"A group of {len(self)} sequences has as many {name}; got {len(value)}.")
+                raise UsageError(f"A group of {len(self)} sequences needs the same number of {name}; got {len(value)}.")
 
     def __len__(self) -> int:
-        """Its sequences."""
+        """Return the number of sequences."""
         return len(self.tokens)
 
     @property
     def lengths(self) -> np.ndarray:
-        """[S] int32: the tokens of each sequence."""
+        """[S] int32: the number of tokens in each sequence."""
         return np.fromiter(map(len, self.tokens), np.int32, len(self))
 
     @property
     def temperatures(self) -> np.ndarray:
-        """[S] float32: the temperature that each sequence was sampled at. 1 where the group gives no finite number.
+        """[S] float32: the sampling temperature of each sequence. 1 if the group has no finite value.
 
-        As in the published trainer, `temperature` of the sequence's override comes first, then that of
-        `generation_params`, then that of `group_overrides`, and 0 or less counts as 1. At least 0.01, as in vLLM.
+        As in the published trainer, the sequence's override takes precedence over `generation_params`, and that over
+        `group_overrides`. Values of 0 or less count as 1. The minimum is 0.01, as in vLLM.
         """
         of_all = [self.generation_params, self.group_overrides]
         rows = [*(self.overrides or [])[: len(self)], *[None] * len(self)][: len(self)]
         return np.array([_temperature([row, *of_all]) for row in rows], np.float32)
 
     def to_dict(self, *, binary: bool) -> dict[str, Any]:
-        """What is sent: the fields that are not None, rows as lists of numbers, or (binary) as bytes, end to end."""
+        """Return the fields that are not None. Rows are lists of numbers, or with `binary` the bytes of all rows,
+        concatenated.
+        """
         fields = {name: getattr(self, name) for name in _NAMES if getattr(self, name) is not None}
         for name in (*INT_FIELDS, *FLOAT_FIELDS):
             if name in fields:
@@ -128,10 +130,10 @@ class Group:
         return fields
 
     def check_json(self) -> None:
-        """Raise ValueError for keys that are not text and numbers that are not finite, which encoders let pass."""
-        for name in _CARRIED:
+        """Raise ValueError for keys that are not text and for numbers that are not finite. Encoders accept both."""
+        for name in _OPAQUE_FIELDS:
             values = [getattr(self, name)]
-            for value in values:  # it grows by what each value holds
+            for value in values:  # the loop appends nested values
                 if isinstance(value, dict):
                     if wrong := [key for key in value if not isinstance(key, str)]:
                         raise ValueError(f"{name} has the key {wrong[0]!r} ({type(wrong[0]).__name__})")
@@ -143,19 +145,20 @@ class Group:
 
     @classmethod
     def from_item(cls, item: Mapping[str, Any]) -> Group:
-        """The group that an item of a batch is, whichever way its rows came. Raises `UsageError` as the class does.
+        """Return the group of a batch item, in any of its encodings. Raises `UsageError` as the class does.
 
-        Rows of advantages that are not as long as their tokens are None: environments may send any.
+        Rows of advantages that differ from their tokens in length become None, because environments may send any
+        length.
         """
         fields: dict[str, Any] = {name: item.get(name) for name in _NAMES}
-        # The published clients send [] for what a group has not.
+        # The published clients send [] for missing fields.
         fields = {name: None if isinstance(value, list) and not value else value for name, value in fields.items()}
         lengths = item.get("lengths")
         for name in (*INT_FIELDS, *FLOAT_FIELDS):
             if isinstance(fields[name], bytes):
                 if not isinstance(lengths, bytes):
-                    raise UsageError(f"The {name} of a group came as bytes, and no lengths to divide them by.")
-                fields[name] = _divided(name, fields[name], np.frombuffer(lengths, "<i4"))
+                    raise UsageError(f"The {name} of a group came as bytes, without the lengths to split them.")
+                fields[name] = _split_rows(name, fields[name], np.frombuffer(lengths, "<i4"))
         if isinstance(fields["scores"], bytes):
             fields["scores"] = np.frombuffer(fields["scores"], "<f4")
         if (rows := fields[ANY_LENGTH_FIELD]) is not None:
@@ -167,7 +170,9 @@ class Group:
         if rows is None:
             return
         if len(rows) != len(self):
-            raise UsageError(f"A group of {len(self)} sequences has as many rows of {name}; got {len(rows)}.")
+            raise UsageError(
+                f"A group of {len(self)} sequences needs the same number of rows of {name}; got {len(rows)}."
+            )
         for index, (row, tokens) in enumerate(zip(rows, self.tokens)):
             if row is not None and len(row) != len(tokens):
                 raise UsageError(f"Sequence {index} has {len(tokens)} tokens, but {len(row)} {name}.")
@@ -175,27 +180,27 @@ class Group:
 
 @dataclass(frozen=True)
 class PostResult:
-    """To groups: `status` is "received", or "buffered" where one is not of its environment's group size."""
+    """The result of `post`. `status` is "received", or "buffered" if a group does not have the group size."""
 
     status: str
     groups: int
-    buffer_size: int | None  # sequences that wait in the environment's buffer, where buffered
-    replayed: bool  # the service had them already: this is its first answer again
+    buffer_size: int | None  # sequences in the environment's buffer, if buffered
+    replayed: bool  # the service already had the groups, and repeated its first answer
 
 
 @dataclass(frozen=True)
 class ServedBatch:
-    """A batch: groups of `batch_size` sequences together."""
+    """A batch: groups with `batch_size` sequences in total."""
 
     groups: list[Group]
     batch_id: int
-    step: int  # the training step that it is for
-    redelivered: bool  # somebody was given it before, and did not acknowledge it
+    step: int  # training step of the batch
+    redelivered: bool  # the batch was delivered before, and not acknowledged
 
 
 def _rows(name: str, rows: Iterable[Any], dtype: np.dtype, optional: bool = False) -> list[Any]:
     if isinstance(rows, (str, bytes)) or not isinstance(rows, Iterable):
-        raise UsageError(f"{name} is a list of rows, one for each sequence; got {type(rows).__name__}.")
+        raise UsageError(f"{name} must be a list of rows, one for each sequence; got {type(rows).__name__}.")
     return [
         None if optional and row is None else _row(f"{name}[{index}]", row, dtype) for index, row in enumerate(rows)
     ]
@@ -206,25 +211,27 @@ def _row(name: str, row: Any, dtype: np.dtype) -> np.ndarray:
     try:
         array = np.asarray(row)
     except ValueError:
-        raise UsageError(f"{name} is a row of {what}; got something ragged.") from None
+        raise UsageError(f"{name} must be a row of {what}; got a ragged list.") from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
-        raise UsageError(f"{name} is a row of {what}; got an array of {array.dtype} with {array.ndim} axes.")
+        raise UsageError(f"{name} must be a row of {what}; got an array of {array.dtype} with {array.ndim} axes.")
     if array.dtype == dtype and dtype.kind == "i":
         return array
     if dtype.kind == "i" and array.size:
         info = np.iinfo(dtype)
         if array.min() < info.min or array.max() > info.max:
-            raise UsageError(f"{name} is a row of {dtype}; got numbers from {array.min()} to {array.max()}.")
-    with np.errstate(over="ignore"):  # what is too large for float32 is refused as infinite
+            raise UsageError(f"{name} must be a row of {dtype}; got numbers from {array.min()} to {array.max()}.")
+    with np.errstate(over="ignore"):  # numbers beyond float32 become infinite, and are refused below
         converted = array.astype(dtype, copy=False)
-    if dtype.kind == "f" and not (fits := np.abs(converted) <= MAX_FLOAT32).all():  # NaN does not, either
+    if dtype.kind == "f" and not (fits := np.abs(converted) <= MAX_FLOAT32).all():  # also refuses NaN
         position = int(np.argmin(fits))
         raise UsageError(f"{name} must be finite float32; got {array[position]} at position {position}.")
     return converted
 
 
 def _fitting(rows: Any, tokens: Any) -> Any:
-    """Return the rows, with None for each that is not as long as its tokens; anything but lists as it is."""
+    """Return the rows, with None for each that differs from its tokens in length. Values that are not lists stay
+    unchanged.
+    """
     if not all(isinstance(each, _LISTS) and all(isinstance(row, _ROWS) for row in each) for each in (rows, tokens)):
         return rows
     fits = len(rows) == len(tokens)
@@ -240,17 +247,17 @@ def _int64(name: str, given: Any) -> int:
             return number
     except TypeError:
         pass
-    raise UsageError(f"{name} is an integer of 64 bits; got {str(given)[:40]} ({type(given).__name__}).")
+    raise UsageError(f"{name} must be a 64-bit integer; got {str(given)[:40]} ({type(given).__name__}).")
 
 
 def _overrides(given: Any) -> list[dict[str, Any]]:
-    """One dict for each sequence."""
+    """Return one dict for each sequence."""
     rows = [row or {} for row in given] if isinstance(given, (list, tuple)) else [given]
     if not isinstance(given, (list, tuple)) or not all(isinstance(row, dict) for row in rows):
         got = next((type(row).__name__ for row in rows if not isinstance(row, dict)), type(given).__name__)
         raise UsageError(
-            "overrides is a list with a dict for each sequence, such as [{'set_advantage_to_zero': True}, {}]; got "
-            f"{type(given).__name__}{'' if got == type(given).__name__ else ' with ' + got}."
+            "overrides must be a list with a dict for each sequence, such as [{'set_advantage_to_zero': True}, {}]; "
+            f"got {type(given).__name__}{'' if got == type(given).__name__ else ' with ' + got}."
         )
     return rows
 
@@ -267,15 +274,15 @@ def finite_temperature(given: Any) -> float | None:
 def _temperature(sources: Iterable[dict[str, Any] | None]) -> float:
     for source in sources:
         if (given := finite_temperature((source or {}).get("temperature"))) is not None:
-            return max(given, _LEAST_TEMPERATURE) if given > 0 else 1.0
+            return max(given, _MIN_TEMPERATURE) if given > 0 else 1.0
     return 1.0
 
 
-def _divided(name: str, data: bytes, lengths: np.ndarray) -> list[np.ndarray]:
+def _split_rows(name: str, data: bytes, lengths: np.ndarray) -> list[np.ndarray]:
     flat = np.frombuffer(data, "<i4" if name in INT_FIELDS else "<f4")
     ends = np.cumsum(lengths)
     if lengths.min(initial=0) < 0 or (ends[-1] if len(ends) else 0) != len(flat):
-        raise UsageError(f"A group has {len(flat)} {name}, and lengths that sum to {int(lengths.sum())}.")
+        raise UsageError(f"A group has {len(flat)} {name}, but its lengths sum to {int(lengths.sum())}.")
     return np.split(flat, ends[:-1])
 
 
@@ -283,13 +290,13 @@ _log = logging.getLogger(__name__)
 
 
 class GroupWarnings:
-    """Logs each kind of such a field once."""
+    """Warnings about fields that other trainers use, but this one ignores. Each kind is logged once."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
-    def look(self, groups: Sequence[Group]) -> None:
-        """Log the kinds of fields in these groups that were not logged before."""
+    def warn_once(self, groups: Sequence[Group]) -> None:
+        """Log each kind of field in these groups that was not logged before."""
         for group in groups:
             for kind, found in self._found(group):
                 if kind not in self._logged:
@@ -297,31 +304,31 @@ class GroupWarnings:
                     _log.warning("A group of environment %s %s This is logged once.", group.env_id, found)
 
     def _found(self, group: Group) -> Iterator[tuple[str, str]]:
-        """Return pairs of a kind and a sentence about it."""
+        """Yield pairs of a kind and a sentence about it."""
         overrides = [override or {} for override in group.overrides or []]
         for source in (*overrides, group.generation_params or {}, group.group_overrides or {}):
             if (given := source.get("temperature")) is not None and finite_temperature(given) is None:
                 yield (
                     "unused temperature",
-                    f"has the temperature {str(given)[:40]}, which is not used: it is no finite float32.",
+                    f"has the temperature {str(given)[:40]}, which is ignored, because it is not a finite float32.",
                 )
         other = group.temperatures[group.temperatures != 1]
         if len(other) and group.inference_logprobs is not None:
             yield (
                 "temperature",
                 f"has a temperature of {other[0]:g}. Its inference_logprobs must be at this temperature, because "
-                "learning compares them with log-probabilities at it. Those of `rlframe serve policy` are at "
+                "the learner computes its log-probabilities at it. Those of `rlframe serve policy` are at "
                 "temperature 1: sample at 1, or send no inference_logprobs.",
             )
         if unknown := sorted(
             {str(name) for one in overrides for name in one} - {"set_advantage_to_zero", "temperature"}
         ):
-            yield f"overrides {unknown}", f"has overrides that change nothing here: {', '.join(unknown)}."
+            yield f"overrides {unknown}", f"has overrides that are ignored here: {', '.join(unknown)}."
         if unknown := sorted(map(str, set(group.group_overrides or {}) - {"group_size", "temperature"})):
-            yield f"group_overrides {unknown}", f"has group_overrides that change nothing here: {', '.join(unknown)}."
+            yield f"group_overrides {unknown}", f"has group_overrides that are ignored here: {', '.join(unknown)}."
         for name in ("distill_token_ids", "distill_logprobs", "images"):
             if getattr(group, name):
-                yield name, f"has {name}, which nothing is learned from here."
+                yield name, f"has {name}, which are ignored here."
         if "masks" not in self._logged:
             for index, (mask, tokens) in enumerate(zip(group.masks, group.tokens)):
                 if (wrong := (mask != IGNORED) & (mask != tokens)).any():

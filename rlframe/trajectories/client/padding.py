@@ -1,4 +1,4 @@
-"""Groups of sequences of any lengths as rectangular arrays, of few different shapes."""
+"""Pad groups of different lengths to rectangular arrays of few different shapes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _log = logging.getLogger(__name__)
 
 
 def bucket_lengths(max_token_len: int) -> list[int]:
-    """The lengths that batches are padded to: powers of two and the middles between, up to `max_token_len`.
+    """Return the lengths that batches are padded to: powers of two and the midpoints between them, up to
+    `max_token_len`.
 
-    So padding is less than half of the longest sequence, and an update is compiled a bounded number of times: 21 for
-    sequences of up to 65,536 tokens.
+    Padding is then less than half of the longest sequence. The number of compiled updates is bounded, for example 21
+    for sequences of up to 65,536 tokens.
     """
     lengths, length = [], _SHORTEST
     while length < max_token_len:
@@ -32,12 +33,12 @@ def bucket_lengths(max_token_len: int) -> list[int]:
 
 
 def pad(groups: Sequence[Group], buckets: list[int]) -> tuple[TokenBatch, int]:
-    """The arrays of `groups`, as long as the smallest of `buckets` that holds the longest sequence.
+    """Return `groups` as arrays, padded to the smallest bucket that holds the longest sequence.
 
-    Sequences longer than the last bucket are cut to it: for the tokens that are left, what is learned stays right.
+    Sequences longer than the last bucket are truncated. The loss of their remaining tokens stays correct.
 
     Returns:
-        (batch, number of sequences that were cut).
+        (batch, number of truncated sequences).
     """
     full = np.concatenate([group.lengths for group in groups])
     lengths = np.minimum(full, buckets[-1])
@@ -70,7 +71,7 @@ def pad(groups: Sequence[Group], buckets: list[int]) -> tuple[TokenBatch, int]:
 
 
 def _zeroed(group: Group) -> np.ndarray:
-    """[S] bool: sequences whose advantage an override sets to 0."""
+    """Return [S] bool: whether an override sets the sequence's advantage to 0."""
     zeroed = np.zeros(len(group), bool)
     for index, override in enumerate((group.overrides or [])[: len(group)]):
         zeroed[index] = bool((override or {}).get("set_advantage_to_zero"))

@@ -1,4 +1,4 @@
-"""The environments of a run: names, who is alive, and sums over those that are."""
+"""The environments of a run: their names, which of them are live, and sums over the live ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ import msgspec
 
 @dataclass(kw_only=True)
 class EnvSummary:
-    """What anybody may know of an environment. Live: connected, and heard of within the last `lapse_after` seconds."""
+    """Public facts about an environment.
+
+    A live environment is connected, and its last heartbeat was at most `lapse_after` seconds ago.
+    """
 
     env_id: int
     wandb_name: str
@@ -32,18 +35,18 @@ class EnvSummary:
 
 @dataclass(kw_only=True)
 class Env(EnvSummary):
-    """One environment that registered."""
+    """A registered environment."""
 
     desired_name: str
     resume_token: str | None
     max_token_length: int
-    last_heard: float  # seconds
-    size_known: bool = True  # whether it, or its first group, has said its group size
+    last_heard: float  # time of the last heartbeat, in seconds
+    size_known: bool = True  # whether the environment or its first group has set the group size
     largest_group: int = 0  # sequences
 
     @property
-    def pull(self) -> Fraction:
-        """What its weight is a part of: context length times weight. Exact, so that sums can be kept by difference."""
+    def scaled_weight(self) -> Fraction:
+        """Context length times weight, as an exact fraction, so that sums can be updated by differences."""
         return self.max_token_length * Fraction(max(0.0, self.weight))
 
     def count_added(self, sequences: int, tokens: int) -> None:
@@ -54,45 +57,45 @@ class Env(EnvSummary):
 
 
 class Environments:
-    """All environments of one epoch; ids count from 0.
+    """All environments of one epoch. Ids count from 0.
 
     Attributes:
-        sizes: how many live environments have each group size.
-        sharing: ids of the live environments with a minimum allocation.
+        sizes: Number of live environments for each group size.
+        with_minimum_share: Ids of the live environments with a minimum allocation.
     """
 
     def __init__(self) -> None:
         self.all: list[Env] = []
         self.sizes: Counter[int] = Counter()
-        self.sharing: dict[int, None] = {}
+        self.with_minimum_share: dict[int, None] = {}
         self._by_token: dict[str, int] = {}
         self._names: Counter[str] = Counter()
-        self._heard: OrderedDict[int, None] = OrderedDict()  # live ones, that heard of longest ago first
-        self._pull = Fraction(0)
+        self._heard: OrderedDict[int, None] = OrderedDict()  # live environments, longest silent first
+        self._total_weight = Fraction(0)
         self._allocated = Fraction(0)
 
     def get(self, env_id: int | None) -> Env | None:
         return self.all[env_id] if env_id is not None and 0 <= env_id < len(self.all) else None
 
-    def known(self, resume_token: str | None) -> Env | None:
+    def find_by_token(self, resume_token: str | None) -> Env | None:
         env_id = None if resume_token is None else self._by_token.get(resume_token)
         return self.get(env_id)
 
-    def register(self, known: Env | None, token: str | None, group_size: int | None, **told: Any) -> Env:
-        """A new environment, or `known`, which has left, with what it tells now. Live when it is heard.
+    def register(self, known: Env | None, token: str | None, group_size: int | None, **values: Any) -> Env:
+        """Add a new environment, or update `known`, which is not live. `record_heartbeat` makes the environment live.
 
-        `group_size` None: as it was, or 1 until its first group.
+        `group_size` None keeps the size of `known`. For a new environment it means 1 until the first group.
         """
         if group_size is not None or known is None:
-            told |= {"group_size": group_size or 1, "size_known": group_size is not None}
+            values |= {"group_size": group_size or 1, "size_known": group_size is not None}
         if known is not None:
             env = known
-            for field, value in told.items():
+            for field, value in values.items():
                 setattr(env, field, value)
             env.connected = True
         else:
-            name = told["desired_name"]
-            env = Env(env_id=len(self.all), wandb_name=f"{name}_{self._names[name]}", resume_token=token, **told)
+            name = values["desired_name"]
+            env = Env(env_id=len(self.all), wandb_name=f"{name}_{self._names[name]}", resume_token=token, **values)
             self._names[name] += 1
             self.all.append(env)
             if token is not None:
@@ -100,8 +103,10 @@ class Environments:
         env.largest_group = max(env.largest_group, env.group_size)
         return env
 
-    def hear(self, env: Env, now: float) -> bool:
-        """Note a sign of life. Returns whether the environment became live by it; a disconnected one does not."""
+    def record_heartbeat(self, env: Env, now: float) -> bool:
+        """Record a heartbeat. Return whether it made the environment live. Disconnected environments do not become
+        live.
+        """
         env.last_heard = now
         if not env.connected:
             return False
@@ -113,29 +118,33 @@ class Environments:
         self._sum(env, 1)
         return True
 
-    def leave(self, env: Env) -> None:
-        """The environment is no longer live."""
+    def mark_not_live(self, env: Env) -> None:
         if env.live:
             env.live = False
             del self._heard[env.env_id]
             self._sum(env, -1)
 
     def overdue(self, heard_before: float) -> Env | None:
-        """The live environment that was heard of longest ago, if that was before `heard_before`."""
+        """Return the live environment that has been silent longest, if its last heartbeat was before `heard_before`."""
         env = self.all[next(iter(self._heard))] if self._heard else None
         return env if env is not None and env.last_heard < heard_before else None
 
     def latest(self, count: int) -> list[Env]:
-        """At most so many: the live ones first, those that were heard of last first."""
+        """Return at most `count` environments: live ones first, then by their last heartbeat, latest first."""
         return heapq.nlargest(count, self.all, key=lambda env: (env.live, env.last_heard))
 
     def weight_of(self, env: Env | None) -> float:
-        """The part of the live environments' weights that is this one's, at least 0.01; None: of unknown senders."""
-        return min(1.0, max(0.01, float(env.pull / self._pull))) if self._pull and env is not None else 0.01
+        """Return an environment's fraction of the scaled weights of all live ones, at least 0.01. None: unregistered
+        senders.
+        """
+        return (
+            min(1.0, max(0.01, float(env.scaled_weight / self._total_weight)))
+            if self._total_weight and env is not None
+            else 0.01
+        )
 
     @property
-    def live(self) -> int:
-        """How many are."""
+    def num_live(self) -> int:
         return len(self._heard)
 
     @property
@@ -159,13 +168,13 @@ class Environments:
         return envs
 
     def _sum(self, env: Env, sign: int) -> None:
-        self._pull += sign * env.pull
+        self._total_weight += sign * env.scaled_weight
         self.sizes[env.group_size] += sign
         if not self.sizes[env.group_size]:
             del self.sizes[env.group_size]
         if env.min_batch_allocation:
             self._allocated += sign * Fraction(env.min_batch_allocation)
             if sign > 0:
-                self.sharing[env.env_id] = None
+                self.with_minimum_share[env.env_id] = None
             else:
-                del self.sharing[env.env_id]
+                del self.with_minimum_share[env.env_id]

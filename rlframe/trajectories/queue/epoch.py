@@ -1,4 +1,7 @@
-"""Everything that starts afresh with a new registration or a reset: settings, environments, what waits, what is out."""
+"""The state of one epoch of a run: settings, environments, queued groups, and leased batches.
+
+A new registration or a reset starts a new epoch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import msgspec
 
 from rlframe.trajectories.messages import Registration
 from rlframe.trajectories.queue import reports
-from rlframe.trajectories.queue.batching import StartTimeFairQueue, TakenUnit, form
+from rlframe.trajectories.queue.batching import StartTimeFairQueue, TakenUnit, form_batch
 from rlframe.trajectories.queue.environments import Env, Environments
 from rlframe.trajectories.queue.leases import AddResult, IdempotencyKeys, LeasedBatch, Leases
 from rlframe.trajectories.queue.unit_queues import QueuedGroup, UndersizedGroups, UnitQueues
@@ -19,15 +22,17 @@ _PLAIN = ("uuid", "step", "policy_version", "started", "paused", "stored_bytes",
 
 
 class Epoch:
-    """Attributes:
-    number: rises whenever the run starts afresh.
-    uuid: the caller's name for the registration.
-    step: batches handed out, counted from the registered starting_step.
-    started: the trainer has asked for a batch.
-    stored_bytes: of all groups whose payload is needed.
-    odd: by environment, groups of odd sizes.
-    barren: the last attempt to form a batch failed, and nothing that it depends on has changed since.
-    forgotten: groups whose payloads are no longer needed, for the caller to take out.
+    """The state of a run since its last registration or reset.
+
+    Attributes:
+        number: Rises with each reset of the run.
+        uuid: The caller's name for the registration.
+        step: Delivered batches, counted from the registered starting_step.
+        started: Whether the trainer has requested a batch.
+        stored_bytes: Bytes of all groups whose payload is needed.
+        undersized: Undersized groups, by environment id.
+        barren: Whether the last attempt to form a batch failed, and nothing relevant has changed since.
+        released: Ids of groups whose payloads are no longer needed, for the caller to delete.
     """
 
     def __init__(self, number: int = 0) -> None:
@@ -40,133 +45,132 @@ class Epoch:
         self.paused = False
         self.stored_bytes = 0
         self.barren = False
-        self.forgotten: list[int] = []
+        self.released: list[int] = []
         self.envs = Environments()
-        self.lanes = UnitQueues()
-        self.odd: dict[int, UndersizedGroups] = {}
+        self.unit_queues = UnitQueues()
+        self.undersized: dict[int, UndersizedGroups] = {}
         self.leases = Leases()
         self.keys = IdempotencyKeys()
-        self.tally = reports.Tally()
+        self.counters = reports.EpochCounters()
         self.weights = StartTimeFairQueue(lambda env_id: self.envs.weight_of(self.envs.get(env_id)))
 
     @property
     def settings(self) -> Registration:
-        """The registration, for callers that know that there is one."""
+        """The registration, for callers that have made sure that one exists."""
         assert self.registration is not None
         return self.registration
 
-    def settle(self, registration: Registration) -> None:
-        """Go by these settings, with all that is here."""
+    def apply_registration(self, registration: Registration) -> None:
+        """Continue with these settings, and keep everything else."""
         self.registration = registration
-        for env_id in self.envs.sharing:
+        for env_id in self.envs.with_minimum_share:
             self._reserve(self.envs.all[env_id])
         self.barren = False
 
     # Environments.
 
-    def hear(self, env: Env, now: float) -> None:
-        """Note a sign of life."""
-        if self.envs.hear(env, now):
+    def record_heartbeat(self, env: Env, now: float) -> None:
+        if self.envs.record_heartbeat(env, now):
             self._reserve(env)
 
-    def leave(self, env: Env) -> None:
-        """Have no batch wait for this environment any more."""
-        self.envs.leave(env)
+    def mark_not_live(self, env: Env) -> None:
+        """Mark an environment as not live, so that no batch waits for its minimum share."""
+        self.envs.mark_not_live(env)
         self._reserve(env)
 
-    def lapse(self, now: float) -> None:
-        """End what has run out of time: leases, remembered answers, and the liveness of environments."""
+    def expire(self, now: float) -> None:
+        """End leases, stored answers and the liveness of environments whose time has run out."""
         while (env := self.overdue(now)) is not None:
-            self.leave(env)
+            self.mark_not_live(env)
         for batch in self.leases.expire(now):
-            self.forget(batch.group_ids, batch.size_bytes)
+            self.release(batch.group_ids, batch.size_bytes)
 
     def overdue(self, now: float) -> Env | None:
-        """A live environment that has been silent for too long."""
+        """Return a live environment that has been silent for longer than `lapse_after`, or None."""
         return self.envs.overdue(now - self.registration.lapse_after) if self.registration else None
 
-    def regroup(self, env: Env) -> None:
-        """Pack the odd groups of an environment again, whose group size may be another now."""
-        odd = self.odd.pop(env.env_id, None)
-        for group in odd.oldest_first() if odd else ():
+    def repack_undersized(self, env: Env) -> None:
+        """Pack the undersized groups of an environment again, because its group size may have changed."""
+        undersized = self.undersized.pop(env.env_id, None)
+        for group in undersized.oldest_first() if undersized else ():
             self.enqueue(env.env_id, group)
 
     def _reserve(self, env: Env) -> None:
         self.barren = False
         if env.min_batch_allocation:
-            self.lanes.reserve(env.env_id, env.group_size, reports.share_of(self, env) if env.live else 0)
+            self.unit_queues.reserve(env.env_id, env.group_size, reports.minimum_share(self, env) if env.live else 0)
 
     # Groups.
 
     def add(self, group: QueuedGroup, env_id: int | None, tokens: int) -> AddResult:
-        """A group that is not refused."""
+        """Queue a group that was not refused."""
         self.stored_bytes += group.size_bytes
-        self.tally.groups_added += 1
-        self.tally.sequences_added += group.sequences
-        self.tally.tokens_added += tokens
+        self.counters.groups_added += 1
+        self.counters.sequences_added += group.sequences
+        self.counters.tokens_added += tokens
         env = self.envs.get(env_id)
         if env is not None:
             env.count_added(group.sequences, tokens)
             if not env.size_known:
-                self.leave(env)  # the sums have it with another size
+                self.mark_not_live(env)  # the sums include its old size
                 env.group_size, env.size_known = group.sequences, True
-                self.hear(env, env.last_heard)
+                self.record_heartbeat(env, env.last_heard)
         self.enqueue(env_id, group)
         if env is None or group.sequences == env.group_size:
             return AddResult("received", group.id)
-        odd = self.odd.get(env.env_id)
-        return AddResult("buffered", group.id, odd.sequences if odd else 0)
+        undersized = self.undersized.get(env.env_id)
+        return AddResult("buffered", group.id, undersized.sequences if undersized else 0)
 
     def enqueue(self, env_id: int | None, group: QueuedGroup) -> None:
-        """Put a group into its lane, or to the odd ones of its environment where it is no unit by itself."""
+        """Queue a group as a unit, or add it to its environment's undersized groups."""
         self.barren = False
         env = self.envs.get(env_id)
-        # Nothing sums to a unit smaller than the group itself, and for one that no batch can hold it need not wait.
+        # A group is a unit by itself if it has the group size or more, or if no batch can hold the group size.
         if (
             env is None
             or self.registration is None
             or group.sequences >= env.group_size
             or env.group_size > self.registration.batch_size
         ):
-            self.lanes.push(env_id, group.sequences, group)
+            self.unit_queues.push(env_id, group.sequences, group)
             return
-        unit = self.odd.setdefault(env.env_id, UndersizedGroups()).add(group, env.group_size)
+        unit = self.undersized.setdefault(env.env_id, UndersizedGroups()).add(group, env.group_size)
         if unit is not None:
-            self.lanes.push(env_id, env.group_size, unit)
+            self.unit_queues.push(env_id, env.group_size, unit)
 
     def take(
         self, batch_id: int, now: float, until: float | None, consumer: str | None, request: str | None
     ) -> LeasedBatch | None:
-        """The batch for a request: the one it got before, one that came back, or a new one of this `batch_id`."""
+        """Return the batch for a request: its earlier batch, a returned one, or a new one with this `batch_id`."""
         batch = None
         if consumer is not None:
-            batch = self.leases.recall(consumer, request)
+            batch = self.leases.find_answered(consumer, request)
             if batch is not None and batch.batch_id not in self.leases.returned:
                 return batch
             for answered in self.leases.drop_answers(consumer):
-                self.forget(answered.group_ids, answered.size_bytes)
+                self.release(answered.group_ids, answered.size_bytes)
         batch = batch or next(iter(self.leases.returned.values()), None)
         if batch is not None:
-            self.tally.redelivered += 1
+            self.counters.redelivered += 1
         else:
             batch = self._form(batch_id)
         if batch is None:
             return None
         batch = self.leases.hand_out(batch, consumer, until)
         if consumer is not None and request is not None:
-            self.leases.answer(consumer, request, batch, now)
+            self.leases.record_answer(consumer, request, batch, now)
         elif until is None:
-            self.forget(batch.group_ids, batch.size_bytes)
+            self.release(batch.group_ids, batch.size_bytes)
         return batch
 
     def _form(self, batch_id: int) -> LeasedBatch | None:
-        """The next batch, counted as served, or None."""
+        """Form the next batch and count it as served. Return None if none can be formed."""
         units: list[TakenUnit] | None = None
         while not self.barren and units is None:
-            self.barren = True  # unless a group that shared a unit with one too old is queued again
+            self.barren = True  # `_discard` resets it if it queues the rest of a unit again
             weights = self.weights if self.settings.mix == "weight" else None
-            shares = reports.shares(self)
-            units, dropped = form(self.settings.batch_size, self.lanes, shares, self._too_old, weights)
+            shares = reports.minimum_shares(self)
+            units, dropped = form_batch(self.settings.batch_size, self.unit_queues, shares, self._too_old, weights)
             for env_id, _, unit in dropped:
                 self._discard(env_id, unit)
         if units is None:
@@ -174,23 +178,23 @@ class Epoch:
         self.barren = False
         return self._served(batch_id, units)
 
-    def forget(self, group_ids: Sequence[int], size_bytes: int) -> None:
-        """The payloads of these are no longer needed."""
-        self.forgotten.extend(group_ids)
+    def release(self, group_ids: Sequence[int], size_bytes: int) -> None:
+        """Mark payloads as no longer needed."""
+        self.released.extend(group_ids)
         self.stored_bytes -= size_bytes
 
     def _too_old(self, group: QueuedGroup) -> bool:
         registration = self.registration
         if registration is None or registration.max_staleness is None or registration.stale == "keep":
             return False
-        age = reports.age(self, group)
+        age = reports.staleness_of(self, group)
         return age is not None and age > registration.max_staleness
 
     def _discard(self, env_id: int | None, unit: QueuedGroup) -> None:
         for group in unit.groups:
             if self._too_old(group):
-                self.tally.discarded += 1
-                self.forget([group.id], group.size_bytes)
+                self.counters.discarded += 1
+                self.release([group.id], group.size_bytes)
             else:
                 self.enqueue(env_id, group)
 
@@ -207,18 +211,18 @@ class Epoch:
             step=self.step,
             sequences=sum(taken.size for taken in units),
             size_bytes=sum(group.size_bytes for group in groups),
-            staleness=tuple(reports.age(self, group) for group in groups),
+            staleness=tuple(reports.staleness_of(self, group) for group in groups),
         )
         self.step += 1
-        self.tally.count_served(batch.sequences, batch.staleness)
+        self.counters.count_served(batch.sequences, batch.staleness)
         return batch
 
-    def held(self) -> Iterator[int]:
-        """Every group whose payload somebody may ask for."""
-        yield from self.lanes.ids()
-        for odd in self.odd.values():
-            yield from (group.id for group in odd.oldest_first())
-        yield from self.leases.held()
+    def needed_group_ids(self) -> Iterator[int]:
+        """Yield the ids of all groups whose payload may still be requested."""
+        yield from self.unit_queues.ids()
+        for undersized in self.undersized.values():
+            yield from (group.id for group in undersized.oldest_first())
+        yield from self.leases.needed_group_ids()
 
     # State.
 
@@ -227,11 +231,11 @@ class Epoch:
             **{name: getattr(self, name) for name in _PLAIN},
             "registration": self.registration,
             "envs": self.envs.to_state(),
-            "lanes": self.lanes.to_state(),
-            "odd": [[env_id, odd.oldest_first()] for env_id, odd in sorted(self.odd.items())],
+            "lanes": self.unit_queues.to_state(),
+            "odd": [[env_id, undersized.oldest_first()] for env_id, undersized in sorted(self.undersized.items())],
             "leases": self.leases.to_state(),
             "keys": self.keys.to_state(),
-            "tally": asdict(self.tally),
+            "tally": asdict(self.counters),
             "weights": self.weights.to_state(),
         }
 
@@ -242,15 +246,15 @@ class Epoch:
             setattr(epoch, name, state[name])
         epoch.registration = msgspec.convert(state["registration"], Registration | None)
         epoch.envs = Environments.from_state(state["envs"])
-        epoch.lanes = UnitQueues.from_state(state["lanes"])
-        odd = msgspec.convert(state["odd"], list[tuple[int, list[QueuedGroup]]])
-        epoch.odd = {env_id: UndersizedGroups.of(groups) for env_id, groups in odd}
+        epoch.unit_queues = UnitQueues.from_state(state["lanes"])
+        undersized = msgspec.convert(state["odd"], list[tuple[int, list[QueuedGroup]]])
+        epoch.undersized = {env_id: UndersizedGroups.of(groups) for env_id, groups in undersized}
         epoch.leases = Leases.from_state(state["leases"])
         epoch.keys = IdempotencyKeys.from_state(state["keys"])
-        epoch.tally = reports.Tally(**state["tally"])
-        if "weights" in state:  # not in a snapshot of before there were any
+        epoch.counters = reports.EpochCounters(**state["tally"])
+        if "weights" in state:  # older snapshots lack it
             epoch.weights.set_state(state["weights"])
-        for env_id in epoch.envs.sharing:
+        for env_id in epoch.envs.with_minimum_share:
             epoch._reserve(epoch.envs.all[env_id])
         epoch.barren = state["barren"]
         return epoch

@@ -1,4 +1,4 @@
-"""Answers that are given again: batches under a lease, and the answers to the latest keyed requests."""
+"""Leased batches, and answers that are kept for repeated requests."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any, NamedTuple, Union
 import msgspec
 from msgspec.structs import replace
 
-MAX_CONSUMERS = 1024  # whose last request is remembered
-ANSWER_KEPT = 3600.0  # seconds for which it is
+MAX_CONSUMERS = 1024  # number of consumers whose last request is kept
+ANSWER_TTL = 3600.0  # seconds for which an answer is kept
 
 
 class LeasedBatch(msgspec.Struct, frozen=True):
-    """A batch as a consumer gets it.
+    """A batch that was delivered to a consumer.
 
     Attributes:
-        group_ids: in serving order, oldest first.
-        step: the training step that it is for; redelivery does not change it.
-        staleness: of each group, how many policy versions older than the current one; None where either is unknown.
-        delivery: 1 for the first time it is handed out.
-        lease_until: when it goes to somebody else unless acknowledged, in seconds; None where it is acknowledged.
-        consumer: whose the lease is.
+        group_ids: In serving order, oldest first.
+        step: Training step of the batch. Redelivery does not change it.
+        staleness: Policy versions by which each group is older than the trainer's. None if either is unknown.
+        delivery: Number of the delivery, starting with 1.
+        lease_until: End of the lease in seconds. None if the batch was acknowledged at delivery.
+        consumer: Owner of the lease.
     """
 
     batch_id: int
@@ -37,50 +37,51 @@ class LeasedBatch(msgspec.Struct, frozen=True):
     consumer: str | None = None
 
 
-_Answered = tuple[str, LeasedBatch, float]  # a request, the batch that answered it, when
+_Answered = tuple[str, LeasedBatch, float]  # request, its batch, time of the answer
 
 
 class Leases:
     """The batches whose payloads are still needed.
 
     Attributes:
-        out: batches under a lease, by batch_id.
-        returned: those that came back, by batch_id; the first one that did is the first.
+        out: Batches under a lease, by batch_id.
+        returned: Batches that wait for redelivery, by batch_id, in the order of their return.
     """
 
     def __init__(self) -> None:
         self.out: dict[int, LeasedBatch] = {}
         self.returned: dict[int, LeasedBatch] = {}
-        self._earliest = math.inf  # no lease ends before
-        # The last request of each consumer, the earliest first; a batch without a lease is kept here for as long.
+        self._earliest = math.inf  # no lease ends before this time
+        # The last request of each consumer, earliest first. A batch without a lease is kept as long as its request.
         self._answered: OrderedDict[str, _Answered] = OrderedDict()
 
     @property
     def unacknowledged(self) -> list[LeasedBatch]:
-        """Batches that are leased or came back."""
+        """Batches that are leased or wait for redelivery."""
         return [*self.out.values(), *self.returned.values()]
 
     @property
     def kept(self) -> list[LeasedBatch]:
-        """Batches without a lease that are kept for the same request again."""
+        """Batches without a lease that are kept for a repeated request."""
         return [batch for _, batch, _ in self._answered.values() if batch.lease_until is None]
 
-    def recall(self, consumer: str, request: str | None) -> LeasedBatch | None:
-        """The batch that this request was answered with, if it is still this consumer's or nobody else's."""
+    def find_answered(self, consumer: str, request: str | None) -> LeasedBatch | None:
+        """Return the batch that answered this request, if no other consumer has taken it over."""
         known, batch, _ = self._answered.get(consumer, (None, None, None))
         if batch is None or request is None or known != request:
             return None
         if batch.lease_until is None:
             return batch
-        return self._held(batch.batch_id, consumer) or self.returned.get(batch.batch_id)
+        return self._held_by(batch.batch_id, consumer) or self.returned.get(batch.batch_id)
 
-    def answer(self, consumer: str, request: str, batch: LeasedBatch, now: float) -> None:
+    def record_answer(self, consumer: str, request: str, batch: LeasedBatch, now: float) -> None:
         self._answered[consumer] = (request, batch, now)
 
     def drop_answers(self, consumer: str) -> list[LeasedBatch]:
-        """Forget the consumer's last request, and those of who has not asked for longest where they are too many.
+        """Drop the consumer's last request, and the oldest requests if there are too many.
 
-        Returns the batches without a lease that were only kept for these.
+        Returns:
+            Batches without a lease that were kept only for these requests.
         """
         answered = [self._answered.pop(consumer)] if consumer in self._answered else []
         while len(self._answered) >= MAX_CONSUMERS:
@@ -88,7 +89,7 @@ class Leases:
         return [batch for _, batch, _ in answered if batch.lease_until is None]
 
     def hand_out(self, batch: LeasedBatch, consumer: str | None, until: float | None) -> LeasedBatch:
-        """Hand a new batch, or one that came back, to a consumer: until then, or for good."""
+        """Deliver a new or returned batch to a consumer, with a lease until `until`. None means without a lease."""
         if self.returned.pop(batch.batch_id, None) is not None:
             batch = replace(batch, delivery=batch.delivery + 1)
         batch = replace(batch, lease_until=until, consumer=consumer)
@@ -96,34 +97,39 @@ class Leases:
             self._lease(batch, until)
         return batch
 
-    def settle(self, batch_id: int) -> LeasedBatch | None:
-        """Take out a batch that is done with: leased, or come back in the meantime. None where there is none."""
+    def remove(self, batch_id: int) -> LeasedBatch | None:
+        """Remove and return a batch that is leased or waits for redelivery. Return None if there is none."""
         return self.out.pop(batch_id, None) or self.returned.pop(batch_id, None)
 
     def give_back(self, batch_id: int, consumer: str | None) -> bool:
-        """The holder (or, where `consumer` is None, anyone) gives a leased batch back. False where it is not his."""
-        if self._held(batch_id, consumer) is None:
+        """End a lease, so that the batch waits for redelivery. Return False if `consumer` (None: anyone) does not own
+        it.
+        """
+        if self._held_by(batch_id, consumer) is None:
             return False
         self.returned[batch_id] = self.out.pop(batch_id)
         return True
 
     def renew(self, batch_id: int, consumer: str | None, until: float) -> bool:
-        """The holder (or, where `consumer` is None, anyone) has it until then. False where it is not his."""
-        batch = self._held(batch_id, consumer)
+        """Extend a lease to `until`. Return False if `consumer` (None: anyone) does not own it."""
+        batch = self._held_by(batch_id, consumer)
         if batch is None:
             return False
         self._lease(replace(batch, lease_until=until), until)
         return True
 
     def due(self, now: float) -> bool:
-        """Whether the lease of a batch has ended, or an answer was remembered for long enough."""
-        if self._earliest <= now:  # perhaps of a batch that is done with, or was renewed
+        """Return whether a lease has ended, or a kept answer has become too old."""
+        if self._earliest <= now:  # may belong to a batch that was acknowledged or renewed
             self._earliest = min((end for end, _ in self._ends()), default=math.inf)
         return self._earliest <= now or self._answer_is_old(now)
 
     def expire(self, now: float) -> list[LeasedBatch]:
-        """Take back the batches whose leases have ended. Return those without a lease that were only kept for requests
-        of long ago."""
+        """Take back the batches whose leases have ended.
+
+        Returns:
+            Batches without a lease whose kept requests have become too old.
+        """
         if not self.due(now):
             return []
         for end, batch_id in sorted(self._ends()):
@@ -134,12 +140,12 @@ class Leases:
             old.append(self._answered.popitem(last=False)[1][1])
         return [batch for batch in old if batch.lease_until is None]
 
-    def held(self) -> Iterator[int]:
-        """The groups of all batches that may be asked for (again)."""
+    def needed_group_ids(self) -> Iterator[int]:
+        """Return the ids of all groups in batches that may be requested again."""
         return (group_id for batch in (*self.unacknowledged, *self.kept) for group_id in batch.group_ids)
 
-    def _held(self, batch_id: int, consumer: str | None) -> LeasedBatch | None:
-        """Return a leased batch if this consumer (None: anyone) holds it."""
+    def _held_by(self, batch_id: int, consumer: str | None) -> LeasedBatch | None:
+        """Return a leased batch if this consumer (None: anyone) owns it."""
         batch = self.out.get(batch_id)
         return batch if batch is not None and consumer in (None, batch.consumer) else None
 
@@ -152,7 +158,7 @@ class Leases:
 
     def _answer_is_old(self, now: float) -> bool:
         first = next(iter(self._answered.values()), None)
-        return first is not None and first[2] + ANSWER_KEPT <= now
+        return first is not None and first[2] + ANSWER_TTL <= now
 
     def to_state(self) -> list[Any]:
         answered = [[consumer, *answer] for consumer, answer in self._answered.items()]
@@ -170,41 +176,42 @@ class Leases:
 
 
 MAX_KEYS = 100_000
-MAX_AGE = 3600.0  # seconds
+KEY_TTL = 3600.0  # seconds
 
-_Kept = dict[str, Union[int, None]]  # sequences left in the buffer, None where the group was received
+_Generation = dict[str, Union[int, None]]  # key -> sequences left in the buffer, or None if the group was received
 
 
 class AddResult(NamedTuple):
-    """`status` is "received", "buffered" (not of its environment's group size) or "refused" (nothing was kept).
+    """The result of `Queue.add`.
 
-    A repeated idempotency key gets the first answer again, with `duplicate` set and without the id.
+    `status` is "received", "buffered" (the group differs from its environment's group size) or "refused" (nothing was
+    kept). A repeated idempotency key gets the first result again, with `duplicate` set and without the id.
     """
 
     status: str
     group_id: int | None = None
-    buffer_size: int | None = None  # sequences left in the buffer, where buffered
+    buffer_size: int | None = None  # sequences left in the buffer, if buffered
     duplicate: bool = False
-    reason: str | None = None  # a sentence, where refused
-    too_large: bool = False  # refused because no batch can hold it: no retry will do better
-    too_old: bool = False  # refused, and it gets no younger
+    reason: str | None = None  # a sentence, if refused
+    too_large: bool = False  # refused because no batch can hold it; a retry cannot help
+    too_old: bool = False  # refused because it is too old; a retry cannot help
 
 
 class IdempotencyKeys:
-    """key -> answer, for the last `MAX_KEYS` keys of the last `MAX_AGE` seconds, and for some before these.
+    """Results by idempotency key: of the last `MAX_KEYS` keys within `KEY_TTL` seconds, and of some older keys.
 
-    They are forgotten by the generation: all that are older than the younger one, which is as long as that.
+    There are two generations of keys. When the younger one is full or too old, it replaces the older one.
     """
 
     def __init__(self) -> None:
-        self._younger: _Kept = {}
-        self._older: _Kept = {}
-        self._since = 0.0  # when the younger one began, in seconds
+        self._younger: _Generation = {}
+        self._older: _Generation = {}
+        self._since = 0.0  # start of the younger generation, in seconds
 
     def get(self, key: str, now: float) -> AddResult | None:
         age = now - self._since
-        if age >= MAX_AGE:
-            self._turn(now, self._younger if age < 2 * MAX_AGE else {})
+        if age >= KEY_TTL:
+            self._start_generation(now, self._younger if age < 2 * KEY_TTL else {})
         for kept in (self._younger, self._older):
             if key in kept:
                 left = kept[key]
@@ -213,11 +220,11 @@ class IdempotencyKeys:
 
     def put(self, key: str, answer: AddResult, now: float) -> None:
         if len(self._younger) >= MAX_KEYS:
-            self._turn(now, self._younger)
+            self._start_generation(now, self._younger)
         self._younger[key] = answer.buffer_size
 
     def to_state(self) -> list[Any]:
-        """Quick, however many there are."""
+        """Return plain lists, without work for each key."""
         generations = (self._older, self._younger)
         return [[[list(kept), list(kept.values())] for kept in generations], self._since]
 
@@ -228,6 +235,5 @@ class IdempotencyKeys:
         known._since = state[1]
         return known
 
-    def _turn(self, now: float, older: _Kept) -> None:
-        """Begin another generation."""
+    def _start_generation(self, now: float, older: _Generation) -> None:
         self._older, self._younger, self._since = older, {}, now

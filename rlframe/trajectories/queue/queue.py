@@ -1,12 +1,12 @@
-"""The queue of one run: what environments send becomes batches of exactly `batch_size` sequences.
+"""The queue of one run: it forms batches of exactly `batch_size` sequences from the groups that environments send.
 
-Plain data in, plain data out: no payloads, no clock, no randomness. Service processes that apply the same commands in
-the same order hold the same queue and give the same answers, so every change is one method of `COMMANDS`, with
-arguments that MessagePack can carry. Times are seconds and never run backwards here, whosever clock they come from.
+Input and output are plain data: no payloads, no clock, no randomness. Service processes that apply the same commands in
+the same order hold the same queue and give the same answers. So every change is one method of `COMMANDS`, with
+arguments that MessagePack can encode. Times are seconds. If the clock of a caller is behind, the latest time counts.
 
-A unit is a group of its environment's group size, or several odd ones of that environment which sum to it. A batch
-takes the minimum shares first, then the oldest units, passing over those after which it could not be filled exactly.
-Units of one size from one environment are never reordered.
+A unit is a group of its environment's group size, or several undersized groups of that environment with this size in
+total. A batch takes the minimum shares first, then the oldest units. It skips units that would make an exact batch
+impossible. Units of one size from one environment are never reordered.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rlframe.trajectories.queue.unit_queues import QueuedGroup
 
 
 class Queue:
-    """The state of one run. Ids of batches count on through all epochs, those of environments do not.
+    """The state of one run. Batch ids continue across epochs; environment ids restart.
 
     Attributes:
-        epoch: everything that starts afresh with a new registration or a reset; to be read.
-        next_group: the lowest id that a new group may have.
+        epoch: The state since the last registration or reset. Callers only read it.
+        next_group: The lowest id that a new group may have.
     """
 
     COMMANDS = (
@@ -44,17 +44,27 @@ class Queue:
     # Commands.
 
     def apply(self, command: str, arguments: Mapping[str, Any]) -> Any:
-        """One command of a log."""
+        """Apply one command of a log."""
         if command not in self.COMMANDS:
-            raise UsageError(f"{command!r} is no command of the queue; these are: {', '.join(sorted(self.COMMANDS))}.")
+            raise UsageError(
+                f"{command!r} is not a command of the queue. Commands: {', '.join(sorted(self.COMMANDS))}."
+            )
         return getattr(self, command)(**arguments)
 
     def register(self, settings: Mapping[str, Any], uuid: str, now: float) -> str:
-        """The trainer's settings (see `Registration`). The same again are confirmed; others start a new epoch, unless
-        both have the same run key: then the run goes on by the new settings.
+        """Register the trainer's settings (see `Registration`).
 
-        What was sent before the first register, or since a reset, is kept. `uuid` is the caller's name for the
-        settings; returned is that of the settings that hold. Raises `UsageError` for settings that cannot be.
+        The same settings are confirmed. Other settings start a new epoch, unless both have the same run key: then the
+        run continues with the new settings. Groups that were sent before the registration are kept.
+
+        Args:
+            uuid: The caller's name for the settings.
+
+        Returns:
+            The uuid of the settings in effect.
+
+        Raises:
+            UsageError: The settings are invalid.
         """
         registration = Registration(**settings)
         epoch = self._begin(now)
@@ -65,7 +75,7 @@ class Queue:
             epoch.uuid = uuid
             epoch.step = registration.starting_step
         if known != registration:
-            epoch.settle(registration)
+            epoch.apply_registration(registration)
         return epoch.uuid
 
     def reset(self, now: float) -> None:
@@ -74,7 +84,7 @@ class Queue:
         self._new_epoch()
 
     def note_trainer(self) -> None:
-        """The trainer asked for a batch: environments may register from now on."""
+        """Note that the trainer requested a batch. Environments may register from now on."""
         epoch = self._begin()
         epoch.started = epoch.registration is not None
 
@@ -89,18 +99,22 @@ class Queue:
         token: str | None,
         now: float,
     ) -> RegisteredEnv | None:
-        """An environment joins, or comes back with the `resume_token` it was given: with the same id and name.
+        """Register an environment. With the `resume_token` of an earlier registration, it keeps its id and name.
 
-        `group_size` is in sequences (None: 1 until its first group says it), `min_batch_allocation` the part of each
-        batch that is its own, `token` what a new environment can come back with, made by the caller.
-        None: it has to wait for the trainer to start.
+        Args:
+            group_size: Sequences of each group. None means 1 until the first group sets the size.
+            min_batch_allocation: Fraction of each batch that is reserved for the environment.
+            token: Resume token of a new environment, made by the caller.
+
+        Returns:
+            None if the environment has to wait for the trainer to start.
         """
         epoch = self._begin(now)
         if not epoch.started:
             return None
-        known = epoch.envs.known(resume_token)
+        known = epoch.envs.find_by_token(resume_token)
         if known is not None:
-            epoch.leave(known)
+            epoch.mark_not_live(known)
         env = epoch.envs.register(
             known,
             token,
@@ -111,8 +125,8 @@ class Queue:
             min_batch_allocation=min_batch_allocation,
             last_heard=self._now,
         )
-        epoch.hear(env, self._now)
-        epoch.regroup(env)
+        epoch.record_heartbeat(env, self._now)
+        epoch.repack_undersized(env)
         return RegisteredEnv(
             env_id=env.env_id,
             wandb_name=env.wandb_name,
@@ -124,20 +138,20 @@ class Queue:
         )
 
     def disconnect_env(self, env_id: int) -> bool:
-        """The environment leaves; what it sent stays. False where there is no such environment."""
+        """Disconnect an environment. Its groups stay. Return False if there is no such environment."""
         epoch = self._begin()
         env = epoch.envs.get(env_id)
         if env is not None:
-            epoch.leave(env)
+            epoch.mark_not_live(env)
             env.connected = False
         return env is not None
 
     def heartbeat(self, env_id: int, now: float) -> bool:
-        """A sign of life; `add` is one too. False where there is no such environment."""
+        """Record a heartbeat. `add` counts as one too. Return False if there is no such environment."""
         epoch = self._begin(now)
         env = epoch.envs.get(env_id)
         if env is not None:
-            epoch.hear(env, self._now)
+            epoch.record_heartbeat(env, self._now)
         return env is not None
 
     def add(
@@ -151,30 +165,31 @@ class Queue:
         key: str | None,
         now: float,
     ) -> AddResult:
-        """One group.
+        """Add one group.
 
         Args:
-            group_id: the caller's, such as where its payload lies; it rises from one group to the next.
-            size_bytes: of the payload, for `Status.stored_bytes`.
-            policy_version: that the group was sampled from. Where the trainer bounds staleness, giving it asks for
-                pacing: a group that would be too old by its turn is refused.
-            key: idempotency key; one that was used before gets the answer that it got then.
+            group_id: Id from the caller, for example the position of the payload. It must rise from group to group.
+            size_bytes: Size of the payload, for `RunStatus.stored_bytes`.
+            policy_version: Policy version that the group was sampled from. If the trainer limits staleness, a group
+                with a version is refused if it would be too old by its turn.
+            key: Idempotency key. A repeated key gets the result of its first use.
 
-        Raises `UsageError` for an id that does not rise.
+        Raises:
+            UsageError: The id does not rise.
         """
         if group_id < self.next_group:
-            raise UsageError(f"Ids of groups rise: from {self.next_group} on; got {group_id}.")
+            raise UsageError(f"Group ids must rise: expected at least {self.next_group}; got {group_id}.")
         epoch = self._begin(now)
         env = epoch.envs.get(env_id)
         if env is not None:
-            epoch.hear(env, self._now)
+            epoch.record_heartbeat(env, self._now)
         known = epoch.keys.get(key, self._now) if key is not None else None
         if known is not None:
-            epoch.tally.duplicates += 1
+            epoch.counters.duplicates += 1
             return known
         refusal = reports.refusal(epoch, env_id, sequences, policy_version)
         if refusal is not None:
-            epoch.tally.refused += 1
+            epoch.counters.refused += 1
             return refusal
         answer = epoch.add(QueuedGroup(group_id, sequences, size_bytes, policy_version, self._now), env_id, tokens)
         self.next_group = group_id + 1
@@ -189,12 +204,13 @@ class Queue:
         consumer: str | None = None,
         request: str | None = None,
     ) -> LeasedBatch | None:
-        """The next batch, or None while there is not enough.
+        """Return the next batch, or None if too few sequences are queued.
 
         Args:
-            lease_seconds: for how long it is the consumer's, until `ack`; None: it is acknowledged at once.
-            consumer, request: with both, the same request again gets the same batch again, until the consumer's next,
-                for an hour.
+            lease_seconds: Seconds for which the consumer owns the batch, until `ack`. None means that delivery
+                acknowledges the batch.
+            consumer, request: With both, the same request gets the same batch again. This ends with the consumer's next
+                request, or after an hour.
         """
         epoch = self._begin(now)
         if epoch.registration is None:
@@ -207,28 +223,30 @@ class Queue:
         return batch
 
     def ack(self, batch_id: int) -> bool:
-        """The batch is done with. False where it is not leased, nor waits to be delivered again."""
+        """Acknowledge a batch that is leased or waits for redelivery. Return False if there is no such batch."""
         epoch = self._begin()
-        batch = epoch.leases.settle(batch_id)
+        batch = epoch.leases.remove(batch_id)
         if batch is not None:
-            epoch.forget(batch.group_ids, batch.size_bytes)
+            epoch.release(batch.group_ids, batch.size_bytes)
         return batch is not None
 
     def nack(self, batch_id: int, consumer: str | None = None) -> bool:
-        """A leased batch goes to the next who asks; with `consumer`, only where it is (still) his."""
+        """Give a leased batch back, for the next request. With `consumer`, return False if it is not the owner."""
         return self._begin().leases.give_back(batch_id, consumer)
 
     def renew(self, batch_id: int, lease_seconds: float, now: float, consumer: str | None = None) -> bool:
-        """A leased batch is its consumer's for so many seconds from now on. False where it is not (his) any more."""
+        """Extend a lease to `lease_seconds` from now. Return False if it has ended or `consumer` is not its owner."""
         return self._begin(now).leases.renew(batch_id, consumer, self._now + lease_seconds)
 
     def expire(self, now: float) -> None:
-        """Take back batches whose leases have ended, and shares of environments that are silent, as every command with
-        a time does; `due` says whether there is a need."""
+        """Take back batches whose leases have ended, and minimum shares of silent environments.
+
+        Every command with a time does this first. Use `due` to find out if it is necessary.
+        """
         self._begin(now)
 
     def pause(self) -> None:
-        """Every environment is told to hold, until `resume`."""
+        """Make every environment hold, until `resume`."""
         self._begin().paused = True
 
     def resume(self) -> None:
@@ -236,22 +254,22 @@ class Queue:
         self._begin().paused = False
 
     def set_policy_version(self, version: int) -> None:
-        """The version that the trainer has now; staleness counts from it."""
+        """Set the trainer's current policy version. Staleness counts from it."""
         self._begin().policy_version = version
 
-    # Reads, which change no answer: O(distinct group sizes), where nothing else is said.
+    # Reads. They have no effect on later answers, and cost O(distinct group sizes) unless noted.
 
     def due(self, now: float) -> bool:
-        """Whether `expire(now)` would change anything."""
+        """Return whether `expire(now)` would change anything."""
         now = max(self._now, now)
         return self.epoch.leases.due(now) or self.epoch.overdue(now) is not None
 
     def may_take(self, now: float, consumer: str | None = None, request: str | None = None) -> bool:
-        """Whether `take` is worth a command: False where it would give None."""
+        """Return False if `take` would return None. The caller then saves a command."""
         epoch = self.epoch
         if epoch.registration is None:
             return False
-        if consumer is not None and epoch.leases.recall(consumer, request) is not None:
+        if consumer is not None and epoch.leases.find_answered(consumer, request) is not None:
             return True
         return bool(epoch.leases.returned) or self.due(now) or (not epoch.barren and reports.can_form_batch(epoch))
 
@@ -259,38 +277,44 @@ class Queue:
         return reports.status(self.epoch)
 
     def env_status(self, env_id: int, hold: bool = False) -> EnvStatus | None:
-        """What an environment should know; None where it is unknown. `hold`: the caller has a reason (a full store) to
-        make it hold."""
+        """Return the state that an environment needs, or None if the environment is unknown.
+
+        `hold` makes the environment hold for a reason outside the queue, such as a full store.
+        """
         return reports.env_status(self.epoch, env_id, hold)
 
     def report(self, now: float, envs: int = 1000) -> reports.Report:
-        """All that the live page shows, of at most so many environments, those that were heard of last; O(all envs)."""
+        """Return the data of the live page, with at most `envs` environments (the latest heartbeats first). O(all
+        envs).
+        """
         return reports.report(self.epoch, max(self._now, now), envs)
 
     # State.
 
     def get_state(self) -> dict[str, Any]:
-        """Everything, as data that MessagePack can carry; no later command changes anything in it. Quick: what is long
-        is a list of what does not change."""
+        """Return the whole state as data that MessagePack can encode. Later commands do not change it.
+
+        It is fast: long parts are lists of immutable objects.
+        """
         numbers = {"number": self.epoch.number, "now": self._now, "next_group": self.next_group}
         return {**numbers, "next_batch": self._next_batch, "epoch": self.epoch.to_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Become the queue that `get_state` was called on."""
+        """Restore the result of `get_state`."""
         self._now, self.next_group, self._next_batch = state["now"], state["next_group"], state["next_batch"]
         self.epoch = Epoch.from_state(state["number"], state["epoch"])
 
     def _begin(self, now: float | None = None) -> Epoch:
-        """What every command does first."""
+        """Prepare a command: clear the released groups and, with a time, end what has expired."""
         epoch = self.epoch
-        epoch.forgotten = []
+        epoch.released = []
         if now is not None:
             self._now = max(self._now, now)
-            epoch.lapse(self._now)
+            epoch.expire(self._now)
         return epoch
 
     def _new_epoch(self) -> Epoch:
-        gone = [*self.epoch.forgotten, *self.epoch.held()]
+        gone = [*self.epoch.released, *self.epoch.needed_group_ids()]
         self.epoch = Epoch(self.epoch.number + 1)
-        self.epoch.forgotten = gone
+        self.epoch.released = gone
         return self.epoch

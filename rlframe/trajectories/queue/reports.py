@@ -1,4 +1,4 @@
-"""What a queue tells of itself, and what follows from it. Nothing here changes it but `Tally`."""
+"""Reports about an epoch: its status, refusals, and reasons for waiting. Only `EpochCounters` can change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from rlframe.trajectories.messages import EnvStatus, RunStatus
-from rlframe.trajectories.queue.batching import MinimumShare, awaited, scaled
+from rlframe.trajectories.queue.batching import MinimumShare, missing_shares, scaled_shares
 from rlframe.trajectories.queue.environments import Env, EnvSummary
 from rlframe.trajectories.queue.leases import AddResult
 from rlframe.trajectories.queue.unit_queues import QueuedGroup, UnitQueue, can_fill, usable_sizes
@@ -16,17 +16,18 @@ from rlframe.trajectories.queue.unit_queues import QueuedGroup, UnitQueue, can_f
 if TYPE_CHECKING:
     from rlframe.trajectories.queue.epoch import Epoch
 
-# Batches that are queued, as an environment is told that should hold. The published client pauses at its
-# `max_batches_offpolicy` (3 unless configured), and quits for good where current_step and these exceed its steps. The
-# interaction document has one pause where more groups are queued than so many times a batch has sequences.
+# Queue lengths that are sent to an environment that should hold. The published client pauses at its
+# `max_batches_offpolicy` queued batches (3 by default). It stops for good if current_step and the queued batches exceed
+# its number of steps. The client in the interaction document pauses if more than HOLD_GROUPS * batch_size groups are
+# queued.
 HOLD_BATCHES = 64
 HOLD_GROUPS = 3
-MAX_WAITING = 100  # sentences about what waits, in one answer
+MAX_WAITING = 100  # reasons for waiting in one answer
 
 
 @dataclass(kw_only=True)
-class Counts:
-    """Of this epoch: groups, where the name does not say it. What is served counts the first time."""
+class Counters:
+    """Counters of an epoch, in groups unless the name says otherwise. `*_served` counts each batch once."""
 
     groups_added: int = 0
     sequences_added: int = 0
@@ -41,15 +42,15 @@ class Counts:
 
 
 @dataclass(kw_only=True)
-class Tally(Counts):
-    """The counts as they are kept."""
+class EpochCounters(Counters):
+    """The counters of an epoch, with sums for the mean staleness."""
 
-    aged: int = 0  # served, of which the staleness was known
-    staleness_sum: float = 0.0  # which, unlike an integer, a snapshot can carry whatever it is
+    aged: int = 0  # served groups with known staleness
+    staleness_sum: float = 0.0  # a float, because MessagePack limits integers to 64 bits
     staleness_largest: int = 0
 
     def count_served(self, sequences: int, staleness: Iterable[int | None]) -> None:
-        """Count a batch, by the staleness of its groups."""
+        """Count a batch, and the staleness of each of its groups."""
         self.batches_served += 1
         self.sequences_served += sequences
         for age in staleness:
@@ -62,24 +63,24 @@ class Tally(Counts):
 
 @dataclass(kw_only=True)
 class EnvReport(EnvSummary):
-    """`weight` is its part, as in EnvStatus."""
+    """An environment on the live page. `weight` is its fraction of all weights, as in EnvStatus."""
 
     served_share: float  # of all sequences served in this epoch
-    wanted_share: float | None  # by its weight; None where the registration does not mix by weight
+    wanted_share: float | None  # by weight; None unless the registration mixes by weight
     queued_groups: int
     queued_sequences: int
     buffered_groups: int
-    oldest_age: float | None  # seconds that its oldest queued unit has waited
-    unheard: float  # seconds
+    oldest_age: float | None  # wait of its oldest queued unit, in seconds
+    unheard: float  # since the last heartbeat, in seconds
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Something that waits, and for what, as a sentence.
+    """A reason why groups or batches wait.
 
     Attributes:
-        env_id: whose groups wait, or whom a batch waits for; None: of senders that did not say who they are.
-        groups: that wait; 0 where a batch does, or everybody.
+        env_id: Environment whose groups wait, or that a batch waits for. None for unregistered senders and for the run.
+        groups: Number of groups that wait. 0 if a batch or the run waits.
     """
 
     env_id: int | None
@@ -90,7 +91,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Staleness:
-    """Over the groups served in this epoch whose version and the trainer's were known."""
+    """Staleness of the groups served in this epoch, if both policy versions were known."""
 
     groups: int = 0
     mean: float = 0.0
@@ -98,46 +99,46 @@ class Staleness:
 
 
 @dataclass(kw_only=True)
-class Report(Counts):
-    """`oldest_age` is in seconds, of what waits longest; None where nothing waits."""
+class Report(Counters):
+    """The queue on the live page. `oldest_age` is the longest wait in seconds, or None if nothing waits."""
 
-    envs: list[EnvReport]  # of `registered_envs`, as many as were asked for, by id
+    envs: list[EnvReport]  # at most as many as requested, by id
     registered_envs: int
     oldest_age: float | None
     waiting: list[Waiting]
     queued_sequences: int
     batches_out: int
     batches_returned: int
-    batches_kept: int  # without a lease, for the same request again
+    batches_kept: int  # without a lease, kept for a repeated request
     staleness: Staleness
 
 
-def share_of(epoch: Epoch, env: Env) -> int:
-    """The sequences of each batch that an environment asked for."""
+def minimum_share(epoch: Epoch, env: Env) -> int:
+    """Return the number of sequences in each batch that are reserved for an environment."""
     return int(epoch.settings.batch_size * (env.min_batch_allocation or 0))
 
 
-def shares(epoch: Epoch) -> list[MinimumShare]:
-    """The minimum shares of the live environments, as they asked for them."""
-    envs = (epoch.envs.all[env_id] for env_id in sorted(epoch.envs.sharing))
-    return [MinimumShare(env.env_id, env.group_size, share_of(epoch, env)) for env in envs]
+def minimum_shares(epoch: Epoch) -> list[MinimumShare]:
+    """Return the minimum shares of the live environments, before scaling."""
+    envs = (epoch.envs.all[env_id] for env_id in sorted(epoch.envs.with_minimum_share))
+    return [MinimumShare(env.env_id, env.group_size, minimum_share(epoch, env)) for env in envs]
 
 
-def age(epoch: Epoch, group: QueuedGroup) -> int | None:
-    """Policy versions by which a group is older than the trainer's, None where either is unknown."""
+def staleness_of(epoch: Epoch, group: QueuedGroup) -> int | None:
+    """Return the policy versions by which a group is older than the trainer's, or None if either is unknown."""
     if epoch.policy_version is None or group.policy_version is None:
         return None
     return epoch.policy_version - group.policy_version
 
 
 def can_form_batch(epoch: Epoch) -> bool:
-    """Whether the units that are queued can fill a batch, minimum shares and staleness aside."""
-    return epoch.registration is not None and can_fill(epoch.registration.batch_size, epoch.lanes.counts)
+    """Return whether the queued units can fill a batch, apart from minimum shares and staleness."""
+    return epoch.registration is not None and can_fill(epoch.registration.batch_size, epoch.unit_queues.counts)
 
 
 def batchable_sizes(epoch: Epoch) -> list[int]:
-    """The unit sizes in the queue that can be part of an exact batch, with as many as may come of what is sent."""
-    counts = epoch.lanes.counts
+    """Return the queued unit sizes that can be part of an exact batch, given enough units of all sizes in use."""
+    counts = epoch.unit_queues.counts
     if epoch.registration is None:
         return list(counts)
     batch_size = epoch.registration.batch_size
@@ -146,16 +147,18 @@ def batchable_sizes(epoch: Epoch) -> list[int]:
 
 
 def refusal(epoch: Epoch, env_id: int | None, sequences: int, policy_version: int | None) -> AddResult | None:
-    """Why a group should not be queued, or None. Staleness is foreseen with one new version per batch."""
+    """Return the reason not to queue a group, or None. Future staleness assumes one new version per batch."""
     registration = epoch.registration
     if registration is None:
         return None
     if sequences > registration.batch_size:
-        reason = f"The group has {sequences} sequences, a batch {registration.batch_size}: it can never be served."
+        reason = (
+            f"The group has {sequences} sequences, but a batch has {registration.batch_size}, so no batch can hold it."
+        )
         return AddResult("refused", reason=reason, too_large=True)
     if registration.max_staleness is None or policy_version is None or epoch.policy_version is None:
         return None
-    limit = f"the trainer takes at most {registration.max_staleness}"
+    limit = f"the trainer accepts at most {registration.max_staleness}"
     versions = epoch.policy_version - policy_version
     if versions > registration.max_staleness:
         return AddResult("refused", reason=f"The group is {versions} policy versions old; {limit}.", too_old=True)
@@ -167,19 +170,19 @@ def refusal(epoch: Epoch, env_id: int | None, sequences: int, policy_version: in
 
 def status(epoch: Epoch) -> RunStatus:
     sizes = set(batchable_sizes(epoch))
-    groups = epoch.lanes.groups
+    groups = epoch.unit_queues.groups
     return RunStatus(
         current_step=epoch.step,
         queue_size=sum(groups.values()),
         set_aside=sum(groups[size] for size in groups if size not in sizes),
         waiting_for=[_sentence(epoch, one) for one in waiting(epoch)],
-        buffered=sum(map(len, epoch.odd.values())),
+        buffered=sum(map(len, epoch.undersized.values())),
         leased=sum(len(batch.group_ids) for batch in epoch.leases.unacknowledged),
         epoch=epoch.number,
         paused=epoch.paused,
         policy_version=epoch.policy_version,
         stored_bytes=epoch.stored_bytes,
-        live_envs=epoch.envs.live,
+        live_envs=epoch.envs.num_live,
     )
 
 
@@ -193,10 +196,10 @@ def env_status(epoch: Epoch, env_id: int, hold: bool) -> EnvStatus | None:
     total = _sequences(epoch, sizes)
     full = can_form_batch(epoch)
     largest = max(sizes, default=1)
-    own = sum(lane.sequences for lane in epoch.lanes.of_env(env_id))
-    # What others sent does not make this environment wait where, for all that is there, no batch can be formed: the
-    # batch may be waiting for this very environment.
-    others = epoch.lanes.packed(largest, sizes, without=env_id) if full or total < batch_size else 0
+    own = sum(queue.sequences for queue in epoch.unit_queues.of_env(env_id))
+    # If enough sequences are queued but cannot form a batch, other environments' groups do not count: the batch may be
+    # waiting for this environment.
+    others = epoch.unit_queues.packed_sequences(largest, sizes, without=env_id) if full or total < batch_size else 0
     queue_size = (own + others) // env.largest_group
     self_queue_size = own // env.largest_group
     hold = hold or epoch.paused or _ahead_of_trainer(epoch, env, own, total if full else 0)
@@ -218,106 +221,111 @@ def env_status(epoch: Epoch, env_id: int, hold: bool) -> EnvStatus | None:
 
 
 def report(epoch: Epoch, now: float, envs: int) -> Report:
-    tally = epoch.tally
-    oldest = min((epoch.lanes.oldest(size).head.added_at for size in epoch.lanes.counts), default=None)
+    counters = epoch.counters
+    oldest = min((epoch.unit_queues.oldest(size).head.added_at for size in epoch.unit_queues.counts), default=None)
     shown = sorted(epoch.envs.latest(envs), key=lambda env: env.env_id)
     return Report(
-        **{count.name: getattr(tally, count.name) for count in fields(Counts)},
+        **{count.name: getattr(counters, count.name) for count in fields(Counters)},
         envs=[_env_report(epoch, env, now) for env in shown],
         registered_envs=len(epoch.envs.all),
         oldest_age=None if oldest is None else now - oldest,
         waiting=waiting(epoch),
-        queued_sequences=_sequences(epoch, list(epoch.lanes.counts)),
+        queued_sequences=_sequences(epoch, list(epoch.unit_queues.counts)),
         batches_out=len(epoch.leases.out),
         batches_returned=len(epoch.leases.returned),
         batches_kept=len(epoch.leases.kept),
-        staleness=Staleness(tally.aged, tally.staleness_sum / max(1, tally.aged), tally.staleness_largest),
+        staleness=Staleness(counters.aged, counters.staleness_sum / max(1, counters.aged), counters.staleness_largest),
     )
 
 
 def _sequences(epoch: Epoch, sizes: list[int]) -> int:
-    return sum(size * epoch.lanes.counts[size] for size in sizes)
+    return sum(size * epoch.unit_queues.counts[size] for size in sizes)
 
 
 def _batches_ahead(epoch: Epoch, env_id: int | None) -> int:
-    """The batches before that of a group which comes now. What others sent does not count where a batch may be waiting
-    for this very sender: none can be formed of all that is there, or it has a minimum share (and may have to send more
-    than that, for the batch to be exact)."""
+    """Return the number of batches before that of a group that comes now.
+
+    Other senders' groups do not count if a batch may be waiting for this sender. That is possible if the queued units
+    cannot form a batch. It is also possible if the sender has a minimum share, and may have to send more than its share
+    to make the batch exact.
+    """
     batch_size = epoch.settings.batch_size
     sizes = batchable_sizes(epoch)
-    own = sum(lane.sequences for lane in epoch.lanes.of_env(env_id) if lane.size in sizes)
+    own = sum(queue.sequences for queue in epoch.unit_queues.of_env(env_id) if queue.size in sizes)
     total = _sequences(epoch, sizes) if can_form_batch(epoch) else 0
     ahead = max(own, total) // batch_size
-    share = share_of(epoch, epoch.envs.all[env_id]) if env_id in epoch.envs.sharing else 0
+    share = minimum_share(epoch, epoch.envs.all[env_id]) if env_id in epoch.envs.with_minimum_share else 0
     return min(ahead, own // share if own >= batch_size else 0) if share else ahead
 
 
 def _ahead_of_trainer(epoch: Epoch, env: Env, own: int, total: int) -> bool:
-    """Whether a group that this environment starts now would be too old by its turn, with the trainer's bound."""
+    """Return whether a group that this environment starts now would be too old for the trainer by its turn."""
     registration = epoch.settings
     if registration.max_staleness is None:
         return False
     batches = registration.max_staleness + 1
-    if env.env_id in epoch.envs.sharing:  # batches wait for it, so only what it has itself may make it wait
-        return own >= max(registration.batch_size, batches * share_of(epoch, env))
+    if env.env_id in epoch.envs.with_minimum_share:  # batches wait for it, so only its own groups may make it hold
+        return own >= max(registration.batch_size, batches * minimum_share(epoch, env))
     return max(own, total) >= batches * registration.batch_size
 
 
 def _env_report(epoch: Epoch, env: Env, now: float) -> EnvReport:
-    lanes = epoch.lanes.of_env(env.env_id)
-    odd = epoch.odd.get(env.env_id)
+    unit_queues = epoch.unit_queues.of_env(env.env_id)
+    undersized = epoch.undersized.get(env.env_id)
     facts = {fact.name: getattr(env, fact.name) for fact in fields(EnvSummary)}
     return EnvReport(
         **{**facts, "weight": epoch.envs.weight_of(env)},
-        served_share=env.served_sequences / max(1, epoch.tally.sequences_served),
+        served_share=env.served_sequences / max(1, epoch.counters.sequences_served),
         wanted_share=epoch.envs.weight_of(env) if epoch.registration and epoch.registration.mix == "weight" else None,
-        queued_groups=sum(lane.groups for lane in lanes),
-        queued_sequences=sum(lane.sequences for lane in lanes),
-        buffered_groups=len(odd) if odd else 0,
-        oldest_age=max((now - lane.head.added_at for lane in lanes), default=None),
+        queued_groups=sum(queue.groups for queue in unit_queues),
+        queued_sequences=sum(queue.sequences for queue in unit_queues),
+        buffered_groups=len(undersized) if undersized else 0,
+        oldest_age=max((now - queue.head.added_at for queue in unit_queues), default=None),
         unheard=now - env.last_heard,
     )
 
 
 def waiting(epoch: Epoch) -> list[Waiting]:
-    """What holds back a batch, then what holds back a group; the first 100."""
+    """Return the reasons why batches wait, then the reasons why groups wait; at most `MAX_WAITING`."""
     if epoch.registration is None:
         return [Waiting(None, 0, 0, "every batch waits for a trainer: none has registered (POST /register)")]
-    found = [Waiting(None, 0, 0, why) for why in _holding_back(epoch)]
+    found = [Waiting(None, 0, 0, why) for why in _batch_blockers(epoch)]
     batch_size = epoch.registration.batch_size
-    for share in awaited(batch_size, epoch.lanes, scaled(batch_size, shares(epoch))):
-        why = f"every batch waits for its minimum share of {share.sequences} sequences: it has none queued that fit"
+    for share in missing_shares(batch_size, epoch.unit_queues, scaled_shares(batch_size, minimum_shares(epoch))):
+        why = f"every batch waits for its minimum share of {share.sequences} sequences, but no queued group fits"
         found.append(Waiting(share.env_id, share.unit_size, 0, why))
-    aside = epoch.lanes.of_sizes(sorted(set(epoch.lanes.counts) - set(batchable_sizes(epoch))))
-    for lane in heapq.nsmallest(MAX_WAITING, aside, key=UnitQueue.key):
-        why = f"groups of {lane.size} are set aside: with the sizes that are sent, no sum is batch_size {batch_size}"
-        if lane.size > batch_size:
-            why = f"groups of {lane.size} are set aside: they are larger than batch_size {batch_size}"
-        found.append(Waiting(lane.env_id, lane.size, lane.groups, why))
-    for env_id in heapq.nsmallest(MAX_WAITING, (env_id for env_id, odd in epoch.odd.items() if odd)):
-        odd, size = epoch.odd[env_id], epoch.envs.all[env_id].group_size
-        why = f"{odd.sequences} sequences in groups of odd sizes wait for others that complete a group of {size}"
-        found.append(Waiting(env_id, size, len(odd), why))
+    aside = epoch.unit_queues.of_sizes(sorted(set(epoch.unit_queues.counts) - set(batchable_sizes(epoch))))
+    for queue in heapq.nsmallest(MAX_WAITING, aside, key=UnitQueue.key):
+        why = f"groups of {queue.size} are set aside: no sum of the sizes in use is batch_size {batch_size}"
+        if queue.size > batch_size:
+            why = f"groups of {queue.size} are set aside: they are larger than batch_size {batch_size}"
+        found.append(Waiting(queue.env_id, queue.size, queue.groups, why))
+    for env_id in heapq.nsmallest(
+        MAX_WAITING, (env_id for env_id, undersized in epoch.undersized.items() if undersized)
+    ):
+        undersized, size = epoch.undersized[env_id], epoch.envs.all[env_id].group_size
+        why = f"{undersized.sequences} sequences in undersized groups wait for others that complete a group of {size}"
+        found.append(Waiting(env_id, size, len(undersized), why))
     return found[:MAX_WAITING]
 
 
-def _holding_back(epoch: Epoch) -> Iterator[str]:
-    """Why there is no batch, or nobody who sends groups for one; nothing about minimum shares."""
+def _batch_blockers(epoch: Epoch) -> Iterator[str]:
+    """Yield the reasons why there is no batch, or why no environment sends groups. Minimum shares are not included."""
     if epoch.paused:
         yield "the run is paused: every environment holds (POST /resume)"
     if not epoch.started:
-        yield "environments wait to register: the trainer has not asked for a batch yet (GET /batch)"
+        yield "environments wait to register: the trainer has not requested a batch yet (GET /batch)"
     if epoch.leases.returned or can_form_batch(epoch):
         return
     batch_size, queued = epoch.settings.batch_size, _sequences(epoch, batchable_sizes(epoch))
     if queued < batch_size:
         yield f"the next batch waits for sequences: {queued} of {batch_size} are in the queue"
     else:
-        yield f"the next batch waits for other sizes: of the {queued} sequences no groups sum to exactly {batch_size}"
+        yield f"the next batch waits for other sizes: the {queued} queued sequences cannot fill exactly {batch_size}"
 
 
 def _sentence(epoch: Epoch, one: Waiting) -> str:
-    """What waits, with the environment's name, as the page has it."""
+    """Return a reason as a sentence with the environment's name, as on the live page."""
     if one.env_id is None:
         return f"{one.why}."
     env = epoch.envs.get(one.env_id)

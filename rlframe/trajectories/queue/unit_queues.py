@@ -1,10 +1,11 @@
-"""What waits to be batched: a first-in-first-out lane per environment and unit size, and sums over them kept as units
-come and go. Groups of odd sizes wait apart until some of them are a unit.
+"""FIFO queues of units that wait to be batched: one for each environment and unit size.
 
-Exact filling: which sizes sum to a target, if there are only so many of each. A set of reachable sums is one Python
-int, bit `t` set if `t` can be reached, so taking up to `n` units of a size is about log2(n) shifts. The work depends on
-the number of distinct sizes and on the target, never on how many units wait: more units of a size than fit into the
-target count as many as fit. Answers are cached by those counts.
+`UnitQueues` updates its sums as units come and go. Undersized groups wait separately, until some of them form a unit.
+
+Exact filling means to find sizes that sum to a target, given the number of units of each size. A set of reachable sums
+is one Python int, with bit `t` set if `t` can be reached. Adding up to `n` units of a size costs about log2(n) shifts.
+The cost depends on the number of distinct sizes and on the target, not on the number of queued units, because no size
+counts more units than fit into the target. Results are cached by these counts.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _Counts = tuple[tuple[int, int], ...]
 
 
 def can_fill(target: int, counts: Mapping[int, int], spent: int | None = None) -> bool:
-    """Whether units sum to `target` exactly.
+    """Return whether units sum to `target` exactly.
 
     Args:
-        target: the sum wanted; 0 is filled by nothing.
-        counts: how many units there are of each size.
-        spent: a size of which one unit counts as gone already.
+        target: The required sum. No units are needed for 0.
+        counts: Number of units of each size.
+        spent: Size of one unit in `counts` that is already used.
     """
     if target <= 0:
         return target == 0
@@ -39,17 +40,17 @@ def can_fill(target: int, counts: Mapping[int, int], spent: int | None = None) -
         return False
     smallest, count = capped[0]
     if smallest == unit and (count + 1) * unit >= capped[-1][0]:
-        return True  # the smallest close every gap that the others leave: so it is with one size, or with powers of two
+        return True  # the smallest units close every gap between the others, as with one size or powers of two
     return _fillable(target // unit, tuple((size // unit, count) for size, count in capped))
 
 
 def usable_sizes(target: int, counts: Mapping[int, int]) -> frozenset[int]:
-    """The sizes that take part in at least one exact filling of `target`."""
+    """Return the sizes that occur in at least one exact filling of `target`."""
     return _usable(target, _capped(target, counts, None))
 
 
 def oldest_fitting_size(target: int, counts: Mapping[int, int], age: Callable[[int], int]) -> int | None:
-    """The size to take next: of those that leave what can still be filled, that with the smallest `age`; or None."""
+    """Return the size with the smallest `age` whose use leaves a fillable rest, or None."""
     for size in sorted((size for size, count in counts.items() if count and size <= target), key=age):
         if can_fill(target - size, counts, spent=size):
             return size
@@ -78,7 +79,7 @@ def _fillable(target: int, counts: _Counts) -> bool:
 
 @lru_cache(maxsize=1024)
 def _usable(target: int, counts: _Counts) -> frozenset[int]:
-    if sum(size * count for size, count in counts) < target:  # a short queue must not cost what a long batch does
+    if sum(size * count for size, count in counts) < target:  # cheap check for a short queue
         return frozenset()
     mask = (2 << target) - 1
     below = [1]  # below[i]: the sums that the first i sizes reach
@@ -96,7 +97,7 @@ def _usable(target: int, counts: _Counts) -> frozenset[int]:
 
 
 def _spread(sums: int, size: int, count: int, mask: int) -> int:
-    """The sums reached from `sums` with 0 to `count` more units of `size`."""
+    """Return the sums reachable from `sums` with 0 to `count` more units of `size`."""
     chunk = 1
     while count > 0:
         step = min(chunk, count)
@@ -107,17 +108,17 @@ def _spread(sums: int, size: int, count: int, mask: int) -> int:
 
 
 def _mirrored(sums: int, target: int) -> int:
-    """Bit t of the answer is bit `target - t` of `sums`."""
+    """Return the bits of `sums` in reverse: bit t becomes bit `target - t`."""
     return int(f"{sums:0{target + 1}b}"[::-1], 2)
 
 
 class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What the queue knows of a group, or of a unit of several odd groups (`parts`, oldest first)."""
+    """A queued group, or a unit of several undersized groups (`parts`, oldest first)."""
 
-    id: int  # of a unit of several: that of the group that came last
+    id: int  # of several groups: the id of the newest
     sequences: int
     size_bytes: int
-    policy_version: int | None  # of a unit of several: the oldest
+    policy_version: int | None  # of several groups: the oldest
     added_at: float  # seconds
     parts: tuple[QueuedGroup, ...] = ()
 
@@ -127,7 +128,7 @@ class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def joined(cls, parts: Iterable[QueuedGroup]) -> QueuedGroup:
-        """One unit of several groups."""
+        """Join several groups to one unit."""
         parts = tuple(sorted(parts, key=lambda part: part.id))
         versions = [part.policy_version for part in parts if part.policy_version is not None]
         return cls(
@@ -140,30 +141,30 @@ class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )
 
 
-# As it waits: there are as many as the queue has groups, and an object with its numbers takes three times as much.
-_packed = msgspec.msgpack.Encoder().encode
-_unpacked = msgspec.msgpack.Decoder(QueuedGroup).decode
+# Queued units are stored encoded, because Python objects take three times as much memory.
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(QueuedGroup).decode
 
 
 class UnitQueue:
-    """The units of one size from one environment, oldest first. `env_id` is None where the sender did not say."""
+    """The units of one size from one environment, oldest first. `env_id` is None for unregistered senders."""
 
     __slots__ = ("env_id", "groups", "size", "units")
 
     def __init__(self, env_id: int | None, size: int):
         self.env_id = env_id
         self.size = size
-        self.units: deque[bytes] = deque()  # packed
+        self.units: deque[bytes] = deque()  # encoded
         self.groups = 0
 
     def key(self) -> tuple[bool, int, int]:
-        """By which lanes are put in an order that depends on nothing but what they hold."""
+        """Return a sort key that gives the same order in every process."""
         return self.env_id is None, self.env_id or 0, self.size
 
     @property
     def head(self) -> QueuedGroup:
         """The oldest unit."""
-        return _unpacked(self.units[0])
+        return _decode(self.units[0])
 
     @property
     def sequences(self) -> int:
@@ -171,11 +172,11 @@ class UnitQueue:
 
 
 class UnitQueues:
-    """All lanes, none of them empty.
+    """All unit queues that are not empty.
 
     Attributes:
-        counts: units of each size.
-        groups: groups in the units of each size.
+        counts: Number of units of each size.
+        groups: Number of groups in the units of each size.
     """
 
     def __init__(self) -> None:
@@ -183,134 +184,137 @@ class UnitQueues:
         self.groups: dict[int, int] = {}
         self._of_env: dict[int | None, dict[int, UnitQueue]] = {}
         self._of_size: dict[int, dict[int | None, UnitQueue]] = {}
-        # Per size a heap of (id of a lane's head, env_id); entries of what is no longer a head are skipped at the top.
+        # For each size, a heap of (id of a queue's head, env_id). Outdated entries are skipped when they reach the top.
         self._heads: dict[int, list[tuple[int, int | None]]] = {}
         self._reserved: dict[tuple[int | None, int], int] = {}
-        # packed[largest][size]: the sum over the lanes of that size of `_packed`, for each `largest` ever asked for.
-        self._packed: dict[int, dict[int, int]] = {}
+        # _pack_sums[largest][size]: sum of `_packed_size` over the queues of that size, for each requested `largest`.
+        self._pack_sums: dict[int, dict[int, int]] = {}
 
     def of_env(self, env_id: int | None) -> list[UnitQueue]:
         return list(self._of_env.get(env_id, {}).values())
 
     def of_sizes(self, sizes: Iterable[int]) -> Iterator[UnitQueue]:
-        return (lane for size in sizes for lane in self._of_size[size].values())
+        return (queue for size in sizes for queue in self._of_size[size].values())
 
     def __iter__(self) -> Iterator[UnitQueue]:
-        return (lane for lanes in self._of_env.values() for lane in lanes.values())
+        return (queue for unit_queues in self._of_env.values() for queue in unit_queues.values())
 
     def ids(self) -> Iterator[int]:
-        """Of all groups."""
-        return (part.id for lane in self for unit in lane.units for part in _unpacked(unit).groups)
+        """Return the ids of all groups."""
+        return (part.id for queue in self for unit in queue.units for part in _decode(unit).groups)
 
     def push(self, env_id: int | None, size: int, unit: QueuedGroup, *, again: bool = False) -> None:
-        """Put a unit behind the others of its lane, or `again`, after it was popped, before them."""
-        lane = self._lane(env_id, size)
+        """Append a unit to its queue. With `again`, put a unit that was popped back to the front."""
+        queue = self._get_or_create(env_id, size)
         if again:
-            lane.units.appendleft(_packed(unit))
+            queue.units.appendleft(_encode(unit))
         else:
-            lane.units.append(_packed(unit))
-        self._count(lane, 1, len(unit.groups))
-        if again or len(lane.units) == 1:
-            self._note_head(lane)
+            queue.units.append(_encode(unit))
+        self._count(queue, 1, len(unit.groups))
+        if again or len(queue.units) == 1:
+            self._note_head(queue)
 
-    def pop(self, lane: UnitQueue) -> QueuedGroup:
-        """Take the oldest unit of a lane."""
-        unit = _unpacked(lane.units.popleft())
-        self._count(lane, -1, -len(unit.groups))
-        if lane.units:
-            self._note_head(lane)
+    def pop(self, queue: UnitQueue) -> QueuedGroup:
+        """Remove and return the oldest unit of a queue."""
+        unit = _decode(queue.units.popleft())
+        self._count(queue, -1, -len(unit.groups))
+        if queue.units:
+            self._note_head(queue)
         else:
-            self._drop(lane)
+            self._drop(queue)
         return unit
 
     def oldest(self, size: int) -> UnitQueue:
-        """The lane whose head is the oldest unit of this size, of which there is one."""
+        """Return the queue with the oldest unit of this size. There must be a unit."""
         heads = self._heads[size]
         while True:
             unit_id, env_id = heads[0]
-            lane = self._of_size[size].get(env_id)
-            if lane is not None and lane.head.id == unit_id:
-                return lane
+            queue = self._of_size[size].get(env_id)
+            if queue is not None and queue.head.id == unit_id:
+                return queue
             heapq.heappop(heads)
 
     def reserve(self, env_id: int, size: int, sequences: int) -> None:
-        """Say how many sequences of a lane are the minimum share of its environment: other envs do not count these."""
-        lane = self._of_env.get(env_id, {}).get(size)
-        if lane is not None:
-            self._repack(lane, -1)
+        """Set the minimum share of an environment, in sequences of one unit size. It does not count for others."""
+        queue = self._of_env.get(env_id, {}).get(size)
+        if queue is not None:
+            self._repack(queue, -1)
         self._reserved[env_id, size] = sequences
         if not sequences:
             del self._reserved[env_id, size]
-        if lane is not None:
-            self._repack(lane, 1)
+        if queue is not None:
+            self._repack(queue, 1)
 
-    def packed(self, largest: int, sizes: Iterable[int], without: int | None) -> int:
-        """Sequences of these sizes in packs of `largest`, less what is reserved, in all lanes but those of one env."""
-        if largest not in self._packed:
+    def packed_sequences(self, largest: int, sizes: Iterable[int], without: int | None) -> int:
+        """Return the sequences of these sizes, rounded up to packs of `largest` in each queue, minus the reserved ones.
+
+        The queues of environment `without` do not count.
+        """
+        if largest not in self._pack_sums:
             sums: dict[int, int] = defaultdict(int)
-            for lane in self:
-                sums[lane.size] += self._packs(lane, largest)
-            self._packed[largest] = sums
+            for queue in self:
+                sums[queue.size] += self._packed_size(queue, largest)
+            self._pack_sums[largest] = sums
         own = self._of_env.get(without, {})
-        sums = self._packed[largest]
-        return sum(sums[size] - (self._packs(own[size], largest) if size in own else 0) for size in sizes)
+        sums = self._pack_sums[largest]
+        return sum(sums[size] - (self._packed_size(own[size], largest) if size in own else 0) for size in sizes)
 
     def to_state(self) -> list[Any]:
-        """Quick, however much waits: the units as they are, packed."""
-        return [[lane.env_id, lane.size, list(lane.units)] for lane in sorted(self, key=UnitQueue.key)]
+        """Return the encoded units, without decoding them."""
+        return [[queue.env_id, queue.size, list(queue.units)] for queue in sorted(self, key=UnitQueue.key)]
 
     @classmethod
     def from_state(cls, state: list[Any]) -> UnitQueues:
-        lanes = cls()
+        unit_queues = cls()
         for env_id, size, units in state:
             for unit in units:
-                lanes.push(env_id, size, _unpacked(unit))
-        return lanes
+                unit_queues.push(env_id, size, _decode(unit))
+        return unit_queues
 
-    def _lane(self, env_id: int | None, size: int) -> UnitQueue:
-        lane = self._of_env.get(env_id, {}).get(size)
-        if lane is None:
-            lane = UnitQueue(env_id, size)
-            self._of_env.setdefault(env_id, {})[size] = lane
-            self._of_size.setdefault(size, {})[env_id] = lane
-        return lane
+    def _get_or_create(self, env_id: int | None, size: int) -> UnitQueue:
+        queue = self._of_env.get(env_id, {}).get(size)
+        if queue is None:
+            queue = UnitQueue(env_id, size)
+            self._of_env.setdefault(env_id, {})[size] = queue
+            self._of_size.setdefault(size, {})[env_id] = queue
+        return queue
 
-    def _drop(self, lane: UnitQueue) -> None:
-        del self._of_env[lane.env_id][lane.size], self._of_size[lane.size][lane.env_id]
-        if not self._of_env[lane.env_id]:
-            del self._of_env[lane.env_id]
-        if not self._of_size[lane.size]:
-            del self._of_size[lane.size], self._heads[lane.size], self.counts[lane.size], self.groups[lane.size]
+    def _drop(self, queue: UnitQueue) -> None:
+        del self._of_env[queue.env_id][queue.size], self._of_size[queue.size][queue.env_id]
+        if not self._of_env[queue.env_id]:
+            del self._of_env[queue.env_id]
+        if not self._of_size[queue.size]:
+            del self._of_size[queue.size], self._heads[queue.size], self.counts[queue.size], self.groups[queue.size]
 
-    def _count(self, lane: UnitQueue, units: int, groups: int) -> None:
-        size = lane.size
+    def _count(self, queue: UnitQueue, units: int, groups: int) -> None:
+        size = queue.size
         self.counts[size] = self.counts.get(size, 0) + units
         self.groups[size] = self.groups.get(size, 0) + groups
-        lane.groups += groups
-        for largest, sums in self._packed.items():
-            now = len(lane.units)
-            sums[size] += self._packs(lane, largest) - self._packs(lane, largest, now - units)
+        queue.groups += groups
+        for largest, sums in self._pack_sums.items():
+            now = len(queue.units)
+            sums[size] += self._packed_size(queue, largest) - self._packed_size(queue, largest, now - units)
 
-    def _repack(self, lane: UnitQueue, sign: int) -> None:
-        for largest, sums in self._packed.items():
-            sums[lane.size] += sign * self._packs(lane, largest)
+    def _repack(self, queue: UnitQueue, sign: int) -> None:
+        for largest, sums in self._pack_sums.items():
+            sums[queue.size] += sign * self._packed_size(queue, largest)
 
-    def _packs(self, lane: UnitQueue, largest: int, units: int | None = None) -> int:
-        sequences = (len(lane.units) if units is None else units) * lane.size
-        return max(0, -(-sequences // largest) * largest - self._reserved.get((lane.env_id, lane.size), 0))
+    def _packed_size(self, queue: UnitQueue, largest: int, units: int | None = None) -> int:
+        sequences = (len(queue.units) if units is None else units) * queue.size
+        return max(0, -(-sequences // largest) * largest - self._reserved.get((queue.env_id, queue.size), 0))
 
-    def _note_head(self, lane: UnitQueue) -> None:
-        heads = self._heads.setdefault(lane.size, [])
-        lanes = self._of_size[lane.size]
-        if len(heads) > 2 * len(lanes) + 64:  # mostly leftovers of units that were taken and put back
-            heads[:] = [(other.head.id, env_id) for env_id, other in lanes.items()]
+    def _note_head(self, queue: UnitQueue) -> None:
+        heads = self._heads.setdefault(queue.size, [])
+        unit_queues = self._of_size[queue.size]
+        if len(heads) > 2 * len(unit_queues) + 64:  # mostly outdated entries
+            heads[:] = [(other.head.id, env_id) for env_id, other in unit_queues.items()]
             heapq.heapify(heads)
         else:
-            heapq.heappush(heads, (lane.head.id, lane.env_id))
+            heapq.heappush(heads, (queue.head.id, queue.env_id))
 
 
 class UndersizedGroups:
-    """The groups of one environment that are smaller than its unit size. No subset of them sums to it."""
+    """Groups of one environment that are smaller than its unit size. No subset of them sums to the unit size."""
 
     def __init__(self) -> None:
         self._of_size: dict[int, deque[QueuedGroup]] = {}
@@ -323,9 +327,9 @@ class UndersizedGroups:
         return sum(size * len(groups) for size, groups in self._of_size.items())
 
     def add(self, group: QueuedGroup, unit_size: int) -> QueuedGroup | None:
-        """Add a group. Returns the unit that it completes, whose groups leave, or None.
+        """Add a group. Return the unit that it completes, or None. The groups of the unit are removed.
 
-        Which groups: the oldest first, passing over those after which no sum could be exact.
+        A unit takes the oldest groups first, but skips a group if no exact sum would be possible with it.
         """
         self._of_size.setdefault(group.sequences, deque()).append(group)
         counts = {size: len(groups) for size, groups in self._of_size.items()}
@@ -346,8 +350,8 @@ class UndersizedGroups:
 
     @classmethod
     def of(cls, groups: Iterable[QueuedGroup]) -> UndersizedGroups:
-        """Those that `oldest_first` gave."""
-        odd = cls()
+        """Restore the result of `oldest_first`."""
+        undersized = cls()
         for group in groups:
-            odd._of_size.setdefault(group.sequences, deque()).append(group)
-        return odd
+            undersized._of_size.setdefault(group.sequences, deque()).append(group)
+        return undersized

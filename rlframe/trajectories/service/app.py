@@ -1,4 +1,4 @@
-"""The trajectory service as a program: its FastAPI application, and the server in front of it."""
+"""The FastAPI application of the trajectory service, and the server that runs it."""
 
 from __future__ import annotations
 
@@ -39,16 +39,18 @@ from rlframe.trajectories.service.service import Service
 from rlframe.trajectories.service.validation import InvalidGroupError
 from rlframe.trajectories.stores import open_store
 
-VARIABLE_PREFIX = "RLFRAME_TRAJECTORIES_"  # of the environment, under uvicorn
-PAGE = pathlib.Path(__file__).with_name("page.html")  # asks for /report and /previews
-_CHANGING = ("/batch", "/reset_data")  # by GET
-_DESCRIPTION = """Stands between environments, which send groups of sequences, and trainers, which pull batches of them.
+VARIABLE_PREFIX = "RLFRAME_TRAJECTORIES_"  # environment variables under uvicorn
+PAGE = pathlib.Path(__file__).with_name("page.html")  # requests /report and /previews
+_CHANGING_GETS = ("/batch", "/reset_data")  # GET requests that change state
+_DESCRIPTION = """Environments send groups of sequences, and trainers pull batches of them.
 
-Every path is there for the run `default`, and as `/runs/{run}/…` for any number of others."""
+Every path exists for the run `default`, and as `/runs/{run}/…` for any other run."""
 
 
 def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
-    """The application. It opens the store when it starts, unless it is given a restored service, and closes it."""
+    """Return the application. It opens the store at startup, unless it gets a restored service, and closes it at
+    shutdown.
+    """
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -79,7 +81,7 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
         hosts=settings.allowed_hosts,
         origins=settings.cors_origins,
         raw=groups.RAW,
-        changing=_CHANGING,
+        changing=_CHANGING_GETS,
         page=PAGE,
         stripped="/runs/{run}",
         responses=REFUSED,
@@ -87,7 +89,7 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
     app.state.decode, app.state.reset = load_decode(settings.tokenizer), settings.reset
     app.get("/", response_model=dict[str, str], tags=["service"])(_root)
     app.get("/runs", response_model=dict[str, list[str]], tags=["service"])(_runs)
-    # What is asked for most often comes first: the others are looked at one by one until one matches.
+    # The most frequent requests come first, because routes are tried one by one.
     for router in (groups.router, batches.router, registration.env_router, registration.router, live.router):
         app.include_router(router, responses=REFUSED)
         app.include_router(router, prefix="/runs/{run}", dependencies=[Depends(check_run_name)], responses=REFUSED)
@@ -95,19 +97,19 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
 
 
 def app_from_environment() -> FastAPI:
-    """The application of `rlframe.trajectories.server`, with the settings of `RLFRAME_TRAJECTORIES_STORE` and so on."""
+    """Return the application of `rlframe.trajectories.server`. Settings come from environment variables."""
     settings = settings_from_variables(os.environ)
     warn_no_token(settings.no_token, settings.can)
     return make_app(settings)
 
 
 def settings_from_variables(variables: Mapping[str, str]) -> Settings:
-    """The settings that environment variables have, but for those of the address, which are uvicorn's.
+    """Return the settings from environment variables, without the address, which is an option of uvicorn.
 
     Raises:
-        UsageError: a variable names no setting, or its value cannot be.
+        UsageError: A variable names no setting, or its value is invalid.
     """
-    told: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     of_uvicorn = ("host", "port", "max_connections")
     names, hints = {f.name: f for f in fields(Settings) if f.name not in of_uvicorn}, get_type_hints(Settings)
     for variable, text in variables.items():
@@ -120,14 +122,14 @@ def settings_from_variables(variables: Mapping[str, str]) -> Settings:
         split = [part.strip() for part in text.split(",") if part.strip()]
         try:
             value = split if isinstance(names[name].default, tuple) else text
-            told[name] = msgspec.convert(value, hints[name], strict=False)
+            values[name] = msgspec.convert(value, hints[name], strict=False)
         except msgspec.ValidationError as error:
             raise UsageError(f"{variable}: {error}; got {text!r}.") from None
-    return Settings(**told)
+    return Settings(**values)
 
 
 def open_service(settings: Settings) -> Service:
-    """Make the service, with what the store holds. Raises as `open_store` and `Service.restore`."""
+    """Make the service, and restore its state from the store. Raises as `open_store` and `Service.restore`."""
     store = open_store(settings.store)
     service = Service(store, max_bytes=settings.max_queue_mb << 20)
     try:
@@ -139,47 +141,47 @@ def open_service(settings: Settings) -> Service:
 
 
 async def _root() -> Response:
-    """That the service is there. A browser, which asks for text/html, gets the live page."""
+    """Confirm that the service runs. Browsers (Accept: text/html) get the live page instead."""
     return answer({"message": "rlframe trajectories"})
 
 
 async def _runs(request: Request) -> Response:
-    """The runs that there are."""
+    """List the runs."""
     return answer({"runs": service_of(request).runs})
 
 
 def _invalid_request(error: RequestValidationError) -> Response:
-    """Without what was sent: it may be long, or hold what JSON does not have."""
+    """Return a 422 without the values that were sent: they may be long, or impossible to encode as JSON."""
     details = [
-        # `ctx` has an error of ours, in its own words; `msg` is pydantic's sentence.
+        # `ctx` has the message of our own errors. `msg` is from pydantic.
         {"loc": list(one["loc"]), "msg": str(one.get("ctx", {}).get("error", one["msg"])), "type": one["type"]}
         for one in error.errors()
     ]
     return answer({"detail": details}, 422)
 
 
-_END = 120.0  # seconds for requests under way, what is still to be written, and a snapshot
+_SHUTDOWN_TIMEOUT = 120.0  # seconds for unfinished requests, pending writes and a snapshot
 
 
 class TrajectoryServer:
-    """The service: it answers from its construction until `stop()`.
+    """A running trajectory service. It answers from its construction until `stop()`.
 
     Args:
-        settings: see `Settings`.
+        settings: See `Settings`.
 
     Raises:
-        UsageError: it cannot listen there, or needs a token to; a setting cannot be.
-        StoreError, PeerError: as `open_service`.
+        UsageError: It cannot listen at the address, a token is required, or a setting is invalid.
+        StoreError, PeerError: As `open_service`.
 
     Attributes:
-        url: of the service.
+        url: Address of the service.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._stop = settings, threading.Event()
         self._service = open_service(settings)
-        self._service.on_failure = self.stop  # the store failed: who watches over the process can start it again
-        self._found = list(_found(self._service))
+        self._service.on_failure = self.stop  # if the store fails, end the process so that a supervisor can restart it
+        self._found_runs = list(_found_runs(self._service))
         try:
             app, on_shutdown = make_app(settings, self._service), self._service.stop_waiting
             self._server = ServerThread(
@@ -189,7 +191,7 @@ class TrajectoryServer:
                 settings.max_connections,
                 on_shutdown=on_shutdown,
                 ended=self.stop,
-                end=_END,
+                end=_SHUTDOWN_TIMEOUT,
             )
         except BaseException:
             self._service.store.close()
@@ -197,13 +199,13 @@ class TrajectoryServer:
         self.url = self._server.url
 
     def run(self) -> None:
-        """Say where it listens; after `stop()` answer what is under way, and close the store.
+        """Print the address and wait for `stop()`. Then answer unfinished requests and close the store.
 
         Raises:
-            StoreError: the store failed: what was acknowledged is in it.
+            StoreError: The store failed. Everything that was acknowledged is in the store.
         """
         warn_no_token(self._settings.no_token, self._settings.can)
-        lines = [f"Trajectories at {self.url}  (endpoints: /docs)", self._service.store.durability, *self._found]
+        lines = [f"Trajectories at {self.url}  (endpoints: /docs)", self._service.store.durability, *self._found_runs]
         print("\n".join(lines), flush=True)
         with handles.stop_with_program(self.stop):
             self._stop.wait()
@@ -212,20 +214,20 @@ class TrajectoryServer:
             raise failure
 
     def stop(self) -> None:
-        """End `run()` once the requests under way are answered. Any thread may call it."""
+        """End `run()` after unfinished requests are answered. Any thread may call it."""
         self._stop.set()
 
     def close(self) -> None:
-        """End, and wait for it."""
+        """Stop the service, and wait until it has ended."""
         self.stop()
         self._server.close()
 
 
-def _found(service: Service) -> Iterator[str]:
-    """What a restored service found in its store, a line for each run."""
+def _found_runs(service: Service) -> Iterator[str]:
+    """Yield one line for each run that a restored service found in its store."""
     for run in service.runs:
         epoch, status = service.queue(run).epoch, service.queue(run).status()
         groups = status.queue_size + status.buffered + status.leased
         if epoch.registration is not None or groups:
             found = f"run {run!r} at step {status.current_step}, with {groups} groups"
-            yield f"Found in the store: {found}. --fresh begins anew."
+            yield f"Found in the store: {found}. Start with --fresh to reset it."

@@ -1,4 +1,4 @@
-"""Requests and answers, as the service's OpenAPI document describes them; the others are `messages`."""
+"""Requests and answers of the HTTP API. Those that clients share are in `messages`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlframe.trajectories.service.previews import GroupPreview
 from rlframe.trajectories.service.wire import JsonGroup
 
 Int64 = Annotated[int, Field(**INT64_LIMITS)]
-Version = Annotated[int, Field(ge=-(2**53), le=2**53)]  # what JSON carries everywhere; differences have 64 bits too
+Version = Annotated[int, Field(ge=-(2**53), le=2**53)]  # exact in every JSON parser; differences fit into 64 bits
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Text = Annotated[str, Field(**TEXT_LIMITS)]
 
@@ -24,10 +24,10 @@ class RegisterEnv(BaseModel):
     desired_name: Text
     weight: float = Field(allow_inf_nan=False)
     group_size: int | None = Field(
-        None, ge=1, lt=2**63, description="Sequences in each of its groups. Absent: 1 until its first group says it."
+        None, ge=1, lt=2**63, description="Sequences in each group. If absent: 1 until the first group."
     )
-    min_batch_allocation: float | None = Field(None, ge=0, le=1, description="The part of each batch that is its own.")
-    resume_token: Text | None = Field(None, description="From an earlier answer: the same id and name again.")
+    min_batch_allocation: float | None = Field(None, ge=0, le=1, description="Fraction of each batch that is reserved.")
+    resume_token: Text | None = Field(None, description="Token from an earlier answer, to keep the id and name.")
 
 
 class EnvIdentifier(BaseModel):
@@ -40,7 +40,7 @@ class PolicyVersion(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class EnvRegistered(RegisteredEnv):
-    """The environment has joined."""
+    """The environment is registered."""
 
     status: Literal["success"]
 
@@ -54,7 +54,7 @@ class Success(BaseModel):
 
 
 class Failure(BaseModel):
-    """Of them only 503 may be answered otherwise later."""
+    """The request failed. Only after a 503 may a retry succeed."""
 
     status: Literal["failure", "full", "too early", "too old"]
     error: str
@@ -66,7 +66,7 @@ class Versioned(Success):
 
 class Received(BaseModel):
     status: Literal["received", "buffered"]
-    buffer_size: int = Field(0, description="Only where buffered: sequences that wait for others to complete a group.")
+    buffer_size: int = Field(0, description="If buffered: sequences that wait for others to complete a group.")
 
 
 class ListReceived(BaseModel):
@@ -77,7 +77,7 @@ class ListReceived(BaseModel):
     too_old: int = 0
 
 
-# A group, as `wire` decodes it; other fields are left out.
+# The schema of a group that `wire` decodes. Other fields are dropped.
 ITEM: dict[str, Any] = {
     **next(iter(msgspec.json.schema_components([JsonGroup])[1].values())),
     "title": "Item",
@@ -115,11 +115,11 @@ class Invalid(BaseModel):
 
 @dataclass(frozen=True)
 class ServiceReport:
-    """What all runs share. `failed` says what is wrong with the store, null where nothing is."""
+    """The part of a report that all runs share. `failed` is the store's error, or null."""
 
     version: str
     durability: str
-    stored_bytes: int  # with those that are being written
+    stored_bytes: int  # including those being written
     writing_bytes: int
     max_bytes: int
     nearly_full: bool
@@ -128,7 +128,9 @@ class ServiceReport:
 
 @dataclass(kw_only=True)
 class LiveReport(Report):
-    """Counts are of this epoch; ages and silences, and `now`, the service's clock, in seconds."""
+    """The report for the live page. It counts this epoch. Times and ages are in seconds, and `now` is the service's
+    clock.
+    """
 
     registration: Registration | None
     status: RunStatus
@@ -140,5 +142,5 @@ class LiveReport(Report):
 
 @dataclass(frozen=True)
 class Previews:
-    decoded: bool  # whether tokens are text; else they are ids
+    decoded: bool  # whether tokens are shown as text instead of ids
     groups: list[GroupPreview]

@@ -1,4 +1,4 @@
-"""Groups as people look at them: as much of each as fits a page, in text, with what is masked set apart."""
+"""Previews of groups for the live page: shortened text with the masked tokens marked."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from rlframe.trajectories.service.wire import as_json
 
 Decode = Callable[[Sequence[int]], str]  # token ids to text
 
-MAX_BYTES = 4 << 20  # of a payload; decoding a larger one would keep others waiting
+MAX_BYTES = 4 << 20  # of a payload; decoding a larger one would delay other requests
 MAX_SEQUENCES = 16
-MAX_TOKENS = 1000  # of a sequence, from its beginning, and as many from its end
+MAX_TOKENS = 1000  # at the beginning of a sequence, and as many at its end
 MAX_CHARACTERS = 20_000  # of a message
 
 
 @dataclass(frozen=True)
 class ShownTokens:
-    """Tokens that follow each other and are all masked, or all not."""
+    """Consecutive tokens that are all masked, or all not masked."""
 
     text: str
     masked: bool
@@ -40,7 +40,7 @@ class ShownMessage:
 
 @dataclass(frozen=True)
 class SequencePreview:
-    """`left_out` tokens follow after the first `before_gap` pieces; 0: none."""
+    """A shortened sequence. `left_out` tokens are missing after the first `before_gap` pieces; 0 means none."""
 
     score: float
     tokens: int
@@ -53,20 +53,20 @@ class SequencePreview:
 
 @dataclass(frozen=True)
 class GroupPreview:
-    """`sequences` are the first `MAX_SEQUENCES` of `size`; none of a group of more than `MAX_BYTES`."""
+    """A shortened group: the first `MAX_SEQUENCES` of `size` sequences, or none if it has more than `MAX_BYTES`."""
 
     env_id: int | None
     policy_version: int | None
-    size: int | None  # None: too large to be looked at
+    size: int | None  # None: too large to decode
     stored_bytes: int
     sequences: list[SequencePreview]
 
 
 def preview(payload: bytes, decode: Decode | None) -> GroupPreview:
-    """A stored group (see `wire`) as it is shown.
+    """Return the preview of a stored group (see `wire`).
 
     Args:
-        decode: ids to text; None: the ids are shown.
+        decode: Token ids to text. None shows the ids.
     """
     if len(payload) > MAX_BYTES:
         return GroupPreview(None, None, None, len(payload), [])
@@ -110,7 +110,7 @@ def _pieces(tokens: Sequence[int], masks: Sequence[int], decode: Decode) -> Iter
 
 
 def _text_after(before: Sequence[int], ids: Sequence[int], decode: Decode) -> str:
-    """What `ids` add to the text of `before`: by themselves, many tokenizers drop the space that they begin with."""
+    """Return the text that `ids` add after `before`. Many tokenizers drop the leading space of `ids` alone."""
     if before:
         prefix, text = decode(before), decode([*before, *ids])
         if text.startswith(prefix):
@@ -127,12 +127,12 @@ def _message(message: dict[str, Any]) -> ShownMessage:
 
 
 def load_decode(name: str | None) -> Decode | None:
-    """Return the decoder of `byte`, of a file in the format of `tokenizer.json`, or of its folder; None for None.
+    """Return the decoder of `byte`, of a `tokenizer.json` file, or of its folder. None for None.
 
-    Text has the special tokens, too. If the tokenizer lacks an id, all ids are shown as numbers.
+    The text includes special tokens. If the tokenizer lacks an id, all ids are shown as numbers.
 
     Raises:
-        UsageError: the package tokenizers is missing, or the file cannot be read.
+        UsageError: The package tokenizers is missing, or the file cannot be read.
     """
     if name is None:
         return None

@@ -1,5 +1,7 @@
-"""The state machine: the queues of all runs, as the commands of the store's log lead to them. Every process that
-applies the same log up to the same position holds the same state."""
+"""The state machine: it applies the commands of the store's log to the queues of all runs.
+
+Every process that applies the same log up to the same position holds the same state.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from rlframe.errors import StoreError, UsageError
 from rlframe.trajectories.queue.queue import Queue
 from rlframe.trajectories.stores import RecordsDroppedError, Store
 
-LATEST = 20  # groups of a run that people may look at
-LATEST_BYTES = 64 << 20  # in memory, of all runs together; the newest group is kept however large it is
+LATEST = 20  # latest groups of each run, for the live page
+LATEST_BYTES = 64 << 20  # memory limit for all runs together; the newest group is always kept
 _FORMAT = 3  # of snapshots
 
-# What a run begins with. To the other commands one that is not there is empty: a mistyped path leaves nothing behind.
+# Commands that create a run. For the others a missing run is empty, so that a mistyped path creates nothing.
 RUN_CREATING_COMMANDS = frozenset(("register", "register_env", "add", "pause", "set_policy_version"))
 
 _logger = logging.getLogger(__name__)
@@ -30,25 +32,26 @@ decode_command = msgspec.msgpack.Decoder(tuple[str, str, dict[str, Any], str, in
 
 
 class CommandResult(NamedTuple):
-    """What a command led to.
+    """The result of a command.
 
     Attributes:
-        answer: of the queue; an exception where the command could not be.
-        freed: positions of payloads that nobody needs any more, but for who takes this very batch.
+        answer: The queue's answer, or the exception that it raised.
+        released: Positions of payloads that are no longer needed, except by the request that takes this batch.
     """
 
     answer: Any
-    freed: list[int]
+    released: list[int]
 
 
 class StateMachine:
-    """Attributes:
-    queues: of the runs, by name; a run begins with the first of `RUN_CREATING_COMMANDS`. The id of a group is the position of its
-        payload.
-    position: up to which the log is applied.
-    snapshot_position: of the last snapshot.
-    stored_bytes: of all groups whose payloads are needed.
-    latest: groups, for people who look.
+    """The queues of all runs, and the position in the log.
+
+    Attributes:
+        queues: The queue of each run, by name. The id of a group is the position of its payload.
+        position: Position up to which the log is applied.
+        snapshot_position: Position of the last snapshot.
+        stored_bytes: Bytes of all groups whose payloads are needed.
+        latest: The latest groups, for the live page.
     """
 
     def __init__(self) -> None:
@@ -59,10 +62,13 @@ class StateMachine:
         self.latest = LatestGroups()
 
     def restore(self, store: Store) -> int:
-        """Become what the store holds. Raises `StoreError` or `PeerError` where that cannot be.
+        """Restore the state from a store.
 
         Returns:
             Bytes of the commands that were read.
+
+        Raises:
+            StoreError, PeerError: The store cannot be read.
         """
         snapshot = store.load()
         records: list[tuple[int, bytes]] = []
@@ -78,20 +84,20 @@ class StateMachine:
                 return read
 
     def reset_all_runs(self, store: Store) -> None:
-        """Reset every run, after `restore`. Raises as it does."""
+        """Reset every run, after `restore`. Raises as `restore`."""
         for run in sorted(self.queues):
             store.append(encode_command((run, "reset", {"now": time.time()}, "", 0))).result()
         self.restore(store)
 
     def orphaned_payloads(self, store: Store) -> list[int]:
-        """Positions of payloads that the store holds, and that nobody will ask for: what a crash left behind."""
-        needed = {position for queue in self.queues.values() for position in queue.epoch.held()}
-        return [at for at in store.held() if at <= self.position and at not in needed]
+        """Return the positions of stored payloads that no group needs. A crash leaves them behind."""
+        needed = {position for queue in self.queues.values() for position in queue.epoch.needed_group_ids()}
+        return [at for at in store.payload_positions() if at <= self.position and at not in needed]
 
     def apply(
         self, position: int, run: str, command: str, arguments: Mapping[str, Any], payload: bytes | None = None
     ) -> CommandResult:
-        """Apply the command at a position of the log. `payload`: of an `add`, where it is at hand."""
+        """Apply the command at a position of the log. `payload` is that of an `add`, if available."""
         queue = self.queues.get(run) or Queue()
         if command in RUN_CREATING_COMMANDS:
             self.queues[run] = queue
@@ -99,10 +105,10 @@ class StateMachine:
         adds = command == "add"
         try:
             answer = queue.apply(command, {**arguments, "group_id": position} if adds else arguments)
-            freed = queue.epoch.forgotten
+            released = queue.epoch.released
             kept = adds and answer.group_id is not None
-        except Exception as error:  # the same in every process, and whenever the log is read again
-            answer, freed, kept = error, [], False
+        except Exception as error:  # the same in every process and in every replay of the log
+            answer, released, kept = error, [], False
             if not isinstance(error, UsageError):
                 _logger.error("%s in run %r failed at position %d: %r", command, run, position, error)
         if queue.epoch is not epoch:
@@ -110,23 +116,25 @@ class StateMachine:
         if kept:
             self.latest.add(run, position, payload)
         elif adds:
-            freed = [position, *freed]
+            released = [position, *released]
         self.stored_bytes += queue.epoch.stored_bytes - before
         self.position = position
-        return CommandResult(answer, freed)
+        return CommandResult(answer, released)
 
     def get_state(self) -> dict[str, Any]:
-        """Of all runs, as data that no later command changes: for `encode_state`, in any thread."""
+        """Return the state of all runs for `encode_state`. Later commands do not change it, so any thread may encode
+        it.
+        """
         return {
             name: {"queue": queue.get_state(), "latest": [*self.latest.newest(name, LATEST)][::-1]}
             for name, queue in self.queues.items()
         }
 
     def set_state(self, position: int, snapshot: bytes) -> None:
-        """Become what it was at this position."""
+        """Restore the snapshot of this position."""
         state = msgspec.msgpack.decode(snapshot)
         if state["format"] != _FORMAT:
-            raise StoreError(f"The store's snapshot is of format {state['format']}; this version reads {_FORMAT}.")
+            raise StoreError(f"The store's snapshot has format {state['format']}; this version reads format {_FORMAT}.")
         self.queues, self.latest = {}, LatestGroups()
         for name, run in state["runs"].items():
             self.queues[name] = Queue()
@@ -138,27 +146,33 @@ class StateMachine:
 
 
 def encode_state(runs: dict[str, Any]) -> bytes:
-    """A snapshot of what `get_state` gave."""
+    """Encode the result of `get_state` as a snapshot."""
     return msgspec.msgpack.encode({"format": _FORMAT, "runs": runs})
 
 
 def read_next(store: Store, after: int) -> tuple[tuple[int, bytes] | None, list[tuple[int, bytes]]]:
-    """What follows a position of the log: (a snapshot, where it took the place of the records; the records)."""
+    """Read what follows a position of the log.
+
+    Returns:
+        (a snapshot, if it has replaced the next records; the records).
+    """
     try:
         return None, store.read(after)
-    except RecordsDroppedError:  # another process took a snapshot meanwhile
+    except RecordsDroppedError:  # another process took a snapshot
         snapshot = store.load()
         if snapshot is None or snapshot[0] <= after:
             raise StoreError(
-                f"The store lost records after position {after}. Restart the service; if that ends in the same way, "
-                "the store is damaged: begin with another."
+                f"The store lost records after position {after}. Restart the service. If the error returns, "
+                "the store is damaged: use another one."
             ) from None
         return snapshot, []
 
 
 class LatestGroups:
-    """Where the latest groups of each run lie in the store, and the payloads of those that came through this process,
-    as far as memory is spared: a group that was served is in the store no longer."""
+    """The latest groups of each run: their positions in the store, and their payloads as far as memory allows.
+
+    Payloads are kept here because the store deletes those of groups that were served.
+    """
 
     def __init__(self) -> None:
         self._positions: dict[str, deque[int]] = {}
@@ -177,12 +191,14 @@ class LatestGroups:
             self._drop(next(iter(self._payloads)))
 
     def clear(self, run: str) -> None:
-        """The run starts afresh."""
+        """Drop the groups of a run that was reset."""
         for position in self._positions.pop(run, ()):
             self._drop(position)
 
     def newest(self, run: str, count: int) -> dict[int, bytes | None]:
-        """Return the payloads of the latest groups by position, newest first; None: read it from the store."""
+        """Return the payloads of the latest groups by position, newest first. None means that the store has the
+        payload.
+        """
         return {at: self._payloads.get(at) for at in list(self._positions.get(run, ()))[: -count - 1 : -1]}
 
     def _drop(self, position: int) -> None:

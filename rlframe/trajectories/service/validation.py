@@ -1,7 +1,7 @@
-"""What a group has to be, beyond the types of its fields, and how an error says where it is not.
+"""Validation of groups beyond the types of their fields, with the path to each invalid field.
 
-The numbers of a group that came as JSON stay text (`text_lengths`): that takes a third of the time of
-decoding them, and what is stored is that text.
+The numbers of a JSON group are checked as text (`text_lengths`), which takes a third of the time of decoding them. The
+text is also the stored form.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from msgspec import UNSET
 from rlframe.errors import UsageError
 from rlframe.trajectories.messages import ANY_LENGTH_FIELD, FLOAT_FIELDS, INT_FIELDS, MAX_FLOAT32
 
-MAX_DEPTH = 32  # of what is in `messages`, `images` and the like; Python's parsers fail at some hundreds
+MAX_DEPTH = 32  # nesting of `messages`, `images` and so on; Python's parsers fail at some hundreds
 
-_FREE = ("messages", "generation_params", "overrides", "group_overrides", "images")
-_EXPLAINED = 1 << 20  # bytes of JSON that are read again, on the event loop, to say where a number is not finite
-# A whole surrogate pair, half of one (its digits), or another escape.
+_OPAQUE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images")
+_MAX_EXPLAINED_BYTES = 1 << 20  # limit for parsing JSON again, on the event loop, to locate NaN
+# A surrogate pair, a lone surrogate (its digits), or another escape.
 _ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|u([dD][89a-fA-F]..)|.)", re.DOTALL)
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _INT_CHARACTERS = b"0123456789- \n\r\t"
 _FLOAT_CHARACTERS = _INT_CHARACTERS + b".eE+"
-_INT_WIDTH = 10  # with the comma: what is longer may be no int32
-_FLOAT_WIDTH = 39  # with the comma: what is shorter, and has no positive exponent, is a finite float32
+_INT_WIDTH = 10  # characters with the comma; a longer number may not be an int32
+_FLOAT_WIDTH = 39  # characters with the comma; a shorter number without positive exponent is a finite float32
 
 
 class InvalidGroupError(UsageError):
-    """A group that cannot be. `loc` is the path to the field, as in FastAPI's answers; `kind` is their `type`."""
+    """An invalid group. `loc` is the path to the field, and `kind` the `type`, as in FastAPI's answers."""
 
     def __init__(self, loc: Sequence[str | int], message: str, kind: str = "value_error"):
         super().__init__(message)
@@ -42,42 +42,44 @@ class InvalidGroupError(UsageError):
 
 
 def nested_too_deep(*loc: str) -> InvalidGroupError:
-    return InvalidGroupError(loc, f"A group is nested at most {MAX_DEPTH} levels deep.")
+    return InvalidGroupError(loc, f"A group may be nested at most {MAX_DEPTH} levels deep.")
 
 
 def not_unicode(error: UnicodeDecodeError) -> InvalidGroupError:
-    return InvalidGroupError((), f"Text has to be UTF-8: {error.reason}.", "string_unicode")
+    return InvalidGroupError((), f"Text must be UTF-8: {error.reason}.", "string_unicode")
 
 
 def lengths_of(group: Any) -> list[int]:
-    """Tokens of each sequence."""
+    """Return the number of tokens in each sequence."""
     if isinstance(group.tokens, list):
         lengths = [len(sequence) for sequence in group.tokens]
         if any(isinstance(getattr(group, name), bytes) for name in ("masks", *FLOAT_FIELDS)) and (
             not isinstance(group.lengths, bytes) or _array("lengths", group.lengths, _INT32).tolist() != lengths
         ):
-            raise InvalidGroupError(("lengths",), "Binary arrays need lengths: int32, the tokens of each sequence.")
+            raise InvalidGroupError(
+                ("lengths",), "Binary arrays need lengths: int32, the number of tokens in each sequence."
+            )
         return lengths
     if not isinstance(group.lengths, bytes):
-        message = "Binary tokens need lengths: int32, the tokens of each sequence."
+        message = "Binary tokens need lengths: int32, the number of tokens in each sequence."
         raise InvalidGroupError(("lengths",), message, "missing")
     lengths = _array("lengths", group.lengths, _INT32).tolist()
     if min(lengths, default=0) < 0:
-        raise InvalidGroupError(("lengths",), f"A length is not negative; got {min(lengths)}.")
+        raise InvalidGroupError(("lengths",), f"A length must not be negative; got {min(lengths)}.")
     return lengths
 
 
 def text_lengths(text: bytes, *, integers: bool) -> list[int] | None:
-    """The length of each list in a JSON array of arrays of numbers.
+    """Return the length of each list in a JSON array of arrays of numbers.
 
     Args:
-        text: valid JSON.
-        integers: whether all numbers have to be int32; else they have to be finite float32.
+        text: Valid JSON.
+        integers: True requires int32 numbers, False requires finite float32 numbers.
 
     Returns:
-        None unless it is certain that `text` is a list of lists of such numbers, each with two or more.
+        None unless `text` certainly is a list of lists of such numbers, each with two or more.
     """
-    brackets = text.translate(None, _INT_CHARACTERS if integers else _FLOAT_CHARACTERS)  # and commas
+    brackets = text.translate(None, _INT_CHARACTERS if integers else _FLOAT_CHARACTERS)  # brackets and commas remain
     if not (brackets.startswith(b"[[") and brackets.endswith(b"]]")):
         return None
     commas = [len(part) for part in brackets[2:-2].split(b"],[")]
@@ -85,16 +87,17 @@ def text_lengths(text: bytes, *, integers: bool) -> list[int] | None:
     ends = characters == ord(",")
     if 0 in commas or np.count_nonzero(ends) != sum(commas) + len(commas) - 1:
         return None
-    if not _everywhere(ends, _INT_WIDTH if integers else _FLOAT_WIDTH):
+    if not _in_every_window(ends, _INT_WIDTH if integers else _FLOAT_WIDTH):
         return None
-    exponents = 0 if integers else np.count_nonzero(characters == ord("e"))  # mostly none: counting pairs takes longer
+    # Usually 0, which avoids the slower count of pairs.
+    exponents = 0 if integers else np.count_nonzero(characters == ord("e"))
     if not integers and (b"E" in text or (exponents and exponents != text.count(b"e-"))):
         return None
     return [count + 1 for count in commas]
 
 
-def _everywhere(ends: np.ndarray, width: int) -> bool:
-    """Whether there is one among any `width` characters that follow each other."""
+def _in_every_window(ends: np.ndarray, width: int) -> bool:
+    """Return whether every window of `width` characters contains an end."""
     covered = 1
     while covered < width:
         step = min(covered, width - covered)
@@ -103,22 +106,21 @@ def _everywhere(ends: np.ndarray, width: int) -> bool:
     return bool(ends.all())
 
 
-def check(group: Any, lengths: list[int]) -> None:
-    """Raise `InvalidGroupError` unless every field fits to sequences of these `lengths`.
+def check_group(group: Any, lengths: list[int]) -> None:
+    """Raise `InvalidGroupError` unless every field matches sequences of these `lengths`.
 
-    Arrays are lists, bytes, or JSON text whose shape and numbers are known to be right.
+    Arrays are lists, bytes, or JSON text whose shape and numbers are already checked.
     """
     if not lengths:
-        raise InvalidGroupError(("tokens",), "A group has at least one sequence; this one is empty.", "too_short")
+        raise InvalidGroupError(("tokens",), "A group must have at least one sequence; this one is empty.", "too_short")
     if 0 in lengths:
-        raise InvalidGroupError(("tokens", lengths.index(0)), "A sequence has at least one token.", "too_short")
+        raise InvalidGroupError(("tokens", lengths.index(0)), "A sequence must have at least one token.", "too_short")
     for name in INT_FIELDS + FLOAT_FIELDS:
         value = getattr(group, name)
         if isinstance(value, bytes):
             _check_binary(name, value, lengths)
-        elif isinstance(value, list) and (
-            value or name in INT_FIELDS
-        ):  # [] is what the published BaseEnv sends for none
+        # The published BaseEnv sends [] for missing fields.
+        elif isinstance(value, list) and (value or name in INT_FIELDS):
             _check_lists(name, value, None if name == ANY_LENGTH_FIELD else lengths)
     scores = group.scores
     if isinstance(scores, bytes):
@@ -126,10 +128,10 @@ def check(group: Any, lengths: list[int]) -> None:
     _check_count("scores", scores, len(lengths))
     _check_finite(("scores",), scores)
     _check_distillation(group, len(lengths))
-    for name in _FREE:
+    for name in _OPAQUE_FIELDS:
         value = getattr(group, name)
         if value is not None and value is not UNSET:
-            _check_free(name, value)
+            _check_opaque(name, value)
 
 
 def _check_binary(name: str, value: bytes, lengths: list[int]) -> None:
@@ -141,7 +143,7 @@ def _check_binary(name: str, value: bytes, lengths: list[int]) -> None:
 
 
 def _check_lists(name: str, value: list[list[Any]], lengths: list[int] | None) -> None:
-    """`lengths` None: any."""
+    """Check a list of lists. `lengths` None allows any lengths."""
     if lengths is not None:
         _check_count(name, value, len(lengths))
     for i, sequence in enumerate(value):
@@ -162,7 +164,9 @@ def _check_finite(loc: tuple[str | int, ...], values: list[float]) -> None:
         return
     for i, value in enumerate(values):
         if not abs(value) <= MAX_FLOAT32:
-            raise InvalidGroupError((*loc, i), f"{loc[0]} holds finite float32 numbers; got {value}.", "finite_number")
+            raise InvalidGroupError(
+                (*loc, i), f"{loc[0]} must hold finite float32 numbers; got {value}.", "finite_number"
+            )
 
 
 def _check_distillation(group: Any, sequences: int) -> None:
@@ -178,92 +182,94 @@ def _check_distillation(group: Any, sequences: int) -> None:
                 for j, position in enumerate(sequence):
                     _check_finite((name, i, j), position)
     if len(shapes) == 2 and shapes["distill_token_ids"] != shapes["distill_logprobs"]:
-        message = "distill_logprobs and distill_token_ids have one shape, [sequence][position][k]."
+        message = "distill_logprobs and distill_token_ids must have the same shape, [sequence][position][k]."
         raise InvalidGroupError(("distill_logprobs",), message)
 
 
-def _check_free(name: str, value: Any) -> None:
+def _check_opaque(name: str, value: Any) -> None:
     if name == "messages":
         for i, sequence in enumerate(value):
             for j, message in enumerate(sequence):
                 if "role" not in message or "content" not in message:
-                    raise InvalidGroupError((name, i, j), "A message has a role and content.", "missing")
+                    raise InvalidGroupError((name, i, j), "A message must have a role and content.", "missing")
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [inner for outer in level for inner in _members(name, outer)]
+        level = [inner for outer in level for inner in _children(name, outer)]
         if not level:
             return
     raise nested_too_deep(name)
 
 
-def _members(name: str, value: Any) -> Iterable[Any]:
+def _children(name: str, value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
-            raise InvalidGroupError((name,), f"{name} holds a key that is no text, which JSON does not have.")
+            raise InvalidGroupError((name,), f"{name} has a key that is not text, which JSON does not allow.")
         return value.values()
     if isinstance(value, list):
         return value
     if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidGroupError((name,), f"{name} holds {value}, which JSON does not have.", "finite_number")
+        raise InvalidGroupError((name,), f"{name} holds {value}, which JSON does not allow.", "finite_number")
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         raise InvalidGroupError(
-            (name,), f"{name} holds an integer of more than 64 bits, which MessagePack does not have."
+            (name,), f"{name} holds an integer of more than 64 bits, which MessagePack does not allow."
         )
     if value is None or isinstance(value, (str, int, float)):
         return ()
-    raise InvalidGroupError((name,), f"{name} holds {type(value).__name__}, which JSON does not have.")
+    raise InvalidGroupError((name,), f"{name} holds {type(value).__name__}, which JSON does not allow.")
 
 
 def _array(name: str, value: bytes, dtype: np.dtype) -> np.ndarray:
     if len(value) % dtype.itemsize:
-        raise InvalidGroupError((name,), f"{name} is {len(value)} bytes, which are no whole {dtype.name} values.")
+        raise InvalidGroupError(
+            (name,), f"{name} has {len(value)} bytes, which is not a whole number of {dtype.name} values."
+        )
     return np.frombuffer(value, dtype)
 
 
-def explained(error: msgspec.DecodeError, body: bytes, packed: bool) -> InvalidGroupError:
-    """The error of a decoder of `body`, with its path."""
+def describe_decode_error(error: msgspec.DecodeError, body: bytes, packed: bool) -> InvalidGroupError:
+    """Convert a decoder's error about `body` to an error with the path to the field."""
     message, _, where = str(error).partition(" - at ")  # "`$.a[0]`", or "`key` in `$.a`"
     path = where.partition("$")[2]
     if isinstance(error, msgspec.ValidationError):
         if message.startswith("Object missing required field"):
-            return InvalidGroupError((*_steps(path), message.split("`")[1]), "Field required", "missing")
-        return InvalidGroupError(_steps(path), message, "type_error")
-    if not packed and (half := _half_character(body, message)) is not None:
-        wrong = f"Text holds half of a surrogate pair (byte {half}), which is no character."
+            return InvalidGroupError((*_path_steps(path), message.split("`")[1]), "Field required", "missing")
+        return InvalidGroupError(_path_steps(path), message, "type_error")
+    if not packed and (half := _lone_surrogate(body, message)) is not None:
+        wrong = f"Text holds half of a surrogate pair (byte {half}), which is not a character."
         return InvalidGroupError((), wrong, "string_unicode")
-    look = _not_finite if len(body) <= _EXPLAINED else _field_not_finite
+    look = _find_not_finite if len(body) <= _MAX_EXPLAINED_BYTES else _find_field_not_finite
     if not packed and (found := look(body, message)) is not None:
-        return InvalidGroupError(found, "A number has to be finite; got NaN or an infinity.", "finite_number")
+        return InvalidGroupError(found, "A number must be finite; got NaN or an infinity.", "finite_number")
     name, kind = ("MessagePack", "msgpack_invalid") if packed else ("JSON", "json_invalid")
-    return InvalidGroupError((), f"The body is no valid {name}: {message}.", kind)
+    return InvalidGroupError((), f"The body is not valid {name}: {message}.", kind)
 
 
-def _steps(path: str) -> tuple[str | int, ...]:
-    """`.tokens[0][1]` as ("tokens", 0, 1)."""
+def _path_steps(path: str) -> tuple[str | int, ...]:
+    """Split a path into steps: `.tokens[0][1]` becomes ("tokens", 0, 1)."""
     steps = path.rstrip("`").replace("[", ".").replace("]", "").split(".")
     return tuple(int(step) if step.isdigit() else step for step in steps if step)
 
 
-def _field_not_finite(body: bytes, message: str) -> tuple[str, ...] | None:
-    """The field before the byte that the decoder's message names, where NaN or an infinity is there; else None."""
+def _find_field_not_finite(body: bytes, message: str) -> tuple[str, ...] | None:
+    """Return the field with NaN or an infinity at the byte that the decoder's message names, or None."""
     byte = re.search(r"\(byte (\d+)\)", message)
     if byte is None or not re.compile(rb"-?(NaN|Infinity)").match(body, int(byte[1])):
         return None
-    names = (*INT_FIELDS, *FLOAT_FIELDS, "scores", "distill_logprobs", *_FREE)
+    names = (*INT_FIELDS, *FLOAT_FIELDS, "scores", "distill_logprobs", *_OPAQUE_FIELDS)
     place, name = max((body.rfind(b'"%s"' % name.encode(), 0, int(byte[1])), name) for name in names)
     return (name,) if place >= 0 else ()
 
 
-def _half_character(body: bytes, message: str) -> int | None:
-    """Where an escape is half of a surrogate pair, if the decoder failed at one; else None."""
-    if "surrogate" not in message and "truncated" not in message:  # which it says of one near the end
+def _lone_surrogate(body: bytes, message: str) -> int | None:
+    """Return the position of a lone surrogate escape if the decoder failed at one, otherwise None."""
+    if "surrogate" not in message and "truncated" not in message:  # "truncated" is reported for one near the end
         return None
     half = next((escape for escape in _ESCAPE.finditer(body) if escape[1] is not None), None)
     return None if half is None else half.start()
 
 
-def _not_finite(body: bytes, _: str) -> tuple[str | int, ...] | None:
-    """Where Python's parser, which accepts them, finds NaN or an infinity; None: nowhere, or it fails too."""
+def _find_not_finite(body: bytes, _: str) -> tuple[str | int, ...] | None:
+    """Return the path to NaN or an infinity that Python's parser finds. None if there is none, or if parsing fails."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):

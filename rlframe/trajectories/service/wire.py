@@ -1,7 +1,7 @@
-"""Groups of sequences as they come over the wire: decoded, checked, and brought into the form in which they are stored.
+"""Groups on the wire: they are decoded, checked, and brought into the form in which they are stored.
 
-A group that was sent as JSON is stored as JSON with all keys of the published contract: what a consumer gets is a join
-of stored bytes. One that was sent as MessagePack is stored as it came. The first byte tells which one it is.
+A group in JSON is stored as JSON with all keys of the published contract, so a batch is a join of stored bytes. A group
+in MessagePack is stored unchanged. The first byte distinguishes the two.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from rlframe.trajectories.messages import ANY_LENGTH_FIELD, FLOAT_FIELDS, INT_FIELDS
 from rlframe.trajectories.service.validation import (
     InvalidGroupError,
-    check,
-    explained,
+    check_group,
+    describe_decode_error,
     lengths_of,
     nested_too_deep,
     not_unicode,
@@ -32,21 +32,21 @@ Floats = list[list[float]]
 _Optional = Union[None, UnsetType]
 
 
-# How integers, floats that may be absent, and scores come.
+# Encodings of integers, of optional floats, and of scores.
 IntegersT = TypeVar("IntegersT")
 FloatsT = TypeVar("FloatsT")
 ScoresT = TypeVar("ScoresT")
 
 
 class WireGroup(Struct, Generic[IntegersT, FloatsT, ScoresT], forbid_unknown_fields=True, gc=False, kw_only=True):
-    """A group as it comes. Arrays are [sequences][tokens]."""
+    """A group in a request. Arrays are [sequences][tokens]."""
 
     tokens: IntegersT
     masks: Annotated[IntegersT, Meta(description="-100 where there is no loss.")]
-    scores: Annotated[ScoresT, Meta(description="true and false are taken as 1 and 0.")]
-    advantages: Annotated[FloatsT | UnsetType, Meta(description="Of any lengths; taken where they fit the tokens.")] = (
-        UNSET
-    )
+    scores: Annotated[ScoresT, Meta(description="true and false count as 1 and 0.")]
+    advantages: Annotated[
+        FloatsT | UnsetType, Meta(description="Rows of another length than the tokens are ignored.")
+    ] = UNSET
     ref_logprobs: FloatsT | UnsetType = UNSET
     inference_logprobs: Annotated[FloatsT | UnsetType, Meta(description="1.0 where there is no loss.")] = UNSET
     messages: Annotated[list[list[dict[str, Any]]] | _Optional, Meta(description="Each has a role and content.")] = (
@@ -59,31 +59,35 @@ class WireGroup(Struct, Generic[IntegersT, FloatsT, ScoresT], forbid_unknown_fie
     env_id: EnvId | _Optional = UNSET
     distill_token_ids: Annotated[list[Ints] | _Optional, Meta(description="[sequence][position][k]")] = UNSET
     distill_logprobs: Annotated[list[Floats] | _Optional, Meta(description="[sequence][position][k]")] = UNSET
-    policy_version: Annotated[Version | _Optional, Meta(description="That the group was sampled from.")] = UNSET
+    policy_version: Annotated[
+        Version | _Optional, Meta(description="Policy version that the group was sampled from.")
+    ] = UNSET
 
 
 Scores = list[Union[float, bool]]
 JsonGroup = WireGroup[Ints, Union[Floats, None], Scores]
-TextGroup = WireGroup[Raw, Raw, Scores]  # as JSON whose arrays stay text
+TextGroup = WireGroup[Raw, Raw, Scores]  # JSON whose arrays stay text
 PackedArrays = WireGroup[Union[Ints, bytes], Union[Floats, bytes, None], Union[Scores, bytes]]
 
 
 class PackedGroup(PackedArrays, kw_only=True):
-    """A group as MessagePack, in which the arrays may be bytes: little-endian int32 or float32, all sequences end to
-    end. `lengths` says in int32 how many tokens each has."""
+    """A group in MessagePack. Its arrays may be bytes: little-endian int32 or float32, all sequences concatenated.
+
+    `lengths` has the number of tokens in each sequence, as int32.
+    """
 
     lengths: bytes | _Optional = UNSET
 
 
-KEYS = tuple(name for name in WireGroup.__struct_fields__ if name != "policy_version")  # of an item in a batch
+KEYS = tuple(name for name in WireGroup.__struct_fields__ if name != "policy_version")  # keys of an item in a batch
 
 
 class _Encoding(NamedTuple):
-    """How groups come: the structure of one, and functions that decode and encode."""
+    """An encoding of groups: the structure of a group, and functions that decode and encode."""
 
     structure: type[Struct]
     group: Callable[[bytes], Any]
-    members: Callable[[bytes], dict[str, Raw]]  # of a group, by name
+    members: Callable[[bytes], dict[str, Raw]]  # fields of a group, by name
     items: Callable[[bytes], list[Raw]]
     encode: Callable[[Any], bytes]
 
@@ -100,11 +104,11 @@ def _encoding(module: Any, structure: type[Struct], group: Any) -> _Encoding:
 
 _JSON = _encoding(msgspec.json, WireGroup, TextGroup)
 _PACKED = _encoding(msgspec.msgpack, PackedGroup, PackedGroup)
-_decode_numbers = msgspec.json.Decoder(JsonGroup).decode  # of JSON, whose arrays `_JSON.group` leaves as text
+_decode_numbers = msgspec.json.Decoder(JsonGroup).decode  # decodes JSON arrays, which `_JSON.group` leaves as text
 
 
 class ParsedGroup(NamedTuple):
-    """What the queue has to know of a group, and what is stored of it."""
+    """Facts about a group that the queue needs, and the payload to store."""
 
     sequences: int
     tokens: int
@@ -117,10 +121,10 @@ def parse_group(body: bytes, packed: bool) -> ParsedGroup:
     """Decode and check one group.
 
     Args:
-        body: JSON, or MessagePack where `packed`.
+        body: JSON, or MessagePack if `packed`.
 
     Raises:
-        InvalidGroupError: with the path to the first field that is wrong.
+        InvalidGroupError: A field is invalid. The error has the path to the first one.
     """
     try:
         return _parse(body, _PACKED) if packed else _parse(body.strip(), _JSON)
@@ -131,7 +135,7 @@ def parse_group(body: bytes, packed: bool) -> ParsedGroup:
 
 
 def parse_groups(body: bytes, packed: bool) -> Iterator[ParsedGroup]:
-    """Decode and check a list of groups, one after the other; as `parse_group`, with its place before each path."""
+    """Decode and check a list of groups one by one, as `parse_group` does. Paths begin with the index in the list."""
     try:
         items = (_PACKED if packed else _JSON).items(body)
     except RecursionError:
@@ -139,7 +143,7 @@ def parse_groups(body: bytes, packed: bool) -> Iterator[ParsedGroup]:
     except UnicodeDecodeError as error:
         raise not_unicode(error) from None
     except msgspec.DecodeError as error:
-        raise explained(error, body, packed) from None
+        raise describe_decode_error(error, body, packed) from None
     for i, item in enumerate(items):
         try:
             yield parse_group(bytes(item), packed)
@@ -152,22 +156,22 @@ def _parse(body: bytes, encoding: _Encoding) -> ParsedGroup:
     try:
         group = encoding.group(body)
         if isinstance(group.scores, list) and any(isinstance(score, bool) for score in group.scores):
-            # Trainers get numbers, as from the published service.
+            # The published service also converts booleans to numbers.
             scores = Raw(encoding.encode([float(score) for score in group.scores]))
             return _parse(encoding.encode({**encoding.members(body), "scores": scores}), encoding)
         lengths = lengths_of(group) if packed else _lengths_of_text(group)
-        if lengths is None:  # a closer look, for whoever is to be told what is wrong
+        if lengths is None:  # uncertain: decode the numbers for an exact check
             group = _decode_numbers(body)
             lengths = lengths_of(group)
     except msgspec.ValidationError as error:
         if "unknown field" not in str(error):
-            raise explained(error, body, packed) from None
+            raise describe_decode_error(error, body, packed) from None
         known = encoding.structure.__struct_fields__
         members = {name: value for name, value in encoding.members(body).items() if name in known}
         return _parse(encoding.encode(members), encoding)
     except msgspec.DecodeError as error:
-        raise explained(error, body, packed) from None
-    check(group, lengths)
+        raise describe_decode_error(error, body, packed) from None
+    check_group(group, lengths)
     absent = [] if packed else [name for name in KEYS if getattr(group, name) is UNSET]
     if absent:
         nulls = "".join(f',"{name}":null' for name in absent)
@@ -178,13 +182,13 @@ def _parse(body: bytes, encoding: _Encoding) -> ParsedGroup:
 
 
 def _lengths_of_text(group: Any) -> list[int] | None:
-    """Tokens of each sequence, where every array has this shape and holds what it should; else None."""
+    """Return the tokens of each sequence if all arrays certainly have this shape and valid numbers, otherwise None."""
     lengths = text_lengths(bytes(group.tokens), integers=True)
     if lengths is None or text_lengths(bytes(group.masks), integers=True) != lengths:
         return None
     for name in FLOAT_FIELDS:
         value = getattr(group, name)
-        text = b"null" if value is UNSET else bytes(value)  # a `Raw` is equal to nothing
+        text = b"null" if value is UNSET else bytes(value)  # a `Raw` never equals bytes
         if text in (b"null", b"[]"):
             continue
         found = text_lengths(text, integers=False)
@@ -193,7 +197,7 @@ def _lengths_of_text(group: Any) -> list[int] | None:
     return lengths
 
 
-# What consumers get
+# Output for consumers
 
 
 def is_packed(payload: bytes) -> bool:
@@ -201,27 +205,27 @@ def is_packed(payload: bytes) -> bool:
 
 
 def join_json(payloads: Iterable[bytes]) -> bytes:
-    """A JSON array of items."""
+    """Return a JSON array of items."""
     return b"[" + b",".join(map(as_json, payloads)) + b"]"
 
 
 def join_packed(payloads: Sequence[bytes]) -> bytes:
-    """A MessagePack array of items."""
+    """Return a MessagePack array of items."""
     return _PACKED.encode([Raw(as_packed(payload)) for payload in payloads])
 
 
 def as_packed(payload: bytes) -> bytes:
-    """A stored group as MessagePack: as it came, or with lists."""
+    """Return a stored group as MessagePack: unchanged, or with lists."""
     if is_packed(payload):
         return payload
     try:
-        return _PACKED.encode(msgspec.json.decode(payload))  # in half the time that it takes with types
-    except OverflowError:  # where a float is meant, an integer may have more than the 64 bits of MessagePack's
+        return _PACKED.encode(msgspec.json.decode(payload))  # untyped decoding takes half the time
+    except OverflowError:  # an integer in place of a float may have more than MessagePack's 64 bits
         return _PACKED.encode(_decode_numbers(payload))
 
 
 def as_json(payload: bytes) -> bytes:
-    """A stored group as JSON, with all keys."""
+    """Return a stored group as JSON, with all keys."""
     if not is_packed(payload):
         return payload
     group = _PACKED.group(payload)

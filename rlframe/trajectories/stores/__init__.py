@@ -1,14 +1,14 @@
-"""Where the trajectory service keeps its log and its payloads: memory, SQLite, or Redis.
+"""Stores for the log and the payloads of the trajectory service: memory, SQLite, or Redis.
 
 A store is an ordered log of records. A record may have a payload, the bytes of one group (`base.py: Store`).
 
     store = open_store("sqlite:run.db")               # sqlite.py; others are base.py: MemoryStore, and redis.py
     position = store.append(record, payload).result() # a future: it has the position once the record is durable
-      CommittingStore.append                          # group_commit.py: its thread commits all that waits at once
-        PayloadFile                                   # payload_file.py: payloads of SQLite lie in a file beside it
-    store.read(after=0)                               # the records after a position, in their order
+      GroupCommitStore.append                         # group_commit.py: one thread commits all waiting appends
+        PayloadFile                                   # payload_file.py: payloads of SQLite are in a separate file
+    store.read(after=0)                               # the records after a position, in order
     store.payloads([position])                        # the bytes, when a batch needs them
-    store.forget([position])                          # when a learner has acknowledged the batch
+    store.delete_payloads([position])                 # when a learner has acknowledged the batch
     store.snapshot(position, state)                   # replaces all records up to this position
 """
 
@@ -24,16 +24,16 @@ _KINDS = ("sqlite", "memory", "redis", "rediss")
 
 
 def open_store(url: str) -> Store:
-    """Open the store that a URL names.
+    """Open the store of a URL.
 
     Args:
         url: `sqlite:PATH`, `memory`, or `redis://HOST:PORT/DATABASE` (`rediss://` for TLS). `sqlite:PATH?sync=off`
-            acknowledges before the device has written: faster, and the last seconds are lost when power is.
+            acknowledges before the device has written. That is faster, but a power failure loses the last seconds.
 
     Raises:
-        UsageError: the URL names no store, or one that cannot be there.
-        StoreError: the store is in use, another program's, of another format, or damaged.
-        PeerError: the Redis server does not answer.
+        UsageError: The URL names no store, or the store cannot be created there.
+        StoreError: The store is in use, belongs to another program, has another format, or is damaged.
+        PeerError: The Redis server does not answer.
     """
     kind, _, rest = url.partition(":")
     if kind == "memory" and not rest:

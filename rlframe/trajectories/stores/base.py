@@ -1,8 +1,8 @@
-"""The contract of a store: an ordered durable log with payloads. `MemoryStore` keeps them in memory.
+"""The contract of a store: an ordered, durable log with payloads. `MemoryStore` keeps it in memory.
 
-The service is a deterministic state machine. A command takes effect by its place in the log; whoever reads the log
-from a snapshot on computes the same state. The bytes of a group are a payload: they stay in the store until a batch
-needs them, so the queue may be larger than memory.
+The service is a deterministic state machine. A command takes effect by its position in the log, so every process that
+reads the log after a snapshot computes the same state. The bytes of a group are a payload. Payloads stay in the store
+until a batch needs them, so the queue may be larger than memory.
 """
 
 from __future__ import annotations
@@ -16,90 +16,99 @@ from rlframe.errors import StoreError, UnavailableError
 
 
 class RecordsDroppedError(UnavailableError):
-    """Records after the position that was asked for went with a newer snapshot: `load` it, and read on from there."""
+    """The requested records were replaced by a newer snapshot: `load` it, and read after its position."""
 
 
 class Store(Protocol):
-    """An ordered durable log with payloads. Every method may be called from any thread, and none waits for ever.
+    """An ordered, durable log with payloads. Any thread may call any method, and no method waits forever.
 
     Attributes:
-        shared: whether other processes append too, so that only `read` tells the order: it is a `SharedStore`.
-        durability: a sentence for people: what an acknowledged append survives.
+        shared: Whether other processes append too. Then only `read` shows the order, and the store is a `SharedStore`.
+        durability: A sentence for users: which failures an acknowledged append survives.
     """
 
     shared: bool
     durability: str
 
     def append(self, record: bytes, payload: bytes | None = None) -> Future[int]:
-        """Put a record at the end of the log, and the payload, if any, beside it. Does not wait.
+        """Append a record to the log, with an optional payload. Does not wait.
 
         Returns:
-            Its position, 1 or more, once it is durable. Positions have no gaps, and of two calls in one process the
-            later one gets the higher position. Futures are resolved in the order of positions, by one thread, which
-            runs their callbacks: these must be short. They cannot be cancelled.
+            A future with the position of the record, 1 or more, once it is durable. Positions have no gaps. Of two
+            calls in one process, the later one gets the higher position. One thread resolves the futures in the order
+            of positions. It runs their callbacks, which must be short. Futures cannot be cancelled.
 
-            A future that raises `UnavailableError` left nothing behind; one that raises `PeerError` may have been
-            applied (`read` tells); after a `StoreError` the store takes no more.
+            After an `UnavailableError`, nothing was stored. After a `PeerError`, the record may have been stored, which
+            `read` shows. After a `StoreError`, the store accepts nothing more.
 
         Raises:
-            UnavailableError: too much waits to be written, or the store is closed.
-            StoreError: the store failed before.
+            UnavailableError: Too many bytes wait to be written, or the store is closed.
+            StoreError: The store failed before.
         """
 
     def room(self) -> int | None:
-        """Bytes of payloads that its disk still takes; None where it cannot tell."""
+        """Return the bytes of payloads for which the disk has room, or None if unknown."""
 
     def check_room(self, size: int) -> None:
-        """Raise `UnavailableError` where its disk has no room for payloads of so many bytes. To records without one it
-        does not apply: they empty the queue."""
+        """Raise `UnavailableError` if the disk has no room for payloads of `size` bytes.
+
+        This does not limit records without payloads, because they empty the queue.
+        """
 
     def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
-        """The first `limit` records at positions above `after`, whoever appended them, with these positions.
+        """Return the first `limit` records after position `after`, from all processes, with their positions.
 
         Raises:
-            RecordsDroppedError: some of them went with a snapshot.
-            StoreError: the log ends before `after`, or is no longer the one that was read: the store lost records.
+            RecordsDroppedError: Some of the records were replaced by a snapshot.
+            StoreError: The log ends before `after`, or is not the log that was read before: the store lost records.
         """
 
     def payloads(self, positions: Sequence[int]) -> list[bytes | None]:
-        """The payloads stored under these positions. None: there was none, it was forgotten, or it is damaged."""
+        """Return the payloads at these positions. None means that there is none, or that it was deleted or damaged."""
 
-    def forget(self, positions: Iterable[int]) -> None:
-        """Drop payloads; their space is used again. Does not wait, and may be undone by a crash: see `held`."""
+    def delete_payloads(self, positions: Iterable[int]) -> None:
+        """Delete payloads to reuse their space. Does not wait. A crash may undo it: see `payload_positions`."""
 
-    def held(self) -> list[int]:
-        """The positions of all payloads, ascending.
+    def payload_positions(self) -> list[int]:
+        """Return the positions of all payloads, ascending.
 
-        Whoever has replayed the log up to a position forgets those up to it that its state does not need: what a crash
-        left behind.
+        After a process has replayed the log, it deletes the payloads that its state does not need: a crash left them
+        behind.
         """
 
     def snapshot(self, position: int, state: bytes) -> Future[None]:
-        """Keep `state`, which is what the records up to `position` lead to. These records may then be dropped.
+        """Store `state`, the result of the records up to `position`. These records may then be dropped.
 
-        One that is not newer than the last is ignored. Payloads are not touched. Resolved when it is durable.
+        A snapshot that is not newer than the last one is ignored. Payloads stay. The future resolves when the snapshot
+        is durable.
         """
 
     def load(self) -> tuple[int, bytes] | None:
-        """The last snapshot's position and state; None if there is none. `read(after=position)` goes on from it."""
+        """Return position and state of the last snapshot, or None. `read(after=position)` returns later records."""
 
     def close(self) -> None:
-        """Write what was appended, and let go of everything. May be called again."""
+        """Write all pending appends, and release all resources. It may be called again."""
 
 
 class SharedStore(Store, Protocol):
-    """A store that other processes append to, too."""
+    """A store to which several processes append."""
 
     def wait(self, after: int, timeout: float) -> bool:
-        """Wait until there is a record at a position above `after`, at most `timeout` seconds. Returns if there is.
+        """Wait up to `timeout` seconds for a record after position `after`. Return whether there is one.
 
         Raises:
-            PeerError: the store did not answer, again and again.
+            PeerError: The store did not answer, despite retries.
         """
 
 
 def check_range(after: int, first: int | None, last: int, name: str) -> None:
-    """Refuse to read above `after` from a log that ends at `last`, and whose first record above it is at `first`."""
+    """Raise an error if the records after `after` cannot be read.
+
+    Args:
+        first: Position of the first record after `after`, or None.
+        last: Position of the last record.
+        name: Name of the store in messages.
+    """
     if after > last:
         raise StoreError(f"{name} ends at position {last}, but was read up to {after} before: it lost records.")
     if after < last and first != after + 1:
@@ -107,7 +116,7 @@ def check_range(after: int, first: int | None, last: int, name: str) -> None:
 
 
 class UnlimitedStore:
-    """The part of `Store` about room, for a store without a disk."""
+    """The methods of `Store` that check free space, for a store without a disk."""
 
     def room(self) -> None:
         return None
@@ -117,14 +126,14 @@ class UnlimitedStore:
 
 
 class MemoryStore(UnlimitedStore):
-    """The contract of `Store` without durability: `snapshot` serves to drop records, nothing else."""
+    """A `Store` in memory, without durability. A snapshot only drops records."""
 
     shared = False
     durability = "Nothing survives the end of this process."
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._first = 1  # the position of the first record that is kept
+        self._first = 1  # position of the first stored record
         self._records: list[bytes] = []
         self._payloads: dict[int, bytes] = {}
         self._snapshot: tuple[int, bytes] | None = None
@@ -151,12 +160,12 @@ class MemoryStore(UnlimitedStore):
     def payloads(self, positions: Sequence[int]) -> list[bytes | None]:
         return [self._payloads.get(position) for position in positions]
 
-    def forget(self, positions: Iterable[int]) -> None:
+    def delete_payloads(self, positions: Iterable[int]) -> None:
         with self._lock:
             for position in positions:
                 self._payloads.pop(position, None)
 
-    def held(self) -> list[int]:
+    def payload_positions(self) -> list[int]:
         with self._lock:
             return list(self._payloads)
 

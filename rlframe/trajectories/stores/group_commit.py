@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from rlframe.errors import StoreError, UnavailableError
 
-MAX_WAITING_BYTES = 256 << 20  # in memory, beside what is being written
-MAX_COMMIT_BYTES = 16 << 20  # what one commit writes, unless a single append is larger
+MAX_WAITING_BYTES = 256 << 20  # limit of waiting appends, besides those that are being written
+MAX_COMMIT_BYTES = 16 << 20  # limit of one commit, unless a single append is larger
 MAX_COMMIT_RECORDS = 1024
-MAX_COMMIT_FORGOTTEN = 2000  # SQLite takes 5 ms for them, for which appends wait
-CLOSE_DEADLINE = 60.0  # seconds for the last commits; each one has a deadline of its own where a network is involved
+MAX_COMMIT_DELETIONS = 2000  # SQLite takes 5 ms for these, during which appends wait
+CLOSE_DEADLINE = 60.0  # seconds for the last commits; over a network, each commit has a deadline too
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,24 +33,24 @@ class Append:
 
 @dataclass
 class Commit:
-    """What is written together: all of it, or none, but for what `refuse` was called for."""
+    """Writes that are committed together: all of them or none, except for appends passed to `refuse`."""
 
     appends: list[Append] = field(default_factory=list)
-    forgotten: list[int] = field(default_factory=list)  # positions of payloads
+    deleted: list[int] = field(default_factory=list)  # positions of payloads
     snapshot: tuple[int, bytes] | None = None
     refused: list[tuple[Append, Exception]] = field(default_factory=list)
 
     def refuse(self, append: Append, error: Exception) -> None:
-        """Leave one out: the others are written without it."""
+        """Remove an append from the commit. The others are still written."""
         self.appends.remove(append)
         self.refused.append((append, error))
 
 
 class GroupCommitStore(abc.ABC):
-    """The part of `Store` that writes: one thread passes appends, forgotten positions and snapshots to `_write`.
+    """The part of `Store` that writes: one thread passes appends, deletions and snapshots to `_write`.
 
     Args:
-        name: what messages call the store. The thread starts here: a subclass is ready to write by then.
+        name: Name of the store in messages. The constructor starts the thread, so a subclass must be ready to write.
     """
 
     def __init__(self, name: str) -> None:
@@ -58,9 +58,9 @@ class GroupCommitStore(abc.ABC):
         self._changed = threading.Condition()
         self._appends: deque[Append] = deque()
         self._waiting_bytes = 0
-        self._to_forget: list[int] = []
+        self._to_delete: list[int] = []
         self._snapshots: list[tuple[int, bytes, Future[None]]] = []
-        self._due = False  # positions alone whose commit failed wait for the next occasion
+        self._due = False  # whether to commit; failed deletions alone wait for the next append
         self._closed = False
         self._failed: StoreError | None = None
         self._thread = threading.Thread(target=self._run, name=f"writer of {name}", daemon=True)
@@ -68,7 +68,7 @@ class GroupCommitStore(abc.ABC):
 
     def append(self, record: bytes, payload: bytes | None = None) -> Future[int]:
         future: Future[int] = Future()
-        future.set_running_or_notify_cancel()  # from here on it cannot be cancelled: it may be on its way to disk
+        future.set_running_or_notify_cancel()  # so that it cannot be cancelled: it may already be on its way to disk
         append = Append(record, payload, future, time.monotonic())
         with self._changed:
             self._check_open()
@@ -81,10 +81,10 @@ class GroupCommitStore(abc.ABC):
             self._wake()
         return future
 
-    def forget(self, positions: Iterable[int]) -> None:
+    def delete_payloads(self, positions: Iterable[int]) -> None:
         with self._changed:
             self._check_open()
-            self._to_forget.extend(positions)
+            self._to_delete.extend(positions)
             self._wake()
 
     def snapshot(self, position: int, state: bytes) -> Future[None]:
@@ -102,13 +102,13 @@ class GroupCommitStore(abc.ABC):
             self._changed.notify_all()
         self._thread.join(CLOSE_DEADLINE)
         if self._thread.is_alive():
-            raise UnavailableError(f"{self._name} did not write what was left within {CLOSE_DEADLINE:.0f} s.")
+            raise UnavailableError(f"{self._name} did not finish its writes within {CLOSE_DEADLINE:.0f} s.")
 
     @abc.abstractmethod
     def _write(self, commit: Commit) -> int:
-        """Make a commit durable, and return the position of its first append (the others follow it).
+        """Make a commit durable. Return the position of its first append; the others follow it.
 
-        All futures of the commit get the error that it raises. After a `StoreError`, nothing is written any more.
+        If it raises, all futures of the commit get the error. After a `StoreError`, nothing more is written.
         """
 
     def _check_open(self) -> None:
@@ -129,7 +129,7 @@ class GroupCommitStore(abc.ABC):
                     return
                 commit, snapshots = self._take()
             self._carry_out(commit, snapshots)
-            del commit, snapshots  # the payloads: this thread may now wait for a long time
+            del commit, snapshots  # free the payloads, because this thread may now wait for a long time
 
     def _take(self) -> tuple[Commit, list[Future[None]]]:
         commit, size = Commit(), 0
@@ -139,12 +139,12 @@ class GroupCommitStore(abc.ABC):
                 break
             commit.appends.append(self._appends.popleft())
             self._waiting_bytes -= commit.appends[-1].size
-        commit.forgotten = self._to_forget[:MAX_COMMIT_FORGOTTEN]
-        del self._to_forget[:MAX_COMMIT_FORGOTTEN]
+        commit.deleted = self._to_delete[:MAX_COMMIT_DELETIONS]
+        del self._to_delete[:MAX_COMMIT_DELETIONS]
         snapshots, self._snapshots = self._snapshots, []
         if snapshots:
             commit.snapshot = max(((position, state) for position, state, _ in snapshots), key=lambda one: one[0])
-        self._due = bool(self._appends or self._to_forget)
+        self._due = bool(self._appends or self._to_delete)
         return commit, [future for _, _, future in snapshots]
 
     def _carry_out(self, commit: Commit, snapshots: list[Future[None]]) -> None:
@@ -156,7 +156,7 @@ class GroupCommitStore(abc.ABC):
             with self._changed:
                 if isinstance(error, StoreError):
                     self._failed = error
-                self._to_forget += commit.forgotten
+                self._to_delete += commit.deleted
                 self._due = bool(self._appends)
             for future in [append.future for append in commit.appends] + snapshots:
                 future.set_exception(error)
@@ -172,9 +172,9 @@ class GroupCommitStore(abc.ABC):
         try:
             return self._write(commit)
         except UnavailableError:
-            if not commit.forgotten or not (commit.appends or commit.snapshot):
+            if not commit.deleted or not (commit.appends or commit.snapshot):
                 raise
-            # Where the disk is full, space is given back first, whether or not the appends then fit.
-            self._write(Commit(forgotten=commit.forgotten))
-            commit.forgotten = []
+            # If the disk is full, delete payloads first, even if the appends do not fit afterwards.
+            self._write(Commit(deleted=commit.deleted))
+            commit.deleted = []
             return self._write(commit)

@@ -1,9 +1,9 @@
-"""The file beside a SQLite database that holds its large values: written once, read, and its space used again.
+"""The file beside a SQLite database that holds its large values. Each value is written once, and its space is reused.
 
-In a SQLite table, each of them would be written twice, page by page, and take several times as long. Here a value is
-written once, at a free place, before the row that names the place is committed. What a crash leaves of one whose row
-was not committed lies in free space. A place is free again only after the deletion of its row was committed, so no row
-ever names a place that another value was written to.
+A SQLite table would write each value twice, page by page, which takes several times as long. Here a value is written
+once, to free space, before the row with its location is committed. If a crash prevents the commit, the value lies in
+free space. The space of a deleted value becomes free only after the deletion of its row is committed, so a row never
+refers to another value.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from rlframe.errors import StoreError, UnavailableError
 
 _MAGIC = b"rlframe payloads 1\n"
 _HEADER = re.compile(rb"rlframe payloads (\d+)\nid ([0-9a-f]{32})\nowner *(\d+)\n")
-_SPARE = 64 << 20  # bytes of free space at its end that the file keeps: growing costs more than overwriting
+_SPARE = 64 << 20  # free bytes kept at the end of the file, because growing costs more than overwriting
 
-_RESERVED = 64 << 20  # bytes of its disk, or half of a smaller one, that it leaves to what empties the queue
+_RESERVED = 64 << 20  # bytes of the disk (at most half of it) that are reserved for records that empty the queue
 
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
 
 
 class PayloadLocation(NamedTuple):
-    """Where a value lies, and the CRC-32C of its bytes."""
+    """The location of a value in the file, and the CRC-32C of its bytes."""
 
     offset: int
     length: int
@@ -38,10 +38,10 @@ class PayloadLocation(NamedTuple):
 
 
 class PayloadFile:
-    """Opens the file at `path`, or creates it, and owns it until `close`, or until this process dies.
+    """The payload file at `path`, opened or created. This process owns it until `close`, or until the process dies.
 
     Raises:
-        StoreError: another process owns it, or it is something else.
+        StoreError: Another process owns the file, or it is not a payload file.
     """
 
     def __init__(self, path: str) -> None:
@@ -58,15 +58,15 @@ class PayloadFile:
         self._extents = ExtentAllocator(BLOCK)
         self._size = os.fstat(self._fd).st_size
 
-    def set_used(self, places: Iterable[tuple[int, int]]) -> None:
-        """Say what is in use, as offsets and lengths, ascending; everything else is free."""
-        self._extents = ExtentAllocator(BLOCK, places)
+    def set_used(self, locations: Iterable[tuple[int, int]]) -> None:
+        """Set the used space, as offsets and lengths in ascending order. Everything else is free."""
+        self._extents = ExtentAllocator(BLOCK, locations)
 
     def write(self, value: bytes) -> PayloadLocation:
-        """Write a value where there is room. It is durable after `sync`.
+        """Write a value to free space. It is durable after `sync`.
 
         Raises:
-            UnavailableError: the file would have to grow into what is kept free of its disk.
+            UnavailableError: The file would have to grow into the reserved space of the disk.
         """
         offset = self._extents.take(len(value))
         try:
@@ -76,52 +76,52 @@ class PayloadFile:
             self._write_all(value, offset)
         except BaseException:
             self._extents.give_back(offset, len(value))
-            os.ftruncate(self._fd, self._size)  # where the disk took a part
+            os.ftruncate(self._fd, self._size)  # remove a partly written value
             raise
         self._size = max(self._size, offset + len(value))
         return PayloadLocation(offset, len(value), crc32c.crc32c(value))
 
     def room(self) -> int:
-        """Bytes of values that it can take. A long one may find no place among the values that were given back."""
+        """Return the free bytes for values. A long value may still not fit between two others."""
         return self._extents.free + max(0, self._size - self._extents.end) + max(0, self._growth)
 
     def check_room(self, length: int) -> None:
-        """Raise `UnavailableError` where there is no room for values of so many bytes."""
+        """Raise `UnavailableError` if there is no room for values of `length` bytes."""
         if length > self.room():
             raise self._disk_full()
 
     @property
     def _growth(self) -> int:
-        """Bytes by which it may grow, less than 0 where others have taken what is kept free."""
+        """Bytes by which the file may grow. Negative if the reserved space is in use."""
         left, reserved = self._disk()
         return left - reserved
 
     def _disk(self) -> tuple[int, int]:
-        """Bytes that its disk has left, and that are kept of them."""
+        """Return the free bytes of the disk, and the number of bytes reserved of them."""
         disk = os.fstatvfs(self._fd)
         return disk.f_bavail * disk.f_frsize, min(_RESERVED, disk.f_blocks * disk.f_frsize // 2)
 
     def _disk_full(self) -> UnavailableError:
         left, reserved = self._disk()
         return UnavailableError(
-            f"The disk of {self.path} has {left >> 20} MB left, and {reserved >> 20} MB are kept for what empties the "
-            "queue. Trainers have to take some groups first; or make room on the disk."
+            f"The disk of {self.path} has {left >> 20} MB left, and {reserved >> 20} MB are reserved for emptying the "
+            "queue. Trainers must take some groups first, or you must free space on the disk."
         )
 
-    def read(self, place: PayloadLocation) -> bytes | None:
-        """The value at a place; None if it is not what was written there."""
-        value = os.pread(self._fd, place.length, place.offset)
-        return value if len(value) == place.length and crc32c.crc32c(value) == place.crc else None
+    def read(self, location: PayloadLocation) -> bytes | None:
+        """Return the value at a location, or None if its checksum does not match."""
+        value = os.pread(self._fd, location.length, location.offset)
+        return value if len(value) == location.length and crc32c.crc32c(value) == location.crc else None
 
-    def give_back(self, place: PayloadLocation) -> None:
-        """Let other values be written to a place."""
-        self._extents.give_back(place.offset, place.length)
+    def give_back(self, location: PayloadLocation) -> None:
+        """Free a location for other values."""
+        self._extents.give_back(location.offset, location.length)
         if self._size > self._extents.end + _SPARE:
             os.ftruncate(self._fd, self._extents.end)
             self._size = self._extents.end
 
     def sync(self) -> None:
-        """Have the device write everything down."""
+        """Flush all writes to the device."""
         _sync(self._fd)
 
     def close(self) -> None:
@@ -137,15 +137,15 @@ class PayloadFile:
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lets go of it when the process dies
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases the lock when the process dies
         except BlockingIOError:
             header = _HEADER.match(os.pread(self._fd, BLOCK, 0))
             owner = f"process {int(header[3])}" if header else "another process"
             if header and int(header[3]) == os.getpid():
                 owner = f"this process ({os.getpid()}), which opened it before"
             raise StoreError(
-                f"{self.path} is in use by {owner}. One process at a time may have a SQLite store; "
-                "several service processes can share a Redis: --store redis://HOST:PORT."
+                f"{self.path} is in use by {owner}. Only one process at a time can open a SQLite store; "
+                "several service processes can share a Redis server: --store redis://HOST:PORT."
             ) from None
 
     def _read_id(self) -> str:
@@ -157,23 +157,26 @@ class PayloadFile:
         return header[2].decode()
 
 
-BLOCK = 4096  # bytes: what a file system writes at least
+BLOCK = 4096  # bytes that a file system writes at once
 
 
 class ExtentAllocator:
-    """The free parts of a file between `start` and `end`, `free` bytes together. Nothing is free behind `end`: the file
-    may grow there.
+    """An allocator of space in a file. Freed extents are reused; beyond `end` the file may grow.
 
     Args:
-        start: the first byte that may be used, a multiple of `BLOCK`.
-        used: offset and length, in bytes, of what is in use, ascending; parts do not overlap.
+        start: First byte that may be used, a multiple of `BLOCK`.
+        used: Offset and length of the used extents in bytes, ascending and without overlap.
+
+    Attributes:
+        end: End of the last used extent.
+        free: Free bytes before `end`.
     """
 
     def __init__(self, start: int, used: Iterable[tuple[int, int]] = ()) -> None:
         self.end = start
         self.free = 0
-        self._size_at: dict[int, int] = {}  # of the free part that begins there
-        self._start_of: dict[int, int] = {}  # of the free part that ends there
+        self._size_at: dict[int, int] = {}  # size of the free extent that begins at the key
+        self._start_of: dict[int, int] = {}  # start of the free extent that ends at the key
         self._by_size: list[tuple[int, int]] = []  # (size, start), sorted
         for offset, length in used:
             if offset > self.end:
@@ -181,7 +184,7 @@ class ExtentAllocator:
             self.end = offset + _blocks(length)
 
     def take(self, length: int) -> int:
-        """The offset of room for `length` bytes: the smallest free part that suffices, or the end of the file."""
+        """Return the offset of space for `length` bytes: in the smallest sufficient free extent, or at the end."""
         size = _blocks(length)
         index = bisect.bisect_left(self._by_size, (size, 0))
         if index == len(self._by_size):
@@ -194,7 +197,7 @@ class ExtentAllocator:
         return offset
 
     def give_back(self, offset: int, length: int) -> None:
-        """Make what `take` gave free again."""
+        """Free an extent that `take` returned."""
         size = _blocks(length)
         if offset in self._start_of:
             before = self._start_of[offset]

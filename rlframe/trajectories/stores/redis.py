@@ -1,4 +1,4 @@
-"""A store in a Redis server, which several service processes share."""
+"""A store in a Redis server, shared by several service processes."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from rlframe.errors import PeerError, RlframeError, StoreError, UnavailableError
 from rlframe.trajectories.stores.base import RecordsDroppedError, UnlimitedStore
 from rlframe.trajectories.stores.group_commit import Append, Commit, GroupCommitStore
 
-DEADLINE = 15.0  # seconds: a server that is restarted is back by then, and HTTP clients still wait
-_ATTEMPT = 5.0  # seconds for the server to send or take in the next bytes
-_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between attempts, doubled from one to the next
-_WAIT = 1.0  # seconds that one blocking read waits: a closed store is noticed after this
-_AT_ONCE = 64  # payloads that one answer carries
-_WRITER_EXPIRES = 86_400  # seconds for which the last commit of a process is remembered: many deadlines
+DEADLINE = 15.0  # seconds; longer than a restart of the server, shorter than HTTP clients wait
+_ATTEMPT_TIMEOUT = 5.0  # seconds for the server to send or accept the next bytes
+_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # backoff: seconds between attempts, doubled each time
+_BLOCK = 1.0  # seconds of one blocking read, after which a closed store is noticed
+_PAYLOADS_PER_READ = 64  # payloads in one answer
+_WRITER_EXPIRES = 86_400  # seconds for which the last commit of a process is stored, much more than a deadline
 _FORMAT = b"2"
-_PAGE = 64  # commits, of up to 1024 records each, that one answer carries
+_COMMITS_PER_READ = 64  # commits in one answer, of up to 1024 records each
 
 _UNANSWERED = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.ReadOnlyError)
-_LATEST = 2**64 - 1  # the largest second half of a stream's id: behind all commits that begin at a position
-_Entry = tuple[int, bytes, bytes]  # position, record, which commit of which process it came with
+_LATEST = 2**64 - 1  # largest second part of a stream id: sorts after all commits that begin at a position
+_Entry = tuple[int, bytes, bytes]  # position, record, and "writer:number" of its commit
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(list[bytes]).decode
-# What a Redis server carries out in one step, as Lua, and the keys that it does it to. Redis writes a script's
-# changes to its append-only file as a transaction. Where the server is killed in the middle of that, it cuts the file
-# off at its next start, but leaves the beginning of the transaction there: at the start after that, this beginning is
-# carried out, together with whatever transaction came next. So nothing here may depend on what such a beginning
-# leaves: values are set, never added to; a commit is one entry of the stream, added at the end of its transaction;
-# and where two entries begin at one position, the later one counts.
+# Lua scripts that the Redis server executes atomically, and their keys. Redis writes the changes of a script to its
+# append-only file as a transaction. If the server is killed during this write, it truncates the file at its next start,
+# but leaves the beginning of the transaction there. At the start after that, it executes this beginning together with
+# the next transaction. So the scripts must not depend on such leftovers. They set values and never add to them. A
+# commit is one entry of the stream, added at the end of its transaction. If two entries begin at one position, the
+# later one counts.
 PREFIX = "rlframe:trajectories:"
 META = PREFIX + "meta"  # hash: format
-LOG = PREFIX + "log"  # stream: FIRST_POSITION-TIME -> by (which commit of which process), count, records
+LOG = PREFIX + "log"  # stream: FIRST_POSITION-TIME -> by ("writer:number" of the commit), count, records
 PAYLOADS = PREFIX + "payloads"  # hash: position -> payload
 SNAPSHOT = PREFIX + "snapshot"  # hash: position, state
-WRITER = PREFIX + "writer:"  # and a process's name; hash: commit, first (its position)
+WRITER = PREFIX + "writer:"  # followed by the process's name; hash: commit (its number), first (its position)
 
-# A commit is numbered within its process, so that one that is sent again after a lost answer is told from a new one,
-# and one that was given up and arrives late is refused.
+# Commits are numbered within their process. So the script recognizes a commit that is sent again after a lost answer.
+# It refuses an abandoned commit that arrives late.
 APPEND = """
 local end_of_log = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
 local last = 0
@@ -76,8 +76,9 @@ redis.call('XADD', KEYS[1], id, 'by', ARGV[2], 'count', #with_payload, 'records'
 return last + 1
 """
 
-# Commits since the snapshot before stay, so that a process that is a little behind need not load this one; so does the
-# one with the record at its position: whoever reads on from there makes sure that the log is still the same.
+# Commits since the previous snapshot stay, so that a process that is slightly behind need not load the new snapshot.
+# The commit with the record at the previous snapshot's position stays too: readers use it to check that the log is
+# still the same.
 TAKE_SNAPSHOT = """
 local before = redis.call('HGET', KEYS[1], 'position')
 if tonumber(ARGV[1]) <= tonumber(before or 0) then return 0 end
@@ -94,18 +95,19 @@ _logger = logging.getLogger(__name__)
 
 
 class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands when its memory is full
-    """The contract of `Store` for several processes. The server's persistence decides what survives its death.
+    """A `Store` for several processes. The server's persistence settings decide which failures it survives.
 
-    Calls are repeated while the server does not answer, until a deadline; an append is applied once all the same.
+    Calls are retried until a deadline while the server does not answer. A retried append is applied once.
 
     Args:
-        url: redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE], or rediss:// for TLS. One service has a database.
-        deadline: seconds for a call, or from an append to its acknowledgment, with all repetitions.
+        url: redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE], or rediss:// for TLS. Each service needs its own
+            database.
+        deadline: Seconds for a call with all its retries, or from an append to its acknowledgment.
 
     Raises:
-        UsageError: the URL is not one, or the server refuses the credentials.
-        PeerError: the server does not answer.
-        StoreError: the server would throw data away when its memory is full, or holds another format.
+        UsageError: The URL is invalid, or the server refuses the credentials.
+        PeerError: The server does not answer.
+        StoreError: The server evicts data when its memory is full, or holds another format.
     """
 
     shared = True
@@ -115,21 +117,21 @@ class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands wh
         try:
             self._redis: Any = redis.Redis.from_url(
                 url,
-                socket_timeout=max(2 * _WAIT, min(_ATTEMPT, deadline)),
-                socket_connect_timeout=min(_ATTEMPT, deadline),
-                retry=Retry(NoBackoff(), 0),  # repetitions are ours: theirs know no deadline
+                socket_timeout=max(2 * _BLOCK, min(_ATTEMPT_TIMEOUT, deadline)),
+                socket_connect_timeout=min(_ATTEMPT_TIMEOUT, deadline),
+                retry=Retry(NoBackoff(), 0),  # `_call` retries; retries of the library have no deadline
                 decode_responses=False,
             )
         except ValueError as error:
-            raise UsageError(f"The store's URL is not that of a Redis: {error}.") from error
+            raise UsageError(f"The store's URL is not a valid Redis URL: {error}.") from error
         options = self._redis.connection_pool.connection_kwargs
         self._name = f"Redis at {options.get('host', 'localhost')}:{options.get('port', 6379)}"
         self._append = self._redis.register_script(APPEND)
         self._take_snapshot = self._redis.register_script(TAKE_SNAPSHOT)
         self._writer = secrets.token_hex(8)
         self._commit_number = 0
-        self._newest = 0  # the highest position that this process was given
-        self._seen: tuple[int, bytes] | None = None  # the last record that `read` gave, and who appended it
+        self._newest = 0  # highest position that this process was given
+        self._last_read: tuple[int, bytes] | None = None  # position and commit of the last record that `read` returned
         try:
             self.durability = self._call("opening it", self._prepare)
         except BaseException:
@@ -138,29 +140,29 @@ class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands wh
         super().__init__(self._name)
 
     def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
-        # The record at `after` comes too: if it is not the one that was read, the server lost what it had acknowledged.
+        # Read the record at `after` again. If it is not the same record, the server lost acknowledged records.
         entries = [entry for commit in self._commits_from(after, limit) for entry in commit if entry[0] >= after]
         here = entries.pop(0) if after and entries and entries[0][0] == after else None
-        seen = self._seen
+        seen = self._last_read
         changed = here and seen and here[0] == seen[0] and here[2] != seen[1]
         if changed or (after and not here and not entries):
             raise StoreError(
                 f"{self._name} lost records that it had acknowledged: its log is no longer the one that was read up to "
-                f"position {after}. Restart the service; it then goes on from what Redis has. To keep every record, "
-                "set `appendonly yes` and `appendfsync always` in Redis."
+                f"position {after}. Restart the service; it then continues with the records in Redis. To keep every "
+                "record, set `appendonly yes` and `appendfsync always` in Redis."
             )
         if (after and not here) or (entries and entries[0][0] != after + 1):
             raise RecordsDroppedError(f"{self._name} no longer has all records after {after}: load the snapshot.")
         del entries[limit:]
         if entries:
-            self._seen = (entries[-1][0], entries[-1][2])
+            self._last_read = (entries[-1][0], entries[-1][2])
         return [(position, record) for position, record, _ in entries]
 
     def wait(self, after: int, timeout: float) -> bool:
         end = time.monotonic() + timeout
 
         def ask() -> bool:
-            block = max(1, int(min(end - time.monotonic(), _WAIT) * 1000))  # 0 would be for ever
+            block = max(1, int(min(end - time.monotonic(), _BLOCK) * 1000))  # 0 would wait forever
             since = f"{after}-{_LATEST}"
             return self._last() > after or bool(self._redis.xread({LOG: since}, count=1, block=block))
 
@@ -173,42 +175,43 @@ class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands wh
         return False
 
     def _commits_from(self, position: int, limit: int) -> list[list[_Entry]]:
-        """The commits from that which holds the record at `position` on, with `limit` records after it or more."""
+        """Return the commit that holds the record at `position`, and later commits with at least `limit` records."""
 
         def ask() -> list[list[_Entry]]:
             holding = self._redis.xrevrange(LOG, f"{position}-{_LATEST}", "-", 1)
             start = holding[0][0] if holding else b"-"
-            commits: dict[int, list[_Entry]] = {}  # by first position: of two, the later one (see the scripts)
+            # By first position. Of two commits, the later one counts (see the scripts).
+            commits: dict[int, list[_Entry]] = {}
             while True:
-                page = self._redis.xrange(LOG, start, "+", _PAGE)
+                page = self._redis.xrange(LOG, start, "+", _COMMITS_PER_READ)
                 for name, fields in page:
                     first = int(name.partition(b"-")[0])
                     records = _decode(fields[b"records"])
                     commits[first] = [(first + i, record, fields[b"by"]) for i, record in enumerate(records)]
-                # One more than is needed: it may be another that begins where the last one does.
-                if len(page) < _PAGE or sum(map(len, list(commits.values())[1:-1])) >= limit:
+                # Read one commit more than needed, because it may begin at the same position as the last one.
+                if len(page) < _COMMITS_PER_READ or sum(map(len, list(commits.values())[1:-1])) >= limit:
                     return list(commits.values())
                 start = b"(" + page[-1][0]
 
         return self._call("reading the log", ask)
 
     def _last(self) -> int:
-        """The position of the last record."""
+        """Return the position of the last record."""
         newest = self._redis.xrevrange(LOG, "+", "-", 1)
         return int(newest[0][0].partition(b"-")[0]) + int(newest[0][1][b"count"]) - 1 if newest else 0
 
     def payloads(self, positions: Sequence[int]) -> list[bytes | None]:
         found: list[bytes | None] = []
-        for start in range(0, len(positions), _AT_ONCE):
-            some = positions[start : start + _AT_ONCE]
+        for start in range(0, len(positions), _PAYLOADS_PER_READ):
+            some = positions[start : start + _PAYLOADS_PER_READ]
             found += self._call("reading payloads", functools.partial(self._redis.hmget, PAYLOADS, some))
         return found
 
-    def forget(self, positions: Iterable[int]) -> None:
+    def delete_payloads(self, positions: Iterable[int]) -> None:
         if dropped := list(positions):
-            super().forget(dropped)
+            super().delete_payloads(dropped)
 
-    def held(self) -> list[int]:
+    def payload_positions(self) -> list[int]:
         return sorted(map(int, self._call("listing payloads", lambda: self._redis.hkeys(PAYLOADS))))
 
     def load(self) -> tuple[int, bytes] | None:
@@ -220,15 +223,15 @@ class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands wh
         self._disconnect()
 
     def _disconnect(self) -> None:
-        """Close the connections that no other thread waits at."""
+        """Close the connections that no other thread uses."""
         self._redis.connection_pool.disconnect(inuse_connections=False)
 
     def _prepare(self) -> str:
-        """Make sure that the server can be a store. Returns what an acknowledged append survives."""
+        """Check that the server can hold a store. Return the durability sentence."""
         memory = self._redis.info("memory")
         if memory["maxmemory"] and memory["maxmemory_policy"] != "noeviction":
             raise StoreError(
-                f"{self._name} throws data away when its memory is full (maxmemory-policy "
+                f"{self._name} evicts data when its memory is full (maxmemory-policy "
                 f"{memory['maxmemory_policy']}). Set `maxmemory-policy noeviction`."
             )
         self._redis.hsetnx(META, "format", _FORMAT)
@@ -240,19 +243,19 @@ class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands wh
 
     def _persistence(self) -> str:
         if not self._redis.info("persistence")["aof_enabled"]:
-            lost = "what came after its last dump is lost when the Redis server ends"
-            advice = "Set `appendonly yes` and `appendfsync always` in Redis to keep it."
+            lost = "changes since its last dump are lost when the Redis server ends"
+            advice = "Set `appendonly yes` and `appendfsync always` in Redis to keep them."
         else:
             try:
                 policy = self._redis.config_get("appendfsync")["appendfsync"]
-            except (redis.ResponseError, KeyError):  # a server that is rented out may keep its settings to itself
+            except (redis.ResponseError, KeyError):  # hosted servers may hide their settings
                 policy = "unknown"
             if policy == "always":
-                return "What was acknowledged survives the death of the service, of Redis, and the loss of power."
+                return "Acknowledged data survives a crash of the service, a crash of Redis, and a power failure."
             lost = f"the last second or more may be lost when the Redis server's machine fails (appendfsync {policy})"
             advice = "Set `appendfsync always` in Redis to keep it."
         _logger.warning("%s: %s. %s", self._name, lost, advice)
-        return f"What was acknowledged survives the death of the service; {lost}."
+        return f"Acknowledged data survives a crash of the service; {lost}."
 
     # Writing: on the thread of `GroupCommitStore`
 
@@ -260,8 +263,8 @@ class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands wh
         first = self._newest + 1
         if commit.appends:
             first = self._write_appends(commit.appends)
-        for start in range(0, len(commit.forgotten), 1000):
-            some = commit.forgotten[start : start + 1000]
+        for start in range(0, len(commit.deleted), 1000):
+            some = commit.deleted[start : start + 1000]
             self._call("forgetting payloads", functools.partial(self._redis.hdel, PAYLOADS, *some))
         if commit.snapshot:
             state: list[Any] = list(commit.snapshot)
@@ -280,13 +283,13 @@ class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands wh
         if first <= self._newest:
             raise StoreError(
                 f"{self._name} gave position {first} after {self._newest}: it lost records that it had acknowledged. "
-                "Restart the service; it then goes on from what Redis has."
+                "Restart the service; it then continues with the records in Redis."
             )
         self._newest = first + len(appends) - 1
         return first
 
-    def _call(self, what: str, call: Callable[[], _T], since: float | None = None) -> _T:
-        """Repeat a call until the server answers; at least once, and until the deadline after `since`."""
+    def _call(self, action: str, call: Callable[[], _T], since: float | None = None) -> _T:
+        """Retry a call until the server answers, or until the deadline after `since`. At least one call is made."""
         start = time.monotonic() if since is None else since
         pauses = retry.backoff(_PAUSE, _LONGEST_PAUSE, self._deadline, since=start)
         while True:
@@ -297,14 +300,16 @@ class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands wh
             except _UNANSWERED as error:
                 pause, waited = next(pauses, None), time.monotonic() - start
                 if pause is None:
-                    raise PeerError(f"{self._name} did not answer: {what}, for {waited:.1f} s ({error}).") from error
+                    raise PeerError(
+                        f"{self._name} did not answer for {waited:.1f} s while {action} ({error})."
+                    ) from error
                 time.sleep(pause)
             except redis.RedisError as error:
-                raise self._refused(what, error) from error
+                raise self._refused(action, error) from error
 
-    def _refused(self, what: str, error: redis.RedisError) -> RlframeError:
+    def _refused(self, action: str, error: redis.RedisError) -> RlframeError:
         if isinstance(error, redis.exceptions.OutOfMemoryError):
             return UnavailableError(f"{self._name} has no memory left ({error}). Raise its maxmemory, or train faster.")
         if "WRONGTYPE" in str(error):
-            return StoreError(f"{self._name}: keys under {PREFIX} are another program's. Name another database.")
-        return UnavailableError(f"{self._name} refused: {what} ({error}).")
+            return StoreError(f"{self._name}: keys under {PREFIX} belong to another program. Use another database.")
+        return UnavailableError(f"{self._name} refused {action} ({error}).")

@@ -1,6 +1,6 @@
-"""A durable store in two files: a SQLite database (log, snapshot, and where payloads lie) and the payloads beside it.
+"""A durable store in two files: a SQLite database (log, snapshot, and locations of payloads) and a payload file.
 
-Payloads in a column of the database were measured beside this: see docs/trajectories.md, "SQLite".
+Payloads in a column of the database were measured too: see docs/trajectories.md, "SQLite".
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rlframe.trajectories.stores.base import check_range
 from rlframe.trajectories.stores.group_commit import Commit, GroupCommitStore
 from rlframe.trajectories.stores.payload_file import PayloadFile, PayloadLocation
 
-_APPLICATION_ID = 0x726C7472  # "rltr": whose database it is, in its header
+_APPLICATION_ID = 0x726C7472  # "rltr", in the database's header
 _FORMAT = 2
-_DROPPED_AT_ONCE = 5000  # records that one commit deletes: a few milliseconds, however many a snapshot leaves behind
+_DROPPED_AT_ONCE = 5000  # records that one commit deletes, in a few milliseconds
 
 _SCHEMA = f"""
 BEGIN;
@@ -39,31 +39,32 @@ _log = logging.getLogger(__name__)
 
 
 class SQLiteStore(GroupCommitStore):
-    """The contract of `Store` for one service process. What was acknowledged survives its kill -9.
+    """A `Store` for one service process. Acknowledged data survives its kill -9.
 
     Args:
-        path: the database; it is created if it is not there. Its payloads are in `path` + "-payloads".
-        sync: whether an append is acknowledged only once the device has written it down, so that it survives the
-            loss of power too. Otherwise the system writes it down within its usual half minute, and after a loss of
-            power the log ends a little earlier; a payload that did not reach the device is None, never wrong.
+        path: The database, which is created if missing. The payloads are in `path` + "-payloads".
+        sync: Whether an append is acknowledged only after the device has written it, so that it survives a power
+            failure. Otherwise the system writes it within about half a minute, and the log may end earlier after a
+            power failure. A payload that was not written is then None, never wrong.
 
     Raises:
-        UsageError: the path cannot be a store.
-        StoreError: another process has it open, it is another program's, of another format, or damaged.
+        UsageError: The path cannot be a store.
+        StoreError: Another process has opened the store, it belongs to another program, has another format, or is
+            damaged.
     """
 
     shared = False
 
     def __init__(self, path: str | os.PathLike[str], *, sync: bool) -> None:
         self.durability = (
-            "What was acknowledged survives the death of this process and the loss of power."
+            "Acknowledged data survives a crash of this process and a power failure."
             if sync
-            else "What was acknowledged survives the death of this process, not the loss of power."
+            else "Acknowledged data survives a crash of this process, but not a power failure."
         )
         self._sync = sync
         self._path = os.fspath(path)
         self._name = f"The trajectory store {self._path}"
-        self._lock = threading.Lock()  # of `_forgotten` and the free places
+        self._lock = threading.Lock()  # guards `_deleting` and the free space
         self._reading = threading.Lock()
         with contextlib.ExitStack() as undo, self._opening():
             self._file = PayloadFile(self._path + "-payloads")
@@ -87,7 +88,7 @@ class SQLiteStore(GroupCommitStore):
         self._file.check_room(size)
 
     def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
-        last = self._last  # before the query: what it finds cannot be less
+        last = self._last  # before the query, which cannot find fewer records
         with self._reading:
             found = self._reader.execute(
                 "SELECT position, record FROM log WHERE position > ? ORDER BY position LIMIT ?", (after, limit)
@@ -96,22 +97,22 @@ class SQLiteStore(GroupCommitStore):
         return found
 
     def payloads(self, positions: Sequence[int]) -> list[bytes | None]:
-        found = self._places(positions)
+        found = self._locations(positions)
         return [self._payload(position, found.get(position)) for position in positions]
 
-    def forget(self, positions: Iterable[int]) -> None:
+    def delete_payloads(self, positions: Iterable[int]) -> None:
         with self._lock:
-            dropped = [position for position in positions if position not in self._forgotten]
-            self._forgotten.update(dropped)
+            dropped = [position for position in positions if position not in self._deleting]
+            self._deleting.update(dropped)
         if dropped:
-            super().forget(dropped)
+            super().delete_payloads(dropped)
 
-    def held(self) -> list[int]:
+    def payload_positions(self) -> list[int]:
         with self._lock:
-            forgotten = set(self._forgotten)  # before the query, which may still see what is deleted meanwhile
+            deleted = set(self._deleting)  # before the query, which may still see rows that are just being deleted
         with self._reading:
             rows = self._reader.execute("SELECT position FROM payloads ORDER BY position").fetchall()
-        return [position for (position,) in rows if position not in forgotten]
+        return [position for (position,) in rows if position not in deleted]
 
     def load(self) -> tuple[int, bytes] | None:
         with self._reading:
@@ -120,25 +121,25 @@ class SQLiteStore(GroupCommitStore):
             return None
         position, crc, state = found
         if crc32c.crc32c(state) != crc:
-            raise StoreError(f"{self._name} is damaged: its snapshot is not what was written.")
+            raise StoreError(f"{self._name} is damaged: the checksum of its snapshot does not match.")
         return position, state
 
     def close(self) -> None:
         super().close()
         with self._reading:
             self._reader.close()
-        self._writer.close()  # the last connection: SQLite removes its log
+        self._writer.close()  # the last connection, so SQLite removes its write-ahead log
         self._file.close()
 
-    def _places(self, positions: Sequence[int]) -> dict[int, PayloadLocation]:
-        """Where the payloads lie of these that have one. Not in memory: there are as many as groups wait."""
+    def _locations(self, positions: Sequence[int]) -> dict[int, PayloadLocation]:
+        """Return the locations of the payloads at these positions. They are not cached, because there may be many."""
         with self._reading:
-            return _find(self._reader, [position for position in positions if position not in self._forgotten])
+            return _find_locations(self._reader, [position for position in positions if position not in self._deleting])
 
-    def _payload(self, position: int, place: PayloadLocation | None) -> bytes | None:
-        value = self._file.read(place) if place else None
-        # Another value may lie there where it was forgotten meanwhile.
-        if place and value is None and self._places([position]).get(position) == place:
+    def _payload(self, position: int, location: PayloadLocation | None) -> bytes | None:
+        value = self._file.read(location) if location else None
+        # If the payload has just been deleted, another value may be at its location.
+        if location and value is None and self._locations([position]).get(position) == location:
             _log.error("%s: the payload at position %d is damaged.", self._name, position)
         return value
 
@@ -162,7 +163,7 @@ class SQLiteStore(GroupCommitStore):
         return sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=5.0)
 
     def _prepare(self) -> None:
-        """Create the tables, or make sure that they are ours."""
+        """Create the tables, or check that they are ours."""
         one = self._writer.execute
         if one("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
             self._writer.executescript(_SCHEMA)
@@ -180,8 +181,8 @@ class SQLiteStore(GroupCommitStore):
         one(f"PRAGMA synchronous = {'FULL' if self._sync else 'NORMAL'}")
 
     def _recover(self) -> None:
-        """Find out what is there."""
-        self._forgotten: set[int] = set()  # positions of payloads whose rows are still to be deleted
+        """Read the used space and the last position from the database."""
+        self._deleting: set[int] = set()  # positions of payloads whose rows are not yet deleted
         self._file.set_used(self._writer.execute('SELECT "offset", length FROM payloads ORDER BY 1'))
         newest = "SELECT max(position) FROM (SELECT position FROM log UNION ALL SELECT position FROM snapshot)"
         self._last = self._writer.execute(newest).fetchone()[0] or 0
@@ -195,34 +196,34 @@ class SQLiteStore(GroupCommitStore):
             position = first
             for append in tuple(commit.appends):
                 try:
-                    place = None if append.payload is None else self._file.write(append.payload)
-                except UnavailableError as error:  # the disk has no room for groups: what comes with it needs none
+                    location = None if append.payload is None else self._file.write(append.payload)
+                except UnavailableError as error:  # the disk is full; appends without a payload still fit
                     commit.refuse(append, error)
                     continue
-                if place is not None:
-                    new[position] = place
+                if location is not None:
+                    new[position] = location
                 position += 1
             if new and self._sync:
                 self._file.sync()
-            old = _find(self._writer, commit.forgotten)
+            old = _find_locations(self._writer, commit.deleted)
             with self._transaction():
                 self._commit(enumerate((append.record for append in commit.appends), start=first), new, commit)
         except Exception as error:
-            for place in new.values():
-                self._file.give_back(place)
-            raise self._explained(error) from error
+            for location in new.values():
+                self._file.give_back(location)
+            raise self._describe(error) from error
         with self._lock:
-            self._forgotten.difference_update(commit.forgotten)
+            self._deleting.difference_update(commit.deleted)
             self._last += len(commit.appends)
-            for place in old.values():
-                self._file.give_back(place)
+            for location in old.values():
+                self._file.give_back(location)
         return first
 
     def _commit(self, records: Iterable[tuple[int, bytes]], new: dict[int, PayloadLocation], commit: Commit) -> None:
         one, many = self._writer.execute, self._writer.executemany
         many("INSERT INTO log VALUES (?, ?)", records)
-        many("INSERT INTO payloads VALUES (?, ?, ?, ?)", [(at, *place) for at, place in new.items()])
-        many("DELETE FROM payloads WHERE position = ?", [(position,) for position in commit.forgotten])
+        many("INSERT INTO payloads VALUES (?, ?, ?, ?)", [(at, *location) for at, location in new.items()])
+        many("DELETE FROM payloads WHERE position = ?", [(position,) for position in commit.deleted])
         if commit.snapshot:
             position, state = commit.snapshot
             one("INSERT OR IGNORE INTO snapshot VALUES (?, ?, ?)", (position, crc32c.crc32c(state), state))
@@ -240,18 +241,18 @@ class SQLiteStore(GroupCommitStore):
             yield
             self._writer.execute("COMMIT")
         except BaseException:
-            if self._writer.in_transaction:  # some errors roll back by themselves
+            if self._writer.in_transaction:  # some errors have already rolled back
                 self._writer.execute("ROLLBACK")
             raise
 
-    def _explained(self, error: Exception) -> Exception:
+    def _describe(self, error: Exception) -> Exception:
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         if full or (isinstance(error, sqlite3.OperationalError) and "full" in str(error)):
             return UnavailableError(f"{self._name} cannot grow: {error}. Make room on its disk.")
-        return StoreError(f"{self._name} failed, and takes nothing more: {error}. Restart the service.")
+        return StoreError(f"{self._name} failed, and accepts nothing more: {error}. Restart the service.")
 
 
-def _find(database: sqlite3.Connection, positions: Sequence[int]) -> dict[int, PayloadLocation]:
-    """Where the payloads of these positions lie, of those that have one."""
+def _find_locations(database: sqlite3.Connection, positions: Sequence[int]) -> dict[int, PayloadLocation]:
+    """Return the locations of the payloads at these positions."""
     query = "SELECT * FROM payloads WHERE position IN (SELECT value FROM json_each(?))"  # 0.5 us for each
     return {row[0]: PayloadLocation(*row[1:]) for row in database.execute(query, (json.dumps(list(positions)),))}

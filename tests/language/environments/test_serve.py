@@ -531,7 +531,7 @@ def test_several_groups_of_one_item_are_sent_together(url, model):
 
 @pytest.mark.system
 def test_without_a_trainer_or_with_too_small_a_batch_it_ends(url, model):
-    told = pytest.raises(UnavailableError, match="'letters' waited 0.3 s to join")
+    told = pytest.raises(UnavailableError, match="'letters' waited 0.3 s to register")
     with trainer(url, once=False), serving_env(lambda: made(Letters, model, url=url, service_timeout=0.3)) as env, told:
         env.join()
     told = pytest.raises(UsageError, match="group_size=4 sequences fits into no batch of 2")

@@ -1,4 +1,4 @@
-"""An ordinary Learner trains from the trajectory service, and each batch counts once, whatever is killed."""
+"""An ordinary Learner trains from the trajectory service. Each batch counts once, even if processes are killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlframe.errors import UsageError
 from rlframe.learners import Learner, LearnerConfig
 from rlframe.replay.base import STATS
 from rlframe.trajectories import Group, TrajectoryBuffer, TrajectoryClient
-from tests.trajectories.bigrams import Bigram, write
+from tests.trajectories.bigrams import Bigram, sample_group
 from tests.trajectories.serving import DEADLINE, running_service
 from tests.waiting import wait_until
 
@@ -42,7 +42,7 @@ def client(service, run):
 
 @pytest.fixture
 def make_buffer(service, run, client):
-    """Makes buffers, and closes them."""
+    """Return a function that makes buffers. Close the buffers at the end."""
     buffers = []
 
     def make(**options) -> TrajectoryBuffer:
@@ -55,7 +55,7 @@ def make_buffer(service, run, client):
 
 
 def numbered(number: int, **fields) -> Group:
-    """Two sequences, told apart from others by their scores."""
+    """Return a group of two sequences, with the number as their scores."""
     return Group([[number, 1]] * 2, [[-100, 1]] * 2, [float(number)] * 2, **fields)
 
 
@@ -63,7 +63,7 @@ def number_of(batch) -> int:
     return int(batch.data.scores[0])
 
 
-def test_a_batch_says_what_and_whose_it_is(client, make_buffer):
+def test_batch_has_data_keys_and_versions(client, make_buffer):
     buffer = make_buffer()
     assert buffer.sample() is None
     env = client.register_env(desired_name="e", group_size=1, max_token_length=16)
@@ -83,7 +83,7 @@ def test_a_batch_says_what_and_whose_it_is(client, make_buffer):
     assert {name: stats[name] for name in expected} == expected
 
 
-def test_advantages_of_other_lengths_are_said_once_and_counted(service, client, make_buffer, caplog):
+def test_advantages_of_wrong_length_are_logged_once_and_counted(service, client, make_buffer, caplog):
     buffer = make_buffer()
     item = {"tokens": [[1, 2], [3, 4]], "masks": [[1, 2], [3, 4]], "scores": [1.0, 2.0], "advantages": [[0.5], [3, 4]]}
     for _ in range(2):
@@ -95,13 +95,13 @@ def test_advantages_of_other_lengths_are_said_once_and_counted(service, client, 
     assert [record.message[:13] for record in caplog.records] == ["1 sequences o"]
 
 
-def test_a_group_with_a_token_that_the_model_does_not_have_is_refused_and_not_served_again(client, make_buffer, caplog):
+def test_group_with_unknown_token_is_refused_and_acknowledged(client, make_buffer, caplog):
     buffer = make_buffer(vocab_size=8)
-    assert buffer.sample() is None  # environments join once the trainer has asked
+    assert buffer.sample() is None  # environments may register after the trainer's first request
     env = client.register_env(max_token_length=16, desired_name="other", weight=1.0, group_size=2).env_id
-    client.post([Group([[8, 1]] * 2, [[8, 1]] * 2, [1.0, 0.0], env_id=env)])  # the batch holds nothing else
+    client.post([Group([[8, 1]] * 2, [[8, 1]] * 2, [1.0, 0.0], env_id=env)])  # the only group of the batch
     assert buffer.wait_for_batch(DEADLINE) is None
-    assert f"environment {env} has the token 8, but there are 0 to 7" in caplog.text
+    assert f"environment {env} has the token 8, but the model's are 0 to 7" in caplog.text
     client.post([Group([[-5, 1]] * 2, [[-5, 1]] * 2, [1.0, 0.0], env_id=env), numbered(2)])
     assert buffer.wait_for_batch(DEADLINE) is None
     batch = buffer.wait_for_batch(DEADLINE)
@@ -112,7 +112,7 @@ def test_a_group_with_a_token_that_the_model_does_not_have_is_refused_and_not_se
     assert make_buffer().sample() is None  # all are acknowledged
 
 
-def test_of_a_batch_with_an_unknown_token_the_rest_is_learned_from(service, make_buffer):
+def test_other_groups_of_batch_with_unknown_token_are_trained_on(service, make_buffer):
     run = uuid.uuid4().hex
     with TrajectoryClient(service.url, run=run, timeout=DEADLINE) as client:
         client.register(batch_size=4, max_token_len=16, num_steps=100)
@@ -125,19 +125,19 @@ def test_of_a_batch_with_an_unknown_token_the_rest_is_learned_from(service, make
     assert not data.advantages[:2].any() and data.scores[:2].tolist() == [0, 0]
 
 
-def test_size_is_of_what_waits_and_fits(client, make_buffer):
+def test_size_counts_queued_groups(client, make_buffer):
     buffer = make_buffer()
     client.post([numbered(1), numbered(2)])
     assert buffer.size == 2
     assert buffer.stats()["bytes"] > 0
 
 
-def test_the_trainer_registers_first(service):
+def test_buffer_without_registered_trainer_is_refused(service):
     with pytest.raises(UsageError, match=r"No trainer has registered.*TrajectoryClient.register"):
         TrajectoryBuffer(service.url, run="nobody")
 
 
-def test_actors_do_not_write_to_it(make_buffer):
+def test_actors_cannot_write_to_trajectory_buffer(make_buffer):
     buffer = make_buffer()
     with pytest.raises(UsageError, match="environments send their groups"):
         buffer.claim_rank(1)
@@ -145,7 +145,7 @@ def test_actors_do_not_write_to_it(make_buffer):
         buffer.update_priorities(np.zeros((1, 3)), np.zeros(1))
 
 
-def test_it_goes_to_another_process(client, make_buffer):
+def test_buffer_can_be_pickled(client, make_buffer):
     copy = pickle.loads(pickle.dumps(make_buffer(max_token_len=8)))
     client.post(numbered(3))
     assert copy.sample().data.tokens.shape == (2, 8)
@@ -155,7 +155,7 @@ def test_it_goes_to_another_process(client, make_buffer):
 # Leases.
 
 
-def test_a_batch_is_acknowledged_when_the_next_is_asked_for(client, make_buffer):
+def test_batch_is_acknowledged_when_next_one_is_requested(client, make_buffer):
     buffer = make_buffer()
     client.post([numbered(1), numbered(2)])
     assert number_of(buffer.sample()) == 1
@@ -166,22 +166,22 @@ def test_a_batch_is_acknowledged_when_the_next_is_asked_for(client, make_buffer)
     assert client.status().leased == 0
 
 
-def test_what_was_not_learned_from_is_given_back(client, make_buffer):
+def test_unfinished_batches_are_given_back(client, make_buffer):
     client.post([numbered(number) for number in range(6)])
     buffer = make_buffer()
     dataset = buffer.make_dataset(prefetch=2)
     assert [number_of(next(dataset)) for _ in range(2)] == [0, 1]
-    wait_until(lambda: client.status().leased == 3)  # the one that is read, and two ahead
+    wait_until(lambda: client.status().leased == 3)  # the current batch, and two prefetched ones
     dataset.close()
     wait_until(lambda: client.status().queue_size == 2)
     other = make_buffer()
     assert [number_of(other.sample()) for _ in range(2)] == [2, 3]
-    buffer.close()  # the reader did not say that it has learned from the second one
+    buffer.close()  # the reader did not finish the second batch
     assert [number_of(other.sample()) for _ in range(3)] == [1, 4, 5]
     assert other.sample() is None and client.status().leased == 0
 
 
-def test_what_was_learned_from_is_acknowledged_at_the_end(client, make_buffer):
+def test_finished_batches_are_acknowledged_at_close(client, make_buffer):
     client.post([numbered(1), numbered(2)])
     buffer = make_buffer()
     with buffer.make_dataset() as dataset:
@@ -191,17 +191,17 @@ def test_what_was_learned_from_is_acknowledged_at_the_end(client, make_buffer):
     assert number_of(other.sample()) == 2 and other.sample() is None
 
 
-def test_a_buffer_that_dies_leaves_its_batch_to_the_next(client, make_buffer):
+def test_batch_of_dead_buffer_goes_to_another_buffer(client, make_buffer):
     client.post(numbered(1))
     dead = make_buffer(lease=0.3)
     first = dead.sample()
-    dead._renewal.close()  # it is alive only for this test's sake
+    dead._renewal.close()  # a dead process does not renew its lease
     other = make_buffer()
     batch = other.wait_for_batch(DEADLINE)
     assert (number_of(batch), batch.keys[0, 1]) == (1, first.keys[0, 1])
 
 
-def test_a_batch_is_leased_for_as_long_as_it_is_read(client, make_buffer):
+def test_lease_is_renewed_while_batch_is_in_use(client, make_buffer):
     client.post([numbered(1), numbered(2)])
     buffer, other = make_buffer(lease=3.0), make_buffer()
     assert number_of(buffer.sample()) == 1
@@ -214,13 +214,13 @@ def test_a_batch_is_leased_for_as_long_as_it_is_read(client, make_buffer):
     assert (buffer.stats()["lost_leases"], client.status().leased) == (0, 0)
 
 
-def test_a_batch_whose_request_was_interrupted_is_given_back(client, make_buffer, monkeypatch):
+def test_batch_of_interrupted_request_is_given_back(client, make_buffer, monkeypatch):
     client.post([numbered(1), numbered(2)])
     buffer = make_buffer()
     ask = buffer._client.batch
 
-    def interrupted(**asked):
-        ask(**asked)
+    def interrupted(**options):
+        ask(**options)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(buffer._client, "batch", interrupted)
@@ -233,21 +233,19 @@ def test_a_batch_whose_request_was_interrupted_is_given_back(client, make_buffer
     assert [number_of(other.sample()) for _ in range(2)] == [1, 2]
 
 
-def test_a_batch_that_comes_again_is_not_given_twice(client, make_buffer, monkeypatch):
+def test_redelivered_batch_is_not_returned_twice(client, make_buffer, monkeypatch):
     client.post(numbered(1))
     buffer = make_buffer(lease=0.3)
-    monkeypatch.setattr(
-        buffer._client, "renew", lambda *told, **how: False
-    )  # as if the service could not be reached for a while
+    monkeypatch.setattr(buffer._client, "renew", lambda *args, **options: False)  # as if the service were unreachable
     with buffer.make_dataset(prefetch=2) as dataset:
-        wait_until(lambda: buffer.stats()["came_again"] >= 1)  # its lease ended while it was waiting to be read
+        wait_until(lambda: buffer.stats()["came_again"] >= 1)  # its lease ended before it was read
         assert number_of(next(dataset)) == 1
         client.post(numbered(2))
         assert number_of(next(dataset)) == 2
     assert buffer.stats()["batches"] == 2
 
 
-def test_a_lease_that_somebody_else_has_done_with_is_counted(client, make_buffer):
+def test_lost_lease_is_counted(client, make_buffer):
     client.post(numbered(1))
     buffer = make_buffer()
     batch = buffer.sample()
@@ -256,7 +254,7 @@ def test_a_lease_that_somebody_else_has_done_with_is_counted(client, make_buffer
     assert buffer.stats()["lost_leases"] == 1
 
 
-def test_every_group_is_read_once_though_the_service_is_killed(tmp_path):
+def test_every_group_is_read_once_despite_kills_of_the_service(tmp_path):
     with running_service(tmp_path) as service, TrajectoryClient(service.url, timeout=DEADLINE) as client:
         client.register(**SETTINGS)
         buffer = TrajectoryBuffer(service.url, timeout=DEADLINE)
@@ -280,7 +278,7 @@ def test_every_group_is_read_once_though_the_service_is_killed(tmp_path):
         assert read == list(range(40))
 
 
-def test_closing_does_not_wait_for_a_service_that_is_gone(tmp_path):
+def test_close_does_not_wait_for_dead_service(tmp_path):
     with running_service(tmp_path, "--store", "memory") as service, TrajectoryClient(service.url) as client:
         client.register(**SETTINGS)
         client.post(numbered(1))
@@ -297,7 +295,7 @@ def test_closing_does_not_wait_for_a_service_that_is_gone(tmp_path):
 # The Learner.
 
 
-def test_a_learner_trains_inline_from_what_its_own_parameters_write(client, make_buffer):
+def test_learner_trains_on_samples_of_its_own_parameters(client, make_buffer):
     client.register(**{**SETTINGS, "batch_size": 32})
     buffer = make_buffer()
     learner = Learner(LearnerConfig(), Bigram(), buffer)
@@ -305,7 +303,7 @@ def test_a_learner_trains_inline_from_what_its_own_parameters_write(client, make
     scores = []
     for _ in range(25):
         version, params = learner.get_params()
-        client.post([write(params, rng, version) for _ in range(4)])
+        client.post([sample_group(params, rng, version) for _ in range(4)])
         logs = learner.step(buffer.wait_for_batch(DEADLINE))
         scores.append(float(logs["score"]))
         assert logs["staleness"] == 0
@@ -315,11 +313,11 @@ def test_a_learner_trains_inline_from_what_its_own_parameters_write(client, make
     assert (status.policy_version, status.current_step, status.leased) == (learner.params_version, 25, 0)
 
 
-def test_a_learner_runs_on_what_environments_send_meanwhile(service, run, client, make_buffer):
+def test_learner_trains_while_environments_send_groups(service, run, client, make_buffer):
     client.register(**{**SETTINGS, "batch_size": 16}, max_staleness=8, stale="discard")
     buffer = make_buffer()
     learner = Learner(LearnerConfig(max_learner_steps=60), Bigram(), buffer)
-    assert buffer.sample() is None  # from here on environments may register
+    assert buffer.sample() is None  # environments may register after the first request
     failures, finished = [], threading.Event()
 
     def environment(seed: int) -> None:
@@ -331,7 +329,7 @@ def test_a_learner_runs_on_what_environments_send_meanwhile(service, run, client
                     finished.wait(0.02)
                     continue
                 version, params = learner.get_params()
-                client.post(write(params, rng, version, env_id=env_id))
+                client.post(sample_group(params, rng, version, env_id=env_id))
         except Exception as error:
             failures.append(error)
 
@@ -347,20 +345,20 @@ def test_a_learner_runs_on_what_environments_send_meanwhile(service, run, client
     stats = learner.stats()
     assert stats["learner_steps"] == 60 and 0 <= stats["staleness"] <= 12
     rng, (version, params) = np.random.default_rng(9), learner.get_params()
-    assert np.mean(write(params, rng, version, sequences=64).scores) > 0.8
+    assert np.mean(sample_group(params, rng, version, sequences=64).scores) > 0.8
     buffer.close()
     status = client.status()
     assert status.policy_version >= learner.params_version - 2
-    # What was asked for when it ended came back; it counts as leased until somebody else takes it.
+    # The batch that was requested at the end was given back. It counts as leased until its redelivery.
     assert httpx.get(f"{service.url}/runs/{run}/report", timeout=DEADLINE).json()["batches_out"] == 0
     assert status.current_step >= 60
 
 
-def test_staleness_is_of_the_versions_that_are_known(client, make_buffer):
+def test_staleness_is_averaged_over_known_versions(client, make_buffer):
     client.register(**{**SETTINGS, "batch_size": 4})
     buffer = make_buffer()
     learner = Learner(LearnerConfig(), Bigram(), buffer)
     params, rng = learner.get_params()[1], np.random.default_rng(0)
-    client.post([write(params, rng, version, sequences=2) for version in (None, None, 1, None)])
+    client.post([sample_group(params, rng, version, sequences=2) for version in (None, None, 1, None)])
     assert np.isnan(learner.step(buffer.wait_for_batch(DEADLINE))["staleness"])
     assert learner.step(buffer.sample())["staleness"] == 1  # version 2 learns from version 1

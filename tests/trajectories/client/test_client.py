@@ -1,4 +1,4 @@
-"""The clients, against the real service: nothing lost and nothing doubled, whatever is lost on the way."""
+"""The clients with the real service: no group or batch is lost or duplicated, even if messages are lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from rlframe.errors import PeerError, StaleGroupError, StoppedError, UnavailableError, UsageError
 from rlframe.trajectories import AsyncTrajectoryClient, Group, TrajectoryClient
 from rlframe.trajectories.client import base_client
-from tests.trajectories.client.test_groups import FULL, a_group, same
+from tests.trajectories.client.test_groups import FULL, a_group, assert_same_group
 from tests.trajectories.flaky_proxy import flaky_proxy
 from tests.trajectories.serving import DEADLINE, running_service
 
@@ -29,7 +29,7 @@ def service(tmp_path_factory):
 
 @pytest.fixture
 def run():
-    """A namespace of the test's own on the service that all share."""
+    """Return the name of a new run on the shared service."""
     return uuid.uuid4().hex
 
 
@@ -40,7 +40,7 @@ def client(service, run):
 
 
 def numbered(number: int, size: int = 2, **fields) -> Group:
-    """A group that is told apart by its scores."""
+    """Return a group with the number as its scores."""
     return Group([[number, 1]] * size, [[-100, 1]] * size, [float(number)] * size, **fields)
 
 
@@ -49,17 +49,17 @@ def numbers_of(groups) -> list[int]:
 
 
 def served(client: TrajectoryClient) -> list[int]:
-    """The numbers of all groups that are there, as a trainer gets them."""
+    """Return the numbers of all queued groups, as a trainer receives them."""
     numbers = []
     while (batch := client.batch()) is not None:
         numbers += numbers_of(batch.groups)
     return numbers
 
 
-# What is said, and what comes of it.
+# Calls and their results.
 
 
-def test_a_trainer_and_an_environment_meet(client):
+def test_trainer_and_environment_register(client):
     assert client.info().batch_size == -1
     with pytest.raises(UnavailableError, match="Trainer not registered"):
         client.batch()
@@ -67,7 +67,7 @@ def test_a_trainer_and_an_environment_meet(client):
     assert client.register(**SETTINGS, wandb_group="g", wandb_project="p", checkpoint_dir="c") == registered
     assert (client.info().batch_size, client.info().max_token_len) == (2, 64)
     assert (client.wandb_info().group, client.wandb_info().project) == ("g", "p")
-    with pytest.raises(UnavailableError, match=r"'env' waited 0 s to join.*wait for trainer to start"):
+    with pytest.raises(UnavailableError, match=r"'env' waited 0 s to register.*wait for trainer to start"):
         client.register_env(**ENV)
     assert client.batch() is None
     env = client.register_env(**ENV)
@@ -83,7 +83,7 @@ def test_a_trainer_and_an_environment_meet(client):
         client.env_status(7)
 
 
-def test_a_trainer_that_is_resumed_goes_on_by_its_run_key(client):
+def test_run_key_continues_run_of_resumed_trainer(client):
     registered = client.register(**SETTINGS, run_key="one", mix="weight")
     assert client.batch() is None
     assert client.post(a_group()).status == "received"
@@ -93,7 +93,7 @@ def test_a_trainer_that_is_resumed_goes_on_by_its_run_key(client):
     assert (client.status().queue_size, client.status().epoch) == (0, 1)
 
 
-def test_an_environment_waits_for_the_trainer(client):
+def test_environment_waits_for_trainer(client):
     client.register(**SETTINGS)
     joined = []
     waiting = threading.Thread(target=lambda: joined.append(client.register_env(**ENV, wait=DEADLINE)))
@@ -104,28 +104,28 @@ def test_an_environment_waits_for_the_trainer(client):
 
 
 @pytest.mark.parametrize("binary", [True, False])
-def test_groups_come_back_as_they_were_sent(client, binary):
+def test_groups_are_served_unchanged(client, binary):
     client.register(**SETTINGS)
     group = a_group(**{**FULL, "env_id": None})
     assert client.post(group, binary=binary).status == "received"
     posted = client.post([numbered(1), numbered(2)], binary=binary)
     assert (posted.groups, posted.replayed) == (2, False)
     batches = [client.batch() for _ in range(3)]
-    same(batches[0].groups[0], group)
+    assert_same_group(batches[0].groups[0], group)
     assert numbers_of(batches[1].groups + batches[2].groups) == [1, 2]
     assert [batch.step for batch in batches] == [0, 1, 2]
     assert client.batch() is None
 
 
-def test_compressed_groups_come_back_as_they_were_sent(service, run):
+def test_compressed_groups_are_served_unchanged(service, run):
     with TrajectoryClient(service.url, run=run, compress=True, timeout=DEADLINE) as client:
         client.register(**{**SETTINGS, "max_token_len": 4096})
         group = Group([[5] * 4096] * 2, [[5] * 4096] * 2, [0, 1])
         client.post(group)
-        same(client.batch().groups[0], group)
+        assert_same_group(client.batch().groups[0], group)
 
 
-def test_odd_groups_are_buffered(client):
+def test_undersized_groups_are_buffered(client):
     client.register(**SETTINGS)
     client.batch()
     env = client.register_env(**ENV)
@@ -136,7 +136,7 @@ def test_odd_groups_are_buffered(client):
     assert numbers_of(client.batch().groups) == [1, 2]
 
 
-def test_a_leased_batch_is_given_back_or_acknowledged(client):
+def test_leased_batch_is_given_back_or_acknowledged(client):
     client.register(**SETTINGS)
     client.post([numbered(1), numbered(2)])
     first = client.batch(lease=60)
@@ -152,7 +152,7 @@ def test_a_leased_batch_is_given_back_or_acknowledged(client):
     assert numbers_of(client.batch(lease=60).groups) == [2]
 
 
-def test_only_the_holder_gives_a_batch_back(client):
+def test_only_owner_can_give_batch_back(client):
     client.register(**SETTINGS)
     client.post(numbered(1))
     batch = client.batch(lease=60, consumer="one")
@@ -160,7 +160,7 @@ def test_only_the_holder_gives_a_batch_back(client):
     assert client.nack(batch.batch_id, consumer="one")
 
 
-def test_a_request_that_waits_gets_what_comes(client):
+def test_waiting_request_gets_new_batch(client):
     client.register(**SETTINGS)
     batches = []
     waiting = threading.Thread(target=lambda: batches.append(client.batch(wait=DEADLINE)))
@@ -170,7 +170,7 @@ def test_a_request_that_waits_gets_what_comes(client):
     assert numbers_of(batches[0].groups) == [4]
 
 
-def test_policy_versions_travel_with_requests(client):
+def test_batch_request_sets_policy_version(client):
     client.register(**SETTINGS)
     client.batch(policy_version=3)
     assert client.status().policy_version == 3
@@ -178,7 +178,7 @@ def test_policy_versions_travel_with_requests(client):
     assert client.status().policy_version == 4
 
 
-def test_an_environment_holds_while_all_are_paused(client):
+def test_environment_holds_during_pause(client):
     client.register(**SETTINGS)
     client.batch()
     env_id = client.register_env(**ENV).env_id
@@ -194,20 +194,20 @@ def test_an_environment_holds_while_all_are_paused(client):
     assert not wanted.is_alive()
 
 
-def test_an_environment_holds_while_too_much_waits(client):
+def test_environment_holds_while_too_many_groups_wait(client):
     client.register(**SETTINGS)
     client.batch()
     env_id = client.register_env(**ENV).env_id
     client.post([numbered(number, env_id=env_id) for number in range(4)])
     assert client.wait_until_wanted(env_id, 4).queue_size == 4
-    with pytest.raises(UnavailableError, match="4 groups wait, of which it may leave 3"):
+    with pytest.raises(UnavailableError, match=r"4 groups wait \(at most 3 may\)"):
         client.wait_until_wanted(env_id, 3, wait=0)
     client.batch()
     assert client.wait_until_wanted(env_id, 3).queue_size == 3
 
 
-def test_groups_that_would_be_too_old_by_their_turn_wait_for_the_trainer(client, monkeypatch):
-    monkeypatch.setattr(base_client, "_LEAST", DEADLINE)
+def test_groups_that_would_become_stale_wait_for_trainer(client, monkeypatch):
+    monkeypatch.setattr(base_client, "_MIN_ATTEMPT", DEADLINE)
     client.register(**SETTINGS, max_staleness=1)
     client.batch(policy_version=5)
     with pytest.raises(
@@ -216,7 +216,7 @@ def test_groups_that_would_be_too_old_by_their_turn_wait_for_the_trainer(client,
         client.post(numbered(1, policy_version=3))
     with pytest.raises(StaleGroupError, match="2 policy versions old"):
         client.post([numbered(1, policy_version=3)] * 2)
-    # Of several, those that can be taken are, and the others once there is room; none of them twice.
+    # Some groups are accepted at once and the others later. No group is added twice.
     groups = [numbered(number, policy_version=5) for number in range(4)]
     with pytest.raises(UnavailableError, match="2 of 4 groups were not accepted within 0.1 s"):
         client.post(groups, key="four", timeout=0.1)
@@ -232,10 +232,10 @@ def test_groups_that_would_be_too_old_by_their_turn_wait_for_the_trainer(client,
     assert (sorted(numbers), posted[0].groups) == ([0, 1, 2, 3], 4)
 
 
-# Errors that no repetition helps.
+# Errors that are not retried.
 
 
-def test_what_the_service_refuses_is_not_sent_again(client, service, run):
+def test_refused_request_is_not_retried(client, service, run):
     client.register(**SETTINGS)
     with flaky_proxy(service.url) as proxy, TrajectoryClient(proxy.url, run=run) as through:
         with pytest.raises(
@@ -247,7 +247,7 @@ def test_what_the_service_refuses_is_not_sent_again(client, service, run):
             through.register_env(**ENV, min_batch_allocation=2)
 
 
-def test_bad_arguments_are_refused_here(client):
+def test_invalid_arguments_are_refused_by_client(client):
     for url in ("localhost:8000", "ftp://host", "http://host/?run=a", "http://host#a", ""):
         with pytest.raises(UsageError, match="http://HOST:PORT"):
             TrajectoryClient(url)
@@ -259,9 +259,9 @@ def test_bad_arguments_are_refused_here(client):
         client.post([])
 
 
-def test_nobody_there_is_an_error_by_the_deadline_that_names_the_call():
+def test_unreachable_service_raises_peer_error_by_deadline():
     with flaky_proxy("http://127.0.0.1:9") as proxy:
-        url = proxy.url  # nobody listens there once it is closed
+        url = proxy.url  # no server listens there after this block
     began = time.monotonic()
     with (
         TrajectoryClient(url, timeout=0.3) as client,
@@ -271,14 +271,14 @@ def test_nobody_there_is_an_error_by_the_deadline_that_names_the_call():
     assert time.monotonic() - began < DEADLINE
 
 
-def test_an_answer_that_never_comes_is_an_error_by_the_deadline(service, run):
+def test_missing_answer_raises_peer_error_by_deadline(service, run):
     with flaky_proxy(service.url) as proxy, TrajectoryClient(proxy.url, run=run) as client:
         proxy.faults.extend(["hang"] * 100)
         with pytest.raises(PeerError, match=r"1 attempts.*ReadTimeout"):
             client.status(timeout=0.2)
 
 
-def test_something_else_at_the_url_is_an_error(service):
+def test_other_server_at_url_raises_error(service):
     with flaky_proxy(service.url) as proxy, TrajectoryClient(proxy.url, timeout=DEADLINE) as client:
         proxy.faults.extend(["other"])
         with pytest.raises(PeerError, match=r"status 200: <p>Hello</p> Is the URL right\?"):
@@ -287,7 +287,7 @@ def test_something_else_at_the_url_is_an_error(service):
         client.status()
 
 
-def test_closing_ends_what_waits(service, run):
+def test_close_ends_waiting_calls(service, run):
     with flaky_proxy(service.url) as proxy, TrajectoryClient(proxy.url, run=run, timeout=DEADLINE) as client:
         proxy.faults.extend(["refuse"] * 1000)
         errors = []
@@ -307,8 +307,8 @@ def test_closing_ends_what_waits(service, run):
             client.status()
 
 
-def test_a_token_is_asked_for_and_a_full_service_takes_groups_again_once_there_is_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(base_client, "_LEAST", DEADLINE)
+def test_token_is_required_and_full_service_accepts_groups_again_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(base_client, "_MIN_ATTEMPT", DEADLINE)
     (tmp_path / "token").write_text("secret\n")
     arguments = ("--token-file", str(tmp_path / "token"), "--max-queue-mb", "1", "--store", "memory")
     with running_service(tmp_path, *arguments) as service:
@@ -330,11 +330,11 @@ def test_a_token_is_asked_for_and_a_full_service_takes_groups_again_once_there_i
             assert sizes == [50_000] * 3
 
 
-# Repetitions.
+# Retries.
 
 
 @pytest.mark.parametrize("fault", ["refuse", "drop", "busy"])
-def test_a_group_is_there_once_whatever_is_lost(service, client, run, fault):
+def test_group_is_added_once_despite_faults(service, client, run, fault):
     client.register(**SETTINGS)
     with (
         flaky_proxy(service.url, retry_after="0") as proxy,
@@ -350,7 +350,7 @@ def test_a_group_is_there_once_whatever_is_lost(service, client, run, fault):
 
 @pytest.mark.parametrize("lease", [None, 60.0])
 @pytest.mark.parametrize("fault", ["refuse", "drop", "busy"])
-def test_a_batch_is_given_once_whatever_is_lost(service, client, run, fault, lease):
+def test_batch_is_delivered_once_despite_faults(service, client, run, fault, lease):
     client.register(**SETTINGS)
     client.post([numbered(1), numbered(2)])
     with (
@@ -365,7 +365,7 @@ def test_a_batch_is_given_once_whatever_is_lost(service, client, run, fault, lea
     assert client.status().current_step == 2
 
 
-def test_an_environment_is_registered_once_whatever_is_lost(service, client, run):
+def test_environment_is_registered_once_despite_faults(service, client, run):
     client.register(**SETTINGS)
     client.batch()
     with flaky_proxy(service.url) as proxy, TrajectoryClient(proxy.url, run=run, timeout=DEADLINE) as through:
@@ -374,8 +374,8 @@ def test_an_environment_is_registered_once_whatever_is_lost(service, client, run
     assert client.register_env(**ENV).env_id == 1
 
 
-def test_the_service_says_when_to_come_again(service, run, monkeypatch):
-    monkeypatch.setattr(base_client, "_LEAST", DEADLINE)
+def test_client_waits_for_retry_after(service, run, monkeypatch):
+    monkeypatch.setattr(base_client, "_MIN_ATTEMPT", DEADLINE)
     with (
         flaky_proxy(service.url, retry_after="0.7") as proxy,
         TrajectoryClient(proxy.url, run=run, timeout=DEADLINE) as client,
@@ -385,7 +385,7 @@ def test_the_service_says_when_to_come_again(service, run, monkeypatch):
         client.status()
         assert time.monotonic() - began >= 0.7
         proxy.faults.extend(["busy"])
-        with pytest.raises(UnavailableError, match="1 attempts"):  # it would be too late
+        with pytest.raises(UnavailableError, match="1 attempts"):  # the pause would exceed the deadline
             client.status(timeout=0.5)
 
 
@@ -395,7 +395,7 @@ def test_the_service_says_when_to_come_again(service, run, monkeypatch):
     ids=["numpy", "surrogate", "tuple as key", "number as key", "None as key", "nan"],
 )
 @pytest.mark.parametrize("binary", [True, False])
-def test_a_group_with_what_json_does_not_have_is_refused_before_it_is_sent(value, binary):
+def test_group_with_non_json_values_is_refused_before_sending(value, binary):
     group = a_group(generation_params={"temperature": value})
     with (
         TrajectoryClient("http://127.0.0.1:1") as client,
@@ -404,7 +404,7 @@ def test_a_group_with_what_json_does_not_have_is_refused_before_it_is_sent(value
         client.post([a_group(), group], binary=binary)
 
 
-def test_a_group_that_holds_itself_is_refused_before_it_is_sent():
+def test_recursive_group_is_refused_before_sending():
     circle: dict = {}
     circle["again"] = [circle]
     with (
@@ -415,7 +415,7 @@ def test_a_group_that_holds_itself_is_refused_before_it_is_sent():
 
 
 @pytest.mark.system
-def test_a_service_that_is_killed_while_groups_are_posted_has_each_of_them_once(tmp_path):
+def test_groups_are_added_once_although_service_is_killed(tmp_path):
     with running_service(tmp_path) as service, TrajectoryClient(service.url, timeout=DEADLINE) as client:
         client.register(**SETTINGS)
         quarter = threading.Barrier(4)
@@ -437,10 +437,10 @@ def test_a_service_that_is_killed_while_groups_are_posted_has_each_of_them_once(
         assert sorted(served(client)) == list(range(60))
 
 
-# The same for asyncio.
+# The asyncio client.
 
 
-def test_the_async_client_repeats_too(service, client, run):
+def test_async_client_retries(service, client, run):
     async def converse(url: str) -> list[int]:
         async with AsyncTrajectoryClient(url, run=run, timeout=DEADLINE) as remote:
             await remote.register(**SETTINGS)
@@ -460,7 +460,7 @@ def test_the_async_client_repeats_too(service, client, run):
     assert sorted(first + served(client)) == list(range(6))
 
 
-def test_the_async_client_gives_up_at_the_deadline(service, run):
+def test_async_client_stops_retrying_at_deadline(service, run):
     async def ask(url: str) -> None:
         async with AsyncTrajectoryClient(url, run=run) as remote:
             await remote.status(timeout=0.3)

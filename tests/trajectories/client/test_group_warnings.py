@@ -1,4 +1,4 @@
-"""Fields of groups that change what other trainers learn."""
+"""Warnings about group fields that are ignored here, but change training elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.trajectories.client.test_groups import a_group
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "expected"),
     [
         (
             {"generation_params": {"temperature": 0.7}, "inference_logprobs": [[1.0, -1, -1], [1.0, -1]]},
@@ -17,15 +17,15 @@ from tests.trajectories.client.test_groups import a_group
         ),
         (
             {"overrides": [{"scale": 2, "set_advantage_to_zero": True}, {}]},
-            "has overrides that change nothing here: scale.",
+            "has overrides that are ignored here: scale.",
         ),
         (
             {"group_overrides": {"group_size": 2, "set_advantage_to_zero": True}},
-            "has group_overrides that change nothing here: set_advantage_to_zero.",
+            "has group_overrides that are ignored here: set_advantage_to_zero.",
         ),
         ({"overrides": [{"temperature": 10**400}, {}]}, "has the temperature 1000000000"),
-        ({"generation_params": {"temperature": 1e39}}, "has the temperature 1e+39, which is not used"),
-        ({"images": ["x"]}, "has images, which nothing is learned from here."),
+        ({"generation_params": {"temperature": 1e39}}, "has the temperature 1e+39, which is ignored"),
+        ({"images": ["x"]}, "has images, which are ignored here."),
         ({"distill_token_ids": [[[1]] * 3, [[1]] * 2]}, "has distill_token_ids"),
         (
             {"masks": [[0, 1, 1], [-100, 5]]},
@@ -34,15 +34,15 @@ from tests.trajectories.client.test_groups import a_group
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_field_that_changes_nothing_here_is_warned_of_once(fields, said, caplog):
+def test_ignored_field_is_logged_once(fields, expected, caplog):
     warnings = GroupWarnings()
-    warnings.look([a_group(env_id=3), a_group(env_id=4, **fields)])
-    warnings.look([a_group(env_id=5, **fields)])
+    warnings.warn_once([a_group(env_id=3), a_group(env_id=4, **fields)])
+    warnings.warn_once([a_group(env_id=5, **fields)])
     (record,) = caplog.records
-    assert f"A group of environment 4 {said}" in record.getMessage() and record.levelname == "WARNING"
+    assert f"A group of environment 4 {expected}" in record.getMessage() and record.levelname == "WARNING"
 
 
-def test_what_is_honored_or_asks_for_nothing_is_not_warned_of(caplog):
+def test_supported_or_empty_fields_are_not_logged(caplog):
     fields = {"generation_params": {"temperature": 0.7, "n": 4}, "group_overrides": {"group_size": 2}, "images": []}
-    GroupWarnings().look([a_group(**fields, overrides=[{"set_advantage_to_zero": True}, None])])
+    GroupWarnings().warn_once([a_group(**fields, overrides=[{"set_advantage_to_zero": True}, None])])
     assert not caplog.records

@@ -1,4 +1,4 @@
-"""Groups as rectangular arrays."""
+"""Groups are padded to rectangular arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUCKETS = [4, 8]
 
 
 def test_arrays_are_padded_and_masked():
-    one = a_group()  # tokens [1, 2, 3] and [4, 5], the first of each without a loss
+    one = a_group()  # tokens [1, 2, 3] and [4, 5], the first token of each without a loss
     two = Group([[7]], [[7]], [2.0])
     batch, cut = pad([one, two], BUCKETS)
     np.testing.assert_array_equal(batch.tokens, [[1, 2, 3, 0], [4, 5, 0, 0], [7, 0, 0, 0]])
@@ -32,7 +32,7 @@ def test_arrays_are_padded_and_masked():
     assert batch.advantages.dtype == np.float32
 
 
-def test_given_advantages_and_logprobs_are_taken_where_there_is_a_loss():
+def test_given_advantages_and_logprobs_are_used_at_trained_tokens():
     group = a_group(
         advantages=[[9, 0.5, 0.25], [9, -2]],
         inference_logprobs=[[1, -0.5, -1.5], [1, -0.125]],
@@ -46,22 +46,22 @@ def test_given_advantages_and_logprobs_are_taken_where_there_is_a_loss():
     np.testing.assert_allclose(batch.inference_logprobs, expected)
 
 
-def test_an_override_sets_the_advantage_of_its_sequence_to_zero():
+def test_override_sets_advantage_of_its_sequence_to_zero():
     sent = [[9, 0.5, 0.25], [9, -2]]
     for flag in (True, 1):
         plain = a_group(overrides=[{}, {"set_advantage_to_zero": flag}])
-        given = a_group(overrides=[{"set_advantage_to_zero": flag}], advantages=sent)  # fewer than sequences
+        given = a_group(overrides=[{"set_advantage_to_zero": flag}], advantages=sent)  # fewer overrides than sequences
         batch, _ = pad([plain, given], BUCKETS)
         np.testing.assert_allclose(batch.advantages[:2], [[0, 0.1, 0.1, 0], [0, 0, 0, 0]])
         np.testing.assert_allclose(batch.advantages[2:], [[0, 0, 0, 0], [0, -2, 0, 0]])
         np.testing.assert_array_equal(batch.has_advantages, [False, True, True, True])
-        np.testing.assert_allclose(batch.scores, [0.1, -1] * 2)  # by which the others are normalized
+        np.testing.assert_allclose(batch.scores, [0.1, -1] * 2)  # needed to normalize the others
     batch, _ = pad([a_group(overrides=[{"set_advantage_to_zero": False}, {}, {}])], BUCKETS)
     assert not batch.has_advantages.any()
 
 
-def test_a_temperature_comes_from_the_override_then_the_generation_then_the_group():
-    """As the published trainer reads them; what is 0 or less counts as 1."""
+def test_temperature_comes_from_override_then_generation_params_then_group():
+    """As in the published trainer, values of 0 or less count as 1."""
     every = {"overrides": [{"temperature": 0.5}, {}], "generation_params": {"temperature": 0.7}}
     groups = [
         a_group(**every, group_overrides={"temperature": 0.9}),
@@ -77,11 +77,11 @@ def test_a_temperature_comes_from_the_override_then_the_generation_then_the_grou
 
 
 @pytest.mark.parametrize("fields", [{}, {"generation_params": {"temperature": 1.0}}, {"overrides": [{}, {}]}])
-def test_without_a_temperature_nothing_is_scaled(fields):
+def test_temperature_is_none_if_all_values_are_one(fields):
     assert pad([a_group(), a_group(**fields)], BUCKETS)[0].temperature is None
 
 
-def test_advantages_that_are_not_as_long_as_their_tokens_are_left_out():
+def test_advantages_of_wrong_length_are_ignored():
     sent = a_group().to_dict(binary=False)
     one = Group.from_item({**sent, "advantages": [[9, 0.5, 0.25], [9, 9, 9]]})
     two = Group.from_item({**sent, "advantages": [[9, 9, 9]]})
@@ -91,7 +91,7 @@ def test_advantages_that_are_not_as_long_as_their_tokens_are_left_out():
     assert one.to_dict(binary=True)["advantages"] == [[9, 0.5, 0.25], []]
 
 
-def test_a_field_that_some_groups_lack_is_none_and_said(caplog):
+def test_field_missing_in_some_groups_is_none_and_logged(caplog):
     having = a_group(ref_logprobs=[[1, -0.25, -1], [1, -0.5]])
     with caplog.at_level(logging.WARNING):
         batch, _ = pad([having, a_group(env_id=5)], BUCKETS)
@@ -99,7 +99,7 @@ def test_a_field_that_some_groups_lack_is_none_and_said(caplog):
     assert "without ref_logprobs: only 1 of its 2 groups have them. They are missing from environment 5" in caplog.text
 
 
-def test_long_sequences_are_cut_and_counted():
+def test_long_sequences_are_truncated_and_counted():
     long = Group([list(range(10)), [1]], [list(range(10)), [1]], [1.0, 0.0], inference_logprobs=[[-1] * 10, [-2]])
     batch, cut = pad([long], BUCKETS)
     assert cut == 1
@@ -110,12 +110,12 @@ def test_long_sequences_are_cut_and_counted():
 
 
 @pytest.mark.parametrize(("longest", "length"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 8)])
-def test_a_batch_is_as_long_as_the_smallest_bucket_that_holds_it(longest, length):
+def test_batch_has_length_of_smallest_sufficient_bucket(longest, length):
     batch, _ = pad([Group([[1] * longest], [[1] * longest], [0.0])], BUCKETS)
     assert batch.tokens.shape == (1, length)
 
 
-def test_buckets_are_few_and_close():
+def test_bucket_lengths_are_few_and_close():
     assert bucket_lengths(16) == [16]
     assert bucket_lengths(64) == [64]
     assert bucket_lengths(200) == [64, 96, 128, 192, 200]

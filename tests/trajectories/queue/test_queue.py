@@ -1,4 +1,4 @@
-"""The rules of the queue, one hand-worked example each."""
+"""Rules of the queue, each with a small example."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.trajectories.queues import SETTINGS, add, batch_of, join, send, start
 # Batches.
 
 
-def test_a_batch_is_exactly_full_and_oldest_first():
+def test_batch_is_exactly_full_and_oldest_first():
     queue = started()
     assert send(queue, 4, 4, 4, 4, 4) == [0, 1, 2, 3, 4]
     first = queue.take(0.0)
@@ -26,10 +26,10 @@ def test_a_batch_is_exactly_full_and_oldest_first():
     assert queue.status().queue_size == 1
 
 
-def test_mixed_sizes_pack_exactly_and_the_oldest_that_does_not_fit_waits():
+def test_oldest_unit_that_does_not_fit_waits_for_later_batch():
     queue = started()
     a, b = join(queue, 3).env_id, join(queue, 4).env_id
-    send(queue, 3, env_id=a)  # 0: with it, 5 would have to be filled from 4s
+    send(queue, 3, env_id=a)  # group 0: the remaining 5 cannot be filled with 4s
     send(queue, 4, 4, env_id=b)
     assert batch_of(queue) == [1, 2]
     assert batch_of(queue) is None
@@ -37,7 +37,7 @@ def test_mixed_sizes_pack_exactly_and_the_oldest_that_does_not_fit_waits():
     assert batch_of(queue) == [0, 3]
 
 
-def test_what_can_never_fill_is_set_aside_and_reported_and_flows_when_its_complement_can_come():
+def test_unbatchable_groups_are_set_aside_until_matching_size_can_come():
     queue = started()
     send(queue, 5, 5, 4, 4)
     assert batch_of(queue) == [2, 3]
@@ -53,7 +53,7 @@ def test_what_can_never_fill_is_set_aside_and_reported_and_flows_when_its_comple
     assert batch_of(queue) == [0, 4]
 
 
-def test_data_before_register_is_kept_and_what_is_too_large_then_is_set_aside():
+def test_groups_before_registration_are_kept_and_too_large_ones_set_aside():
     queue = Queue()
     assert send(queue, 4, 9, 4) == [0, 1, 2]
     assert queue.take(0.0) is None
@@ -67,21 +67,21 @@ def test_data_before_register_is_kept_and_what_is_too_large_then_is_set_aside():
     ]
 
 
-def test_a_group_larger_than_a_batch_is_refused_once_that_is_known():
+def test_group_larger_than_batch_is_refused_after_registration():
     queue = started()
     refused = add(queue, 9, 90, 100, None, None, None, 0.0)
     assert (refused.status, refused.group_id, refused.too_large) == ("refused", None, True)
-    assert "9 sequences, a batch 8" in refused.reason
+    assert "9 sequences, but a batch has 8" in refused.reason
     assert queue.status().stored_bytes == 0
     queue.add(5, 4, 40, 100, None, None, None, 0.0)
-    with pytest.raises(UsageError, match="from 6 on; got 5"):
+    with pytest.raises(UsageError, match="at least 6; got 5"):
         queue.add(5, 4, 40, 100, None, None, None, 0.0)
 
 
-# Odd groups.
+# Undersized groups.
 
 
-def test_odd_groups_are_buffered_until_they_sum_to_the_group_size():
+def test_undersized_groups_are_buffered_until_they_sum_to_group_size():
     queue = started()
     env_id = join(queue, 4).env_id
     answers = [add(queue, size, 0, 100, env_id, None, None, 0.0) for size in (3, 2, 1)]
@@ -89,13 +89,13 @@ def test_odd_groups_are_buffered_until_they_sum_to_the_group_size():
     assert (queue.status().queue_size, queue.status().buffered) == (2, 1)  # 3 + 1 are a unit of two groups
     assert queue.status().waiting_for == [
         "the next batch waits for sequences: 4 of 8 are in the queue.",
-        "env_0 (environment 0): 2 sequences in groups of odd sizes wait for others that complete a group of 4.",
+        "env_0 (environment 0): 2 sequences in undersized groups wait for others that complete a group of 4.",
     ]
     assert add(queue, 4, 0, 100, env_id, None, None, 0.0).status == "received"
     assert batch_of(queue) == [0, 2, 3]
 
 
-def test_the_first_group_says_a_group_size_that_was_not_told():
+def test_first_group_sets_missing_group_size():
     queue = started(batch_size=4)
     env = join(queue, None, minimum=0.5)
     assert queue.report(0.0).envs[0].group_size == 1
@@ -107,10 +107,10 @@ def test_the_first_group_says_a_group_size_that_was_not_told():
     assert add(restored, 1, 10, 100, env.env_id, None, None, 0.0).status == "buffered"
     assert batch_of(restored) == [0, 1, 2]
     queue.disconnect_env(env.env_id)
-    assert (dict(queue.epoch.envs.sizes), queue.epoch.envs.sharing) == ({}, {})
+    assert (dict(queue.epoch.envs.sizes), queue.epoch.envs.with_minimum_share) == ({}, {})
 
 
-def test_a_group_larger_than_the_group_size_is_a_unit_of_its_own():
+def test_group_larger_than_group_size_is_one_unit():
     queue = started()
     env_id = join(queue, 4).env_id
     answer = add(queue, 8, 0, 100, env_id, None, None, 0.0)
@@ -118,7 +118,7 @@ def test_a_group_larger_than_the_group_size_is_a_unit_of_its_own():
     assert batch_of(queue) == [0]
 
 
-def test_coming_back_with_another_group_size_packs_the_buffer_again():
+def test_new_group_size_repacks_undersized_groups():
     queue = started()
     env = join(queue, 8, token="a")
     send(queue, 2, 2, 3, env_id=env.env_id)
@@ -138,14 +138,14 @@ def test_minimum_shares_go_first_and_the_rest_is_oldest_first():
     assert batch_of(queue) == [0, 1, 5, 6]
 
 
-def test_a_batch_waits_for_a_share_until_its_environment_lapses_and_again_when_it_is_heard():
+def test_batch_waits_for_minimum_share_only_while_environment_is_live():
     queue = started(lapse_after=10.0)
     a, b = join(queue, 4).env_id, join(queue, 4, minimum=0.5).env_id
     send(queue, 4, 4, 4, 4, env_id=a)
     assert batch_of(queue, now=10.0) is None
     assert not queue.may_take(10.0)
     assert any(w.env_id == b and "minimum share of 4" in w.why for w in queue.report(10.0).waiting)
-    queue.heartbeat(b, 9.0)  # of a clock that is behind: time does not run backwards
+    queue.heartbeat(b, 9.0)  # from a clock that is behind; the time of the queue does not go back
     assert batch_of(queue, now=20.0) is None
     assert queue.due(20.1)
     assert queue.may_take(20.1)
@@ -157,15 +157,15 @@ def test_a_batch_waits_for_a_share_until_its_environment_lapses_and_again_when_i
     assert not queue.heartbeat(7, 21.0)
 
 
-def test_shares_that_are_more_than_a_batch_are_scaled_down():
+def test_minimum_shares_beyond_batch_size_are_scaled_down():
     queue = started(batch_size=12)
     ids = [join(queue, 2, minimum=minimum).env_id for minimum in (1.0, 0.5)]
     for env_id in ids:
         send(queue, *[2] * 6, env_id=env_id)
-    assert batch_of(queue) == [0, 1, 2, 3, 6, 7]  # 12 and 6 of 12: 8 and 4
+    assert batch_of(queue) == [0, 1, 2, 3, 6, 7]  # shares of 12 and 6 are scaled to 8 and 4
 
 
-def test_shares_round_up_to_whole_units_where_that_stays_exact():
+def test_minimum_shares_round_up_to_whole_units_if_batch_stays_exact():
     queue = started(batch_size=8)
     a, b = join(queue, 3, minimum=0.25).env_id, join(queue, 5).env_id
     send(queue, 5, env_id=b)
@@ -175,40 +175,38 @@ def test_shares_round_up_to_whole_units_where_that_stays_exact():
     a, b = join(queue, 3, minimum=0.25).env_id, join(queue, 4).env_id
     send(queue, 3, env_id=a)
     send(queue, 4, 4, env_id=b)
-    assert batch_of(queue) == [1, 2]  # 5 after a 3 could never be filled by 3s and 4s
+    assert batch_of(queue) == [1, 2]  # after a 3, the remaining 5 cannot be filled with 3s and 4s
 
 
-def test_a_share_does_not_wait_for_what_nobody_who_has_one_sends():
+def test_batch_waits_for_rest_of_minimum_share_if_no_other_unit_fits():
     queue = started(batch_size=8)
     a, b = join(queue, 4, minimum=0.5).env_id, join(queue, 8).env_id
     send(queue, 8, env_id=b)
     send(queue, 4, env_id=a)
-    assert batch_of(queue) is None  # its second 4 may come
+    assert batch_of(queue) is None  # a second group of 4 may come
     send(queue, 4, env_id=a)
     assert batch_of(queue) == [1, 2]
 
 
-def test_others_fill_the_rest_of_a_share_of_which_there_is_some():
-    """As the published server does; it waits only for who has nothing."""
+def test_other_environments_fill_rest_of_minimum_share():
+    """As in the published server, a batch waits only for environments that have no group queued."""
     queue = started(batch_size=16)
     a, b = join(queue, 4, minimum=0.75).env_id, join(queue, 4).env_id
     send(queue, 4, 4, 4, 4, 4, env_id=b)
     assert batch_of(queue) is None
-    share = (
-        "env_0 (environment 0): every batch waits for its minimum share of 12 sequences: it has none queued that fit."
-    )
+    share = "env_0 (environment 0): every batch waits for its minimum share of 12 sequences, but no queued group fits."
     assert queue.status().waiting_for == [share]
     send(queue, 4, env_id=a)
     assert queue.status().waiting_for == []
     assert batch_of(queue) == [0, 1, 2, 5]
 
 
-def test_what_holds_back_a_batch_is_told():
+def test_reasons_for_waiting_are_reported():
     queue = Queue()
     assert queue.status().waiting_for == ["every batch waits for a trainer: none has registered (POST /register)."]
     queue.register(SETTINGS, "uuid", 0.0)
     trainer, few = queue.status().waiting_for
-    assert trainer.startswith("environments wait to register: the trainer has not asked for a batch yet")
+    assert trainer.startswith("environments wait to register: the trainer has not requested a batch yet")
     assert few == "the next batch waits for sequences: 0 of 8 are in the queue."
     queue.note_trainer()
     queue.pause()
@@ -218,7 +216,7 @@ def test_what_holds_back_a_batch_is_told():
     assert queue.status().waiting_for == []
 
 
-def test_an_attempt_that_has_to_wait_leaves_the_order_as_it_was():
+def test_failed_attempt_to_form_batch_keeps_order():
     queue = started()
     a, b = join(queue, 2, minimum=0.5).env_id, join(queue, 4, minimum=0.5).env_id
     send(queue, *[2] * 5, env_id=a)
@@ -227,21 +225,18 @@ def test_an_attempt_that_has_to_wait_leaves_the_order_as_it_was():
     assert batch_of(queue) == [0, 1, 5]
 
 
-# Environments.
-
-
 # Shares by weight.
 
 
 def served(queue, batches):
-    """How many sequences of each environment so many batches hold; checks that they are full."""
+    """Take this number of full batches. Return the number of sequences from each environment."""
     before = [env.served_sequences for env in queue.report(0.0).envs]
     for _ in range(batches):
         assert queue.take(0.0).sequences == queue.epoch.registration.batch_size
     return [env.served_sequences - then for env, then in zip(queue.report(0.0).envs, before)]
 
 
-def test_shares_follow_the_weights_where_the_registration_says_so():
+def test_mix_by_weight_serves_in_proportion_to_weights():
     for mix, expected in (("arrival", [10, 10]), ("weight", [2, 18])):
         queue = started(batch_size=10, mix=mix)
         light, heavy = join(queue, 1, weight=1.0).env_id, join(queue, 1, weight=9.0).env_id
@@ -253,7 +248,7 @@ def test_shares_follow_the_weights_where_the_registration_says_so():
     assert [env.served_share for env in queue.report(0.0).envs] == [0.1, 0.9]
 
 
-def test_weights_hold_over_batches_that_are_too_small_for_them():
+def test_weights_hold_on_average_over_small_batches():
     queue = started(batch_size=4, mix="weight")
     ids = [join(queue, 2, weight=weight).env_id for weight in (1.0, 7.0)]
     for env_id in ids:
@@ -264,7 +259,7 @@ def test_weights_hold_over_batches_that_are_too_small_for_them():
     assert served(restored, 8) == served(queue, 8) == [4, 28]
 
 
-def test_others_fill_what_a_weight_cannot_and_nothing_is_owed_for_it():
+def test_environment_gains_no_credit_while_it_sends_nothing():
     queue = started(batch_size=8, mix="weight")
     heavy, light = join(queue, 2, weight=3.0).env_id, join(queue, 2, weight=1.0).env_id
     send(queue, *[2] * 100, env_id=light)
@@ -272,11 +267,11 @@ def test_others_fill_what_a_weight_cannot_and_nothing_is_owed_for_it():
     assert served(queue, 5) == [2, 38]
     send(queue, *[2] * 100, env_id=heavy)
     assert served(queue, 4) == [24, 8]
-    send(queue, *[2] * 100)  # of nobody in particular: a weight of 0.01
+    send(queue, *[2] * 100)  # from an unregistered sender, with a weight of 0.01
     assert sum(served(queue, 8)) == 64 - 2
 
 
-def test_minimum_shares_count_towards_the_weights():
+def test_minimum_shares_count_toward_weights():
     queue = started(batch_size=8, mix="weight")
     a, b = join(queue, 2, weight=1.0, minimum=0.5).env_id, join(queue, 2, weight=1.0).env_id
     for env_id in (a, b):
@@ -284,7 +279,10 @@ def test_minimum_shares_count_towards_the_weights():
     assert served(queue, 4) == [16, 16]
 
 
-def test_environments_wait_for_the_trainer_and_are_named_in_turn():
+# Environments.
+
+
+def test_environments_wait_for_trainer_and_get_numbered_names():
     queue = Queue()
     assert join(queue) is None
     queue.note_trainer()
@@ -305,7 +303,7 @@ def test_environments_wait_for_the_trainer_and_are_named_in_turn():
     assert join(queue, name="math", resume="lost", token="e").wandb_name == "math_2"
 
 
-def test_the_numbers_of_status_env():
+def test_env_status_counts_queue_in_packs():
     queue = started(batch_size=32)
     a = join(queue, 4, length=100, weight=3.0, minimum=0.25).env_id
     b = join(queue, 8, length=100, weight=1.0, minimum=0.25).env_id
@@ -314,11 +312,11 @@ def test_the_numbers_of_status_env():
     send(queue, 8, 8, 8, env_id=b)
     send(queue, 2, env_id=c)
     status = queue.env_status(a)
-    # its own 12; b: 24 - 8; c: 2 in packs of 8; in groups of 4
+    # own 12; b: 24, less 8 reserved; c: 2 in packs of 8; all in groups of 4
     assert status.queue_size == (12 + 16 + 8) // 4
     assert (status.self_queue_size, status.max_group_size, status.current_step) == (3, 8, 0)
     assert (status.env_weight, status.unallocated_fraction) == (0.75, 0.5)
-    # its own 24; a: 12 in packs of 8, less 8; c: 8
+    # own 24; a: 12 in packs of 8, less 8 reserved; c: 2 in packs of 8
     assert queue.env_status(b).queue_size == (24 + 8 + 8) // 8
     assert queue.env_status(c).env_weight == 0.01
     assert queue.env_status(c).queue_size == (2 + 8 + 16) // 2
@@ -329,17 +327,17 @@ def test_the_numbers_of_status_env():
     assert queue.env_status(9) is None
 
 
-def test_what_cannot_flow_does_not_make_others_pause():
+def test_unbatchable_groups_do_not_make_other_environments_hold():
     queue = started()
     five, three = join(queue, 5).env_id, join(queue, 3).env_id
     send(queue, *[5] * 100, env_id=five)
-    assert queue.env_status(three).queue_size == 0  # the batch waits for this very environment
+    assert queue.env_status(three).queue_size == 0  # the batch waits for this environment
     assert queue.env_status(five).queue_size == 100
     send(queue, 3, env_id=three)
     assert queue.env_status(three).queue_size == (3 + 500) // 3
 
 
-def test_pause_tells_every_environment_to_hold_and_never_to_quit():
+def test_pause_makes_environments_hold_but_not_quit():
     queue = started(num_steps=100)
     env_id = join(queue, 4).env_id
     assert not queue.env_status(env_id).hold
@@ -352,10 +350,11 @@ def test_pause_tells_every_environment_to_hold_and_never_to_quit():
     queue = started(num_steps=100, starting_step=90)
     queue.pause()
     status = queue.env_status(join(queue, 4).env_id)
-    assert status.current_step + status.queue_size * 4 // 8 == 100  # a client quits above its number of steps
+    # The published client quits beyond its number of steps.
+    assert status.current_step + status.queue_size * 4 // 8 == 100
 
 
-def test_a_report_is_of_as_many_environments_as_were_asked_for_those_heard_of_last():
+def test_report_is_limited_to_latest_heartbeats():
     queue = started(lapse_after=10.0)
     for now in range(6):
         join(queue, now=float(now))
@@ -373,7 +372,7 @@ def test_a_report_is_of_as_many_environments_as_were_asked_for_those_heard_of_la
 # Epochs.
 
 
-def test_the_same_registration_is_confirmed_and_another_starts_afresh():
+def test_same_registration_is_confirmed_and_another_resets_run():
     queue = started()
     join(queue)
     send(queue, 4, 4, 4)
@@ -381,7 +380,7 @@ def test_the_same_registration_is_confirmed_and_another_starts_afresh():
     assert batch_of(queue, lease_seconds=5.0) == [0, 1]
     assert queue.register({**SETTINGS, "batch_size": 4, "starting_step": 3}, "other", 0.0) == "other"
     assert queue.epoch.number == 1
-    assert queue.epoch.forgotten == [2, 0, 1]
+    assert queue.epoch.released == [2, 0, 1]
     status = queue.status()
     assert (status.current_step, status.queue_size, status.leased, status.stored_bytes) == (3, 0, 0, 0)
     assert not queue.epoch.started
@@ -389,20 +388,20 @@ def test_the_same_registration_is_confirmed_and_another_starts_afresh():
     assert batch_of(queue) == [3]
 
 
-def test_a_reset_forgets_and_what_comes_after_it_is_kept_for_the_next_register():
+def test_groups_after_reset_are_kept_for_next_registration():
     queue = started()
     send(queue, 4)
     queue.reset(0.0)
-    assert queue.epoch.forgotten == [0]
+    assert queue.epoch.released == [0]
     assert queue.epoch.registration is None
     send(queue, 8)
     queue.register(SETTINGS, "uuid", 0.0)
     assert queue.epoch.number == 1
-    assert queue.epoch.forgotten == []
+    assert queue.epoch.released == []
     assert batch_of(queue) == [1]
 
 
-def test_a_run_key_goes_on_with_its_run_and_another_starts_afresh():
+def test_same_run_key_continues_run_and_another_resets_it():
     queue = Queue()
     one = {**SETTINGS, "run_key": "one"}
     assert queue.register(one, "a", 0.0) == "a"
@@ -420,7 +419,7 @@ def test_a_run_key_goes_on_with_its_run_and_another_starts_afresh():
         send(queue, 4)
 
 
-def test_a_registration_that_cannot_be_changes_nothing():
+def test_invalid_registration_changes_nothing():
     queue = started()
     before = queue.get_state()
     with pytest.raises(UsageError, match="needs max_staleness"):
@@ -431,7 +430,7 @@ def test_a_registration_that_cannot_be_changes_nothing():
 # Idempotency and leases.
 
 
-def test_a_repeated_key_gets_the_first_answer():
+def test_repeated_idempotency_key_gets_first_answer():
     queue = started()
     env_id = join(queue, 8).env_id
     first = add(queue, 3, 0, 100, env_id, None, "key", 0.0)
@@ -440,11 +439,11 @@ def test_a_repeated_key_gets_the_first_answer():
     assert again.duplicate
     assert (again.status, again.buffer_size) == (first.status, first.buffer_size) == ("buffered", 3)
     assert queue.status().buffered == 2
-    assert add(queue, 3, 0, 100, env_id, None, "key", leases.MAX_AGE).duplicate
-    assert not add(queue, 3, 0, 100, env_id, None, "key", 2 * leases.MAX_AGE).duplicate
+    assert add(queue, 3, 0, 100, env_id, None, "key", leases.KEY_TTL).duplicate
+    assert not add(queue, 3, 0, 100, env_id, None, "key", 2 * leases.KEY_TTL).duplicate
 
 
-def test_the_last_keys_are_known_and_those_long_before_are_forgotten(monkeypatch):
+def test_only_latest_idempotency_keys_are_kept(monkeypatch):
     monkeypatch.setattr(leases, "MAX_KEYS", 2)
     queue = started()
     for key in "abc":
@@ -460,29 +459,29 @@ def test_the_last_keys_are_known_and_those_long_before_are_forgotten(monkeypatch
         assert add(restored, 1, 0, 1, None, None, key, 0.0).duplicate == known
 
 
-def test_a_leased_batch_comes_back_whole_before_new_ones_and_is_no_new_step():
+def test_expired_batch_is_redelivered_before_new_ones_with_same_step():
     queue = started()
     send(queue, 4, 4, 4, 4)
     first = queue.take(0.0, lease_seconds=10.0, consumer="a")
     assert (first.lease_until, first.delivery) == (10.0, 1)
-    assert queue.epoch.forgotten == []
+    assert queue.epoch.released == []
     assert not queue.due(9.9)
     assert queue.due(10.0)
     queue.expire(10.0)
     assert list(queue.epoch.leases.returned) == [first.batch_id]
     again = queue.take(11.0, lease_seconds=10.0, consumer="b")
     assert (again.batch_id, again.group_ids, again.step, again.delivery) == (0, (0, 1), 0, 2)
-    assert not queue.nack(0, consumer="a")  # it is no longer his
+    assert not queue.nack(0, consumer="a")  # a is no longer the owner
     assert queue.nack(0, consumer="b")
-    assert queue.ack(0)  # late, but done is done
-    assert queue.epoch.forgotten == [0, 1]
+    assert queue.ack(0)  # a late acknowledgment counts
+    assert queue.epoch.released == [0, 1]
     assert not queue.ack(0)
     assert batch_of(queue, now=11.0) == [2, 3]
-    assert queue.epoch.forgotten == [2, 3]
+    assert queue.epoch.released == [2, 3]
     assert (queue.status().current_step, queue.status().stored_bytes) == (2, 0)
 
 
-def test_a_renewed_lease_ends_later():
+def test_renewed_lease_ends_later():
     queue = started()
     send(queue, 8)
     queue.take(0.0, lease_seconds=10.0, consumer="a")
@@ -492,31 +491,31 @@ def test_a_renewed_lease_ends_later():
     assert queue.take(12.0, 5.0, consumer="b") is None
     queue.expire(15.0)
     assert list(queue.epoch.leases.returned) == [0]
-    assert not queue.renew(0, 10.0, 15.0, consumer="a")  # nobody's now
+    assert not queue.renew(0, 10.0, 15.0, consumer="a")  # the batch has no owner now
     for now in range(1000):
         queue.take(20.0 + now, 5.0) if now == 0 else queue.renew(0, 5.0, 20.0 + now)
     assert len(queue.get_state()["epoch"]["leases"][0]) == 1
     assert queue.due(1024.0) and not queue.due(1023.9)
 
 
-def test_the_same_request_gets_the_same_batch():
+def test_same_request_gets_same_batch():
     queue = started()
     send(queue, 8, 8, 8, 8)
     first = queue.take(0.0, consumer="a", request="1")
     assert queue.take(0.0, consumer="a", request="1") == first
-    assert queue.epoch.forgotten == []  # a third time is possible
+    assert queue.epoch.released == []  # the request may be repeated once more
     leased = queue.take(0.0, 5.0, consumer="a", request="2")
-    assert queue.epoch.forgotten == [0]
+    assert queue.epoch.released == [0]
     assert leased.group_ids == (1,)
     assert queue.take(1.0, 5.0, consumer="a", request="2") == leased
-    back = queue.take(6.0, 5.0, consumer="a", request="2")  # expired meanwhile, and nobody else took it
+    back = queue.take(6.0, 5.0, consumer="a", request="2")  # the lease has ended, but no other consumer took the batch
     assert (back.batch_id, back.delivery, back.lease_until) == (1, 2, 11.0)
     queue.nack(1)
     assert queue.take(6.0, 5.0, consumer="b", request="1").batch_id == 1
     assert queue.take(6.0, 5.0, consumer="a", request="2").batch_id == 2
 
 
-def test_a_batch_without_a_lease_is_kept_for_its_request_for_an_hour():
+def test_batch_without_lease_is_kept_for_its_request_for_an_hour():
     queue = started()
     send(queue, 8, 8, 8)
     first = queue.take(0.0, consumer="a", request="1")
@@ -529,12 +528,12 @@ def test_a_batch_without_a_lease_is_kept_for_its_request_for_an_hour():
         assert one.due(3600.0)
         one.expire(3600.0)
         assert not one.epoch.leases.returned  # no lease ended
-        assert one.epoch.forgotten == [0]
+        assert one.epoch.released == [0]
         assert (one.report(3600.0).batches_kept, one.status().stored_bytes) == (0, 200)
         assert not one.due(3600.0)
     assert batch_of(queue, 3600.0, consumer="a", request="1") == [2]
-    queue.reset(7300.0)  # the hour of b's request, and of a's second one, is over
-    assert sorted(queue.epoch.forgotten) == [1, 2]
+    queue.reset(7300.0)  # one hour after the request of b and the second request of a
+    assert sorted(queue.epoch.released) == [1, 2]
 
 
 # Staleness.
@@ -553,7 +552,7 @@ def test_staleness_is_counted_per_group():
     assert queue.report(0.0).staleness == type(queue.report(0.0).staleness)(groups=2, mean=1.0, largest=2)
 
 
-def test_a_group_that_would_be_too_old_by_its_turn_is_refused_and_its_environment_held():
+def test_group_that_would_become_stale_is_refused_and_environment_holds():
     queue = started(max_staleness=1)
     env_id = join(queue, 8).env_id
     queue.set_policy_version(4)
@@ -561,14 +560,14 @@ def test_a_group_that_would_be_too_old_by_its_turn_is_refused_and_its_environmen
     assert not queue.env_status(env_id).hold
     refused = add(queue, 8, 0, 100, env_id, 3, None, 0.0)  # one version old, one batch ahead
     assert (refused.status, refused.too_large) == ("refused", False)
-    assert "2 policy versions old; the trainer takes at most 1" in refused.reason
-    assert send(queue, 8, env_id=env_id) == [1]  # who does not say is not refused
+    assert "2 policy versions old; the trainer accepts at most 1" in refused.reason
+    assert send(queue, 8, env_id=env_id) == [1]  # a group without a version is not refused
     assert queue.env_status(env_id).hold
     queue.take(0.0)
     assert not queue.env_status(env_id).hold
 
 
-def test_staleness_never_refuses_a_group_that_a_batch_waits_for():
+def test_group_that_batch_waits_for_is_not_refused_as_stale():
     queue = started(max_staleness=0)
     queue.set_policy_version(1)
     five, three = join(queue, 5).env_id, join(queue, 3).env_id
@@ -580,12 +579,12 @@ def test_staleness_never_refuses_a_group_that_a_batch_waits_for():
     eight, four = join(queue, 8).env_id, join(queue, 4, minimum=0.5).env_id
     send(queue, 8, 8, env_id=eight)
     assert batch_of(queue) is None
-    send(queue, 4, 4, env_id=four, version=1)  # an 8 does not go with its share: it has to send all
+    send(queue, 4, 4, env_id=four, version=1)  # an 8 does not fit beside the share, so 4s must fill the batch
     assert add(queue, 4, 0, 100, four, 1, None, 0.0).status == "refused"
     assert batch_of(queue) == [2, 3]
 
 
-def test_staleness_never_holds_an_environment_that_a_batch_waits_for():
+def test_environment_that_batch_waits_for_does_not_hold():
     queue = started(max_staleness=0)
     five, three = join(queue, 5).env_id, join(queue, 3).env_id
     send(queue, *[5] * 10, env_id=five)
@@ -598,7 +597,7 @@ def test_staleness_never_holds_an_environment_that_a_batch_waits_for():
     assert not queue.env_status(four).hold
 
 
-def test_only_with_discard_are_groups_dropped_that_are_too_old():
+def test_stale_groups_are_dropped_only_with_discard():
     for stale, expected in (("keep", [0, 1]), ("discard", [3, 4])):
         queue = started(max_staleness=1, stale=stale)
         send(queue, 4, 4, 4, version=1)
@@ -607,11 +606,11 @@ def test_only_with_discard_are_groups_dropped_that_are_too_old():
         queue.set_policy_version(3)
         assert batch_of(queue) == expected
     assert queue.report(0.0).discarded == 3
-    assert sorted(queue.epoch.forgotten) == [0, 1, 2, 3, 4]
+    assert sorted(queue.epoch.released) == [0, 1, 2, 3, 4]
     assert queue.status().stored_bytes == 0
 
 
-def test_a_fresh_group_that_shared_a_unit_with_one_too_old_is_kept():
+def test_fresh_group_in_unit_with_stale_group_is_kept():
     queue = started(max_staleness=1, stale="discard")
     env_id = join(queue, 4).env_id
     send(queue, 3, env_id=env_id, version=1)
@@ -619,7 +618,7 @@ def test_a_fresh_group_that_shared_a_unit_with_one_too_old_is_kept():
     send(queue, 4, env_id=env_id, version=2)
     queue.set_policy_version(3)
     assert batch_of(queue) is None
-    assert queue.epoch.forgotten == [0]
+    assert queue.epoch.released == [0]
     send(queue, 3, env_id=env_id)
     assert batch_of(queue) == [2, 1, 3]
 
@@ -627,7 +626,7 @@ def test_a_fresh_group_that_shared_a_unit_with_one_too_old_is_kept():
 # State and work.
 
 
-def test_state_is_plain_and_a_restored_queue_goes_on():
+def test_restored_queue_gives_same_answers():
     queue = started(max_staleness=3, stale="discard")
     env_id = join(queue, 4, minimum=0.5, token="a").env_id
     send(queue, 4, 1, 4, 2, 4, env_id=env_id, version=1, key=None)
@@ -646,13 +645,13 @@ def test_state_is_plain_and_a_restored_queue_goes_on():
     assert restored.take(3.0) is None
 
 
-def test_only_commands_are_replayed():
-    with pytest.raises(UsageError, match="no command"):
+def test_apply_refuses_methods_that_are_not_commands():
+    with pytest.raises(UsageError, match="not a command"):
         Queue().apply("set_state", {})
 
 
 def steps_of(function) -> int:
-    """Bytecodes that a call executes: work, without a clock."""
+    """Return the number of bytecodes that a call executes: its work, measured without a clock."""
     steps = 0
 
     def trace(frame, event, _):
@@ -662,7 +661,7 @@ def steps_of(function) -> int:
         return trace
 
     before = sys.gettrace()
-    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for one such frame when it is given a tracer
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 requires one frame with this flag when the tracer is set
     sys.settrace(trace)
     try:
         function()
@@ -671,7 +670,7 @@ def steps_of(function) -> int:
     return steps
 
 
-def test_the_length_of_the_queue_makes_no_difference_to_the_work():
+def test_work_is_independent_of_queue_length():
     work = []
     for groups in (400, 8_000):
         queue = started()
@@ -681,7 +680,7 @@ def test_the_length_of_the_queue_makes_no_difference_to_the_work():
         queue.env_status(0), queue.take(0.0), queue.take(0.0)
         calls = {
             "add": lambda queue=queue: send(queue, 4, env_id=1),
-            "odd": lambda queue=queue: send(queue, 2, env_id=1),
+            "undersized": lambda queue=queue: send(queue, 2, env_id=1),
             "take": lambda queue=queue: queue.take(0.0),
             "env_status": lambda queue=queue: queue.env_status(5),
             "status": lambda queue=queue: queue.status(),

@@ -1,4 +1,4 @@
-"""Whatever happens to the queue, in any order: nothing lost, nothing twice, order kept, exactly full, no wedge."""
+"""Random command sequences for the queue. No group is lost or served twice, order is kept, and batches are full."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec import msgpack
 
 from rlframe.trajectories.queue import reports
-from rlframe.trajectories.queue.leases import ANSWER_KEPT, MAX_AGE
+from rlframe.trajectories.queue.leases import ANSWER_TTL, KEY_TTL
 from rlframe.trajectories.queue.queue import Queue
 from tests.trajectories.queues import SETTINGS
 
@@ -31,11 +31,11 @@ def ids_in(unit):
 
 
 class Twin:
-    """The naive reading of a queue's state: every unit in a list, every subset tried."""
+    """A naive model of the queue's state: every unit in a list, and every subset tried."""
 
     def __init__(self, queue):
         epoch = copied(queue.get_state())["epoch"]
-        self.lanes = {
+        self.unit_queues = {
             (env_id, size): [msgpack.decode(unit) for unit in units] for env_id, size, units in epoch["lanes"]
         }
         self.buffers = dict(epoch["odd"])
@@ -47,35 +47,35 @@ class Twin:
         self.sharing = [env for env in self.envs if env["live"] and env["min_batch_allocation"]]
 
     def queued(self):
-        return [group_id for units in self.lanes.values() for unit in units for group_id in ids_in(unit)]
+        return [group_id for units in self.unit_queues.values() for unit in units for group_id in ids_in(unit)]
 
-    def held(self):
-        """Every group whose payload somebody can still ask for."""
+    def needed_group_ids(self):
+        """Return the ids of all groups whose payload may still be requested."""
         buffered = [group[0] for groups in self.buffers.values() for group in groups]
         batches = [group_id for batch in self.out + self.returned + self.answered for group_id in batch["group_ids"]]
         return sorted(self.queued() + buffered + batches)
 
     def sizes(self):
-        return [size for (_, size), units in self.lanes.items() for _ in units]
+        return [size for (_, size), units in self.unit_queues.items() for _ in units]
 
     def oldest_first(self, batch_size):
-        """What a batch without minimum shares must hold, or None."""
-        lanes = {key: list(units) for key, units in self.lanes.items()}
+        """Return the groups of the next batch without minimum shares, or None."""
+        unit_queues = {key: list(units) for key, units in self.unit_queues.items()}
         taken, left = [], batch_size
         while left:
-            for key in sorted((key for key in lanes if lanes[key]), key=lambda key: lanes[key][0][0]):
-                unit = lanes[key].pop(0)
-                if left - key[1] in sums_of(size for (_, size), units in lanes.items() for _ in units):
+            for key in sorted((key for key in unit_queues if unit_queues[key]), key=lambda key: unit_queues[key][0][0]):
+                unit = unit_queues[key].pop(0)
+                if left - key[1] in sums_of(size for (_, size), units in unit_queues.items() for _ in units):
                     taken.append(unit)
                     left -= key[1]
                     break
-                lanes[key].insert(0, unit)
+                unit_queues[key].insert(0, unit)
             else:
                 return None
         return [group_id for unit in sorted(taken, key=lambda unit: unit[0]) for group_id in ids_in(unit)]
 
 
-class AnyOrder(RuleBasedStateMachine):
+class RandomCommands(RuleBasedStateMachine):
     @initialize(
         batch_size=st.sampled_from([4, 6, 8, 9]),
         stale=st.sampled_from(["keep", "discard"]),
@@ -88,7 +88,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.log = []
         self.now = 0.0
         self.tokens = 0
-        self.sizes = {}  # of every group that was accepted in this epoch
+        self.sizes = {}  # size of every group that was accepted in this epoch
         self.forgotten = set()
         self.whole = set()  # groups that are units by themselves
         self.last_served = {}  # (env_id, size) -> the last whole group of a batch
@@ -111,7 +111,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def do(self, command, **arguments):
         answer = getattr(self.queue, command)(**arguments)
-        forgotten = self.queue.epoch.forgotten
+        forgotten = self.queue.epoch.released
         for group_id in forgotten:
             assert group_id in self.sizes and group_id not in self.forgotten
             self.forgotten.add(group_id)
@@ -124,7 +124,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def an_hour_later(self):
-        self.now += ANSWER_KEPT
+        self.now += ANSWER_TTL
         self.do("expire", now=self.now)
         assert Twin(self.queue).answered == []
 
@@ -151,7 +151,7 @@ class AnyOrder(RuleBasedStateMachine):
             if answer.duplicate:
                 assert key in self.accepted
             elif answer.status != "refused":
-                assert key is None or self.now >= self.accepted.get(key, -MAX_AGE) + MAX_AGE
+                assert key is None or self.now >= self.accepted.get(key, -KEY_TTL) + KEY_TTL
                 self.accepted[key] = self.now
                 self.sizes[answer.group_id] = size
                 self.senders[answer.group_id] = env_id
@@ -171,7 +171,7 @@ class AnyOrder(RuleBasedStateMachine):
         consumer=st.sampled_from([None, "a"]),
     )
     def work(self, groups, lease, consumer):
-        """What mostly happens: environments send, a trainer takes all that there is."""
+        """Send groups and take all batches, as in normal operation."""
         for size, env_id, version in groups:
             self.add(size, env_id, version, None, 1)
         for number in range(4):
@@ -224,9 +224,9 @@ class AnyOrder(RuleBasedStateMachine):
         step = self.queue.status().current_step
         batch = self.do("take", now=self.now, lease_seconds=lease, consumer=consumer, request=request)
         again = given is not None and given[0] == request and given[1] is not None and self.known(before, given[1])
-        again = again and self.now < given[2] + ANSWER_KEPT
+        again = again and self.now < given[2] + ANSWER_TTL
         came_back = again and any(kept["batch_id"] == given[1].batch_id for kept in before.returned)
-        if consumer is not None and (not again or came_back):  # his next request, whether or not it was given something
+        if consumer is not None and (not again or came_back):  # the consumer's next request, with or without a batch
             self.given[consumer] = (request, batch, self.now)
         if again:
             assert (batch.batch_id, batch.group_ids) == (given[1].batch_id, given[1].group_ids)
@@ -244,9 +244,9 @@ class AnyOrder(RuleBasedStateMachine):
             assert groups == batch.group_ids
 
     def known(self, before, batch):
-        """Whether a batch that a consumer got is still his, or waits for anyone."""
-        held = before.answered if batch.lease_until is None else before.out + before.returned
-        return any(kept["batch_id"] == batch.batch_id for kept in held) and not self.taken_over(batch)
+        """Return whether a batch still belongs to its consumer, or waits for any consumer."""
+        kept_batches = before.answered if batch.lease_until is None else before.out + before.returned
+        return any(kept["batch_id"] == batch.batch_id for kept in kept_batches) and not self.taken_over(batch)
 
     def taken_over(self, batch):
         return any(other.batch_id == batch.batch_id and other.delivery > batch.delivery for other in self.latest())
@@ -260,22 +260,22 @@ class AnyOrder(RuleBasedStateMachine):
         assert served.isdisjoint(batch.group_ids) and len(set(batch.group_ids)) == len(batch.group_ids)
         for group_id in batch.group_ids:
             if group_id in self.whole:
-                lane = self.senders[group_id], self.sizes[group_id]
-                assert self.last_served.get(lane, -1) < group_id
-                self.last_served[lane] = group_id
+                key = self.senders[group_id], self.sizes[group_id]
+                assert self.last_served.get(key, -1) < group_id
+                self.last_served[key] = group_id
         discarded = before.queued() and set(before.queued()) - set(Twin(self.queue).queued()) - set(batch.group_ids)
         if not before.sharing and not discarded and self.registration["mix"] == "arrival":
             assert list(batch.group_ids) == before.oldest_first(self.batch_size)
         assert self.queue.status().current_step == len(self.delivered) + 1
 
     def nothing_fits(self):
-        """No batch, and none was possible; or it waits for an environment that has a minimum share."""
+        """Check that no batch was possible, or that it waits for a minimum share."""
         after = Twin(self.queue)
         assert not self.queue.may_take(self.now)
         if self.batch_size in sums_of(after.sizes()):
             for env in after.sharing:
                 sizes = after.sizes()
-                own = {size for (env_id, size), units in after.lanes.items() if env_id == env["env_id"] and units}
+                own = {size for (env_id, size), units in after.unit_queues.items() if env_id == env["env_id"] and units}
                 for size in own:
                     sizes.remove(size)
                     if self.batch_size - size in sums_of(sizes):
@@ -283,7 +283,7 @@ class AnyOrder(RuleBasedStateMachine):
                     sizes.append(size)
                 else:
                     return
-            raise AssertionError(f"a wedge: {after.lanes}")
+            raise AssertionError(f"the queue is stuck: {after.unit_queues}")
 
     @precondition(lambda self: self.delivered)
     @rule(data=st.data())
@@ -313,7 +313,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def restore(self):
-        """A service process that was killed goes on from its state."""
+        """Restore the queue from its state, as after a kill of the service process."""
         restored = Queue()
         restored.set_state(copied(self.queue.get_state()))
         for env_id in range(3):
@@ -323,20 +323,20 @@ class AnyOrder(RuleBasedStateMachine):
         self.queue = restored
 
     @invariant()
-    def nothing_is_lost_and_nothing_is_held_twice(self):
+    def no_group_is_lost_or_duplicated(self):
         if not hasattr(self, "queue"):
             return
         twin = Twin(self.queue)
-        held = sorted(set(self.sizes) - self.forgotten)
-        assert twin.held() == held == sorted(self.queue.epoch.held())
+        needed_group_ids = sorted(set(self.sizes) - self.forgotten)
+        assert twin.needed_group_ids() == needed_group_ids == sorted(self.queue.epoch.needed_group_ids())
         status = self.queue.status()
-        assert status.stored_bytes == sum(self.sizes[group_id] for group_id in held)
-        assert status.queue_size + status.buffered + status.leased == len(held) - sum(
+        assert status.stored_bytes == sum(self.sizes[group_id] for group_id in needed_group_ids)
+        assert status.queue_size + status.buffered + status.leased == len(needed_group_ids) - sum(
             len(batch["group_ids"]) for batch in twin.answered
         )
 
     @invariant()
-    def the_sums_are_those_of_the_parts(self):
+    def sums_match_the_units(self):
         if not hasattr(self, "queue"):
             return
         twin = Twin(self.queue)
@@ -345,7 +345,7 @@ class AnyOrder(RuleBasedStateMachine):
         batchable_sizes = set(reports.batchable_sizes(self.queue.epoch))
         aside = sum(
             len(ids_in(unit))
-            for (_, size), units in twin.lanes.items()
+            for (_, size), units in twin.unit_queues.items()
             for unit in units
             if size not in batchable_sizes
         )
@@ -355,7 +355,7 @@ class AnyOrder(RuleBasedStateMachine):
         count_others = total < self.batch_size or self.batch_size in sums_of(twin.sizes())
         for env in twin.envs:
             own = others = 0
-            for (env_id, size), units in twin.lanes.items():
+            for (env_id, size), units in twin.unit_queues.items():
                 if env_id == env["env_id"]:
                     own += size * len(units)
                 elif size in batchable_sizes:
@@ -371,17 +371,17 @@ class AnyOrder(RuleBasedStateMachine):
                 assert status.self_queue_size == own // env["largest_group"]
 
     def teardown(self):
-        """Another process that applies the same log gives the same answers and ends with the same state."""
+        """Check that a process with the same log gives the same answers and ends in the same state."""
         if not hasattr(self, "queue"):
             return
         replica = Queue()
         for command, arguments, answer, forgotten in self.log:
             assert replica.apply(command, arguments) == answer
-            assert replica.epoch.forgotten == forgotten
+            assert replica.epoch.released == forgotten
         assert replica.get_state() == self.queue.get_state()
 
 
-TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(
+TestRandomCommands = RandomCommands.TestCase
+TestRandomCommands.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

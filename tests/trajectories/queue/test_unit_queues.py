@@ -1,4 +1,4 @@
-"""Exact filling against a twin that tries every subset."""
+"""Exact filling of batches, compared with a brute-force search."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ counts_of_sizes = st.dictionaries(st.integers(1, 9), st.integers(0, 4), max_size
 
 
 def fillings(target, counts):
-    """Every way to fill the target, as {size: how many of it}."""
+    """Yield every way to fill the target, as {size: number of units}."""
     sizes = list(counts)
     for chosen in product(*(range(counts[size] + 1) for size in sizes)):
         if sum(size * n for size, n in zip(sizes, chosen)) == target:
             yield dict(zip(sizes, chosen))
 
 
-def test_a_target_is_filled_exactly_or_not_at_all():
+def test_can_fill_requires_exact_sum():
     assert can_fill(8, {3: 1, 5: 1})
-    assert not can_fill(8, {3: 2, 4: 1})  # 3, 4, 6, 7, 10
+    assert not can_fill(8, {3: 2, 4: 1})  # possible sums: 3, 4, 6, 7, 10
     assert not can_fill(8, {5: 100})
     assert can_fill(0, {})
     assert not can_fill(-1, {1: 1})
 
 
-def test_a_spent_unit_is_not_there():
+def test_spent_unit_does_not_count():
     assert can_fill(8, {3: 1, 5: 1})
     assert not can_fill(8, {3: 1, 5: 1}, spent=5)
 
 
-def test_sizes_that_no_filling_uses_are_not_usable():
+def test_usable_sizes_occur_in_a_filling():
     assert usable_sizes(8, {3: 1, 5: 1, 7: 9}) == {3, 5}
     assert usable_sizes(8, {16: 3}) == set()
 
 
-def test_the_oldest_goes_first_unless_the_rest_could_not_be_filled():
+def test_oldest_size_is_chosen_if_rest_can_be_filled():
     age = {3: 1, 4: 2, 5: 3}.__getitem__
-    assert oldest_fitting_size(8, {3: 1, 4: 2}, age) == 4  # with 3, only 4 of the 5 left could be filled
+    assert oldest_fitting_size(8, {3: 1, 4: 2}, age) == 4  # after 3, the remaining 5 cannot be filled
     assert oldest_fitting_size(8, {3: 1, 4: 2, 5: 1}, age) == 3
     assert oldest_fitting_size(7, {4: 1}, age) is None
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 24), counts_of_sizes)
-def test_fillable_and_usable_agree_with_trying_everything(target, counts):
+def test_can_fill_and_usable_sizes_match_brute_force(target, counts):
     found = list(fillings(target, counts))
     assert can_fill(target, counts) == bool(found)
     assert usable_sizes(target, counts) == {size for filling in found for size, n in filling.items() if n}
@@ -61,13 +61,13 @@ def test_fillable_and_usable_agree_with_trying_everything(target, counts):
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 24), counts_of_sizes, st.permutations(range(1, 10)))
-def test_oldest_fitting_agrees_with_trying_everything(target, counts, ages):
+def test_oldest_fitting_size_matches_brute_force(target, counts, ages):
     fitting = [size for filling in fillings(target, counts) for size, n in filling.items() if n]
     expected = min(fitting, key=lambda size: ages[size - 1], default=None)
     assert oldest_fitting_size(target, counts, lambda size: ages[size - 1]) == expected
 
 
-def test_a_million_of_a_size_cost_what_fits():
+def test_cost_is_independent_of_number_of_units():
     assert can_fill(1000, {7: 10**6, 13: 10**6})
     assert not can_fill(1000, {14: 10**6, 21: 10**6})
 
@@ -76,22 +76,22 @@ def group(i, sequences):
     return QueuedGroup(i, sequences, 1, None, 0.0)
 
 
-def test_odd_groups_complete_a_unit_oldest_first():
-    odd = UndersizedGroups()
-    assert [odd.add(group(i, size), 8) for i, size in enumerate([3, 3, 1])] == [None] * 3
-    unit = odd.add(group(3, 4), 8)  # 3 + 1 + 4
+def test_undersized_groups_complete_unit_oldest_first():
+    undersized = UndersizedGroups()
+    assert [undersized.add(group(i, size), 8) for i, size in enumerate([3, 3, 1])] == [None] * 3
+    unit = undersized.add(group(3, 4), 8)  # 3 + 1 + 4
     assert [part.id for part in unit.groups] == [0, 2, 3]
-    assert (unit.id, unit.sequences, len(odd), odd.sequences) == (3, 8, 1, 3)
+    assert (unit.id, unit.sequences, len(undersized), undersized.sequences) == (3, 8, 1, 3)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(2, 12), st.lists(st.integers(1, 11), max_size=25))
-def test_no_subset_that_completes_a_unit_stays_apart(unit_size, sizes):
-    odd = UndersizedGroups()
+def test_no_subset_of_undersized_groups_sums_to_unit_size(unit_size, sizes):
+    undersized = UndersizedGroups()
     inside = {}
     for i, size in enumerate(min(size, unit_size - 1) for size in sizes):
         inside[i] = size
-        unit = odd.add(group(i, size), unit_size)
+        unit = undersized.add(group(i, size), unit_size)
         if unit is not None:
             ids = [part.id for part in unit.groups]
             assert ids == sorted(ids)
@@ -100,5 +100,5 @@ def test_no_subset_that_completes_a_unit_stays_apart(unit_size, sizes):
         for waiting in inside.values():
             sums |= {total + waiting for total in sums}
         assert unit_size not in sums
-        assert (len(odd), odd.sequences) == (len(inside), sum(inside.values()))
-    assert [waiting.id for waiting in UndersizedGroups.of(odd.oldest_first()).oldest_first()] == sorted(inside)
+        assert (len(undersized), undersized.sequences) == (len(inside), sum(inside.values()))
+    assert [waiting.id for waiting in UndersizedGroups.of(undersized.oldest_first()).oldest_first()] == sorted(inside)

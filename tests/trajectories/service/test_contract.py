@@ -1,4 +1,4 @@
-"""The published contract, row by row, against the real command with SQLite; then where its server fell short."""
+"""The published contract, row by row, against the real command with SQLite. Then cases in which its server fails."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def api(client):
 
 @pytest.fixture(params=["default", "named"])
 def either(client, request):
-    """The run without a name, reset before, and one with a name."""
+    """Return the default run after a reset, and a run with a name."""
     if request.param == "named":
         return Api(client, fresh_name())
     assert client.get("/reset_data").status_code == 200
     return Api(client)
 
 
-def problem(answer):
-    """Where and what a 422 says."""
+def error_path(answer):
+    """Return the path in a 422."""
     assert answer.status_code == 422, answer.text
     detail = answer.json()["detail"]
     assert all(set(one) == {"loc", "msg", "type"} for one in detail)
@@ -46,11 +46,11 @@ def problem(answer):
 # Before registration
 
 
-def test_root_says_that_it_is_there(client):
+def test_root_answers_with_message(client):
     assert "message" in client.get("/").json()
 
 
-def test_before_registration(either):
+def test_answers_before_registration(either):
     assert either.get("/wandb_info").json() == {"group": None, "project": None}
     assert either.get("/info").json() == {"batch_size": -1, "max_token_len": -1}
     status = either.get("/status").json()
@@ -63,7 +63,7 @@ def test_before_registration(either):
     assert either.join() == {"status": "wait for trainer to start"}
 
 
-def test_latest_example_is_empty_lists_at_first(api):
+def test_latest_example_has_empty_lists_at_first(api):
     example = api.get("/latest_example").json()
     assert {"tokens", "masks", "scores", "advantages", "ref_logprobs", "messages"} < set(example)
     assert all(value == [] for value in example.values())
@@ -72,7 +72,7 @@ def test_latest_example_is_empty_lists_at_first(api):
 # Registration
 
 
-def test_register_gives_a_128_bit_uuid(either):
+def test_register_returns_128_bit_uuid(either):
     answer = either.post("/register", SETTINGS).json()
     assert set(answer) == {"uuid"}
     assert 0 < answer["uuid"] < 2**128 and answer["uuid"] > 2**64
@@ -82,11 +82,11 @@ def test_register_gives_a_128_bit_uuid(either):
 
 
 @pytest.mark.parametrize("missing", ["batch_size", "wandb_group", "num_steps"])
-def test_register_without_a_field_names_it(api, missing):
-    assert problem(api.post("/register", {k: v for k, v in SETTINGS.items() if k != missing})) == ["body", missing]
+def test_register_error_names_missing_field(api, missing):
+    assert error_path(api.post("/register", {k: v for k, v in SETTINGS.items() if k != missing})) == ["body", missing]
 
 
-def test_environments_wait_for_the_first_batch_request(either):
+def test_environments_wait_for_first_batch_request(either):
     either.register()
     assert either.join() == {"status": "wait for trainer to start"}
     assert either.get("/batch").json() == {"batch": None}
@@ -105,7 +105,7 @@ def test_environments_wait_for_the_first_batch_request(either):
     assert either.join(desired_name="other")["wandb_name"] == "other_0"
 
 
-def test_disconnect(api):
+def test_disconnect_env_answers_success_or_failure(api):
     api.started().join()
     assert api.post("/disconnect-env", {"env_id": 0}).json() == {"status": "success"}
     failure = api.post("/disconnect-env", {"env_id": 7})
@@ -114,7 +114,7 @@ def test_disconnect(api):
 
 
 @pytest.mark.parametrize(
-    "told",
+    "fields",
     [
         {"min_batch_allocation": 1.5},
         {"group_size": 0},
@@ -124,14 +124,14 @@ def test_disconnect(api):
         {"desired_name": 3},
     ],
 )
-def test_register_env_with_a_wrong_field_names_it(api, told):
-    assert problem(api.started().post("/register-env", {**ENV, **told})) == ["body", *told]
+def test_register_env_error_names_invalid_field(api, fields):
+    assert error_path(api.started().post("/register-env", {**ENV, **fields})) == ["body", *fields]
 
 
 # Groups and batches
 
 
-def test_a_group_goes_in_and_comes_out_with_all_keys(either):
+def test_group_is_served_with_all_keys(either):
     either.started().join()
     sent = group(
         mark=7,
@@ -167,7 +167,7 @@ def test_unknown_keys_are_dropped_and_the_rest_is_unchanged(api):
     assert second["masks"] == [[1, 2, 3], [4, -100]]
 
 
-def test_groups_of_another_size_are_buffered(either):
+def test_undersized_groups_are_buffered(either):
     either.started().join(group_size=4)
     answer = either.post("/scored_data", group(3, env_id=0)).json()
     assert answer == {"status": "buffered", "buffer_size": 3}
@@ -176,18 +176,18 @@ def test_groups_of_another_size_are_buffered(either):
     assert [len(item["tokens"]) for item in either.get("/batch").json()["batch"]] == [3, 1]
 
 
-def test_a_list_of_groups(either):
+def test_list_of_groups_is_accepted(either):
     either.started().join(group_size=2)
     answer = either.post("/scored_data_list", [group(mark=1, env_id=0), group(mark=2)]).json()
     assert answer == {"status": "received", "groups_processed": 2}
     assert either.marks() == [1, 2]
-    odd = [group(1, env_id=0), group(2, env_id=0)]
-    answer = either.post("/scored_data_list", odd).json()
+    undersized = [group(1, env_id=0), group(2, env_id=0)]
+    answer = either.post("/scored_data_list", undersized).json()
     assert answer == {"status": "received", "groups_processed": 2, "buffered": 1, "last_buffer_size": 1}
     assert either.post("/scored_data_list", []).json() == {"status": "received", "groups_processed": 0}
 
 
-def test_latest_example_is_what_was_sent_last_also_after_it_was_served(api):
+def test_latest_example_is_latest_group_even_after_delivery(api):
     api.started()
     api.send(1, 2)
     assert api.get("/latest_example").json()["tokens"][0] == [2]
@@ -195,7 +195,7 @@ def test_latest_example_is_what_was_sent_last_also_after_it_was_served(api):
     assert api.get("/latest_example").json()["tokens"][0] == [2]
 
 
-def test_status_env_with_the_id_in_the_body_and_in_the_query(either):
+def test_status_env_accepts_id_in_body_and_query(either):
     either.started()
     either.join(weight=3.0)
     either.join(weight=1.0, min_batch_allocation=0.25)
@@ -215,14 +215,14 @@ def test_status_env_with_the_id_in_the_body_and_in_the_query(either):
     assert either.get("/status-env", params={"env_id": 1}).json()["env_weight"] == 0.25
 
 
-def test_status_env_of_nobody(api):
+def test_status_env_of_unknown_environment_is_refused(api):
     api.started()
     assert api.get("/status-env", params={"env_id": 5}).status_code == 404
-    assert problem(api.get("/status-env")) == ["query", "env_id"]
-    assert problem(api.get("/status-env", content=b'{"env_id": "x"}')) == ["body", "env_id"]
+    assert error_path(api.get("/status-env")) == ["query", "env_id"]
+    assert error_path(api.get("/status-env", content=b'{"env_id": "x"}')) == ["body", "env_id"]
 
 
-def test_reset_is_plain_text_and_forgets_everything(either):
+def test_reset_answers_plain_text_and_deletes_everything(either):
     either.started().join()
     either.send(1, 2, 3)
     answer = either.get("/reset_data")
@@ -233,7 +233,7 @@ def test_reset_is_plain_text_and_forgets_everything(either):
     assert either.post("/reset_data").text == "Reset successful"
 
 
-def test_gzip_requests_and_answers(api):
+def test_gzip_requests_and_answers_are_supported(api):
     api.started()
     body = gzip.compress(json.dumps(group(mark=1)).encode())
     headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
@@ -253,10 +253,10 @@ def test_gzip_requests_and_answers(api):
     assert len(raw) < 2000
 
 
-# Where the published server fell short
+# Cases in which the published server fails
 
 
-def test_one_batch_at_a_time_oldest_first(api):
+def test_batches_are_delivered_one_at_a_time_oldest_first(api):
     api.started()
     api.send(1, 2, 3, 4, 5)
     assert api.marks() == [1, 2]
@@ -266,26 +266,26 @@ def test_one_batch_at_a_time_oldest_first(api):
     assert api.marks() is None
 
 
-def test_data_before_register_is_kept(api):
+def test_groups_before_registration_are_kept(api):
     api.send(1, 2)
     assert api.get("/status").json()["queue_size"] == 2
     api.register()
     assert api.marks() == [1, 2]
 
 
-def test_registering_again(api):
+def test_same_registration_is_confirmed_and_another_resets_run(api):
     first = api.register()
     api.started().join()
     api.send(1)
-    assert api.register() == first  # every rank of a trainer does it
+    assert api.register() == first  # every rank of a trainer registers
     assert api.get("/status").json()["queue_size"] == 1
     assert api.register(batch_size=8) != first
     status = api.get("/status").json()
     assert (status["queue_size"], status["epoch"]) == (0, 1)
 
 
-def test_what_cannot_fill_a_batch_is_set_aside_and_the_rest_flows(api):
-    api.post("/scored_data", group(5, mark=9))  # before the register that makes it too large
+def test_unbatchable_group_is_set_aside_and_others_are_served(api):
+    api.post("/scored_data", group(5, mark=9))  # before the registration, which makes it too large
     api.send(1, 2)
     api.register()
     assert api.marks() == [1, 2]
@@ -304,36 +304,36 @@ WRONG = {
     "an empty sequence": (dict(tokens=[[], [1, 2]], masks=[[], [1, 2]]), ["tokens", 0]),
     "too large": (dict(group(5)), ["tokens"]),
     "text for a token": (dict(tokens=[["a"], [1, 2]]), ["tokens", 0, 0]),
-    "a fraction of a token": (dict(tokens=[[1], [1, 2.5]]), ["tokens", 1, 1]),
+    "a fractional token": (dict(tokens=[[1], [1, 2.5]]), ["tokens", 1, 1]),
     "a token beyond int32": (dict(tokens=[[1], [1, 2**31]]), ["tokens", 1, 1]),
     "a negative env_id": (dict(env_id=-1), ["env_id"]),
     "a message without content": (dict(messages=[[{"role": "user"}]]), ["messages", 0, 0]),
-    "distillation of other sequences": (dict(distill_token_ids=[[[1]]]), ["distill_token_ids"]),
+    "distillation for fewer sequences": (dict(distill_token_ids=[[[1]]]), ["distill_token_ids"]),
     "null for tokens": (dict(tokens=None), ["tokens"]),
 }
 
 
 @pytest.mark.parametrize("fields, where", WRONG.values(), ids=WRONG)
-def test_a_group_that_cannot_be_is_refused_and_the_field_named(api, fields, where):
+def test_invalid_group_is_refused_with_path_to_field(api, fields, where):
     api.started()
     wrong = {**group(), **fields}
-    assert problem(api.post("/scored_data", wrong)) == ["body", *where]
-    assert problem(api.post("/scored_data_list", [group(), wrong])) == ["body", 1, *where]
+    assert error_path(api.post("/scored_data", wrong)) == ["body", *where]
+    assert error_path(api.post("/scored_data_list", [group(), wrong])) == ["body", 1, *where]
     assert api.get("/status").json()["queue_size"] == 0
 
 
 @pytest.mark.parametrize("advantages", [[[0.5, 0.5], [0.5, 0.5]], [[0.5]], [[], [1.0, 2.0]], [[1.0]] * 3])
-def test_advantages_are_of_any_lengths_and_finite(api, advantages):
-    """As the published server takes them."""
+def test_advantages_may_have_any_length_but_must_be_finite(api, advantages):
+    """As in the published server."""
     api.started(batch_size=2)
     assert api.post("/scored_data", group(advantages=advantages)).json() == {"status": "received"}
     assert api.get("/batch").json()["batch"][0]["advantages"] == advantages
     wrong = json.dumps(group(advantages=[[0.5, 0.5], [0.5, "@"]])).replace('"@"', "NaN")
-    assert problem(api.post("/scored_data", content=wrong)) == ["body", "advantages", 1, 1]
+    assert error_path(api.post("/scored_data", content=wrong)) == ["body", "advantages", 1, 1]
 
 
-def test_boolean_scores_are_one_and_zero(api):
-    """As the published server takes them, and gives them to trainers."""
+def test_boolean_scores_become_one_and_zero(api):
+    """The published server also accepts booleans, and sends numbers to trainers."""
     api.started(batch_size=2)
     sent = group(scores=[True, False], images=[True])
     for packed in (False, True):
@@ -342,60 +342,60 @@ def test_boolean_scores_are_one_and_zero(api):
         assert api.post("/scored_data", content=body, headers=kind).json() == {"status": "received"}
         (item,) = api.get("/batch").json()["batch"]
         assert str(item["scores"]) == "[1.0, 0.0]" and item["images"] == [True]
-    assert problem(api.post("/scored_data", group(scores=[True, "1"]))) == ["body", "scores", 1]
-    assert problem(api.post("/scored_data", group(scores=[True]))) == ["body", "scores"]
-    assert problem(api.post("/scored_data", group(tokens=[[True], [1, 2]]))) == ["body", "tokens", 0, 0]
+    assert error_path(api.post("/scored_data", group(scores=[True, "1"]))) == ["body", "scores", 1]
+    assert error_path(api.post("/scored_data", group(scores=[True]))) == ["body", "scores"]
+    assert error_path(api.post("/scored_data", group(tokens=[[True], [1, 2]]))) == ["body", "tokens", 0, 0]
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-3.5e38", "9" * 39])
 @pytest.mark.parametrize("field", ["scores", "inference_logprobs"])
-def test_numbers_that_are_no_finite_float32(api, number, field):
+def test_numbers_that_are_not_finite_float32_are_refused(api, number, field):
     fields = {"scores": "[0.5, @]", "inference_logprobs": "[[0.5], [0.5, @]]"}
     where = {"scores": [1], "inference_logprobs": [1, 1]}
     body = json.dumps({**group(), field: "#"}).replace('"#"', fields[field].replace("@", number))
     answer = api.started().post("/scored_data", content=body, headers={"Content-Type": "application/json"})
-    assert problem(answer) == ["body", field, *where[field]]
+    assert error_path(answer) == ["body", field, *where[field]]
 
 
 @pytest.mark.parametrize(
     "place", [b'"images":"@"', b'"images":{"@":1}', b'"@":1', b'"messages":[[{"role":"@","content":""}]]']
 )
 @pytest.mark.parametrize("text", [b"\xff", b"\\ud800"])
-def test_text_that_is_no_unicode(api, place, text):
+def test_text_that_is_not_unicode_is_refused(api, place, text):
     body = json.dumps(group()).encode()[:-1] + b"," + place.replace(b"@", text) + b"}"
     answer = api.post("/scored_data", content=body)
-    assert problem(answer) == ["body"]
+    assert error_path(answer) == ["body"]
     assert ("UTF-8" if text == b"\xff" else "half of a surrogate pair (byte ") in answer.json()["detail"][0]["msg"]
-    assert problem(api.post("/scored_data_list", content=b"[" + body + b"]"))[0] == "body"
+    assert error_path(api.post("/scored_data_list", content=b"[" + body + b"]"))[0] == "body"
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"tokens": [[1]]}', b"[" * 100_000])
-def test_bodies_that_are_no_group(api, body):
-    assert problem(api.post("/scored_data", content=body))[0] == "body"
+def test_bodies_that_are_not_groups_are_refused(api, body):
+    assert error_path(api.post("/scored_data", content=body))[0] == "body"
 
 
 def test_deep_nesting_is_refused(api):
     deep = "[" * 60 + "]" * 60
     body = json.dumps(group(images="#")).replace('"#"', deep)
-    assert problem(api.post("/scored_data", content=body)) == ["body", "images"]
+    assert error_path(api.post("/scored_data", content=body)) == ["body", "images"]
 
 
-def test_names_of_runs(client):
-    assert problem(client.get("/runs/a b/status")) == ["path", "run"]
-    assert problem(client.get(f"/runs/{'x' * 65}/status")) == ["path", "run"]
+def test_invalid_run_names_are_refused(client):
+    assert error_path(client.get("/runs/a b/status")) == ["path", "run"]
+    assert error_path(client.get(f"/runs/{'x' * 65}/status")) == ["path", "run"]
     name = fresh_name()
     Api(client, name).register()
     assert name in client.get("/runs").json()["runs"]
 
 
-def test_runs_do_not_see_each_other(client):
+def test_runs_are_separate(client):
     one, other = (Api(client, fresh_name()).started() for _ in range(2))
     one.send(1, 2)
     assert other.marks() is None
     assert one.marks() == [1, 2]
 
 
-def test_the_openapi_document_describes_every_endpoint(client):
+def test_openapi_document_describes_every_endpoint(client):
     document = client.get("/openapi.json").json()
     paths = document["paths"]
     for path in ("/register", "/register-env", "/scored_data", "/scored_data_list", "/disconnect-env"):

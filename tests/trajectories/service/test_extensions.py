@@ -1,4 +1,4 @@
-"""What is opt-in beyond the published contract, against the real command with SQLite."""
+"""Optional extensions of the published contract, against the real command with SQLite."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def api(client):
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory):
-    """A service with low limits, without resets, and with a token."""
+    """Run a service with low limits and a token, but without resets."""
     folder = tmp_path_factory.mktemp("narrow")
     (folder / "token").write_text("secret\n")
     arguments = ("--max-body-mb", "1", "--max-queue-mb", "2", "--no-reset", "--token-file", "token")
@@ -48,7 +48,7 @@ def narrow(tmp_path_factory):
 # Repeated requests
 
 
-def test_a_group_with_the_same_key_is_the_same_group(api):
+def test_group_with_repeated_key_is_added_once(api):
     key = {"Idempotency-Key": "a"}
     first = api.post("/scored_data", group(mark=1), headers=key)
     again = api.post("/scored_data", group(mark=2), headers=key)
@@ -59,7 +59,7 @@ def test_a_group_with_the_same_key_is_the_same_group(api):
     assert api.post("/scored_data", group(), headers={"Idempotency-Key": "x" * 201}).status_code == 422
 
 
-def test_the_groups_of_a_list_have_a_key_each(api):
+def test_each_group_of_list_has_its_own_key(api):
     key = {"Idempotency-Key": "a"}
     groups = [group(mark=1), group(mark=2)]
     first = api.post("/scored_data_list", groups[:1], headers=key)
@@ -70,11 +70,11 @@ def test_the_groups_of_a_list_have_a_key_each(api):
     assert api.marks() == [1, 2]
 
 
-def test_an_environment_with_the_same_key_or_its_token_is_the_same_environment(api):
-    told = {"max_token_length": 9, "desired_name": "env", "weight": 1.0, "group_size": 2}
+def test_same_key_or_resume_token_gives_same_environment(api):
+    fields = {"max_token_length": 9, "desired_name": "env", "weight": 1.0, "group_size": 2}
     key = {"Idempotency-Key": "a"}
-    first = api.post("/register-env", told, headers=key)
-    again = api.post("/register-env", told, headers=key)
+    first = api.post("/register-env", fields, headers=key)
+    again = api.post("/register-env", fields, headers=key)
     assert first.json() == again.json()
     assert "Idempotent-Replayed" not in first.headers
     assert again.headers["Idempotent-Replayed"] == "true"
@@ -88,7 +88,7 @@ def test_an_environment_with_the_same_key_or_its_token_is_the_same_environment(a
 # Leases
 
 
-def test_a_leased_batch_is_acknowledged(api):
+def test_leased_batch_is_acknowledged(api):
     api.send(1, 2)
     taken = api.get("/batch", params={"lease": 100, "consumer": "a"}).json()
     assert (marks_of(taken["batch"]), taken["step"], taken["redelivered"]) == ([1, 2], 3, False)
@@ -103,7 +103,7 @@ def test_a_leased_batch_is_acknowledged(api):
     }  # fmt: skip
 
 
-def test_a_batch_that_was_given_back_or_whose_lease_ended_comes_again(api):
+def test_returned_or_expired_batch_is_redelivered(api):
     api.send(1, 2)
     taken = api.get("/batch", params={"lease": 100, "consumer": "a"}).json()
     assert api.post(f"/batch/{taken['batch_id']}/nack", params={"consumer": "a"}).json() == {"status": "success"}
@@ -113,7 +113,7 @@ def test_a_batch_that_was_given_back_or_whose_lease_ended_comes_again(api):
     assert (third["batch_id"], third["redelivered"], marks_of(third["batch"])) == (taken["batch_id"], True, [1, 2])
 
 
-def test_a_lease_is_renewed_by_its_holder(api):
+def test_only_owner_can_renew_lease(api):
     api.send(1, 2)
     batch_id = api.get("/batch", params={"lease": 100, "consumer": "a"}).json()["batch_id"]
     renew = f"/batch/{batch_id}/renew"
@@ -125,7 +125,7 @@ def test_a_lease_is_renewed_by_its_holder(api):
     assert api.post(renew, params={"lease": 100, "consumer": "a"}).status_code == 404
 
 
-def test_the_same_request_gets_the_same_batch(api):
+def test_same_request_gets_same_batch(api):
     api.send(1, 2, 3, 4)
     ask = {"consumer": "a", "request": "1"}
     first = api.get("/batch", params=ask).json()
@@ -136,7 +136,7 @@ def test_the_same_request_gets_the_same_batch(api):
 # Waiting
 
 
-def test_a_waiting_request_is_answered_when_there_is_a_batch(api):
+def test_waiting_request_is_answered_when_batch_is_ready(api):
     answers = []
     waiting = threading.Thread(target=lambda: answers.append(api.marks(wait=50)))
     waiting.start()
@@ -148,17 +148,17 @@ def test_a_waiting_request_is_answered_when_there_is_a_batch(api):
     assert api.get("/batch", params={"wait": 61}).status_code == 422
 
 
-def test_who_left_while_waiting_is_given_nothing(api):
+def test_disconnected_waiting_request_takes_no_batch(api):
     with pytest.raises(httpx.ReadTimeout):
         api.get("/batch", params={"wait": 60}, timeout=httpx.Timeout(DEADLINE, read=0.3))
     api.send(1, 2)
     assert api.marks(wait=30) == [1, 2]
 
 
-# Pauses, versions, signs of life
+# Pauses, versions, heartbeats
 
 
-def test_pause_tells_every_environment_to_hold(api):
+def test_pause_makes_every_environment_hold(api):
     api.join()
     assert api.post("/pause").json() == {"status": "success"}
     status = api.get("/status-env", params={"env_id": 0}).json()
@@ -169,7 +169,7 @@ def test_pause_tells_every_environment_to_hold(api):
     assert (status["hold"], status["queue_size"]) == (False, 0)
 
 
-def test_groups_that_come_too_early_are_paced(client):
+def test_early_and_stale_groups_are_refused(client):
     api = Api(client, fresh_name()).started(max_staleness=0)
     assert api.post("/policy-version", {"policy_version": 5}).json() == {"status": "success", "policy_version": 5}
     api.send(1, 2, policy_version=5)
@@ -187,7 +187,7 @@ def test_groups_that_come_too_early_are_paced(client):
     assert item["policy_version"] == 5
 
 
-def test_groups_that_are_too_old_are_discarded_where_that_is_asked_for(client):
+def test_stale_groups_are_discarded_if_registered_so(client):
     api = Api(client, fresh_name()).started(max_staleness=1, stale="discard")
     api.send(1, 2, policy_version=1)
     api.send(3, 4, policy_version=8)
@@ -196,14 +196,14 @@ def test_groups_that_are_too_old_are_discarded_where_that_is_asked_for(client):
     assert api.get("/report").json()["discarded"] == 2
 
 
-def test_a_share_lapses_with_its_environment_and_comes_back_with_it(client):
+def test_minimum_share_depends_on_heartbeats(client):
     api = Api(client, fresh_name()).started(lapse_after=3.0)
     api.join(min_batch_allocation=0.5)
     api.send(1, 2)
     assert api.marks() is None
     assert any("minimum share" in why for why in api.get("/status").json()["waiting_for"])
     end = time.monotonic() + 3.5
-    while time.monotonic() < end:  # asking for its status is a sign of life
+    while time.monotonic() < end:  # a status request counts as a heartbeat
         api.get("/status-env", params={"env_id": 0})
         time.sleep(0.05)
         assert api.marks() is None
@@ -218,7 +218,7 @@ def test_a_share_lapses_with_its_environment_and_comes_back_with_it(client):
     wait_until(is_back)
 
 
-def test_the_report_counts(api):
+def test_report_has_counters(api):
     api.join()
     api.send(1, 2, 3, env_id=0)
     api.marks()
@@ -238,7 +238,7 @@ def binary(mark=1, **fields):
     return {"tokens": tokens, "masks": tokens, "scores": [0.5, 1.0], "lengths": lengths, **fields}
 
 
-def test_binary_groups_come_out_as_they_went_in_or_as_lists(api):
+def test_binary_groups_are_served_unchanged_or_as_lists(api):
     sent = [binary(mark) for mark in (1, 2, 3)]
     body = msgspec.msgpack.encode(sent[0])
     assert api.post("/scored_data", content=body, headers=MSGPACK).json() == {"status": "received"}
@@ -264,7 +264,7 @@ def test_small_requests_may_be_messagepack(api):
 
 
 @pytest.mark.parametrize("encoding, encode", [("zstd", zstandard.compress), ("gzip", gzip.compress)])
-def test_compressed_bodies(api, encoding, encode):
+def test_compressed_bodies_are_accepted(api, encoding, encode):
     headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
     body = encode(json.dumps(group(mark=1)).encode())
     assert api.post("/scored_data", content=body + body[:0], headers=headers).json() == {"status": "received"}
@@ -277,22 +277,22 @@ def test_compressed_bodies(api, encoding, encode):
 
 
 @pytest.mark.parametrize("encoding, encode", [("zstd", zstandard.compress), ("gzip", gzip.compress)])
-def test_a_small_body_that_would_become_a_large_one(narrow, encoding, encode):
+def test_decompression_bomb_is_refused(narrow, encoding, encode):
     bomb = encode(bytes(50 << 20))
     assert len(bomb) < 1 << 20
     answer = narrow.post("/scored_data", content=bomb, headers={"Content-Encoding": encoding})
     assert answer.status_code == 413
 
 
-def test_a_large_body(narrow):
+def test_large_body_is_refused(narrow):
     assert narrow.post("/scored_data", content=bytes((1 << 20) + 1)).status_code == 413
-    for megabytes in (2, 15):  # a sender may have sent much before it looks for an answer
+    for megabytes in (2, 15):  # a client may send much before it reads the answer
         chunks = (bytes(1 << 16) for _ in range(16 * megabytes))
         answer = narrow.post("/scored_data", content=chunks)
         assert (answer.status_code, "at most 1 MB" in answer.json()["detail"]) == (413, True)
 
 
-def test_a_full_queue_is_told_before_it_is_full(narrow):
+def test_environments_hold_before_queue_is_full(narrow):
     api = Api(narrow, fresh_name()).started(batch_size=1000)
     api.join()
     long = {"tokens": [[7] * 20_000] * 2, "masks": [[7] * 20_000] * 2}
@@ -317,12 +317,12 @@ def test_resets_can_be_turned_off(narrow):
 
 @pytest.mark.parametrize("token", [None, "Bearer wrong", "Basic secret", "secret", "Bearer é"])
 @pytest.mark.parametrize("path", ["/", "/batch", "/docs", "/nowhere"])
-def test_without_the_token_nothing_is_answered(narrow, token, path):
+def test_requests_without_token_are_refused(narrow, token, path):
     headers = {} if token is None else {"Authorization": token.encode()}
     answer = httpx.get(str(narrow.base_url) + path, headers=headers, timeout=DEADLINE)
     assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
 
 
-def test_pages_of_other_origins_are_not_let_in(client):
+def test_other_origins_get_no_cors_headers(client):
     answer = client.get("/status", headers={"Origin": "http://elsewhere"})
     assert not [name for name in answer.headers if name.startswith("access-control")]

@@ -1,4 +1,4 @@
-"""What no client of good will sends: it is refused within bounds, and the service goes on as if nothing had been."""
+"""Hostile requests are refused within bounds, and the service works as before."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.trajectories.queues import SETTINGS
 from tests.trajectories.serving import ServiceProcess, running_service
 from tests.waiting import wait_until
 
-DEADLINE = 60.0  # seconds for any answer, on a machine that is busy
-MAX_ANSWER = 10_000  # bytes: nothing that was sent comes back at length
+DEADLINE = 60.0  # seconds for any answer, on a busy machine
+MAX_ANSWER = 10_000  # bytes; no answer repeats a long request
 JSON, MSGPACK = "application/json", "application/msgpack"
 
 GROUP = {"tokens": [[1, 2], [3, 4, 5]], "masks": [[-100, 2], [-100, 4, 5]], "scores": [0.5, -0.5]}
@@ -38,7 +38,7 @@ PACKED = {
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory) -> Iterator[ServiceProcess]:
-    """One that has seen a trainer and an environment, and may keep 64 MB of groups."""
+    """Run a service with a trainer, an environment, and a limit of 64 MB of groups."""
     with running_service(tmp_path_factory.mktemp("service"), "--max-queue-mb", "64") as running:
         assert send(running, "POST", "/register", SETTINGS)[0] == 200
         assert send(running, "GET", "/batch")[0] == 200
@@ -52,12 +52,12 @@ def connect(service: ServiceProcess) -> socket.socket:
 
 
 def send(service: ServiceProcess, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
-    """The status and the answer. A body that is not bytes is sent as JSON, NaN and all."""
+    """Return the status and the answer. A body that is not bytes is sent as JSON, including NaN."""
     connection = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=DEADLINE)
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     try:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may answer before all is sent
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the service may answer early
             connection.request(method, path, data, {"Content-Type": JSON, **named})
         with connection.getresponse() as answer:
             return answer.status, answer.read()
@@ -66,7 +66,7 @@ def send(service: ServiceProcess, method: str, path: str, body: Any = None, **he
 
 
 def assert_well(service: ServiceProcess) -> None:
-    """It is the same process, and takes a group and gives it back."""
+    """Check that the process is the same, and that it accepts and serves groups."""
     assert service.process is not None and service.process.poll() is None
     for _ in range(SETTINGS["batch_size"] // 2):
         assert send(service, "POST", "/scored_data", GROUP) == (200, b'{"status":"received"}')
@@ -74,76 +74,80 @@ def assert_well(service: ServiceProcess) -> None:
     assert (status, sum(len(item["tokens"]) for item in json.loads(answer)["batch"])) == (200, 8)
 
 
-def but(**fields: Any) -> dict[str, Any]:
-    """The group, but for these fields."""
+def group_with(**fields: Any) -> dict[str, Any]:
+    """Return the valid group with these fields replaced."""
     return {**GROUP, **fields}
 
 
 def nested(levels: int) -> bytes:
-    """A group whose `images` are nested so deep."""
+    """Return a group whose `images` have this many levels."""
     return json.dumps(GROUP).encode()[:-1] + b',"images":' + b"[" * levels + b"]" * levels + b"}"
 
 
 NAN, INFINITY = float("nan"), float("inf")
 GROUPS: dict[str, Any] = {
-    "no object": [1],
-    "nothing": b"",
-    "no JSON": b"{tokens: [[1]]}",
-    "half of it": json.dumps(GROUP).encode()[:-20],
-    "two of them": json.dumps(GROUP).encode() * 2,
-    "invalid UTF-8": json.dumps(but(messages=[[{"role": "?", "content": ""}], []])).encode().replace(b"?", b"\xff\xfe"),
-    "half of a surrogate pair": json.dumps(but(group_overrides={"a": "\ud800"})).encode(),
+    "not an object": [1],
+    "empty body": b"",
+    "not JSON": b"{tokens: [[1]]}",
+    "truncated JSON": json.dumps(GROUP).encode()[:-20],
+    "two groups": json.dumps(GROUP).encode() * 2,
+    "invalid UTF-8": json.dumps(group_with(messages=[[{"role": "?", "content": ""}], []]))
+    .encode()
+    .replace(b"?", b"\xff\xfe"),
+    "lone surrogate": json.dumps(group_with(group_overrides={"a": "\ud800"})).encode(),
     "UTF-16": json.dumps(GROUP).encode("utf-16"),
     "zeros": bytes(1000),
     "no scores": {"tokens": [[1]], "masks": [[1]]},
     "no sequences": {"tokens": [], "masks": [], "scores": []},
     "an empty sequence": {"tokens": [[]], "masks": [[]], "scores": [1.0]},
     "more sequences than a batch": {"tokens": [[1]] * 9, "masks": [[1]] * 9, "scores": [1.0] * 9},
-    "ragged masks": but(masks=[[1, 2], [3, 4]]),
-    "too few masks": but(masks=[[1, 2]]),
-    "too many scores": but(scores=[1.0, 2.0, 3.0]),
-    "ragged log-probabilities": but(inference_logprobs=[[1.0, 1.0], [1.0]]),
-    "ragged distillation": but(distill_token_ids=[[[1]], [[1]]], distill_logprobs=[[[1.0, 2.0]], [[1.0]]]),
-    "NaN score": but(scores=[NAN, 1.0]),
-    "infinite score": but(scores=[1.0, INFINITY]),
-    "a score that is too large": json.dumps(GROUP).replace("-0.5", "1e999").encode(),
-    "NaN advantage": but(advantages=[[1.0, 1.0], [1.0, NAN, 1.0]]),
-    "NaN in what is free": but(images={"a": [NAN]}),
-    "negative env_id": but(env_id=-1),
-    "env_id that is too large": but(env_id=2**63),
-    "env_id of 4,000 digits": json.dumps(but(env_id=0)).replace('"env_id": 0', f'"env_id": {"9" * 4000}').encode(),
-    "env_id that is a fraction": but(env_id=0.5),
-    "env_id that is true": but(env_id=True),
-    "token that is too large": but(tokens=[[1, 2], [3, 4, 2**31]]),
-    "token of 400 digits": but(tokens=[[1, 2], [3, 4, 10**400]]),
-    "token that is a fraction": but(tokens=[[1, 2], [3, 4, 0.5]]),
-    "token that is text": but(tokens=[[1, 2], [3, 4, "5"]]),
-    "token that is null": but(tokens=[[1, 2], [3, 4, None]]),
-    "tokens that are text": but(tokens="12345"),
-    "scores that are objects": but(scores=[{}, {}]),
-    "messages without content": but(messages=[[{"role": "user"}], []]),
-    "messages that are text": but(messages="hello"),
-    "policy_version that is too large": but(policy_version=2**53 + 1),
-    "policy_version that is too small": but(policy_version=-(2**53) - 1),
+    "ragged masks": group_with(masks=[[1, 2], [3, 4]]),
+    "too few masks": group_with(masks=[[1, 2]]),
+    "too many scores": group_with(scores=[1.0, 2.0, 3.0]),
+    "ragged log-probabilities": group_with(inference_logprobs=[[1.0, 1.0], [1.0]]),
+    "ragged distillation": group_with(distill_token_ids=[[[1]], [[1]]], distill_logprobs=[[[1.0, 2.0]], [[1.0]]]),
+    "NaN score": group_with(scores=[NAN, 1.0]),
+    "infinite score": group_with(scores=[1.0, INFINITY]),
+    "score that is too large": json.dumps(GROUP).replace("-0.5", "1e999").encode(),
+    "NaN advantage": group_with(advantages=[[1.0, 1.0], [1.0, NAN, 1.0]]),
+    "NaN in images": group_with(images={"a": [NAN]}),
+    "negative env_id": group_with(env_id=-1),
+    "env_id that is too large": group_with(env_id=2**63),
+    "env_id of 4,000 digits": json.dumps(group_with(env_id=0))
+    .replace('"env_id": 0', f'"env_id": {"9" * 4000}')
+    .encode(),
+    "env_id that is a fraction": group_with(env_id=0.5),
+    "env_id that is true": group_with(env_id=True),
+    "token that is too large": group_with(tokens=[[1, 2], [3, 4, 2**31]]),
+    "token of 400 digits": group_with(tokens=[[1, 2], [3, 4, 10**400]]),
+    "token that is a fraction": group_with(tokens=[[1, 2], [3, 4, 0.5]]),
+    "token that is text": group_with(tokens=[[1, 2], [3, 4, "5"]]),
+    "token that is null": group_with(tokens=[[1, 2], [3, 4, None]]),
+    "tokens that are text": group_with(tokens="12345"),
+    "scores that are objects": group_with(scores=[{}, {}]),
+    "messages without content": group_with(messages=[[{"role": "user"}], []]),
+    "messages that are text": group_with(messages="hello"),
+    "policy_version that is too large": group_with(policy_version=2**53 + 1),
+    "policy_version that is too small": group_with(policy_version=-(2**53) - 1),
     "nested 33 levels deep": nested(33),
     "nested 100,000 levels deep": nested(100_000),
 }
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_a_group_that_cannot_be_is_refused_by_422(service, name):
+def test_invalid_group_is_refused_with_422(service, name):
     status, answer = send(service, "POST", "/scored_data", GROUPS[name])
     assert (status, len(answer) < MAX_ANSWER) == (422, True), answer[:500]
     assert all({"loc", "msg", "type"} <= problem.keys() for problem in json.loads(answer)["detail"])
 
 
-def test_a_list_with_one_group_that_cannot_be_is_refused_whole(service):
+def test_list_with_invalid_group_is_refused_as_a_whole(service):
     before = json.loads(send(service, "GET", "/status")[1])["queue_size"]
     for name, group in GROUPS.items():
         whole = group if isinstance(group, bytes) else json.dumps(group).encode()
         body = b"[" + json.dumps(GROUP).encode() + b"," + whole + b"]"
         status, answer = send(service, "POST", "/scored_data_list", body)
-        if name != "two of them":
+        if name != "two groups":
             assert status == 422, (name, answer[:500])
     assert json.loads(send(service, "GET", "/status")[1])["queue_size"] == before
 
@@ -153,11 +157,11 @@ def packed_bomb(levels: int) -> bytes:
 
 
 PACKED_GROUPS: dict[str, Any] = {
-    "nothing": b"",
-    "no MessagePack": b"\xc1",
-    "half of it": msgspec.msgpack.encode(PACKED)[:-5],
-    "an array that says it has 4 billion members": b"\x83\xa6tokens\xdd\xff\xff\xff\xff",
-    "bytes that say they are 4 billion": b"\x83\xa6tokens\xc6\xff\xff\xff\xff",
+    "empty body": b"",
+    "not MessagePack": b"\xc1",
+    "truncated MessagePack": msgspec.msgpack.encode(PACKED)[:-5],
+    "array with a declared length of 4 billion": b"\x83\xa6tokens\xdd\xff\xff\xff\xff",
+    "bytes with a declared length of 4 billion": b"\x83\xa6tokens\xc6\xff\xff\xff\xff",
     "nested 100,000 levels deep": packed_bomb(100_000),
     "invalid UTF-8": b"\x81\xa2\xff\xfe\xc0",
     "no lengths": {name: value for name, value in PACKED.items() if name != "lengths"},
@@ -165,20 +169,20 @@ PACKED_GROUPS: dict[str, Any] = {
     "lengths that are too large": {**PACKED, "lengths": np.array([2, 2**31 - 1], "<i4").tobytes()},
     "lengths that are negative": {**PACKED, "lengths": np.array([6, -1], "<i4").tobytes()},
     "lengths that are zero": {**PACKED, "lengths": np.array([5, 0], "<i4").tobytes()},
-    "lengths that are no whole numbers": {**PACKED, "lengths": b"\x02\x00\x00\x00\x03"},
-    "tokens that are no whole numbers": {**PACKED, "tokens": PACKED["tokens"][:-1]},
+    "lengths with an incomplete int32": {**PACKED, "lengths": b"\x02\x00\x00\x00\x03"},
+    "tokens with an incomplete int32": {**PACKED, "tokens": PACKED["tokens"][:-1]},
     "masks of other lengths": {**PACKED, "masks": PACKED["masks"][:-4]},
     "NaN scores": {**PACKED, "scores": np.full(2, NAN, "<f4").tobytes()},
     "infinite advantages": {**PACKED, "advantages": np.full(5, INFINITY, "<f4").tobytes()},
     "an extension type": {**GROUP, "images": msgspec.msgpack.Ext(5, b"x")},
     "a timestamp": {**GROUP, "images": msgspec.msgpack.Ext(-1, bytes(4))},
-    "binary in what is free": {**GROUP, "images": b"\xff"},
+    "binary in images": {**GROUP, "images": b"\xff"},
     "keys that are numbers": {1: 2},
 }
 
 
 @pytest.mark.parametrize("name", PACKED_GROUPS)
-def test_a_packed_group_that_cannot_be_is_refused_by_422(service, name):
+def test_invalid_messagepack_group_is_refused_with_422(service, name):
     body = PACKED_GROUPS[name]
     body = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
     status, answer = send(service, "POST", "/scored_data", body, Content_Type=MSGPACK)
@@ -207,10 +211,10 @@ REQUESTS: dict[str, tuple[str, str, Any]] = {
     "lapse_after -1": ("POST", "/register", settings(lapse_after=-1)),
     "lapse_after infinite": ("POST", "/register", settings(lapse_after=INFINITY)),
     "max_staleness -1": ("POST", "/register", settings(max_staleness=-1)),
-    "stale something else": ("POST", "/register", settings(stale="burn")),
+    "stale unknown": ("POST", "/register", settings(stale="burn")),
     "a name of 10,000 characters": ("POST", "/register", settings(wandb_group=LONG)),
-    "half of a surrogate pair": ("POST", "/register", settings(wandb_group="\ud800")),
-    "register nothing": ("POST", "/register", None),
+    "lone surrogate": ("POST", "/register", settings(wandb_group="\ud800")),
+    "register without a body": ("POST", "/register", None),
     "register a list": ("POST", "/register", [1]),
     "group_size 0": ("POST", "/register-env", env(group_size=0)),
     "group_size -1": ("POST", "/register-env", env(group_size=-1)),
@@ -223,66 +227,66 @@ REQUESTS: dict[str, tuple[str, str, Any]] = {
     "desired_name of a surrogate": ("POST", "/register-env", env(desired_name="\udfff")),
     "env_id of 31 digits": ("POST", "/disconnect-env", {"env_id": 10**30}),
     "env_id text": ("POST", "/heartbeat", {"env_id": "x"}),
-    "status of nobody": ("GET", "/status-env", None),
+    "status without env_id": ("GET", "/status-env", None),
     "status of an env of 31 digits": ("GET", f"/status-env?env_id={10**30}", None),
-    "status of text": ("GET", "/status-env", b'{"env_id": "x"}'),
+    "status with env_id text": ("GET", "/status-env", b'{"env_id": "x"}'),
     "status nested deep": ("GET", "/status-env", b"[" * 100_000),
     "register nested deep": ("POST", "/register", b"[" * 100_000),
     "policy version 2**54": ("POST", "/policy-version", {"policy_version": 2**54}),
-    "wait for ever": ("GET", "/batch?wait=inf", None),
+    "wait infinite": ("GET", "/batch?wait=inf", None),
     "wait for NaN": ("GET", "/batch?wait=nan", None),
     "wait for an hour": ("GET", "/batch?wait=3600", None),
-    "lease of nothing": ("GET", "/batch?lease=0", None),
+    "lease 0": ("GET", "/batch?lease=0", None),
     "lease NaN": ("GET", "/batch?lease=nan", None),
-    "lease for ever": ("GET", "/batch?lease=1e300", None),
+    "lease 1e300": ("GET", "/batch?lease=1e300", None),
     "a consumer of 10,000 characters": ("GET", f"/batch?consumer={LONG}", None),
     "policy_version -1e16": ("GET", f"/batch?policy_version={-(10**16)}", None),
-    "batch of 31 digits": ("POST", f"/batch/{10**30}/ack", None),
-    "batch of text": ("POST", "/batch/x/nack", None),
+    "batch_id of 31 digits": ("POST", f"/batch/{10**30}/ack", None),
+    "batch_id text": ("POST", "/batch/x/nack", None),
     "count 0": ("GET", "/latest?count=0", None),
     "count of 31 digits": ("GET", f"/latest?count={10**30}", None),
-    "a run with a strange name": ("GET", "/runs/a%20b/status", None),
-    "a run with a name of 65": ("GET", f"/runs/{'r' * 65}/status", None),
-    "a run of bytes": ("GET", "/runs/%ff%00/status", None),
+    "a run name with a space": ("GET", "/runs/a%20b/status", None),
+    "a run name of 65 characters": ("GET", f"/runs/{'r' * 65}/status", None),
+    "a run name of bytes": ("GET", "/runs/%ff%00/status", None),
 }
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_request_that_cannot_be_is_refused(service, name):
+def test_invalid_request_is_refused(service, name):
     method, path, body = REQUESTS[name]
     status, answer = send(service, method, path, body)
     assert (status in (400, 422), len(answer) < MAX_ANSWER) == (True, True), (status, answer[:500])
 
 
-def test_a_run_cannot_be_a_path(service):
+def test_run_name_cannot_be_a_path(service):
     for name in ("..", "%2e%2e", "..%2f..%2fetc", "a/b"):
-        assert send(service, "GET", f"/runs/{name}/status")[0] in (200, 404, 422)  # 200: it is only a name
+        assert send(service, "GET", f"/runs/{name}/status")[0] in (200, 404, 422)  # 200 for a valid name of a run
     assert send(service, "GET", "/runs/..%2f..%2fetc%2fpasswd/status")[0] == 404
 
 
 HEADERS: dict[str, tuple[bytes, dict[str, str], int]] = {
     "an unknown encoding": (b"{}", {"Content-Encoding": "br"}, 415),
-    "gzip that is none": (b"{}", {"Content-Encoding": "gzip"}, 400),
-    "gzip that ends": (gzip.compress(json.dumps(GROUP).encode())[:-9], {"Content-Encoding": "gzip"}, 400),
-    "gzip with a wrong sum": (
+    "invalid gzip": (b"{}", {"Content-Encoding": "gzip"}, 400),
+    "truncated gzip": (gzip.compress(json.dumps(GROUP).encode())[:-9], {"Content-Encoding": "gzip"}, 400),
+    "gzip with a wrong checksum": (
         gzip.compress(json.dumps(GROUP).encode())[:-8] + bytes(8),
         {"Content-Encoding": "gzip"},
         400,
     ),
     "gzip of many empty members": (gzip.compress(b"") * 500_000, {"Content-Encoding": "gzip"}, 400),
-    "encodings without end": (b"{}", {"Content-Encoding": ", ".join(["gzip"] * 1000)}, 415),
+    "1000 encodings": (b"{}", {"Content-Encoding": ", ".join(["gzip"] * 1000)}, 415),
     "zstd of many empty frames": (zstandard.compress(b"") * 500_000, {"Content-Encoding": "zstd"}, 400),
-    "zstd that is none": (b"{}", {"Content-Encoding": "zstd"}, 400),
-    "zstd that ends": (zstandard.compress(json.dumps(GROUP).encode())[:-5], {"Content-Encoding": "zstd"}, 400),
+    "invalid zstd": (b"{}", {"Content-Encoding": "zstd"}, 400),
+    "truncated zstd": (zstandard.compress(json.dumps(GROUP).encode())[:-5], {"Content-Encoding": "zstd"}, 400),
     "a key of 10,000 characters": (json.dumps(GROUP).encode(), {"Idempotency-Key": LONG}, 422),
-    "a type that is not known": (b"<group/>", {"Content-Type": "application/xml"}, 422),
-    "a type that is none": (b"<group/>", {"Content-Type": "\xe4\xf6\xfc"}, 422),
+    "an unknown content type": (b"<group/>", {"Content-Type": "application/xml"}, 422),
+    "an invalid content type": (b"<group/>", {"Content-Type": "\xe4\xf6\xfc"}, 422),
     "an unknown charset": (json.dumps(GROUP).encode("utf-16"), {"Content-Type": f"{JSON}; charset=utf-16"}, 422),
 }
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_what_cannot_be_decoded_is_refused(service, name):
+def test_undecodable_body_is_refused(service, name):
     body, headers, expected = HEADERS[name]
     status, answer = send(service, "POST", "/scored_data", body, **headers)
     assert (status, len(answer) < MAX_ANSWER) == (expected, True), answer[:500]
@@ -290,18 +294,18 @@ def test_what_cannot_be_decoded_is_refused(service, name):
 
 POST = b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\n"
 RAW: dict[str, bytes] = {
-    "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
-    "a version that is not": b"GET / HTTP/9.9\r\n\r\n",
-    "a length that is negative": POST + b"Content-Length: -5\r\n\r\nhello",
-    "a length that is text": POST + b"Content-Length: many\r\n\r\nhello",
+    "not HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
+    "an unknown HTTP version": b"GET / HTTP/9.9\r\n\r\n",
+    "a negative length": POST + b"Content-Length: -5\r\n\r\nhello",
+    "a length of text": POST + b"Content-Length: many\r\n\r\nhello",
     "two lengths": POST + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
-    "a chunk of no size": POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    "a chunk without a size": POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
     "zeros": bytes(10_000),
 }
 
 
 @pytest.mark.parametrize("name", RAW)
-def test_what_is_not_http_is_refused_or_cut_off(service, name):
+def test_invalid_http_is_refused_or_disconnected(service, name):
     with connect(service) as connection:
         connection.sendall(RAW[name])
         with contextlib.suppress(ConnectionResetError):
@@ -311,20 +315,20 @@ def test_what_is_not_http_is_refused_or_cut_off(service, name):
 
 
 def resident(service: ServiceProcess) -> int:
-    """Bytes."""
+    """Return the resident memory of the service, in bytes."""
     assert service.process is not None
     return psutil.Process(service.process.pid).memory_info().rss
 
 
 def peak(service: ServiceProcess) -> int:
-    """The most bytes that were resident since the process started."""
+    """Return the peak resident memory of the service, in bytes."""
     assert service.process is not None
     with open(f"/proc/{service.process.pid}/status") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
 
 
 def chunked(service: ServiceProcess, megabytes: int) -> bytes:
-    """The first bytes of the answer to a body without a length."""
+    """Send a body without a length. Return the first bytes of the answer."""
     with connect(service) as connection:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\n")
@@ -336,8 +340,8 @@ def chunked(service: ServiceProcess, megabytes: int) -> bytes:
 
 
 @pytest.mark.system
-def test_large_bodies_and_bombs_are_refused_with_flat_memory(service):
-    """All of them again and again: the memory that the first round took is the memory that the last one takes."""
+def test_large_bodies_and_bombs_are_refused_without_memory_growth(service):
+    """All requests are repeated in rounds. Memory must not grow after the first round."""
     large = json.dumps(GROUP).encode() + b" " * 100_000_000
     gzip_bomb = gzip.compress(bytes(500_000_000), 6)
     zstd_bomb = zstandard.ZstdCompressor(level=1).compress(bytes(500_000_000))
@@ -361,8 +365,8 @@ def test_large_bodies_and_bombs_are_refused_with_flat_memory(service):
     assert peak(service) < 800 << 20
 
 
-def test_the_queue_is_full_before_memory_is(service):
-    """64 MB: then 503, with the time after which to try again; taking makes room."""
+def test_full_queue_refuses_groups_until_batches_are_taken(service):
+    """Above 64 MB, the answer is 503 with Retry-After."""
     group = json.dumps({"tokens": [[7] * 500_000], "masks": [[7] * 500_000], "scores": [1.0]}).encode()
     statuses = []
     while not statuses or (statuses[-1] == 200 and len(statuses) < 64):
@@ -383,7 +387,7 @@ def test_the_queue_is_full_before_memory_is(service):
 
 @contextlib.contextmanager
 def opened(service: ServiceProcess, count: int, first: bytes) -> Iterator[list[socket.socket]]:
-    """So many connections, each of which has sent `first`."""
+    """Open `count` connections, and send `first` on each of them."""
     with contextlib.ExitStack() as stack:
         connections = []
         for _ in range(count):
@@ -395,35 +399,35 @@ def opened(service: ServiceProcess, count: int, first: bytes) -> Iterator[list[s
 
 
 def status_line(connection: socket.socket) -> bytes:
-    """What the connection was answered; nothing where it was cut off."""
+    """Return the start of the answer, or nothing if the service disconnected."""
     with contextlib.suppress(ConnectionResetError):
         return connection.recv(12)
     return b""
 
 
-def crowd(service: ServiceProcess, count: int) -> None:
+def check_many_connections(service: ServiceProcess, count: int) -> None:
     before = resident(service)
     with opened(service, count, b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n") as connections:
         answers = [status_line(connection) for connection in connections]
     assert set(answers) == {b"HTTP/1.1 200", b"HTTP/1.1 503"}
-    wait_until(lambda: send(service, "GET", "/status")[0] == 200)  # until it has seen that they left
+    wait_until(lambda: send(service, "GET", "/status")[0] == 200)  # until the service has detected the disconnects
     assert resident(service) - before < 200 << 20
 
 
 def test_connections_beyond_the_limit_get_503(tmp_path):
     with running_service(tmp_path, "--max-connections", "100") as service:
-        crowd(service, 300)
+        check_many_connections(service, 300)
 
 
 @pytest.mark.system
-def test_ten_thousand_connections(tmp_path):
+def test_ten_thousand_connections_are_answered(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 10_500:
         pytest.skip(f"A process may open {hard} files here; ulimit -Hn 10500 is needed.")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 10_500), hard))
     try:
         with running_service(tmp_path) as service:
-            crowd(service, 10_000)
+            check_many_connections(service, 10_000)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -431,19 +435,19 @@ def test_ten_thousand_connections(tmp_path):
 SLOW_HEAD = POST + b"Content-Length: 1000000\r\n\r\n{"
 
 
-def test_slow_senders_are_in_nobodys_way(service):
+def test_slow_senders_do_not_block_others(service):
     with opened(service, 200, SLOW_HEAD) as connections:
         for _ in range(3):
             assert_well(service)
             for connection in connections:
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it was too slow, here
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a slow machine may time out
                     connection.sendall(b" ")
     assert_well(service)
 
 
 @pytest.mark.system
-def test_a_body_that_does_not_arrive_is_given_up(service):
-    """Neither one that stands still, nor one that drips, nor a head that never ends."""
+def test_incomplete_request_is_disconnected(service):
+    """The clients send nothing, stop within the body, or send body or head one byte at a time."""
     end = time.monotonic() + 120.0
     with (
         opened(service, 20, SLOW_HEAD) as still,

@@ -1,4 +1,4 @@
-"""The service under load from 4 clients, killed with -9 again and again: what it acknowledged is served, once."""
+"""The service under load from 4 clients, killed repeatedly: acknowledged groups are served exactly once."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.trajectories.serving import ServiceProcess, running_service
 
 CLIENTS = 4
 GROUP_SIZE = 4  # sequences; two groups make a batch
-DEADLINE = 120.0  # seconds for anything, on a machine that is busy
+DEADLINE = 120.0  # seconds for any operation, on a busy machine
 LEASE = 1.0
 ONCE, LEASED = "default", "leased"  # two runs: one is consumed with request keys, the other with leases
 
 
 def group_of(client: int, number: int) -> dict[str, Any]:
-    """Every token and score of it tells whose it is."""
+    """Return a group whose tokens and scores identify client and number."""
     length = 3 + random.Random(1000 * client + number).randrange(60)
     tokens = [[client, number, *range(sequence, sequence + length)] for sequence in range(GROUP_SIZE)]
     masks = [[-100, *sequence[1:]] for sequence in tokens]
@@ -32,21 +32,21 @@ def group_of(client: int, number: int) -> dict[str, Any]:
 
 
 def key_of(item: dict[str, Any]) -> tuple[int, int]:
-    """(client, number) of a group that was served, which is exactly what was sent."""
+    """Check that a served group is unchanged. Return its (client, number)."""
     client, number = item["tokens"][0][:2]
     assert {name: value for name, value in item.items() if value is not None} == group_of(client, number)
     return client, number
 
 
 class Connection:
-    """Requests to a service that comes and goes: while it is down, they wait."""
+    """Requests to a service that is restarted. They wait while it is down."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
         self._http: http.client.HTTPConnection | None = None
 
     def once(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        """The status and the answer; raises `OSError` or `HTTPException` if it does not come."""
+        """Return the status and the answer. Raises `OSError` or `HTTPException` if the answer does not come."""
         assert self._load.up.wait(DEADLINE)
         if self._http is None:
             host, _, port = self._load.service.url.removeprefix("http://").partition(":")
@@ -61,7 +61,7 @@ class Connection:
             raise
 
     def until_answered(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
-        """Repeats the request until it is answered with 200."""
+        """Repeat the request until the status is 200."""
         while True:
             with contextlib.suppress(OSError, http.client.HTTPException):
                 status, answer = self.once(method, path, body, **headers)
@@ -77,7 +77,7 @@ class Connection:
 
 
 class Load:
-    """Four clients that post to both runs and a consumer for each, in threads, and what they were told."""
+    """Threads of four clients that post to both runs and of a consumer for each run, with their answers."""
 
     def __init__(self, service: ServiceProcess) -> None:
         self.service = service
@@ -86,9 +86,9 @@ class Load:
         self.sent: dict[str, set[tuple[int, int]]] = {ONCE: set(), LEASED: set()}
         self.acknowledged: dict[str, set[tuple[int, int]]] = {ONCE: set(), LEASED: set()}
         self.envs: dict[tuple[str, int], dict[str, Any]] = {}
-        self.batches: list[dict[str, Any]] = []  # of the run ONCE, as answered
-        self.deliveries: list[dict[str, Any]] = []  # of the run LEASED
-        self.acked: list[int] = []  # batch ids, in the order of `deliveries` at the time
+        self.batches: list[dict[str, Any]] = []  # answers from the run ONCE
+        self.deliveries: list[dict[str, Any]] = []  # answers from the run LEASED
+        self.acked: list[int] = []  # ids of acknowledged batches
         self._progress = threading.Condition()
         self._posting = True
         self._consuming = True
@@ -103,32 +103,32 @@ class Load:
             connection.until_answered("POST", f"/runs/{run}/register", SETTINGS)
             assert connection.until_answered("GET", f"/runs/{run}/batch") == {"batch": None}
             for client in range(CLIENTS):
-                told = {"max_token_length": 100, "desired_name": "env", "weight": 1.0, "group_size": GROUP_SIZE}
-                answer = connection.until_answered("POST", f"/runs/{run}/register-env", told)
+                fields = {"max_token_length": 100, "desired_name": "env", "weight": 1.0, "group_size": GROUP_SIZE}
+                answer = connection.until_answered("POST", f"/runs/{run}/register-env", fields)
                 assert (answer["env_id"], answer["wandb_name"]) == (client, f"env_{client}")
-                self.envs[run, client] = {**told, "resume_token": answer["resume_token"]}
+                self.envs[run, client] = {**fields, "resume_token": answer["resume_token"]}
         connection.close()
 
     def check_envs(self) -> None:
-        """Whoever comes back has the id and the name that he had, and the step is that of the last batch."""
+        """Check that environments keep their id and name, and that the step is that of the last batch."""
         connection = Connection(self)
-        for (run, client), told in self.envs.items():
-            answer = connection.until_answered("POST", f"/runs/{run}/register-env", told)
+        for (run, client), fields in self.envs.items():
+            answer = connection.until_answered("POST", f"/runs/{run}/register-env", fields)
             assert (answer["env_id"], answer["wandb_name"]) == (client, f"env_{client}")
         seen = len(self.batches)
         step = connection.until_answered("GET", "/status")["current_step"]
-        assert seen <= step <= len(self.batches) + 1  # one may be on its way
+        assert seen <= step <= len(self.batches) + 1  # one batch may not have arrived yet
         connection.close()
 
     def wait_for(self, more: int) -> None:
-        """Returns once so many more groups have been acknowledged."""
+        """Wait until this many more groups have been acknowledged."""
         with self._progress:
             goal = self._count() + more
             assert self._progress.wait_for(lambda: self._count() >= goal or self._errors, DEADLINE)
         self.check()
 
     def restart(self) -> None:
-        """kill -9 while requests are under way, and again."""
+        """Kill the service with SIGKILL during requests, and start it again."""
         self.up.clear()
         self.service.kill()
         self.service.start()
@@ -139,11 +139,11 @@ class Load:
             thread.start()
 
     def finish(self) -> None:
-        """Ends the posting, and then the consuming, once there is nothing left."""
+        """Stop the posts, then stop the consumers when nothing is left."""
         self._posting = False
         self._join(self._posters)
         connection = Connection(self)
-        for run in (ONCE, LEASED):  # what is left alone gets a companion, so that it can be served
+        for run in (ONCE, LEASED):  # a single remaining group needs another one to fill a batch
             status = connection.until_answered("GET", f"/runs/{run}/status")
             if status["queue_size"] % 2:
                 self._send(connection, run, 0, 1_000_000, keyed=True)
@@ -152,7 +152,7 @@ class Load:
         self._join(self._consumers)
 
     def stop(self) -> None:
-        """Ends the threads, whatever has happened."""
+        """Stop all threads, even after an error."""
         self._posting = self._consuming = False
         self.up.set()
         for thread in self._posters + self._consumers:
@@ -180,10 +180,10 @@ class Load:
     def _count(self) -> int:
         return sum(map(len, self.acknowledged.values()))
 
-    # What the clients do
+    # Client threads
 
     def _post(self, client: int) -> None:
-        """Groups to both runs; two of the clients use keys, and repeat a request whose answer was lost."""
+        """Post groups to both runs. Two of the clients use keys, and retry requests whose answer was lost."""
         connection = Connection(self)
         for number in itertools.count():
             if not self._posting:
@@ -200,7 +200,7 @@ class Load:
             try:
                 status, answer = connection.once("POST", path, group)
             except (OSError, http.client.HTTPException):
-                return  # it may be there, or not
+                return  # the group may have been stored or not
             assert status == 200, answer
         assert answer == {"status": "received"}
         with self._progress:
@@ -208,7 +208,7 @@ class Load:
             self._progress.notify_all()
 
     def _take(self) -> None:
-        """Each batch under a key of its own, with which it is asked for until it came."""
+        """Request each batch with a new key, until it arrives."""
         connection = Connection(self)
         for number in itertools.count():
             consuming = self._consuming
@@ -223,7 +223,7 @@ class Load:
             self.batches.append(answer)
 
     def _lease(self) -> None:
-        """Some batches are forgotten about: they come back."""
+        """Lease batches. Some of them are not acknowledged, so they are redelivered."""
         connection, forgetful = Connection(self), random.Random(0)
         while True:
             consuming = self._consuming
@@ -244,7 +244,7 @@ class Load:
         while True:
             with contextlib.suppress(OSError, http.client.HTTPException):
                 status, answer = connection.once("POST", f"/runs/{LEASED}/batch/{batch_id}/ack")
-                # 404: an acknowledgment whose answer was lost; or the lease had ended, and it will not come back.
+                # 404 after a retry: the first acknowledgment succeeded, but its answer was lost.
                 assert status == 200 or (repeated and status == 404), (status, answer)
                 self.acked.append(batch_id)
                 return
@@ -298,12 +298,12 @@ def kill_under_load(tmp_path, rounds: int, groups: int) -> None:
 
 
 @pytest.mark.system
-def test_what_was_acknowledged_is_served_once_over_three_kills(tmp_path):
+def test_acknowledged_groups_are_served_once_over_three_kills(tmp_path):
     kill_under_load(tmp_path, rounds=3, groups=60)
 
 
 @pytest.mark.system
 @pytest.mark.timeout(1200)
-def test_what_was_acknowledged_is_served_once_over_twenty_kills(tmp_path):
-    """With more than 20,000 commands, so that snapshots are taken too."""
+def test_acknowledged_groups_are_served_once_over_twenty_kills(tmp_path):
+    """Over 20,000 commands, so that snapshots are taken too."""
     kill_under_load(tmp_path, rounds=20, groups=1500)

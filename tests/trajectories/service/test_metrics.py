@@ -1,4 +1,4 @@
-"""What Prometheus reads of a real service, with Prometheus's own parser."""
+"""Metrics of a real service, read with Prometheus's own parser."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Scraped:
         return self.value(f"{PREFIX}request_duration_seconds_count", **labels)
 
 
-def test_the_queue_of_each_run_is_told(tmp_path: pathlib.Path) -> None:
+def test_metrics_describe_queue_of_each_run(tmp_path: pathlib.Path) -> None:
     arguments = ("--store", "memory", "--max-queue-mb", "64")
     with running_service(tmp_path, *arguments) as service, httpx.Client(base_url=service.url, timeout=60.0) as client:
         api = Api(client).started(max_staleness=3)
@@ -96,10 +96,10 @@ def test_the_queue_of_each_run_is_told(tmp_path: pathlib.Path) -> None:
     assert scraped.value("process_resident_memory_bytes") > 1 << 20
     other = scraped.of_run("other")
     assert other["groups_received_total"] == 0 and other["paused"] == 0
-    assert "policy_version" not in other  # nobody told it
+    assert "policy_version" not in other  # this run has no version
 
 
-def test_requests_are_counted_by_endpoint_not_by_what_clients_make_up(tmp_path: pathlib.Path) -> None:
+def test_requests_are_counted_by_endpoint_and_unknown_paths_together(tmp_path: pathlib.Path) -> None:
     with (
         running_service(tmp_path, "--store", "memory") as service,
         httpx.Client(base_url=service.url, timeout=60.0) as client,
@@ -115,7 +115,7 @@ def test_requests_are_counted_by_endpoint_not_by_what_clients_make_up(tmp_path: 
     assert scraped.requests("GET", "/metrics", 200) is None and again.requests("GET", "/metrics", 200) == 1
 
 
-def test_it_needs_the_token(tmp_path: pathlib.Path) -> None:
+def test_metrics_require_token(tmp_path: pathlib.Path) -> None:
     (tmp_path / "token").write_text("secret\n")
     arguments = ("--store", "memory", "--token-file", str(tmp_path / "token"))
     with running_service(tmp_path, *arguments) as service, httpx.Client(base_url=service.url, timeout=60.0) as client:
@@ -124,7 +124,7 @@ def test_it_needs_the_token(tmp_path: pathlib.Path) -> None:
     assert scraped.requests("GET", "other", 401) == 1
 
 
-def test_counts_survive_a_restart(tmp_path: pathlib.Path) -> None:
+def test_counters_survive_restart(tmp_path: pathlib.Path) -> None:
     with running_service(tmp_path) as service:
         with httpx.Client(base_url=service.url, timeout=60.0) as client:
             api = Api(client).started()

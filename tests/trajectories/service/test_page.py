@@ -1,4 +1,4 @@
-"""The live page in a real browser, over the real service."""
+"""The live page in a real browser, with the real service."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, tokenizer: pathlib.Path) -> Iterator[ServiceProcess]:
-    """One for most tests: each has its own run in it."""
+    """Run a service for most tests. Each test uses its own run."""
     with running_service(
         tmp_path_factory.mktemp("service"), "--store", "memory", "--tokenizer", str(tokenizer)
     ) as service:
@@ -61,12 +61,12 @@ def client(service: ServiceProcess) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Open]:
-    """Opens a page; see `checked_pages`."""
+    """Return a function that opens a page; see `checked_pages`."""
     with checked_pages(browser) as new_page:
 
         def open_page(url: str, run: str | None = None, clock: bool = False, **options: Any) -> Page:
             page = new_page(url, **options)
-            if clock:  # time stands still for the page, but for `run_for`
+            if clock:  # the page's time advances only by `run_for`
                 page.clock.install()
                 page.clock.pause_at(time.time() + 1)
             page.goto(url + (f"/?run={run}" if run else "/"))
@@ -76,13 +76,13 @@ def open_page(browser: Browser) -> Iterator[Open]:
 
 
 def row_of(page: Page, env: str) -> dict[str, str]:
-    """The cells of an environment's row, by the column's header."""
+    """Return the cells of an environment's row, by column header."""
     headers = page.locator("thead th").all_text_contents()
     cells = page.locator("#envs tr", has_text=env).locator("th, td").all_text_contents()
     return dict(zip(headers, (cell.strip() for cell in cells)))
 
 
-def test_browsers_get_the_page_and_other_clients_json(client: httpx.Client) -> None:
+def test_browsers_get_page_and_other_clients_get_json(client: httpx.Client) -> None:
     page = client.get("/", headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in page.headers["content-security-policy"]
@@ -91,8 +91,8 @@ def test_browsers_get_the_page_and_other_clients_json(client: httpx.Client) -> N
         assert set(client.get("/", headers={"Accept": accept}).json()) == {"message"}
 
 
-@pytest.mark.parametrize(("steps", "shown"), [(1500, "of 1,500"), (2**31 - 1, "of any number")])
-def test_the_last_step_is_said_where_there_is_one(
+@pytest.mark.parametrize(("steps", "shown"), [(1500, "of 1,500"), (2**31 - 1, "no last step")])
+def test_last_step_is_shown_if_there_is_one(
     service: ServiceProcess, client: httpx.Client, open_page: Open, steps: int, shown: str
 ) -> None:
     Api(client, f"steps-{steps}").started(num_steps=steps)
@@ -100,7 +100,7 @@ def test_the_last_step_is_said_where_there_is_one(
     expect(page.locator("#tiles")).to_contain_text(shown)
 
 
-def test_environments_and_numbers_appear(service: ServiceProcess, client: httpx.Client, open_page: Open) -> None:
+def test_environments_and_numbers_are_shown(service: ServiceProcess, client: httpx.Client, open_page: Open) -> None:
     api = Api(client, "numbers").started(max_staleness=9)
     math, code = (api.join(desired_name=name, group_size=4, weight=weight)["env_id"] for name, weight in WEIGHTS)
     lonely = api.join(desired_name="lonely", group_size=3)["env_id"]
@@ -123,20 +123,20 @@ def test_environments_and_numbers_appear(service: ServiceProcess, client: httpx.
     code_row = row_of(page, "code_0")
     assert (code_row["Weight"], code_row["Queue"], code_row["Served"]) == ("0.6", "2 groups", "0 %")
     assert re.fullmatch(r"\d+ (s|min)", code_row["Oldest"])
-    assert row_of(page, "gone_0")["State"] == "left"
+    assert row_of(page, "gone_0")["State"] == "disconnected"
     waiting = page.locator("#waiting li").all_text_contents()
-    assert any(one.startswith("lonely_0: 2 sequences in groups of odd sizes wait for others") for one in waiting)
+    assert any(one.startswith("lonely_0: 2 sequences in undersized groups wait for others") for one in waiting)
     assert page.locator("#project").text_content() == "project / group"
     assert page.get_by_role("columnheader").count() == 8 and page.get_by_role("rowheader").count() == 4
 
-    # Rates are those between polls.
+    # Rates are computed between polls.
     expect(page.locator("#envs tr").first.locator("td").nth(1)).to_have_text("0")
     api.send(*range(5), sequences=4, env_id=math)
     expect(page.locator("#envs tr").first.locator("td").nth(2)).to_have_text(re.compile(r"^[1-9]|^0\.\d"))
     expect(page.locator("#envs tr").nth(1).locator("td").nth(2)).to_have_text("0")
 
 
-def test_html_in_a_trajectory_stays_text(service: ServiceProcess, client: httpx.Client, open_page: Open) -> None:
+def test_html_in_trajectory_is_shown_as_text(service: ServiceProcess, client: httpx.Client, open_page: Open) -> None:
     api = Api(client, "html").started(wandb_project=MARKUP)
     env = api.join(desired_name=MARKUP, group_size=1)["env_id"]
     messages = [[{"role": MARKUP, "content": MARKUP}]]
@@ -154,7 +154,7 @@ def test_html_in_a_trajectory_stays_text(service: ServiceProcess, client: httpx.
     assert page.evaluate("window.injected") is None
 
 
-def test_masked_tokens_are_greyed(service: ServiceProcess, client: httpx.Client, open_page: Open) -> None:
+def test_masked_tokens_are_gray(service: ServiceProcess, client: httpx.Client, open_page: Open) -> None:
     sent = {"tokens": [[1, 2, 3, 4]], "masks": [[-100, -100, 3, 4]], "scores": [0.25], "policy_version": 3}
     assert Api(client, "masks").post("/scored_data", sent).status_code == 200
     page = open_page(service.url, "masks")
@@ -169,7 +169,7 @@ def test_masked_tokens_are_greyed(service: ServiceProcess, client: httpx.Client,
     assert masked.evaluate(look)[1] != trained.evaluate(look)[1]
 
 
-def test_what_is_read_stays_until_new_ones_are_followed_again(
+def test_open_trajectory_stays_until_following_is_resumed(
     service: ServiceProcess, client: httpx.Client, open_page: Open
 ) -> None:
     api = Api(client, "reading")
@@ -179,14 +179,12 @@ def test_what_is_read_stays_until_new_ones_are_followed_again(
     api.send(2, sequences=1, policy_version=2)
     expect(page.locator("#tile-queue .value")).to_have_text("2 groups")
     assert page.locator("details[open]").count() == 1 and page.locator("article").count() == 1
-    page.get_by_label("Follow new ones").check()
+    page.get_by_label("Follow new trajectories").check()
     expect(page.locator("article")).to_have_count(2)
     expect(page.locator("article").first).to_contain_text("policy version 2")
 
 
-def test_the_pause_button_pauses_and_the_resume_button_resumes(
-    service: ServiceProcess, client: httpx.Client, open_page: Open
-) -> None:
+def test_pause_and_resume_buttons_work(service: ServiceProcess, client: httpx.Client, open_page: Open) -> None:
     api = Api(client, "pausing").started()
     page = open_page(service.url, "pausing")
     page.get_by_role("button", name="Pause environments").click()
@@ -198,7 +196,7 @@ def test_the_pause_button_pauses_and_the_resume_button_resumes(
     assert api.get("/status").json()["paused"] is False
 
 
-def test_another_run_can_be_chosen(service: ServiceProcess, client: httpx.Client, open_page: Open) -> None:
+def test_another_run_can_be_selected(service: ServiceProcess, client: httpx.Client, open_page: Open) -> None:
     for name in ("one", "two"):
         Api(client, name).started().join(desired_name=f"env-of-{name}")
     page = open_page(service.url, "one")
@@ -208,7 +206,7 @@ def test_another_run_can_be_chosen(service: ServiceProcess, client: httpx.Client
     assert page.url == f"{service.url}/?run=two"
 
 
-def test_polling_stops_while_the_tab_is_hidden(service: ServiceProcess, open_page: Open) -> None:
+def test_polling_stops_while_tab_is_hidden(service: ServiceProcess, open_page: Open) -> None:
     page = open_page(service.url, clock=True)
     expect(page.locator("#state")).to_have_text("connected")
     reports: list[str] = []
@@ -220,48 +218,48 @@ def test_polling_stops_while_the_tab_is_hidden(service: ServiceProcess, open_pag
     page.evaluate(show, True)
     before = len(reports)
     page.clock.run_for(60_000)
-    assert len(reports) - before <= 1  # one may have been under way
+    assert len(reports) - before <= 1  # one request may have been running
     with page.expect_response("**/report"):
         page.evaluate(show, False)
     with page.expect_response("**/report"):
         page.clock.run_for(1000)
 
 
-def test_it_says_when_the_service_cannot_be_reached(tmp_path: pathlib.Path, open_page: Open) -> None:
+def test_page_reports_unreachable_service(tmp_path: pathlib.Path, open_page: Open) -> None:
     with running_service(tmp_path) as service:
         with httpx.Client(base_url=service.url, timeout=60.0) as client:
             Api(client).started().join(desired_name="math")
         page = open_page(service.url)
         expect(page.locator("#envs th")).to_have_text("math_0")
         service.kill()
-        expect(page.get_by_role("alert")).to_contain_text("The service cannot be reached since")
-        expect(page.locator("#state")).to_have_text("not reached")
+        expect(page.get_by_role("alert")).to_contain_text("The service has been unreachable since")
+        expect(page.locator("#state")).to_have_text("unreachable")
         service.start()
         expect(page.locator("#state")).to_have_text("connected")
         expect(page.locator("#unreachable")).to_be_hidden()
         expect(page.locator("#envs th")).to_have_text("math_0")
 
 
-def test_it_asks_for_the_token(tmp_path: pathlib.Path, open_page: Open) -> None:
+def test_page_asks_for_token(tmp_path: pathlib.Path, open_page: Open) -> None:
     (tmp_path / "token").write_text("secret\n")
     with running_service(tmp_path, "--store", "memory", "--token-file", str(tmp_path / "token")) as service:
         for path in ("report", "previews", "metrics"):
             assert httpx.get(f"{service.url}/{path}", timeout=60.0).status_code == 401
         page = open_page(service.url)
-        for token, told in (("wrong", "did not accept this token"), ("secret", None)):
+        for token, message in (("wrong", "did not accept this token"), ("secret", None)):
             page.get_by_label("Token").fill(token)
             page.get_by_role("button", name="Open").click()
-            if told:
-                expect(page.locator("#asked")).to_contain_text(told)
+            if message:
+                expect(page.locator("#asked")).to_contain_text(message)
         expect(page.locator("#tiles")).to_be_visible()
-        page.reload()  # it is kept for this tab
+        page.reload()  # the token is stored for this tab
         expect(page.locator("#tiles")).to_be_visible()
         assert page.evaluate("[sessionStorage.getItem('token'), localStorage.length]") == ["secret", 0]
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("width", [390, 1200])
-def test_nothing_is_wider_than_the_window(
+def test_page_is_not_wider_than_window(
     service: ServiceProcess, client: httpx.Client, open_page: Open, width: int
 ) -> None:
     api = Api(client, f"wide-{width}").started()

@@ -1,4 +1,4 @@
-"""Groups as people look at them."""
+"""Previews of groups for the live page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stored(**fields: Any) -> bytes:
 
 @pytest.fixture
 def tokenizer_file(tmp_path: pathlib.Path) -> str:
-    """In the manner of SentencePiece: a word carries the space before it, and the first one of a text loses its."""
+    """Write a tokenizer like SentencePiece: words include the preceding space, except at the start of a text."""
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁a": 0, "▁b": 1, "c": 2, "<s>": 3}, unk_token="<s>"))
     made.decoder = tokenizers.decoders.Metaspace()
     made.add_special_tokens(["<s>"])
@@ -40,37 +40,37 @@ def tokenizer_file(tmp_path: pathlib.Path) -> str:
     return str(tmp_path / "tokenizer.json")
 
 
-def test_tokens_are_split_where_the_mask_changes() -> None:
+def test_tokens_are_split_where_mask_changes() -> None:
     shown = preview(stored(tokens=[[5, 6, 7, 8, 9]], masks=[[-100, -100, 7, 8, -100]], scores=[0.5]), None)
     (sequence,) = shown.sequences
     assert sequence.pieces == [ShownTokens("5 6 ", True), ShownTokens("7 8 ", False), ShownTokens("9 ", True)]
     assert (sequence.score, sequence.tokens, sequence.trained_tokens, sequence.left_out) == (0.5, 5, 2, 0)
 
 
-def test_text_is_that_of_the_whole_sequence(tokenizer_file: str) -> None:
+def test_text_keeps_spaces_between_pieces(tokenizer_file: str) -> None:
     decode = load_decode(tokenizer_file)
     shown = preview(stored(tokens=[[3, 0, 1, 2, 1]], masks=[[-100, -100, 1, 2, -100]]), decode)
     pieces = shown.sequences[0].pieces
     assert pieces == [ShownTokens("<s> a", True), ShownTokens(" bc", False), ShownTokens(" b", True)]
 
 
-def test_a_folder_is_as_good_as_its_file(tokenizer_file: str) -> None:
+def test_tokenizer_folder_is_accepted(tokenizer_file: str) -> None:
     decode = load_decode(str(pathlib.Path(tokenizer_file).parent))
     assert decode is not None and decode([2, 3]) == "c<s>"
 
 
-def test_bytes_are_text_too() -> None:
+def test_byte_tokenizer_is_supported() -> None:
     for ids, text in (([72, 105, 258], "Hi<|eos|>"), ([72, 999], "72 999 ")):
         (sequence,) = preview(stored(tokens=[ids], masks=[ids]), load_decode("byte")).sequences
         assert [piece.text for piece in sequence.pieces] == [text]
 
 
-def test_ids_that_the_tokenizer_does_not_have_are_shown_as_numbers(tokenizer_file: str) -> None:
+def test_unknown_ids_are_shown_as_numbers(tokenizer_file: str) -> None:
     shown = preview(stored(tokens=[[0, 77, -1]], masks=[[0, 77, -1]]), load_decode(tokenizer_file))
     assert shown.sequences[0].pieces == [ShownTokens("0 77 -1 ", False)]
 
 
-def test_beginning_and_end_of_a_long_sequence_are_shown() -> None:
+def test_beginning_and_end_of_long_sequence_are_shown() -> None:
     length = 2 * MAX_TOKENS + 3
     masks = [-100] * 2 + [0] * (length - 2)
     (sequence,) = preview(stored(tokens=[list(range(length))], masks=[masks]), None).sequences
@@ -81,7 +81,7 @@ def test_beginning_and_end_of_a_long_sequence_are_shown() -> None:
     assert after[0].text.split()[0] == str(MAX_TOKENS + 3) and after[0].text.split()[-1] == str(length - 1)
 
 
-def test_messages_are_text_whatever_their_content() -> None:
+def test_message_content_of_any_type_becomes_text() -> None:
     messages = [
         [
             {"role": "user", "content": [{"type": "text", "text": "hello"}]},
@@ -94,15 +94,15 @@ def test_messages_are_text_whatever_their_content() -> None:
     assert shown[1].content == "x" * 20_000 + "… (10,000 more characters)"
 
 
-def test_many_sequences_and_great_groups_are_cut() -> None:
+def test_many_sequences_and_large_groups_are_shortened() -> None:
     count = MAX_SEQUENCES + 4
     shown = preview(stored(tokens=[[1]] * count, masks=[[1]] * count, scores=[0.0] * count), None)
     assert (shown.size, len(shown.sequences)) == (count, MAX_SEQUENCES)
-    great = preview(stored(messages=[[{"role": "user", "content": "x" * MAX_BYTES}]]), None)
-    assert (great.size, great.sequences) == (None, []) and great.stored_bytes > MAX_BYTES
+    large = preview(stored(messages=[[{"role": "user", "content": "x" * MAX_BYTES}]]), None)
+    assert (large.size, large.sequences) == (None, []) and large.stored_bytes > MAX_BYTES
 
 
-def test_binary_groups_are_read_too() -> None:
+def test_binary_groups_are_shown() -> None:
     tokens, masks = np.array([1, 2, 3], "<i4").tobytes(), np.array([-100, 2, 3], "<i4").tobytes()
     lengths, scores = np.array([2, 1], "<i4").tobytes(), np.array([0.5, 1], "<f4").tobytes()
     packed = {"tokens": tokens, "masks": masks, "lengths": lengths, "scores": scores, "env_id": 4, "policy_version": 9}
@@ -114,7 +114,7 @@ def test_binary_groups_are_read_too() -> None:
     ]
 
 
-def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: pathlib.Path) -> None:
+def test_unreadable_tokenizer_is_refused(tmp_path: pathlib.Path) -> None:
     assert load_decode(None) is None
     with pytest.raises(UsageError, match="none.json cannot be read"):
         load_decode(str(tmp_path / "none.json"))

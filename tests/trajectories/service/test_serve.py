@@ -1,4 +1,4 @@
-"""`rlframe serve trajectories` as a process: what it prints, how it ends, what it keeps."""
+"""`rlframe serve trajectories` as a process: its output, its exit, and the data that it keeps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEADLINE = 60.0
 
 
 def refusal(folder, *arguments):
-    """The sentence with which the command ends at once."""
+    """Return the one-line error with which the command exits."""
     done = subprocess.run(
         [sys.executable, "-m", "rlframe", "serve", *arguments],
         cwd=folder,
@@ -38,7 +38,7 @@ def refusal(folder, *arguments):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.system)])
-def test_it_says_where_it_listens_and_drains_when_told_to_end(tmp_path, number):
+def test_service_prints_its_address_and_drains_after_signal(tmp_path, number):
     with running_service(tmp_path) as service:
         assert service.url in service.printed
         assert "survives" in service.printed
@@ -47,7 +47,7 @@ def test_it_says_where_it_listens_and_drains_when_told_to_end(tmp_path, number):
             with socket.create_connection(("127.0.0.1", client.base_url.port), DEADLINE) as waiting:
                 waiting.sendall(b"GET /batch?wait=50 HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 api.send(1)
-                # A later connection, so the earlier one has been read.
+                # This connection is later, so the service has read the earlier one.
                 httpx.get(f"{service.url}/status", timeout=DEADLINE)
                 assert service.stop(number) == 0
                 assert b'{"batch":null}' in waiting.recv(4096)
@@ -56,7 +56,7 @@ def test_it_says_where_it_listens_and_drains_when_told_to_end(tmp_path, number):
         assert httpx.get(f"{service.url}/status", timeout=DEADLINE).json()["queue_size"] == 1
 
 
-def test_what_was_acknowledged_survives_kill_9(tmp_path):
+def test_acknowledged_data_survives_kill_9(tmp_path):
     with running_service(tmp_path) as service:
         with httpx.Client(base_url=service.url, timeout=DEADLINE) as client:
             api = Api(client).started()
@@ -78,7 +78,7 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path):
 
 
 @pytest.mark.system
-def test_a_start_says_what_the_store_holds_and_fresh_begins_anew(tmp_path):
+def test_start_reports_stored_runs_and_fresh_resets_them(tmp_path):
     with running_service(tmp_path) as service:
         assert "Found" not in service.printed
         with httpx.Client(base_url=service.url, timeout=DEADLINE) as client:
@@ -87,7 +87,7 @@ def test_a_start_says_what_the_store_holds_and_fresh_begins_anew(tmp_path):
             assert Api(client).marks() == [1, 2]
         service.kill()
     with running_service(tmp_path) as service:
-        found = "Found in the store: run 'default' at step 4, with 1 groups. --fresh begins anew."
+        found = "Found in the store: run 'default' at step 4, with 1 groups. Start with --fresh to reset it."
         assert service.printed.splitlines()[2:] == [found]
         service.kill()
     with (
@@ -100,8 +100,8 @@ def test_a_start_says_what_the_store_holds_and_fresh_begins_anew(tmp_path):
 
 
 @pytest.mark.system
-def test_a_disk_that_groups_have_filled_can_be_emptied(tmp_path, small_disk):
-    """A file system of 16 MB, of which half is kept for commands."""
+def test_full_disk_can_be_emptied_by_taking_batches(tmp_path, small_disk):
+    """The file system has 16 MB. Half of it is reserved for commands."""
     large = [[number] * 50_000 for number in range(2)]  # 400 kB as JSON
     sent = {"tokens": large, "masks": large, "scores": [0.0, 1.0]}
     with (
@@ -110,7 +110,7 @@ def test_a_disk_that_groups_have_filled_can_be_emptied(tmp_path, small_disk):
     ):
         api = Api(client).started(batch_size=2)
         env_id = api.join()["env_id"]
-        for _ in range(2):  # what was given back is used again
+        for _ in range(2):  # freed space is reused
             held, count = [], 0
             while (answer := api.post("/scored_data", sent)).status_code == 200:
                 count += 1
@@ -132,7 +132,7 @@ def test_a_disk_that_groups_have_filled_can_be_emptied(tmp_path, small_disk):
 
 
 @pytest.mark.system
-def test_two_processes_on_one_redis_and_its_loss(tmp_path):
+def test_two_processes_share_redis_and_fail_when_it_loses_data(tmp_path):
     folders = [tmp_path / name for name in ("redis", "one", "other")]
     for folder in folders:
         folder.mkdir()
@@ -155,22 +155,22 @@ def test_two_processes_on_one_redis_and_its_loss(tmp_path):
         with contextlib.suppress(httpx.TransportError):
             assert Api(to_other).post("/pause").status_code == 503
         assert other.process.wait(DEADLINE) == 1
-        said = other.log.read_text()
-        assert "lost records" in said and "Traceback" not in said
+        output = other.log.read_text()
+        assert "lost records" in output and "Traceback" not in output
 
 
 FACTORY = ["--factory", "rlframe.trajectories.service.app:app_from_environment"]
 
 
 @pytest.mark.parametrize("app", [["rlframe.trajectories.server:app"], pytest.param(FACTORY, marks=pytest.mark.system)])
-def test_under_uvicorn_settings_come_from_the_environment(tmp_path, app):
+def test_uvicorn_settings_come_from_environment_variables(tmp_path, app):
     with under_uvicorn(tmp_path, app=app, store=f"sqlite:{tmp_path}/mine.db") as (port, _):
         answer = httpx.post(f"http://127.0.0.1:{port}/scored_data", json=group(), timeout=DEADLINE)
         assert answer.json() == {"status": "received"}
         assert (tmp_path / "mine.db").exists()
 
 
-def test_under_uvicorn_on_all_interfaces_only_this_machine_needs_no_token(tmp_path):
+def test_uvicorn_on_all_interfaces_requires_token_from_other_machines(tmp_path):
     with under_uvicorn(tmp_path, "--host", "0.0.0.0", store="memory") as (port, _):
         assert httpx.get(f"http://127.0.0.1:{port}/status", timeout=DEADLINE).status_code == 200
         refused = httpx.get(f"http://{outer_address()}:{port}/reset_data", timeout=DEADLINE)
@@ -179,16 +179,16 @@ def test_under_uvicorn_on_all_interfaces_only_this_machine_needs_no_token(tmp_pa
         assert httpx.get(f"http://127.0.0.1:{port}/reset_data", headers=marked, timeout=DEADLINE).status_code == 403
 
 
-def test_under_uvicorn_other_machines_are_answered_where_that_was_said(tmp_path):
+def test_uvicorn_with_no_token_answers_other_machines(tmp_path):
     settings = {"store": "memory", "no_token": "true", "allowed_hosts": "rollouts.example"}
-    with under_uvicorn(tmp_path, "--host", "0.0.0.0", **settings) as (port, said):
-        assert "whoever reaches this service, from any machine, can read, send and erase experience" in said
+    with under_uvicorn(tmp_path, "--host", "0.0.0.0", **settings) as (port, output):
+        assert "whoever reaches this service, from any machine, can read, send and erase experience" in output
         url = f"http://{outer_address()}:{port}/status"
         for host, status in (("rollout-server", 200), ("rollouts.example", 200), ("evil.example", 403)):
             assert httpx.get(url, headers={"Host": host}, timeout=DEADLINE).status_code == status
 
 
-def test_a_port_in_use_is_one_sentence(tmp_path):
+def test_port_in_use_is_one_line_error(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -196,16 +196,16 @@ def test_a_port_in_use_is_one_sentence(tmp_path):
         assert f"Port {port} of 127.0.0.1 is in use" in refusal(tmp_path, "trajectories", "--port", port)
 
 
-def test_input_that_cannot_be_is_one_sentence(tmp_path):
-    said = refusal(tmp_path, "trajectories", "--port", "0", "--store", "sqlite:no/such/folder/x.db")
-    assert "its directory does not exist" in said
+def test_invalid_options_are_one_line_errors(tmp_path):
+    output = refusal(tmp_path, "trajectories", "--port", "0", "--store", "sqlite:no/such/folder/x.db")
+    assert "its directory does not exist" in output
     assert "Did you mean 'trajectories'?" in refusal(tmp_path, "trajectory")
     assert "cannot be read" in refusal(tmp_path, "trajectories", "--token-file", "nothing")
 
 
-def test_beyond_loopback_it_wants_a_token_or_to_be_told_that_it_needs_none(tmp_path):
-    said = refusal(tmp_path, "trajectories", "--host", "0.0.0.0", "--port", "0")
-    assert "--token-file" in said and "--no-token" in said
+def test_beyond_loopback_token_or_no_token_option_is_required(tmp_path):
+    output = refusal(tmp_path, "trajectories", "--host", "0.0.0.0", "--port", "0")
+    assert "--token-file" in output and "--no-token" in output
     arguments = (
         "--host",
         "0.0.0.0",
@@ -221,5 +221,5 @@ def test_beyond_loopback_it_wants_a_token_or_to_be_told_that_it_needs_none(tmp_p
         for host, status in (("a.b", 200), ("c.d:80", 200), ("e.f", 403)):
             assert httpx.get(f"{service.url}/status", headers={"Host": host}, timeout=DEADLINE).status_code == status
         assert service.stop() == 0
-        said = service.log.read_text()
-        assert "--no-token: whoever reaches this service" in said and said.count("\n") == 1
+        output = service.log.read_text()
+        assert "--no-token: whoever reaches this service" in output and output.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The state machine over its log: after a restart, with several processes on one store, and with a store that fails."""
+"""The service and its log: after restarts, with several processes on one store, and with failing stores."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def serving(store, **options):
 
 
 def run(test):
-    """Runs a coroutine, with a deadline."""
+    """Run a coroutine with a deadline."""
     asyncio.run(asyncio.wait_for(test, DEADLINE))
 
 
@@ -47,16 +47,16 @@ async def begin(service, name="run", **settings):
     return registered
 
 
-async def join(service, name="run", **told):
-    told = {
+async def join(service, name="run", **fields):
+    fields = {
         "desired_name": "env",
         "max_token_length": 9,
         "weight": 1.0,
         "group_size": 4,
         "min_batch_allocation": None,
-        **told,
+        **fields,
     }
-    return await service.submit(name, "register_env", **told, resume_token=None, token=told["desired_name"])
+    return await service.submit(name, "register_env", **fields, resume_token=None, token=fields["desired_name"])
 
 
 async def add(service, payload, name="run", sequences=4, key=None, policy_version=None, env_id=None):
@@ -74,7 +74,7 @@ async def add(service, payload, name="run", sequences=4, key=None, policy_versio
 
 
 async def abandoned(store):
-    """What kill -9 leaves: nothing of the service is closed, and all its appends are done."""
+    """Start a service that is never closed, as if killed with SIGKILL."""
     service = Service(store, max_bytes=1 << 30, snapshot_bytes=200_000)
     service.restore()
     await service.start()
@@ -82,7 +82,7 @@ async def abandoned(store):
 
 
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])
-def test_a_restart_leads_to_the_same_state(kind, tmp_path):
+def test_restart_restores_same_state(kind, tmp_path):
     url = "memory" if kind == "memory" else f"sqlite:{tmp_path}/queue.db"
 
     async def test():
@@ -112,23 +112,23 @@ def test_a_restart_leads_to_the_same_state(kind, tmp_path):
     run(test())
 
 
-def test_payloads_that_nobody_needs_are_swept_at_the_next_start(tmp_path):
+def test_orphaned_payloads_are_deleted_at_next_start(tmp_path):
     async def test():
         store = open_store(f"sqlite:{tmp_path}/queue.db")
         first = await abandoned(store)
         await begin(first)
         for i in range(4):
             await add(first, b"payload %d" % i)
-        first._forget = lambda positions: None  # as if it was killed between the answer and this
+        first._delete_payloads = lambda positions: None  # as if the service was killed before the deletion
         await first.take("run")
         await add(first, b"payload 0", key="k")
         await add(first, b"payload 0", key="k")
-        assert len(store.held()) == 6
+        assert len(store.payload_positions()) == 6
         first.stop_waiting()
         async with serving(store) as service:
             await asyncio.sleep(0)
-            await add(service, b"last")  # a commit after that of what was forgotten
-            assert len(store.held()) == 4
+            await add(service, b"last")  # a later commit than that of the deletions
+            assert len(store.payload_positions()) == 4
             assert (await service.take("run"))[1] == [b"payload 2", b"payload 3"]
 
     run(test())
@@ -142,20 +142,20 @@ def test_refused_and_repeated_groups_leave_no_payload():
             assert (await add(service, b"large", sequences=9)).too_large
             assert (await add(service, b"first", key="k")).status == "received"
             assert (await add(service, b"again", key="k")).duplicate
-            assert len(store.held()) == 1
+            assert len(store.payload_positions()) == 1
             assert (service.stored_bytes, service.pending_bytes) == (5, 0)
 
     run(test())
 
 
-def test_snapshots_shorten_the_log_and_lead_to_the_same_state():
+def test_snapshots_shorten_log_and_restore_same_state():
     async def test():
         store = MemoryStore()
         async with serving(store, snapshot_bytes=5_000) as service:
             await begin(service)
             for i in range(120):
                 await add(service, b"%d" % i, key=f"k{i}")
-            while store.load() is None or store.load()[0] < 50:  # others are long before
+            while store.load() is None or store.load()[0] < 50:  # earlier snapshots do not count
                 await asyncio.sleep(0.01)
             before = msgspec.msgpack.encode(service.queue("run").get_state())
             again = Service(store, max_bytes=1)
@@ -178,7 +178,7 @@ def test_snapshots_shorten_the_log_and_lead_to_the_same_state():
         ("resume", {}, None),
     ],
 )
-def test_a_mistyped_run_leaves_nothing_behind(command, arguments, answer):
+def test_mistyped_run_is_not_created(command, arguments, answer):
     async def test():
         store = MemoryStore()
         async with serving(store) as service:
@@ -196,7 +196,7 @@ def test_a_mistyped_run_leaves_nothing_behind(command, arguments, answer):
 
 
 @pytest.mark.parametrize("ends", ["resume", "reset"])
-def test_a_process_that_has_not_read_of_a_run_yet_changes_it_all_the_same(ends, redis_server):  # noqa: F811
+def test_command_for_new_run_of_another_process_takes_effect(ends, redis_server):  # noqa: F811
     async def test():
         stores = [open_store(redis_server.url.replace("/0", "/4")) for _ in range(2)]
         read, caught_up = stores[1].read, threading.Event()
@@ -208,15 +208,15 @@ def test_a_process_that_has_not_read_of_a_run_yet_changes_it_all_the_same(ends, 
             await asyncio.sleep(0)
             caught_up.set()
             assert await answer is None
-            await one.submit(ends, "heartbeat", env_id=0)  # comes after it
+            await one.submit(ends, "heartbeat", env_id=0)  # this command is after it in the log
             status = one.queue(ends).status()
             assert (status.paused, status.queue_size) == (False, 1 if ends == "resume" else 0)
 
     run(test())
 
 
-def test_what_comes_just_after_the_answer_that_there_is_nothing_is_not_waited_for(monkeypatch):
-    """A long poll, between its attempt and its waiting for a change."""
+def test_long_poll_gets_batch_that_comes_just_before_its_wait(monkeypatch):
+    """The batch comes after the poll's first attempt, and before its wait for a change."""
 
     async def test():
         async with serving(MemoryStore()) as service:
@@ -226,9 +226,9 @@ def test_what_comes_just_after_the_answer_that_there_is_nothing_is_not_waited_fo
                 await add(service, b'{"enough": "but for the share"}')
             take = service.take
 
-            async def take_then_add(*args, **asked):
+            async def take_then_add(*args, **options):
                 monkeypatch.undo()
-                taken = await take(*args, **asked)
+                taken = await take(*args, **options)
                 assert taken is None
                 await add(service, b'{"its": "share"}', env_id=0)
                 return taken
@@ -246,14 +246,14 @@ def test_what_comes_just_after_the_answer_that_there_is_nothing_is_not_waited_fo
 
 
 class DamagedStore(MemoryStore):
-    """The records that its snapshot leads to are gone."""
+    """A store without the records after its snapshot."""
 
     def read(self, after, limit=1000):
         raise RecordsDroppedError("The first one is 5.")
 
 
 @pytest.mark.parametrize("position", [None, 3])
-def test_a_damaged_store_is_an_error(position):
+def test_damaged_store_raises_store_error(position):
     async def test():
         damaged = DamagedStore()
         if position is not None:
@@ -264,8 +264,8 @@ def test_a_damaged_store_is_an_error(position):
     run(test())
 
 
-def test_extreme_versions_are_in_a_snapshot():
-    """Whatever an older log holds."""
+def test_snapshot_can_hold_extreme_versions():
+    """Older logs may contain them."""
 
     async def test():
         store = MemoryStore()
@@ -284,14 +284,14 @@ def test_extreme_versions_are_in_a_snapshot():
     run(test())
 
 
-def test_a_snapshot_that_cannot_be_taken_is_said_and_the_store_is_closed(caplog):
+def test_failed_snapshot_is_logged_and_store_is_closed(caplog):
     async def test():
         store = MemoryStore()
         async with serving(store) as service:
             await begin(service, starting_step=2**64 - 1)
             for _ in range(2):
                 await add(service, b"")
-            assert await service.take("run")  # no number of MessagePack's is that of the next step
+            assert await service.take("run")  # the next step is too large for MessagePack
         assert "No snapshot was taken" in caplog.text
         with pytest.raises(UnavailableError, match="closed"):
             store.append(b"")
@@ -299,7 +299,7 @@ def test_a_snapshot_that_cannot_be_taken_is_said_and_the_store_is_closed(caplog)
     run(test())
 
 
-def test_the_latest_groups_are_known_after_a_restart_as_far_as_the_store_has_them(tmp_path):
+def test_latest_groups_survive_restart_while_store_has_them(tmp_path):
     async def test():
         store = open_store(f"sqlite:{tmp_path}/queue.db")
         first = await abandoned(store)
@@ -313,17 +313,17 @@ def test_the_latest_groups_are_known_after_a_restart_as_far_as_the_store_has_the
         async with serving(store) as again:
             assert await again.latest_groups("run", 2) == [b"24", b"23"]
             assert await again.latest_groups("elsewhere", 2) == []
-        async with serving(open_store(f"sqlite:{tmp_path}/queue.db")) as third:  # from the snapshot that the end left
+        async with serving(open_store(f"sqlite:{tmp_path}/queue.db")) as third:  # from the snapshot at close
             assert await third.latest_groups("run", 2) == [b"24", b"23"]
             while await third.take("run"):
                 pass
-            assert await third.latest_groups("run", 2) == [b"24"]  # an odd one is left
+            assert await third.latest_groups("run", 2) == [b"24"]  # one group remains
 
     run(test())
 
 
 @pytest.mark.parametrize("command", ["reset", "register"])
-def test_a_run_that_starts_afresh_has_no_latest_groups(command):
+def test_reset_run_has_no_latest_groups(command):
     async def test():
         async with serving(MemoryStore()) as service:
             await begin(service)
@@ -339,7 +339,7 @@ def test_a_run_that_starts_afresh_has_no_latest_groups(command):
     run(test())
 
 
-def test_over_the_limit_there_is_no_room():
+def test_groups_over_limit_are_refused():
     async def test():
         async with serving(MemoryStore(), max_bytes=100) as service:
             await begin(service)
@@ -356,7 +356,7 @@ def test_over_the_limit_there_is_no_room():
     run(test())
 
 
-def test_leases_end_by_themselves():
+def test_leases_expire_without_requests():
     async def test():
         async with serving(MemoryStore()) as service:
             await begin(service)
@@ -364,7 +364,7 @@ def test_leases_end_by_themselves():
             await add(service, b"b")
             await service.take("run", lease_seconds=0.01)
             while not service.queue("run").may_take(0.0):
-                await service.changed("run", 10.0)
+                await service.wait_for_change("run", 10.0)
             batch, payloads = await service.take("run")
             assert (batch.delivery, payloads) == (2, [b"a", b"b"])
 
@@ -372,7 +372,7 @@ def test_leases_end_by_themselves():
 
 
 class FailingStore(MemoryStore):
-    """A store whose appends fail as a real one's may: at once, or later."""
+    """A store whose appends fail, at once or later, as those of a real store may."""
 
     error: Exception | None = None
     at_once = False
@@ -389,7 +389,7 @@ class FailingStore(MemoryStore):
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("error", [UnavailableError("full"), PeerError("gone")])
-def test_a_store_that_takes_nothing_now_is_an_error_and_the_next_command_works(error, at_once):
+def test_next_command_works_after_failed_append(error, at_once):
     async def test():
         store = FailingStore()
         async with serving(store) as service:
@@ -405,15 +405,15 @@ def test_a_store_that_takes_nothing_now_is_an_error_and_the_next_command_works(e
 
 
 @pytest.mark.parametrize("lease_seconds", [None, 60.0])
-def test_a_batch_with_a_damaged_group_is_dropped_and_said(lease_seconds, caplog):
+def test_batch_with_damaged_group_is_dropped_and_logged(lease_seconds, caplog):
     async def test():
         store = MemoryStore()
         async with serving(store) as service:
             await begin(service)
             for i in range(4):
                 await add(service, b"%d" % i)
-            store.forget(store.held()[:1])
-            with pytest.raises(UnavailableError, match="of its 2 groups 1 can no longer be read"):
+            store.delete_payloads(store.payload_positions()[:1])
+            with pytest.raises(UnavailableError, match="1 of its 2 groups can no longer be read"):
                 await service.take("run", lease_seconds=lease_seconds)
             assert "Batch 0 of run 'run' is dropped" in caplog.text
             assert (await service.take("run", lease_seconds=lease_seconds))[1] == [b"2", b"3"]
@@ -423,14 +423,14 @@ def test_a_batch_with_a_damaged_group_is_dropped_and_said(lease_seconds, caplog)
 
 
 class SilentStore(MemoryStore):
-    """As Redis that goes away after it has taken an append, and before that is read."""
+    """A store like a Redis server that disappears after an append, before the append can be read."""
 
     def append(self, record, payload=None):
         super().append(record, payload)
         return Future()
 
 
-def test_a_store_that_falls_silent_is_an_error():
+def test_silent_store_raises_peer_error():
     async def test():
         async with serving(SilentStore(), answer_deadline=0.05) as service:
             with pytest.raises(PeerError, match="may still take effect"):
@@ -440,7 +440,7 @@ def test_a_store_that_falls_silent_is_an_error():
 
 
 class UnreadableStore(MemoryStore):
-    """As Redis that goes away after it has told that an append is durable."""
+    """A store like a Redis server that disappears after it has confirmed an append."""
 
     shared = True
     gone = False
@@ -455,7 +455,7 @@ class UnreadableStore(MemoryStore):
         return super().read(after, limit)
 
 
-def test_a_service_ends_whole_where_its_store_cannot_be_read_any_more(caplog):
+def test_service_closes_although_its_store_is_unreadable(caplog):
     async def test():
         store = UnreadableStore()
         async with serving(store) as service:
@@ -470,29 +470,29 @@ def test_a_service_ends_whole_where_its_store_cannot_be_read_any_more(caplog):
     run(test())
 
 
-def test_a_store_that_failed_fails_the_service():
+def test_failed_store_fails_service():
     async def test():
         store = FailingStore()
         async with serving(store) as service:
-            told = []
-            service.on_failure = lambda: told.append(service.failed)
+            failures = []
+            service.on_failure = lambda: failures.append(service.failed)
             store.error = StoreError("The disk is gone.")
             for _ in range(2):
                 with pytest.raises(StoreError, match="The disk is gone"):
                     await add(service, b"lost")
-            assert told == [store.error]
+            assert failures == [store.error]
 
     run(test())
 
 
-def test_two_services_on_one_redis_lose_and_double_nothing(redis_server):  # noqa: F811
+def test_two_services_on_one_redis_lose_and_duplicate_no_group(redis_server):  # noqa: F811
     async def test():
         stores = [open_store(redis_server.url.replace("/0", "/3")) for _ in range(2)]
         async with serving(stores[0], snapshot_bytes=12_000) as one, serving(stores[1]) as other:
             both = [one, other]
             await begin(one)
             while other.queue("run").epoch.registration is None:
-                await other.changed("run", 1.0)
+                await other.wait_for_change("run", 1.0)
                 await asyncio.sleep(0.01)
             groups = [b"%d" % i for i in range(120)]
             served: list[bytes] = []
@@ -505,7 +505,7 @@ def test_two_services_on_one_redis_lose_and_double_nothing(redis_server):  # noq
                 while len(served) < len(groups):
                     taken = await service.take("run", lease_seconds=100.0, consumer=consumer)
                     if taken is None:
-                        await service.changed("run", 0.05)
+                        await service.wait_for_change("run", 0.05)
                         continue
                     served.extend(taken[1])
                     assert await service.submit("run", "ack", batch_id=taken[0].batch_id)
@@ -518,8 +518,8 @@ def test_two_services_on_one_redis_lose_and_double_nothing(redis_server):  # noq
                 await asyncio.sleep(0.01)
             states = [msgspec.msgpack.encode(service.queue("run").get_state()) for service in both]
             assert states[0] == states[1]
-            for service in both:  # a commit after that of what was forgotten
+            for service in both:  # a later commit than that of the deletions
                 await service.submit("run", "pause")
-            assert stores[0].held() == []
+            assert stores[0].payload_positions() == []
 
     run(test())

@@ -1,4 +1,4 @@
-"""Groups, as they are decoded, checked and stored: what the tests over HTTP cannot see."""
+"""Decoding, checks and storage of groups, as far as tests over HTTP cannot observe them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.trajectories.api import ITEM_KEYS, group
 
 
 def packed(lengths=(1, 2), **fields):
-    """A group with binary arrays."""
+    """Return a group with binary arrays."""
     total = sum(lengths)
     ints = np.arange(total, dtype="<i4").tobytes()
     arrays = {
@@ -35,7 +35,7 @@ def encoded(fields):
     return msgspec.msgpack.encode(fields)
 
 
-def test_json_is_stored_as_it_came_with_what_is_absent():
+def test_json_is_stored_unchanged_with_missing_keys_added():
     body = json.dumps(group(mark=123456, inference_logprobs=[[-1.5e-07], [0.1, 1.0]], env_id=3)).encode()
     parsed = parse_group(b" " + body + b"\n", packed=False)
     assert (parsed.sequences, parsed.tokens, parsed.env_id, parsed.policy_version) == (2, 3, 3, None)
@@ -43,14 +43,14 @@ def test_json_is_stored_as_it_came_with_what_is_absent():
     assert set(json.loads(parsed.payload)) == ITEM_KEYS
 
 
-def test_the_text_of_a_number_is_kept():
+def test_text_of_numbers_is_kept():
     body = b'{"tokens":[[1,2]],"masks":[[1,2]],"scores":[1e-3],"ref_logprobs":[[0.10000, 1]],"policy_version":4}'
     parsed = parse_group(body, packed=False)
     assert parsed.policy_version == 4
     assert b"[[0.10000, 1]]" in parsed.payload
 
 
-def test_binary_arrays_are_stored_as_they_came_and_given_as_lists():
+def test_binary_arrays_are_stored_unchanged_and_served_as_lists():
     logprobs = np.asarray([0.5, -0.25, 1.0], "<f4").tobytes()
     body = encoded(packed(inference_logprobs=logprobs, env_id=1, policy_version=7, messages=[[], []]))
     parsed = parse_group(body, packed=True)
@@ -63,16 +63,16 @@ def test_binary_arrays_are_stored_as_they_came_and_given_as_lists():
     assert as_packed(body) == body
 
 
-def test_unknown_keys_of_a_packed_group_are_dropped():
+def test_unknown_keys_of_messagepack_group_are_dropped():
     assert parse_group(encoded(packed(more=[1] * 1000)), packed=True).payload == encoded(packed())
 
 
-def test_packed_lists_are_a_group_too():
+def test_messagepack_group_may_contain_lists():
     body = encoded(group(mark=5))
     assert json.loads(as_json(parse_group(body, packed=True).payload))["tokens"] == [[5], [5, 5]]
 
 
-def test_joins_hold_items_of_both_kinds():
+def test_batch_may_mix_json_and_messagepack_groups():
     payloads = [parse_group(json.dumps(group(mark=1)).encode(), False).payload, encoded(packed())]
     assert [item["tokens"][0] for item in json.loads(join_json(payloads))] == [[1], [0]]
     first, second = msgspec.msgpack.decode(join_packed(payloads))
@@ -82,7 +82,7 @@ def test_joins_hold_items_of_both_kinds():
 
 
 @pytest.mark.parametrize("name", ["scores", "advantages"])
-def test_a_whole_number_of_more_than_64_bits_is_a_float(name):
+def test_integer_beyond_64_bits_becomes_float(name):
     wide = {"scores": [10**20], "advantages": [[10**20, 1]]}[name]
     body = json.dumps({"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [1], name: wide}).encode()
     (item,) = msgspec.msgpack.decode(join_packed([parse_group(body, packed=False).payload]))
@@ -92,8 +92,8 @@ def test_a_whole_number_of_more_than_64_bits_is_a_float(name):
 
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 2**70])
 @pytest.mark.parametrize("name", ["generation_params", "overrides", "group_overrides", "images", "messages"])
-def test_free_fields_hold_no_integer_of_more_than_64_bits(name, number):
-    """No consumer could be given it as MessagePack."""
+def test_opaque_fields_with_integers_beyond_64_bits_are_refused(name, number):
+    """MessagePack cannot encode such integers for a consumer."""
     inner = {"role": "user", "content": "", "seed": number}
     value = {"overrides": [inner, {}], "messages": [[inner], []]}.get(name, inner)
     with pytest.raises(InvalidGroupError) as caught:
@@ -101,21 +101,21 @@ def test_free_fields_hold_no_integer_of_more_than_64_bits(name, number):
     assert caught.value.loc == (name,)
 
 
-def test_free_fields_hold_integers_of_64_bits():
+def test_opaque_fields_may_contain_64_bit_integers():
     body = json.dumps(group(generation_params={"seeds": [2**64 - 1, -(2**63)]})).encode()
     (item,) = msgspec.msgpack.decode(join_packed([parse_group(body, packed=False).payload]))
     assert item["generation_params"] == {"seeds": [2**64 - 1, -(2**63)]}
 
 
-def test_binary_arrays_beside_lists_of_tokens_are_divided_by_the_lengths():
+def test_binary_arrays_beside_token_lists_are_split_by_lengths():
     body = encoded(packed(tokens=[[0], [1, 2]]))
     (item,) = msgspec.msgpack.decode(join_packed([parse_group(body, packed=True).payload]))
     assert [row.tolist() for row in Group.from_item(item).masks] == [[0], [1, 2]]
 
 
 WRONG = {
-    "half a number": (packed(tokens=b"12345"), ("tokens",)),
-    "more than the lengths": (packed(masks=bytes(16)), ("masks",)),
+    "an incomplete number": (packed(tokens=b"12345"), ("tokens",)),
+    "more values than the lengths": (packed(masks=bytes(16)), ("masks",)),
     "no lengths": ({k: v for k, v in packed().items() if k != "lengths"}, ("lengths",)),
     "no lengths beside lists": (group(masks=bytes(12)), ("lengths",)),
     "other lengths beside lists": (packed(tokens=[[0, 1], [2]]), ("lengths",)),
@@ -127,29 +127,29 @@ WRONG = {
     "NaN in a list": (group(ref_logprobs=[[0.5], [0.5, float("nan")]]), ("ref_logprobs", 1, 1)),
     "infinity deep inside": (group(images={"a": [float("inf")]}), ("images",)),
     "bytes in images": (group(images={"a": b"x"}), ("images",)),
-    "keys in images that are no text": (group(images={1: 2}), ("images",)),
-    "keys that are no text": (group(generation_params={1: 2}), ("generation_params",)),
+    "keys in images that are not text": (group(images={1: 2}), ("images",)),
+    "keys that are not text": (group(generation_params={1: 2}), ("generation_params",)),
     "a version that is too large": (packed(policy_version=2**53 + 1), ("policy_version",)),
     "a version that is too small": (packed(policy_version=-(2**53) - 1), ("policy_version",)),
-    "a score too few": (packed(scores=bytes(4)), ("scores",)),
+    "too few scores": (packed(scores=bytes(4)), ("scores",)),
 }
 
 
 @pytest.mark.parametrize("fields, where", WRONG.values(), ids=WRONG)
-def test_a_packed_group_that_cannot_be(fields, where):
+def test_invalid_messagepack_group_is_refused(fields, where):
     with pytest.raises(InvalidGroupError) as caught:
         parse_group(encoded(fields), packed=True)
     assert caught.value.loc == where
 
 
-def test_the_place_in_a_list_comes_first():
+def test_error_path_begins_with_index_in_list():
     with pytest.raises(InvalidGroupError) as caught:
         list(parse_groups(encoded([packed(), packed(tokens=b"")]), packed=True))
     assert caught.value.loc == (1, "tokens")
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"\x91" * 100_000, encoded(3), encoded([1])])
-def test_bytes_that_are_no_group(body):
+def test_bytes_that_are_not_a_group_are_refused(body):
     with pytest.raises(InvalidGroupError):
         parse_group(body, packed=True)
     with pytest.raises(InvalidGroupError):
@@ -157,8 +157,8 @@ def test_bytes_that_are_no_group(body):
 
 
 @pytest.mark.parametrize("name", ["advantages", "ref_logprobs", "inference_logprobs", "distill_logprobs", "messages"])
-def test_an_optional_array_that_is_empty_is_none(name):
-    """As the published BaseEnv sends what its groups do not have. It comes back as it was sent."""
+def test_empty_optional_array_is_accepted(name):
+    """The published BaseEnv sends [] for missing arrays. They are served unchanged."""
     body = json.dumps({"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [1.0], name: []}).encode()
     assert json.loads(parse_group(body, packed=False).payload)[name] == []
     with pytest.raises(InvalidGroupError):
@@ -166,8 +166,8 @@ def test_an_optional_array_that_is_empty_is_none(name):
 
 
 @pytest.mark.parametrize("absent", [b"null", b"[]"])
-def test_arrays_beside_one_that_is_absent_are_not_decoded(absent, monkeypatch):
-    """Which takes three times as long."""
+def test_absent_array_does_not_cause_decoding(absent, monkeypatch):
+    """Decoding takes three times as long as checking the text."""
     monkeypatch.setattr(wire, "_decode_numbers", None)
     body = b'{"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [1.0], "advantages": ' + absent + b"}"
     assert parse_group(body, packed=False).tokens == 2
@@ -182,8 +182,8 @@ def test_text_that_is_not_utf_8_is_refused():
 
 
 @pytest.mark.parametrize("numbers, where", [(200_000, ("tokens", 1, 200_000)), (4_000_000, ("tokens",))])
-def test_where_json_is_not_finite_is_told_in_little_memory(numbers, where):
-    """Of 8 MB only the field: to look for the place would take a second of the event loop's time."""
+def test_path_to_nan_is_found_with_little_memory(numbers, where):
+    """In 8 MB of JSON only the field is found, because a search for the index would block other requests."""
     body = b'{"scores":[1,2],"masks":[],"tokens":[[1],[' + b"1," * numbers + b"NaN]]}"
     tracemalloc.start()
     try:
@@ -196,7 +196,7 @@ def test_where_json_is_not_finite_is_told_in_little_memory(numbers, where):
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity"])
-def test_the_field_of_a_long_list_that_is_not_finite_is_told(number):
+def test_field_with_nan_in_long_list_is_found(number):
     long = json.dumps(group(tokens=[[7] * 300_000] * 2)).encode()
     with pytest.raises(InvalidGroupError) as caught:
         list(parse_groups(b"[" + long + b', {"tokens": [[1]], "scores": [0.5, ' + number + b'], "masks": []}]', False))
@@ -219,7 +219,7 @@ numbers = st.one_of(
     st.sampled_from([(",", ":"), (", ", ": ")]),
     st.sampled_from([0, None, 1]),
 )
-def test_the_shape_of_a_text_is_that_of_what_it_decodes_to(value, separators, indent):
+def test_text_lengths_match_decoded_lengths(value, separators, indent):
     text = json.dumps(value, separators=separators, indent=indent).encode()
     found = text_lengths(text, integers=False)
     assert found in (None, [len(inner) for inner in value])
@@ -238,16 +238,16 @@ def test_the_shape_of_a_text_is_that_of_what_it_decodes_to(value, separators, in
         *("[[1,2],[]]", "[[1,[2,3]]]", "[[1,2147483648]]", "[[1,1.5]]", "[[1,1e5]]", '[["],[",1]]', "null"),
     ],
 )
-def test_what_takes_a_closer_look(text):
+def test_text_lengths_is_none_for_uncertain_integers(text):
     assert text_lengths(text.encode(), integers=True) is None
 
 
 @pytest.mark.parametrize("text", ["[[1,1e999]]", "[[1,1E-5]]", f"[[1,{'9' * 400}]]", "[[1,null]]", "[[1,{}]]"])
-def test_what_takes_a_closer_look_among_floats(text):
+def test_text_lengths_is_none_for_uncertain_floats(text):
     assert text_lengths(text.encode(), integers=False) is None
 
 
-def test_the_common_case_takes_none():
+def test_text_lengths_accepts_common_arrays():
     assert text_lengths(b"[[1,-100],[3, 4, 151643]]", integers=True) == [2, 3]
     assert text_lengths(b"[[1.0,-1.5e-05],[-0.125, 2, 3]]", integers=False) == [2, 3]
     assert text_lengths(b"[[1.0," + b"9" * 38 + b",0]]", integers=False) == [3]

@@ -1,7 +1,7 @@
-"""A process that uses a SQLite store until it is killed, and says what was acknowledged.
+"""A program that uses a SQLite store until it is killed, and prints the acknowledged operations.
 
-Run as `python -m tests.trajectories.stores.killed_writer PATH ROUND`. A line is written in one piece, and only once the
-store has acknowledged what it says; that payloads are about to be forgotten is said before.
+Run as `python -m tests.trajectories.stores.killed_writer PATH ROUND`. Each line is written in one piece, after the
+store has acknowledged the operation. Lines about deletions are written before the deletion.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ THREADS = 4
 
 
 def payload_of(record: bytes) -> bytes:
-    """Any size from nothing to 60 kB, and every byte of it tells whose it is."""
+    """Return up to 60 kB of bytes that repeat the record, so that every byte identifies it."""
     size = random.Random(record).randrange(60_000)
     return (record * (size // len(record) + 1))[:size]
 
 
-def say(*words: object) -> None:
+def print_line(*words: object) -> None:
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
@@ -33,16 +33,16 @@ def append(store: Store, name: str) -> None:
     for number in range(1_000_000):
         record = f"{name}.{number}".encode()
         position = store.append(record, payload_of(record)).result(60.0)
-        say("appended", position, record.decode())
+        print_line("appended", position, record.decode())
         mine.append(position)
         if len(mine) == 8:
-            say("forgets", *mine[:6])
-            store.forget(mine[:6])
+            print_line("deletes", *mine[:6])
+            store.delete_payloads(mine[:6])
             mine = []
 
 
 def take_snapshots(store: Store) -> None:
-    """The state is the whole log so far."""
+    """Take snapshots. The state is the whole log so far."""
     position, records = 0, []
     if loaded := store.load():
         position, records = loaded[0], json.loads(loaded[1])
@@ -53,12 +53,12 @@ def take_snapshots(store: Store) -> None:
         records += [record.decode() for _, record in found]
         position = found[-1][0]
         store.snapshot(position, json.dumps(records).encode()).result(60.0)
-        say("snapshot", position)
+        print_line("snapshot", position)
 
 
 def main(url: str, round_: str) -> None:
     store = open_store(url)
-    say("opened")
+    print_line("opened")
     threads = [threading.Thread(target=append, args=(store, f"{round_}.{thread}")) for thread in range(THREADS)]
     for thread in threads:
         thread.start()

@@ -1,4 +1,4 @@
-"""What every store does: one suite over all of them."""
+"""The contract of `Store`: one test suite for all stores."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.trajectories.redis_server import redis_server  # noqa: F401
 DEADLINE = 60.0
 
 
-class Place:
-    """Where a store is: it can be opened again there."""
+class StoreLocation:
+    """The location of a store, which can be opened there repeatedly."""
 
     def __init__(self, url, space):
         self.url = url
-        self.space = space  # the bytes that it takes there
+        self.space = space  # a function that returns the used bytes
         self.opened = []
 
     def open(self):
@@ -30,57 +30,59 @@ class Place:
 
 
 DURABLE = ["sqlite", "sqlite without sync", "redis"]
-SURVIVES = pytest.mark.parametrize("place", DURABLE, indirect=True)  # nothing does in memory
+SURVIVES = pytest.mark.parametrize("location", DURABLE, indirect=True)  # the store in memory is not durable
 
 
-SHARED = pytest.mark.parametrize("place", ["redis"], indirect=True)
+SHARED = pytest.mark.parametrize("location", ["redis"], indirect=True)
 
 
 @pytest.fixture(params=["memory", *DURABLE])
-def place(request, tmp_path):
+def location(request, tmp_path):
     if request.param == "redis":
         server = request.getfixturevalue("redis_server")
         with redis.Redis.from_url(server.url) as client:
             client.flushall()
-            # The keys only: the server's buffers grow and shrink when it likes.
-            place = Place(server.url, lambda: sum(client.memory_usage(key, samples=0) for key in client.keys("*")))
-            yield place
-            for store in place.opened:
+            # Only the keys, because the sizes of the server's buffers change.
+            location = StoreLocation(
+                server.url, lambda: sum(client.memory_usage(key, samples=0) for key in client.keys("*"))
+            )
+            yield location
+            for store in location.opened:
                 store.close()
             client.flushall()
         return
     if request.param == "memory":
-        place = Place("memory", lambda: sum(map(len, place.opened[0]._payloads.values())))
+        location = StoreLocation("memory", lambda: sum(map(len, location.opened[0]._payloads.values())))
     else:
         option = "?sync=off" if "without" in request.param else ""
         url = f"sqlite:{tmp_path}/store.db{option}"
-        place = Place(url, lambda: sum(entry.stat().st_blocks * 512 for entry in os.scandir(tmp_path)))
-    yield place
-    for store in place.opened:
+        location = StoreLocation(url, lambda: sum(entry.stat().st_blocks * 512 for entry in os.scandir(tmp_path)))
+    yield location
+    for store in location.opened:
         store.close()
 
 
 @pytest.fixture
-def store(place):
-    return place.open()
+def store(location):
+    return location.open()
 
 
 def append_all(store, records):
     return [future.result(DEADLINE) for future in [store.append(*record) for record in records]]
 
 
-def test_positions_are_in_the_order_of_the_calls_without_gaps(store):
+def test_positions_follow_order_of_calls_without_gaps(store):
     resolved = []
     futures = [store.append(b"record %d" % number) for number in range(1, 301)]
     for future in futures:
         future.add_done_callback(lambda done: resolved.append(done.result()))
     assert [future.result(DEADLINE) for future in futures] == list(range(1, 301))
     assert store.read(0, 1000) == [(number, b"record %d" % number) for number in range(1, 301)]
-    assert store.append(b"last").result(DEADLINE) == 301  # so the callbacks before it are through
+    assert store.append(b"last").result(DEADLINE) == 301  # so that all earlier callbacks have run
     assert sorted(resolved) == list(range(1, 301))
 
 
-def test_reading_goes_on_after_a_position_and_up_to_a_limit(store):
+def test_read_returns_records_after_position_up_to_limit(store):
     assert store.read(0, 10) == []
     append_all(store, [(b"a",), (b"b",), (b"",), (b"d",)])
     assert store.read(0, 2) == [(1, b"a"), (2, b"b")]
@@ -88,7 +90,7 @@ def test_reading_goes_on_after_a_position_and_up_to_a_limit(store):
     assert store.read(4, 2) == []
 
 
-def test_appends_of_many_threads_keep_each_ones_order(store):
+def test_appends_of_each_thread_keep_their_order(store):
     given = {}
 
     def append(thread):
@@ -110,47 +112,47 @@ def test_appends_of_many_threads_keep_each_ones_order(store):
     assert store.payloads(range(1, 321)) == [given[position] * 500 for position in range(1, 321)]
 
 
-def test_payloads_lie_under_the_position_of_their_record(store):
+def test_payloads_are_found_by_position_of_their_record(store):
     large = os.urandom(20_000_000)
     append_all(store, [(b"a", b"payload of a"), (b"b",), (b"c", b""), (b"d", large)])
     assert store.payloads([4, 3, 2, 1, 99]) == [large, b"", None, b"payload of a", None]
     assert store.payloads([]) == []
-    assert store.held() == [1, 3, 4]
+    assert store.payload_positions() == [1, 3, 4]
 
 
-def held(store, expected):
-    """What it holds, after the moment that forgetting may take."""
+def wait_for_payload_positions(store, expected):
+    """Return the payload positions. Wait until they are as expected, because deletion may take a moment."""
     end = time.monotonic() + DEADLINE
-    while store.held() != expected and time.monotonic() < end:
+    while store.payload_positions() != expected and time.monotonic() < end:
         time.sleep(0.01)
-    return store.held()
+    return store.payload_positions()
 
 
-def test_forgotten_payloads_are_gone_and_their_records_stay(store):
+def test_deleted_payloads_are_gone_and_their_records_stay(store):
     append_all(store, [(b"a", b"12345"), (b"b", b"123"), (b"c", b"1")])
-    store.forget([1, 3, 99])
-    store.forget([1])
-    store.forget([])
-    assert held(store, [2]) == [2]
+    store.delete_payloads([1, 3, 99])
+    store.delete_payloads([1])
+    store.delete_payloads([])
+    assert wait_for_payload_positions(store, [2]) == [2]
     assert store.payloads([1, 2, 3]) == [None, b"123", None]
     assert [record for _, record in store.read(0, 10)] == [b"a", b"b", b"c"]
 
 
-def test_the_space_of_forgotten_payloads_is_used_again(store, place):
+def test_space_of_deleted_payloads_is_reused(store, location):
     sizes = []
     for _ in range(25):
         positions = append_all(store, [(b"record", os.urandom(size)) for size in range(50_000, 250_000, 10_000)])
-        store.forget(positions[1:])
-        store.forget(positions[:1])
-        assert held(store, []) == []
+        store.delete_payloads(positions[1:])
+        store.delete_payloads(positions[:1])
+        assert wait_for_payload_positions(store, []) == []
         store.snapshot(positions[-1], b"state").result(DEADLINE)
-        sizes.append(place.space())
+        sizes.append(location.space())
     smallest_payload = 50_000
     assert sizes[-1] < 1.5 * max(sizes[:5]) + smallest_payload
 
 
 @SHARED
-def test_waiting_ends_when_a_record_is_there(store):
+def test_wait_ends_when_record_is_appended(store):
     assert not store.wait(0, 0.05)
     appended = []
     timer = threading.Timer(0.1, lambda: appended.append(store.append(b"a").result(DEADLINE)))
@@ -162,9 +164,9 @@ def test_waiting_ends_when_a_record_is_there(store):
     assert not store.wait(1, 0.0)
 
 
-def test_a_snapshot_stands_for_the_records_up_to_it(store):
+def test_snapshot_replaces_records_up_to_it(store):
     assert store.load() is None
-    for number in range(1, 11):  # one after the other: a store may keep what came in one commit for as long as its last
+    for number in range(1, 11):  # one commit each, because a store may keep a commit until its last record is replaced
         append_all(store, [(b"%d" % number, b"payload")])
     state = os.urandom(1_000_000)
     assert store.snapshot(6, state).result(DEADLINE) is None
@@ -172,7 +174,7 @@ def test_a_snapshot_stands_for_the_records_up_to_it(store):
     assert store.read(6, 2) == [(7, b"7"), (8, b"8")]
     store.snapshot(4, b"older").result(DEADLINE)
     assert store.load() == (6, state)
-    assert store.held() == list(range(1, 11))  # what is still needed only the service knows
+    assert store.payload_positions() == list(range(1, 11))  # only the service can tell which payloads are needed
     store.snapshot(10, b"all").result(DEADLINE)
     assert store.load() == (10, b"all")
     assert store.read(10, 10) == []
@@ -184,57 +186,57 @@ def test_a_snapshot_stands_for_the_records_up_to_it(store):
     assert store.read(10, 10) == [(11, b"11")]
 
 
-def test_reading_after_a_position_that_was_never_given_is_refused(store):
+def test_read_after_unknown_position_is_refused(store):
     append_all(store, [(b"a",)])
     with pytest.raises(StoreError, match="lost"):
         store.read(2, 10)
 
 
 @SURVIVES
-def test_everything_is_there_after_closing_and_opening_again(place):
-    store = place.open()
+def test_reopened_store_has_everything(location):
+    store = location.open()
     state = os.urandom(100_000)
     payloads = [os.urandom(size) for size in (1, 4096, 5000, 300_000)]
     append_all(store, [(b"%d" % number, payload) for number, payload in enumerate(payloads, start=1)])
     store.snapshot(2, state).result(DEADLINE)
-    store.forget([2])
-    assert held(store, [1, 3, 4]) == [1, 3, 4]
+    store.delete_payloads([2])
+    assert wait_for_payload_positions(store, [1, 3, 4]) == [1, 3, 4]
     store.close()
     for opened in range(2):
-        store = place.open()
+        store = location.open()
         assert store.load() == (2, state)
         assert store.read(2, 10)[:2] == [(3, b"3"), (4, b"4")]
-        assert store.held() == [1, 3, 4]
+        assert store.payload_positions() == [1, 3, 4]
         assert store.payloads([1, 2, 3, 4]) == [payloads[0], None, payloads[2], payloads[3]]
         assert append_all(store, [(b"more",)]) == [5 + opened]
         store.close()
 
 
 @SURVIVES
-def test_positions_go_on_where_a_snapshot_left_no_record(place):
-    store = place.open()
+def test_positions_continue_after_snapshot_of_all_records(location):
+    store = location.open()
     append_all(store, [(b"a",), (b"b",)])
     store.snapshot(2, b"state").result(DEADLINE)
     store.close()
-    store = place.open()
+    store = location.open()
     assert store.read(2, 10) == []
     assert append_all(store, [(b"c",)]) == [3]
 
 
 @SURVIVES
-def test_closing_writes_what_was_appended(place):
-    store = place.open()
+def test_close_writes_pending_appends(location):
+    store = location.open()
     futures = [store.append(b"%d" % number, bytes(10_000)) for number in range(100)]
     store.close()
     store.close()
     assert [future.result(0) for future in futures] == list(range(1, 101))
     with pytest.raises(UnavailableError, match="closed"):
         store.append(b"late")
-    assert len(place.open().read(0, 1000)) == 100
+    assert len(location.open().read(0, 1000)) == 100
 
 
 @SHARED
-def test_closing_ends_the_waiting(store):
+def test_close_ends_wait(store):
     waited = []
     thread = threading.Thread(target=lambda: waited.append(store.wait(0, DEADLINE)))
     thread.start()
@@ -243,7 +245,7 @@ def test_closing_ends_the_waiting(store):
     assert waited == [False]
 
 
-def test_nothing_is_appended_to_a_closed_store(store):
+def test_append_to_closed_store_is_refused(store):
     store.close()
     with pytest.raises(UnavailableError, match="closed"):
         store.append(b"late")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from rlframe.trajectories.stores.payload_file import BLOCK, ExtentAllocator
 
 
-def test_the_smallest_part_that_suffices_is_used_again():
+def test_smallest_sufficient_extent_is_reused():
     extents = ExtentAllocator(BLOCK)
     large, _, small, _ = (extents.take(blocks * BLOCK) for blocks in (5, 1, 2, 1))
     extents.give_back(large, 5 * BLOCK)
@@ -17,7 +17,7 @@ def test_the_smallest_part_that_suffices_is_used_again():
     assert extents.take(1) == extents.end - BLOCK  # nothing is free: the file grows
 
 
-def test_neighbors_become_one_and_the_end_moves_back():
+def test_adjacent_free_extents_merge_and_end_moves_back():
     extents = ExtentAllocator(0)
     first, second, third, last = (extents.take(BLOCK) for _ in range(4))
     for offset in (first, third, second):
@@ -30,7 +30,7 @@ def test_neighbors_become_one_and_the_end_moves_back():
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40_000)), max_size=60))
-def test_what_is_in_use_never_overlaps_and_can_be_told_again(steps):
+def test_used_extents_never_overlap_and_can_be_restored(steps):
     extents, used = ExtentAllocator(BLOCK), {}
     for take, number in steps:
         if take or not used:
@@ -42,6 +42,6 @@ def test_what_is_in_use_never_overlaps_and_can_be_told_again(steps):
         else:
             offset = sorted(used)[number % len(used)]
             extents.give_back(offset, used.pop(offset))
-    told = ExtentAllocator(BLOCK, sorted(used.items()))
-    assert told.end == extents.end
-    assert told._by_size == extents._by_size
+    restored = ExtentAllocator(BLOCK, sorted(used.items()))
+    assert restored.end == extents.end
+    assert restored._by_size == extents._by_size

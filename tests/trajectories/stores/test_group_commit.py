@@ -12,7 +12,7 @@ DEADLINE = 60.0
 
 
 class Disk(GroupCommitStore):
-    """Writes when it may, and remembers what."""
+    """A store that records its commits, and writes only when allowed."""
 
     def __init__(self):
         self.commits = []
@@ -40,11 +40,11 @@ def disk():
     disk.close()
 
 
-def test_what_came_during_a_commit_goes_into_the_next(disk):
+def test_appends_during_commit_go_into_next_commit(disk):
     first = disk.append(b"a", None)
     assert disk.writing.wait(DEADLINE)
     others = [disk.append(b"b", b"payload"), disk.append(b"c", None)]
-    disk.forget([7, 8])
+    disk.delete_payloads([7, 8])
     snapshots = [disk.snapshot(5, b"five"), disk.snapshot(4, b"four")]
     disk.may_write.set()
     assert [future.result(DEADLINE) for future in [first, *others]] == [1, 2, 3]
@@ -54,17 +54,17 @@ def test_what_came_during_a_commit_goes_into_the_next(disk):
     assert disk.commits[1].snapshot == (5, b"five")
 
 
-def test_what_may_wait_is_bounded(disk, monkeypatch):
+def test_waiting_appends_are_limited(disk, monkeypatch):
     monkeypatch.setattr(group_commit, "MAX_WAITING_BYTES", 1000)
     disk.append(b"a", None)
     assert disk.writing.wait(DEADLINE)
-    disk.append(b"b", bytes(2000))  # nothing else waits: else it could never be sent
+    disk.append(b"b", bytes(2000))  # accepted although it is too large, because no other append waits
     with pytest.raises(UnavailableError, match="The disk is behind"):
         disk.append(b"c", None)
     disk.may_write.set()
 
 
-def test_one_commit_is_bounded(disk, monkeypatch):
+def test_commit_size_is_limited(disk, monkeypatch):
     monkeypatch.setattr(group_commit, "MAX_COMMIT_BYTES", 1000)
     futures = [disk.append(b"a", None)]
     assert disk.writing.wait(DEADLINE)
@@ -74,27 +74,27 @@ def test_one_commit_is_bounded(disk, monkeypatch):
     assert [len(commit.appends) for commit in disk.commits] == [1, 2, 1, 1, 1]
 
 
-def test_space_is_given_back_although_an_append_finds_none(disk):
+def test_payloads_are_deleted_although_append_is_refused(disk):
     disk.error = UnavailableError("full")
     disk.append(b"a", None)
     assert disk.writing.wait(DEADLINE)
     refused = disk.append(b"b", None)
-    disk.forget([3])
+    disk.delete_payloads([3])
     disk.may_write.set()
     with pytest.raises(UnavailableError, match="full"):
         refused.result(DEADLINE)
     disk.close()
-    assert [(commit.appends, commit.forgotten) for commit in disk.commits] == [([], [3])]
+    assert [(commit.appends, commit.deleted) for commit in disk.commits] == [([], [3])]
 
 
-def test_what_is_forgotten_in_great_numbers_goes_into_several_commits(disk):
-    disk.forget(range(5000))
+def test_many_deletions_are_split_into_several_commits(disk):
+    disk.delete_payloads(range(5000))
     disk.may_write.set()
     disk.close()
-    assert [len(commit.forgotten) for commit in disk.commits] == [2000, 2000, 1000]
+    assert [len(commit.deleted) for commit in disk.commits] == [2000, 2000, 1000]
 
 
-def test_positions_whose_commit_failed_wait_for_the_next_occasion(disk):
+def test_failed_deletions_are_retried_with_next_append(disk):
     failing = threading.Event()
     failing.set()
     calls = []
@@ -108,17 +108,17 @@ def test_positions_whose_commit_failed_wait_for_the_next_occasion(disk):
 
     disk._write = write
     disk.may_write.set()
-    disk.forget(range(5000))
+    disk.delete_payloads(range(5000))
     with pytest.raises(UnavailableError):
         disk.snapshot(1, b"").result(DEADLINE)
-    assert len(calls) <= 4  # not again and again
+    assert len(calls) <= 4  # no endless retries
     failing.clear()
     disk.append(b"a", None).result(DEADLINE)
     disk.close()
-    assert sorted(position for commit in disk.commits for position in commit.forgotten) == list(range(5000))
+    assert sorted(position for commit in disk.commits for position in commit.deleted) == list(range(5000))
 
 
-def test_after_a_failure_nothing_more_is_written(disk):
+def test_nothing_is_written_after_store_error(disk):
     disk.error = StoreError("broken")
     disk.may_write.set()
     with pytest.raises(StoreError, match="broken"):
@@ -128,7 +128,7 @@ def test_after_a_failure_nothing_more_is_written(disk):
     assert disk.commits == []
 
 
-def test_a_future_cannot_be_cancelled(disk):
+def test_append_cannot_be_cancelled(disk):
     future = disk.append(b"a", None)
     assert not future.cancel()
     disk.may_write.set()

@@ -31,14 +31,14 @@ def server(tmp_path):
 
 @pytest.fixture
 def forgetful(tmp_path):
-    """A server that keeps nothing when it ends."""
+    """Run a server that loses its data when it ends."""
     with running_redis(tmp_path) as server:
         yield server
 
 
 @pytest.fixture
 def opened():
-    """Opens stores; closes them at the end."""
+    """Return a function that opens stores. Close the stores at the end."""
     with contextlib.ExitStack() as stack:
 
         def open_(url, **settings):
@@ -67,7 +67,7 @@ store.close()
 """
 
 
-def test_two_processes_get_positions_that_are_distinct_and_dense(server, opened):
+def test_two_processes_get_distinct_positions_without_gaps(server, opened):
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", APPENDING, server.url, name],
@@ -92,14 +92,15 @@ def test_two_processes_get_positions_that_are_distinct_and_dense(server, opened)
             process.wait(DEADLINE)
     total = len(positions[0]) + len(positions[1])
     assert sorted(positions[0] + positions[1]) == list(range(1, total + 1))
-    assert min(positions[1]) < max(positions[0]) and min(positions[0]) < max(positions[1])  # they did run together
+    # The processes appended at the same time.
+    assert min(positions[1]) < max(positions[0]) and min(positions[0]) < max(positions[1])
     log = dict(opened(server.url).read(0, total))
     for name, mine in zip(b"ab", positions):
         assert mine == sorted(mine)
         assert [log[position] for position in mine] == [b"%c %d" % (name, n) for n in range(len(mine))]
 
 
-def test_one_process_hears_of_what_another_appends(server, opened):
+def test_wait_ends_when_another_process_appends(server, opened):
     one, other = opened(server.url), opened(server.url)
     assert one.shared
     waited = []
@@ -112,7 +113,7 @@ def test_one_process_hears_of_what_another_appends(server, opened):
     assert one.payloads([1]) == [b"of a"]
 
 
-def test_what_was_acknowledged_survives_kill_9_of_the_server(server, opened):
+def test_acknowledged_records_survive_kill_9_of_server(server, opened):
     acknowledged, threads, stop = {}, [], threading.Event()
     store = opened(server.url)
 
@@ -141,7 +142,7 @@ def test_what_was_acknowledged_survives_kill_9_of_the_server(server, opened):
             thread.join(DEADLINE)
     log = store.read(0, 1_000_000)
     assert len(acknowledged) >= 60
-    assert dict(log) == acknowledged  # every append was acknowledged in the end, and is there once
+    assert dict(log) == acknowledged  # every append was acknowledged in the end, and is stored once
     assert [position for position, _ in log] == list(range(1, len(log) + 1))
     for name in range(4):
         mine = [record for _, record in log if record.startswith(b"%d." % name)]
@@ -150,8 +151,8 @@ def test_what_was_acknowledged_survives_kill_9_of_the_server(server, opened):
 
 
 @pytest.mark.parametrize("torn_in", [b"L" * 100, b"lost 2", b"EXEC"])
-def test_a_commit_that_was_torn_by_kill_9_does_not_come_back(tmp_path, opened, torn_in):
-    """Redis leaves the beginning of it in its file, and carries it out when it starts once more."""
+def test_commit_torn_by_kill_9_does_not_reappear(tmp_path, opened, torn_in):
+    """Redis leaves the beginning of the commit in its file, and executes this beginning at a later start."""
     with running_redis(tmp_path, appendonly="yes", appendfsync="always") as server:
         store = opened(server.url)
         assert append(store, b"before") == [1]
@@ -163,10 +164,10 @@ def test_a_commit_that_was_torn_by_kill_9_does_not_come_back(tmp_path, opened, t
         file.write_bytes(content[: content.rfind(torn_in) + 2])
         server.start()
         store = opened(server.url)
-        kept = store.read(0, 10)  # of three appends, as many commits as there were
+        kept = store.read(0, 10)  # the commits of some of the three appends
         assert kept[0] == (1, b"before") and len(kept) < 4
         assert append(store, b"after") == [len(kept) + 1]
-        store.forget([1])
+        store.delete_payloads([1])
         assert append(store, b"later", b"last") == [len(kept) + 2, len(kept) + 3]
         server.kill()
         server.start()
@@ -178,7 +179,7 @@ def test_a_commit_that_was_torn_by_kill_9_does_not_come_back(tmp_path, opened, t
 
 
 class Proxy:
-    """Between a client and the server: loses the answer to the next request that contains `lose`, and hangs up."""
+    """A proxy in front of Redis. It drops the answer to the next request that contains `lose`, and disconnects."""
 
     def __init__(self, port):
         self._server_port = port
@@ -199,7 +200,7 @@ class Proxy:
                 self._relays.append(relay)
 
     def _relay(self, client):
-        """Requests and answers alternate on a connection, and each of ours is sent in one or more pieces."""
+        """Relay one connection. Requests and answers alternate, and a request arrives in one or more pieces."""
         server = socket.create_connection(("127.0.0.1", self._server_port))
         losing = False
 
@@ -216,7 +217,7 @@ class Proxy:
         thread.start()
         with contextlib.suppress(OSError):
             while data := server.recv(1 << 20):
-                if losing:  # the server has carried it out
+                if losing:  # the server has executed the request
                     self.lost += 1
                     break
                 client.sendall(data)
@@ -235,7 +236,7 @@ class Proxy:
             relay.join(DEADLINE)
 
 
-def test_an_append_whose_answer_was_lost_is_there_once(server):
+def test_append_with_lost_answer_is_stored_once(server):
     proxy = Proxy(server.port)
     try:
         with contextlib.closing(RedisStore(proxy.url)) as store:
@@ -245,7 +246,7 @@ def test_an_append_whose_answer_was_lost_is_there_once(server):
             assert proxy.lost == 1
             assert store.read(0, 10) == [(1, b"first"), (2, b"second"), (3, b"third")]
             assert store.payloads([1, 2, 3]) == [b"of first", b"of second", b"of third"]
-            store.forget([1])
+            store.delete_payloads([1])
             proxy.lose = b"fourth"
             assert append(store, b"fourth") == [4]
             assert store.payloads([1, 2, 3, 4]) == [None, b"of second", b"of third", b"of fourth"]
@@ -253,13 +254,13 @@ def test_an_append_whose_answer_was_lost_is_there_once(server):
         proxy.close()
 
 
-def test_a_server_that_does_not_answer_is_an_error_within_the_deadline(server, opened):
+def test_silent_server_raises_peer_error_by_deadline(server, opened):
     store = opened(server.url, deadline=3.0)
     append(store, b"first")
-    os.kill(server.process.pid, 19)  # SIGSTOP: connections are taken, and nothing is answered
+    os.kill(server.process.pid, 19)  # SIGSTOP: the server accepts connections, but does not answer
     try:
         future = store.append(b"given up")
-        with pytest.raises(PeerError, match=f"127.0.0.1:{server.port} did not answer: appending, for"):
+        with pytest.raises(PeerError, match=f"127.0.0.1:{server.port} did not answer for .* while appending"):
             future.result(DEADLINE)
         with pytest.raises(PeerError, match="reading the log"):
             store.read(0, 10)
@@ -267,10 +268,11 @@ def test_a_server_that_does_not_answer_is_an_error_within_the_deadline(server, o
         os.kill(server.process.pid, 18)  # SIGCONT
     assert append(store, b"next")[0] in (2, 3)
     records = [record for _, record in store.read(0, 10)]
-    assert records in ([b"first", b"next"], [b"first", b"given up", b"next"])  # before what came later, or not at all
+    # The abandoned append is stored first, or not at all.
+    assert records in ([b"first", b"next"], [b"first", b"given up", b"next"])
 
 
-def test_a_commit_that_was_given_up_is_refused_when_it_arrives_late(server, opened):
+def test_abandoned_commit_that_arrives_late_is_refused(server, opened):
     store = opened(server.url)
     append(store, b"first", b"second")
     keys = ["rlframe:trajectories:" + name for name in ("log", "payloads", f"writer:{store._writer}")]
@@ -279,7 +281,7 @@ def test_a_commit_that_was_given_up_is_refused_when_it_arrives_late(server, open
     assert [record for _, record in store.read(0, 10)] == [b"first", b"second"]
 
 
-def test_no_server_is_an_error_that_names_it_without_the_password():
+def test_connection_error_names_server_without_password():
     port = free_port()
     with pytest.raises(PeerError) as raised:
         RedisStore(f"redis://:secret@127.0.0.1:{port}/0", deadline=0.3)
@@ -287,7 +289,7 @@ def test_no_server_is_an_error_that_names_it_without_the_password():
     assert "secret" not in str(raised.value)
 
 
-def test_records_that_the_server_lost_are_noticed(forgetful, opened):
+def test_lost_records_are_detected(forgetful, opened):
     store = opened(forgetful.url)
     append(store, b"a", b"b")
     assert store.read(0, 10) == [(1, b"a"), (2, b"b")]
@@ -301,7 +303,7 @@ def test_records_that_the_server_lost_are_noticed(forgetful, opened):
         store.append(b"d")
 
 
-def test_lost_records_are_noticed_although_others_took_their_places(forgetful, opened):
+def test_lost_records_are_detected_after_new_appends(forgetful, opened):
     store = opened(forgetful.url)
     append(store, b"a", b"b")
     assert store.read(0, 10) == [(1, b"a"), (2, b"b")]
@@ -312,9 +314,9 @@ def test_lost_records_are_noticed_although_others_took_their_places(forgetful, o
         store.read(2, 10)
 
 
-def test_a_process_that_is_a_snapshot_behind_reads_on_one_that_is_two_behind_loads(server, opened):
+def test_reader_one_snapshot_behind_continues_and_two_behind_loads(server, opened):
     ahead, behind = opened(server.url), opened(server.url)
-    for number in range(1, 10):  # a commit each: what came in one commit goes with its last record
+    for number in range(1, 10):  # one commit each, because a commit is dropped as a whole
         append(ahead, b"%d" % number)
     assert len(behind.read(0, 4)) == 4
     ahead.snapshot(6, b"six").result(DEADLINE)
@@ -328,7 +330,7 @@ def test_a_process_that_is_a_snapshot_behind_reads_on_one_that_is_two_behind_loa
     assert ahead.load() == (8, b"eight")
 
 
-def test_a_full_server_refuses_appends_until_something_is_forgotten(tmp_path, opened):
+def test_full_server_refuses_appends_until_payloads_are_deleted(tmp_path, opened):
     with running_redis(tmp_path, maxmemory="20mb") as server:
         store = opened(server.url)
         held = []
@@ -336,33 +338,33 @@ def test_a_full_server_refuses_appends_until_something_is_forgotten(tmp_path, op
             for _ in range(100):
                 held.append(store.append(b"record", bytes(1_000_000)).result(DEADLINE))
         assert 5 < len(held) < 25
-        assert store.held() == held
-        store.forget(held[:5])
+        assert store.payload_positions() == held
+        store.delete_payloads(held[:5])
         assert store.append(b"again", bytes(1_000_000)).result(DEADLINE) == held[-1] + 1
-        assert store.held() == [*held[5:], held[-1] + 1]
+        assert store.payload_positions() == [*held[5:], held[-1] + 1]
         assert [position for position, _ in store.read(0, 100)] == [*held, held[-1] + 1]
 
 
-def test_a_server_that_would_throw_data_away_is_refused(tmp_path):
+def test_server_that_evicts_data_is_refused(tmp_path):
     refused = pytest.raises(StoreError, match="allkeys-lru.*Set `maxmemory-policy noeviction`")
     with running_redis(tmp_path, maxmemory="20mb", maxmemory_policy="allkeys-lru") as server, refused:
         open_store(server.url)
 
 
-def test_another_format_and_another_programs_keys_are_refused(server):
+def test_other_format_and_foreign_keys_are_refused(server):
     with redis.Redis.from_url(server.url) as client:
         client.hset("rlframe:trajectories:meta", "format", "7")
         with pytest.raises(StoreError, match="format b'7'"):
             open_store(server.url)
         client.delete("rlframe:trajectories:meta")
         client.set("rlframe:trajectories:meta", "theirs")
-        with pytest.raises(StoreError, match="another program's"):
+        with pytest.raises(StoreError, match="belong to another program"):
             open_store(server.url)
 
 
-def test_a_store_says_what_it_survives(server, opened, caplog):
+def test_durability_describes_settings_of_server(server, opened, caplog):
     with caplog.at_level(logging.WARNING):
-        assert "of Redis, and the loss of power" in opened(server.url).durability
+        assert "a crash of Redis, and a power failure" in opened(server.url).durability
         assert caplog.text == ""
         with redis.Redis.from_url(server.url) as client:
             client.config_set("appendfsync", "everysec")
@@ -370,5 +372,5 @@ def test_a_store_says_what_it_survives(server, opened, caplog):
         assert "Set `appendfsync always`" in caplog.text
         with redis.Redis.from_url(server.url) as client:
             client.config_set("appendonly", "no")
-        assert "is lost when the Redis server ends" in opened(server.url).durability
+        assert "are lost when the Redis server ends" in opened(server.url).durability
         assert "Set `appendonly yes`" in caplog.text

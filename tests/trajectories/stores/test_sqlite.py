@@ -26,7 +26,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def opened(path):
-    """Opens the store at `path`; closes what was opened."""
+    """Return a function that opens the store at `path`. Close the stores at the end."""
     stores = []
 
     def open_(option=""):
@@ -44,13 +44,13 @@ def start(*arguments):
     )
 
 
-class Said:
-    """What a `killed_writer` said before it was killed."""
+class WriterOutput:
+    """The output of a `killed_writer` before it was killed."""
 
     def __init__(self, lines):
         words = [line.split() for line in lines]
         self.appended = {int(line[1]): line[2].encode() for line in words if line[0] == "appended"}
-        self.forgets = {int(position) for line in words if line[0] == "forgets" for position in line[1:]}
+        self.deleted = {int(position) for line in words if line[0] == "deletes" for position in line[1:]}
         self.snapshot = max((int(line[1]) for line in words if line[0] == "snapshot"), default=0)
 
 
@@ -70,38 +70,38 @@ def write_and_kill(url, round_, delay, once_it_appends):
         process.kill()
         process.wait(DEADLINE)
         watchdog.cancel()
-    return Said(lines)
+    return WriterOutput(lines)
 
 
 @pytest.mark.parametrize("option", ["", pytest.param("?sync=off", marks=pytest.mark.system)])
-def test_what_was_acknowledged_survives_kill_9_once_and_in_order(path, opened, option):
-    acknowledged, said_forgotten, before = {}, set(), 0
+def test_acknowledged_records_survive_kill_9_once_and_in_order(path, opened, option):
+    acknowledged, deleted, before = {}, set(), 0
     for round_ in range(5):
         delay = random.uniform(0.02, 0.6)
-        said = write_and_kill(f"sqlite:{path}{option}", round_, delay, once_it_appends=round_ == 4)
-        acknowledged.update(said.appended)
-        said_forgotten |= said.forgets
+        output = write_and_kill(f"sqlite:{path}{option}", round_, delay, once_it_appends=round_ == 4)
+        acknowledged.update(output.appended)
+        deleted |= output.deleted
         store = opened(option)
-        # The whole log: the snapshot's state, and what came after.
+        # The whole log: the snapshot's state, and the records after it.
         snapshot, state = store.load() or (0, b"[]")
         log = dict(enumerate((record.encode() for record in json.loads(state)), start=1))
-        assert snapshot >= said.snapshot and len(log) == snapshot
+        assert snapshot >= output.snapshot and len(log) == snapshot
         log.update(store.read(snapshot, 1_000_000))
         assert sorted(log) == list(range(1, len(log) + 1))
         assert {position: log.get(position) for position in acknowledged} == acknowledged
-        # Each thread waits for one append before the next: one at most was not yet acknowledged.
+        # Each thread has at most one append that was not acknowledged.
         for thread in range(THREADS):
             prefix = b"%d.%d." % (round_, thread)
             written = [record for position, record in log.items() if position > before and record.startswith(prefix)]
             assert written == [prefix + b"%d" % number for number in range(len(written))]
-            assert len(written) <= sum(record.startswith(prefix) for record in said.appended.values()) + 1
-        assert len(log) - before <= len(said.appended) + THREADS  # and nothing else
+            assert len(written) <= sum(record.startswith(prefix) for record in output.appended.values()) + 1
+        assert len(log) - before <= len(output.appended) + THREADS  # no other records
         before = len(log)
-        held = store.held()
-        assert set(log) - said_forgotten <= set(held)
+        held = store.payload_positions()
+        assert set(log) - deleted <= set(held)
         assert store.payloads(held) == [payload_of(log[position]) for position in held]
-        said_forgotten |= set(held)
-        store.forget(held)  # as the service does with what its state does not need
+        deleted |= set(held)
+        store.delete_payloads(held)  # as the service does with orphaned payloads
         store.close()
     assert acknowledged
 
@@ -116,7 +116,7 @@ sys.stdin.read()
 """
 
 
-def test_a_second_owner_is_refused_until_the_first_is_dead(path, opened):
+def test_second_owner_is_refused_until_first_is_dead(path, opened):
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER, f"sqlite:{path}"],
         stdin=subprocess.PIPE,
@@ -134,7 +134,7 @@ def test_a_second_owner_is_refused_until_the_first_is_dead(path, opened):
     assert store.read(0, 10) == [(1, b"a")]
     with pytest.raises(StoreError, match=f"this process .{os.getpid()}."):
         opened()
-    assert store.append(b"b").result(DEADLINE) == 2  # the refused one did no harm
+    assert store.append(b"b").result(DEADLINE) == 2  # the refused owner changed nothing
 
 
 LIMITED = """
@@ -149,13 +149,13 @@ for number in range(100):
     except UnavailableError as error:
         print(number, error)
         break
-store.forget([1, 2])
-print(store.append(b"again", bytes(900_000)).result(60), len(store.held()))
+store.delete_payloads([1, 2])
+print(store.append(b"again", bytes(900_000)).result(60), len(store.payload_positions()))
 store.close()
 """
 
 
-def test_a_full_disk_refuses_appends_until_something_is_forgotten(path, opened):
+def test_full_disk_refuses_appends_until_payloads_are_deleted(path, opened):
     process = start("-c", LIMITED, f"sqlite:{path}")
     output = process.communicate(timeout=DEADLINE)[0].decode().splitlines()
     assert process.returncode == 0
@@ -164,17 +164,17 @@ def test_a_full_disk_refuses_appends_until_something_is_forgotten(path, opened):
     assert opened().read(0, 10) == [(number + 1, b"%d" % number) for number in range(5)] + [(6, b"again")]
 
 
-def test_the_payload_file_shrinks_when_a_great_deal_of_it_is_free(path, opened):
+def test_payload_file_shrinks_when_much_of_it_is_free(path, opened):
     store = opened()
     positions = [store.append(b"record", bytes(20_000_000)).result(DEADLINE) for _ in range(5)]
     payloads = pathlib.Path(f"{path}-payloads")
     assert payloads.stat().st_size > 100_000_000
-    store.forget(positions)
-    store.append(b"after").result(DEADLINE)  # the next commit, at the latest
+    store.delete_payloads(positions)
+    store.append(b"after").result(DEADLINE)  # the file shrinks with the next commit at the latest
     assert payloads.stat().st_size < 1_000_000
 
 
-def test_many_records_that_a_snapshot_replaces_go_little_by_little(path, opened):
+def test_replaced_records_are_deleted_in_several_commits(path, opened):
     store = opened("?sync=off")
     futures = [store.append(b"%d" % number) for number in range(12_000)]
     last = futures[-1].result(DEADLINE)
@@ -187,7 +187,7 @@ def test_many_records_that_a_snapshot_replaces_go_little_by_little(path, opened)
     assert store.read(last - 1, 1) == [(last, b"11999")]
 
 
-def test_a_damaged_payload_is_missing_not_wrong(path, opened, caplog):
+def test_damaged_payload_is_none(path, opened, caplog):
     store = opened()
     for number in range(3):
         store.append(b"record", bytes([number]) * 10_000).result(DEADLINE)
@@ -200,7 +200,7 @@ def test_a_damaged_payload_is_missing_not_wrong(path, opened, caplog):
     assert "position 2 is damaged" in caplog.text
 
 
-def test_a_damaged_snapshot_is_an_error(path, opened):
+def test_damaged_snapshot_raises_store_error(path, opened):
     store = opened()
     store.append(b"record").result(DEADLINE)
     store.snapshot(1, b"state").result(DEADLINE)
@@ -208,11 +208,11 @@ def test_a_damaged_snapshot_is_an_error(path, opened):
     with sqlite3.connect(path) as database:
         database.execute("UPDATE snapshot SET state = ?", (b"stake",))
     database.close()
-    with pytest.raises(StoreError, match="its snapshot is not what was written"):
+    with pytest.raises(StoreError, match="the checksum of its snapshot does not match"):
         opened().load()
 
 
-def test_a_file_that_is_no_store_is_refused(path, opened):
+def test_other_file_is_refused(path, opened):
     path.write_bytes(b"something else, and long enough" * 1000)
     with pytest.raises(StoreError, match="not a SQLite database"):
         opened()
@@ -222,10 +222,10 @@ def test_a_file_that_is_no_store_is_refused(path, opened):
     database.close()
     with pytest.raises(StoreError, match="the database of another program"):
         opened()
-    assert os.listdir(path.parent) == [path.name]  # nothing of ours is left beside it
+    assert os.listdir(path.parent) == [path.name]  # no payload file is left
 
 
-def test_another_format_is_refused(path, opened):
+def test_other_format_is_refused(path, opened):
     opened().close()
     with sqlite3.connect(path) as database:
         database.execute("PRAGMA user_version = 7")
@@ -234,7 +234,7 @@ def test_another_format_is_refused(path, opened):
         opened()
 
 
-def test_payloads_that_are_not_the_databases_are_refused(path, opened, tmp_path):
+def test_payload_file_of_other_database_is_refused(path, opened, tmp_path):
     opened().close()
     payloads = pathlib.Path(f"{path}-payloads")
     payloads.rename(tmp_path / "elsewhere")
@@ -250,7 +250,7 @@ def test_payloads_that_are_not_the_databases_are_refused(path, opened, tmp_path)
         opened()
 
 
-def test_a_path_that_cannot_be_written_is_refused(tmp_path):
+def test_unwritable_path_is_refused(tmp_path):
     with pytest.raises(UsageError, match="its directory does not exist"):
         open_store(f"sqlite:{tmp_path}/missing/store.db")
     with pytest.raises(UsageError, match="is a directory"):
@@ -259,11 +259,11 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path):
         open_store("sqlite:/proc/store.db")
 
 
-def test_a_failure_of_the_disk_is_final(path, opened):
+def test_disk_failure_is_final(path, opened):
     store = opened()
     store.append(b"a").result(DEADLINE)
-    os.close(store._file._fd)  # what is written from here on fails
-    with pytest.raises(StoreError, match=r"failed, and takes nothing more: .*Bad file descriptor"):
+    os.close(store._file._fd)  # later writes fail
+    with pytest.raises(StoreError, match=r"failed, and accepts nothing more: .*Bad file descriptor"):
         store.append(b"b", b"payload").result(DEADLINE)
     with pytest.raises(StoreError, match="failed"):
         store.append(b"c")
@@ -272,12 +272,12 @@ def test_a_failure_of_the_disk_is_final(path, opened):
     assert opened().read(0, 10) == [(1, b"a")]
 
 
-def test_what_a_store_says_it_survives(opened):
+def test_durability_describes_sync_option(opened):
     store = opened()
     assert not store.shared
-    assert "and the loss of power" in store.durability
+    assert "and a power failure" in store.durability
     store.close()
-    assert "not the loss of power" in opened("?sync=off").durability
+    assert "not a power failure" in opened("?sync=off").durability
 
 
 @pytest.mark.parametrize(
@@ -288,16 +288,16 @@ def test_what_a_store_says_it_survives(opened):
         ("sqlite:", "names no store"),
         ("memory:store", "names no store"),
         ("sqlite:store.db?fsync=off", "has the option sync=on or sync=off"),
-        ("redis://localhost:port", "not that of a Redis"),
+        ("redis://localhost:port", "not a valid Redis URL"),
     ],
 )
-def test_a_url_that_names_no_store_is_refused(url, message):
+def test_invalid_store_url_is_refused(url, message):
     with pytest.raises(UsageError) as raised:
         open_store(url)
     assert message in str(raised.value)
 
 
-def test_unavailable_is_not_final(opened):
+def test_closed_store_raises_unavailable_error(opened):
     store = opened()
     store.close()
     with pytest.raises(UnavailableError, match="is closed"):

@@ -1,4 +1,4 @@
-"""The endpoints: the published contract, and beside it what is opt-in. Here is what they share."""
+"""The endpoints: the published contract and optional extensions. This module has the parts that they share."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rlframe.trajectories.service.service import Service
 DEFAULT_RUN = "default"
 MAX_NAME = 200  # characters of a key or a consumer's name
 
-INVALID: dict[int | str, dict[str, Any]] = {422: {"model": models.Invalid, "description": "A field is wrong."}}
+INVALID: dict[int | str, dict[str, Any]] = {422: {"model": models.Invalid, "description": "A field is invalid."}}
 UNAVAILABLE: dict[int | str, dict[str, Any]] = {
-    503: {"model": models.Failure, "description": "Not now: again after Retry-After seconds."}
+    503: {"model": models.Failure, "description": "Unavailable. Retry after Retry-After seconds."}
 }
 WRITES = INVALID | UNAVAILABLE
-REFUSED: dict[int | str, dict[str, Any]] = {  # before an endpoint sees the request
-    400: {"model": models.Refusal, "description": "The body cannot be read, or not be decompressed."},
-    401: {"model": models.Refusal, "description": "The service has a token, and this is not it."},
+REFUSED: dict[int | str, dict[str, Any]] = {  # answered before the request reaches an endpoint
+    400: {"model": models.Refusal, "description": "The body cannot be read or decompressed."},
+    401: {"model": models.Refusal, "description": "The request lacks the service's token."},
     408: {"model": models.Refusal, "description": "The body did not arrive in time."},
     413: {"model": models.Refusal, "description": "The body is too large."},
-    415: {"model": models.Refusal, "description": "The body's encoding is not known."},
+    415: {"model": models.Refusal, "description": "The encoding of the body is unknown."},
 }
 
 
@@ -37,29 +37,29 @@ def service_of(request: Request) -> Service:
 
 
 async def check_run_name(
-    run: Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="A namespace of its own.")],
+    run: Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Name of the run.")],
 ) -> None:
-    """Refuse what cannot be the name of a run."""
+    """Refuse invalid names of runs."""
 
 
 def invalid(loc: tuple[str | int, ...], message: str, kind: str = "value_error") -> Response:
-    """422, as FastAPI answers it."""
+    """Return a 422 in FastAPI's format."""
     return answer({"detail": [{"loc": list(loc), "msg": message, "type": kind}]}, 422)
 
 
-REPLAYED = {"Idempotent-Replayed": "true"}  # header of an answer that was given before
+REPLAYED = {"Idempotent-Replayed": "true"}  # header of a repeated answer
 IdempotencyKey = Annotated[
     Union[str, None],
     Header(
         alias="Idempotency-Key",
         min_length=1,
         max_length=MAX_NAME,
-        description="Chosen by the client: the same request again gets the first answer, and changes nothing.",
+        description="Key chosen by the client. A repeated key gets the first answer, and changes nothing.",
     ),
 ]
 
 
 def raw_body(schema: dict[str, Any], *content_types: str, required: bool = True) -> dict[str, Any]:
-    """`openapi_extra` of a route that reads its body itself."""
+    """Return the `openapi_extra` of a route that reads its body itself."""
     types = content_types or ("application/json", "application/msgpack")
     return {"requestBody": {"required": required, "content": {kind: {"schema": schema} for kind in types}}}

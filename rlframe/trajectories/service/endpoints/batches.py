@@ -1,4 +1,4 @@
-"""Batches go out."""
+"""Endpoints that deliver batches and show the latest groups."""
 
 from __future__ import annotations
 
@@ -29,27 +29,32 @@ _NONE_YET: dict[str, list[Any]] = {
     )
 }
 _UNKNOWN: dict[int | str, dict[str, Any]] = {
-    404: {"model": models.Failure, "description": "It is neither leased nor waits to be delivered again."}
+    404: {"model": models.Failure, "description": "The batch is not leased, and does not wait for redelivery."}
 }
 Name = Annotated[str, Query(min_length=1, max_length=MAX_NAME)]
 Lease = Annotated[
-    float, Query(gt=0, le=86_400, allow_inf_nan=False, description="Seconds until it is somebody else's.")
+    float, Query(gt=0, le=86_400, allow_inf_nan=False, description="Seconds for which the consumer owns the batch.")
 ]
 
 
 @router.get("/batch", response_model=Union[models.BatchAnswer, models.NotRegistered], responses=WRITES)
 async def batch(
     request: Request,
-    wait: Annotated[float, Query(ge=0, le=60, allow_inf_nan=False, description="Seconds to wait for data.")] = 0.0,
+    wait: Annotated[float, Query(ge=0, le=60, allow_inf_nan=False, description="Seconds to wait for a batch.")] = 0.0,
     lease: Lease | None = None,
     consumer: Name | None = None,
     request_key: Annotated[
         str | None,
-        Query(alias="request", min_length=1, max_length=MAX_NAME, description="The same again gets the same batch."),
+        Query(
+            alias="request",
+            min_length=1,
+            max_length=MAX_NAME,
+            description="Key of the request. A repeated key gets the same batch.",
+        ),
     ] = None,
-    policy_version: Annotated[models.Version | None, Query(description="That the trainer has now.")] = None,
+    policy_version: Annotated[models.Version | None, Query(description="The trainer's current policy version.")] = None,
 ) -> Response:
-    """The next batch, of exactly batch_size sequences, or null."""
+    """Return the next batch of exactly batch_size sequences, or null."""
     service, run = service_of(request), run_of(request)
     queue = service.queue(run)
     if queue.epoch.registration is None:
@@ -60,15 +65,16 @@ async def batch(
     if policy_version is not None and policy_version != queue.epoch.policy_version:
         await service.submit(run, "set_policy_version", version=policy_version)
     deadline = time.monotonic() + wait
-    asked = {"lease_seconds": lease, "consumer": consumer, "request": request_key}
-    taken = await _take(service, run, asked)
+    options = {"lease_seconds": lease, "consumer": consumer, "request": request_key}
+    taken = await _take(service, run, options)
     while taken is None and (left := deadline - time.monotonic()) > 0 and not service.closing:
-        await request.body()  # what is received after it is that the client left
-        if not _worth(service.queue(run), asked):  # what came since the answer wakes nobody who was not waiting yet
-            await service.changed(run, left)
+        await request.body()  # after the body, only a disconnect can be received
+        # A batch that came after `_take`, before this wait, does not wake this request.
+        if not _may_take(service.queue(run), options):
+            await service.wait_for_change(run, left)
         if await request.is_disconnected():
             break
-        taken = await _take(service, run, asked)
+        taken = await _take(service, run, options)
     leased = lease is not None or consumer is not None
     extras = _extras(taken[0] if taken else None) if leased else {}
     return _encoded(request, "batch", taken[1] if taken else None, extras)
@@ -76,20 +82,20 @@ async def batch(
 
 @router.post("/batch/{batch_id}/ack", response_model=models.Success, responses=WRITES | _UNKNOWN)
 async def ack(batch_id: models.Int64, request: Request) -> Response:
-    """The batch was trained on: it will not come again."""
+    """Acknowledge a batch, so that it is not delivered again."""
     return _settled(batch_id, await service_of(request).submit(run_of(request), "ack", batch_id=batch_id))
 
 
 @router.post("/batch/{batch_id}/nack", response_model=models.Success, responses=WRITES | _UNKNOWN)
 async def nack(batch_id: models.Int64, request: Request, consumer: Name | None = None) -> Response:
-    """The batch goes to the next who asks; with `consumer`, only where it is still his."""
+    """Give a leased batch back, for the next request. With `consumer`, only if it owns the batch."""
     known = await service_of(request).submit(run_of(request), "nack", batch_id=batch_id, consumer=consumer)
     return _settled(batch_id, known)
 
 
 @router.post("/batch/{batch_id}/renew", response_model=models.Success, responses=WRITES | _UNKNOWN)
 async def renew(batch_id: models.Int64, request: Request, lease: Lease, consumer: Name | None = None) -> Response:
-    """The leased batch is its consumer's for so many seconds from now on; with `consumer`, only where it is his."""
+    """Extend the lease of a batch to `lease` seconds from now. With `consumer`, only if it owns the batch."""
     renewed = await service_of(request).submit(
         run_of(request), "renew", batch_id=batch_id, lease_seconds=lease, consumer=consumer
     )
@@ -98,29 +104,29 @@ async def renew(batch_id: models.Int64, request: Request, lease: Lease, consumer
 
 @router.get("/latest_example", response_model=Union[models.Item, dict[str, list[Any]]])
 async def latest_example(request: Request) -> Response:
-    """The group that was sent last, or the keys of one with empty lists."""
+    """Return the latest group. If there is none, return its keys with empty lists."""
     groups = await service_of(request).latest_groups(run_of(request), 1)
     if not groups:
         return answer(_NONE_YET)
-    if _wants_packed(request):
+    if _accepts_msgpack(request):
         return Response(as_packed(groups[0]), media_type=MSGPACK)
     return Response(as_json(groups[0]), media_type="application/json")
 
 
 @router.get("/latest", response_model=dict[str, list[models.Item]], responses=WRITES)
 async def latest(request: Request, count: Annotated[int, Query(ge=1, le=LATEST)] = 1) -> Response:
-    """The groups that were sent last, newest first."""
+    """Return the latest groups, newest first."""
     groups = await service_of(request).latest_groups(run_of(request), count)
     return _encoded(request, "groups", groups, {})
 
 
-async def _take(service: Service, run: str, asked: dict[str, Any]) -> tuple[LeasedBatch, list[bytes]] | None:
-    return await service.take(run, **asked) if _worth(service.queue(run), asked) else None
+async def _take(service: Service, run: str, options: dict[str, Any]) -> tuple[LeasedBatch, list[bytes]] | None:
+    return await service.take(run, **options) if _may_take(service.queue(run), options) else None
 
 
-def _worth(queue: Queue, asked: dict[str, Any]) -> bool:
-    """A poll that would be given nothing is no command."""
-    return queue.may_take(time.time(), asked["consumer"], asked["request"])
+def _may_take(queue: Queue, options: dict[str, Any]) -> bool:
+    """Return False for a poll that would return nothing, so that no command is logged for it."""
+    return queue.may_take(time.time(), options["consumer"], options["request"])
 
 
 def _extras(batch: LeasedBatch | None) -> dict[str, Any]:
@@ -130,20 +136,23 @@ def _extras(batch: LeasedBatch | None) -> dict[str, Any]:
 
 
 def _encoded(request: Request, name: str, payloads: list[bytes] | None, extras: dict[str, Any]) -> Response:
-    """`{name: [items]}` and more, joined from stored bytes."""
-    if _wants_packed(request):
+    """Return `{name: [items]}` and `extras`, joined from stored bytes."""
+    if _accepts_msgpack(request):
         items = Raw(join_packed(payloads)) if payloads is not None else None
         return Response(msgspec.msgpack.encode({name: items, **extras}), media_type=MSGPACK)
     items = Raw(join_json(payloads)) if payloads is not None else None
     return Response(msgspec.json.encode({name: items, **extras}), media_type="application/json")
 
 
-def _wants_packed(request: Request) -> bool:
+def _accepts_msgpack(request: Request) -> bool:
     return MSGPACK in request.headers.get("accept", "")
 
 
 def _settled(batch_id: int, known: bool) -> Response:
     if known:
         return answer({"status": "success"})
-    error = f"Batch {batch_id} is not out (to this consumer): it was acknowledged, given back or late, or never was."
+    error = (
+        f"Batch {batch_id} is not leased (by this consumer): it was acknowledged or given back, its lease ended, or it "
+        "never existed."
+    )
     return answer({"status": "failure", "error": error}, 404)

@@ -1,4 +1,4 @@
-"""Groups come in."""
+"""Endpoints that receive groups."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from rlframe.trajectories.service.wire import ParsedGroup, parse_group, parse_gr
 router = APIRouter(tags=["groups"])
 RAW = ("/scored_data", "/scored_data_list")  # paths that read their bodies themselves
 TOO_OLD: dict[int | str, dict[str, Any]] = {
-    409: {"model": models.Failure, "description": "Sampled from an older policy than the trainer takes."}
+    409: {"model": models.Failure, "description": "Sampled from an older policy than the trainer accepts."}
 }
-_PACING = 5  # seconds after which a group that came too early may be tried again
+_TOO_EARLY_RETRY = 5  # Retry-After in seconds, for a group that came too early
 
 
 @router.post(
@@ -39,11 +39,11 @@ _PACING = 5  # seconds after which a group that came too early may be tried agai
     openapi_extra=raw_body(models.ITEM),
 )
 async def scored_data(request: Request, key: IdempotencyKey = None) -> Response:
-    """One group: sequences for one prompt. Once this is answered with received or buffered, it is kept."""
+    """Receive one group: sequences for one prompt. It is stored if the answer is received or buffered."""
     service, run = service_of(request), run_of(request)
     body = await request.body()
-    async with service.decoding:
-        await asyncio.sleep(0)  # short requests come between two groups, not after all that have arrived
+    async with service.decode_lock:
+        await asyncio.sleep(0)  # give short requests a turn between two groups
         group = parse_group(body, _is_packed(request))
     _check_size(service, run, group)
     added = await _add(service, run, group, key)
@@ -62,11 +62,11 @@ async def scored_data(request: Request, key: IdempotencyKey = None) -> Response:
     openapi_extra=raw_body({"type": "array", "items": models.ITEM}),
 )
 async def scored_data_list(request: Request, key: IdempotencyKey = None) -> Response:
-    """Several groups: all are checked before the first is taken. The i-th has the key KEY/i."""
+    """Receive several groups. All are checked before the first is stored. The i-th group has the key KEY/i."""
     service, run = service_of(request), run_of(request)
     body = await request.body()
     groups: list[ParsedGroup] = []
-    async with service.decoding:
+    async with service.decode_lock:
         for i, group in enumerate(parse_groups(body, _is_packed(request))):
             _check_size(service, run, group, i)
             groups.append(group)
@@ -95,10 +95,12 @@ def _is_packed(request: Request) -> bool:
 
 
 def _check_size(service: Service, run: str, group: ParsedGroup, *loc: int) -> None:
-    """Refuse what no batch can hold, before it is stored."""
+    """Refuse a group that no batch can hold, before it is stored."""
     trainer = service.queue(run).epoch.registration
     if trainer is not None and group.sequences > trainer.batch_size:
-        message = f"The group has {group.sequences} sequences, a batch {trainer.batch_size}: it can never be served."
+        message = (
+            f"The group has {group.sequences} sequences, but a batch has {trainer.batch_size}, so no batch can hold it."
+        )
         raise InvalidGroupError((*loc, "tokens"), message, "too_long")
 
 
@@ -123,4 +125,4 @@ def _refused(added: AddResult) -> Response:
         return invalid(("body", "tokens"), reason, "too_long")
     if added.too_old:
         return answer({"status": "too old", "error": reason}, 409)
-    return retry_later(reason, "too early", _PACING)
+    return retry_later(reason, "too early", _TOO_EARLY_RETRY)

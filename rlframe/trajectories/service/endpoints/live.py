@@ -1,4 +1,7 @@
-"""What the live page and Prometheus show. Queues are read when they ask; only durations of requests are counted."""
+"""Endpoints of the live page, and metrics for Prometheus.
+
+Queues are read at each request. Only the durations of requests are counted.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,12 @@ PREFIX = "rlframe_trajectories_"
 
 
 def families(service: ServiceReport, runs: Mapping[str, LiveReport]) -> Iterator[Metric]:
-    """The queues as metrics: what the service was when it was asked, and each of its runs by its name."""
+    """Yield the metrics of the service and of its runs."""
     for name, help_text, value in (
-        ("stored_bytes", "Bytes of all groups that are kept.", service.stored_bytes - service.writing_bytes),
-        ("stored_bytes_limit", "Bytes that may be kept: --max-queue-mb, or what fits on the disk.", service.max_bytes),
+        ("stored_bytes", "Bytes of all stored groups.", service.stored_bytes - service.writing_bytes),
+        ("stored_bytes_limit", "Limit of stored bytes: --max-queue-mb, or the space on the disk.", service.max_bytes),
         ("writing_bytes", "Bytes of groups that are being written.", service.writing_bytes),
-        ("store_failed", "1 where the store has failed and every write is refused.", service.failed is not None),
+        ("store_failed", "1 if the store has failed and refuses all writes.", service.failed is not None),
     ):
         yield GaugeMetricFamily(PREFIX + name, help_text, value)
     for kind, table in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
@@ -43,7 +46,7 @@ def families(service: ServiceReport, runs: Mapping[str, LiveReport]) -> Iterator
             yield family
     staleness = SummaryMetricFamily(
         PREFIX + "staleness_versions",
-        "Policy versions by which groups were older than the trainer's when served, where both are known.",
+        "Policy versions by which groups were older than the trainer's when served, if both are known.",
         labels=["run"],
     )
     for run, report in runs.items():
@@ -52,40 +55,40 @@ def families(service: ServiceReport, runs: Mapping[str, LiveReport]) -> Iterator
     yield staleness
 
 
-# Name, help, and how it is read of a `LiveReport`. Counters start afresh with each epoch of a run.
+# Name, help text, and a function that reads a `LiveReport`. Counters restart with each epoch of a run.
 _COUNTERS = (
-    ("groups_received", "Groups that were kept.", lambda run: run.groups_added),
-    ("sequences_received", "Sequences in groups that were kept.", lambda run: run.sequences_added),
-    ("tokens_received", "Tokens in groups that were kept.", lambda run: run.tokens_added),
+    ("groups_received", "Groups that were stored.", lambda run: run.groups_added),
+    ("sequences_received", "Sequences in groups that were stored.", lambda run: run.sequences_added),
+    ("tokens_received", "Tokens in groups that were stored.", lambda run: run.tokens_added),
     ("groups_served", "Groups in batches, each counted once.", lambda run: run.groups_served),
     ("sequences_served", "Sequences in batches, each counted once.", lambda run: run.sequences_served),
     ("groups_refused", "Groups that came too early, or that no batch can hold.", lambda run: run.refused),
-    ("groups_duplicate", "Groups whose idempotency key was known.", lambda run: run.duplicates),
+    ("groups_duplicate", "Groups with a repeated idempotency key.", lambda run: run.duplicates),
     ("groups_discarded", "Groups that were too old at their turn.", lambda run: run.discarded),
     ("batches_served", "Batches, each counted once.", lambda run: run.batches_served),
-    ("batches_redelivered", "Batches that were handed out again.", lambda run: run.redelivered),
+    ("batches_redelivered", "Redelivered batches.", lambda run: run.redelivered),
 )
 _GAUGES = (
-    ("epoch", "Rises whenever the run starts afresh.", lambda run: run.status.epoch),
-    ("step", "The training step that the next batch is for.", lambda run: run.status.current_step),
-    ("policy_version", "That the trainer has, where it tells.", lambda run: run.status.policy_version),
-    ("paused", "1 while all environments are told to hold.", lambda run: run.status.paused),
-    ("queue_groups", "Groups in the queue, those set aside too.", lambda run: run.status.queue_size),
-    ("queue_sequences", "Sequences in the queue, those set aside too.", lambda run: run.queued_sequences),
-    ("queue_oldest_seconds", "What waits longest.", lambda run: run.oldest_age or 0.0),
-    ("set_aside_groups", "Groups that no exact batch can hold.", lambda run: run.status.set_aside),
-    ("buffered_groups", "Groups of odd sizes that complete no unit yet.", lambda run: run.status.buffered),
+    ("epoch", "Rises with each reset of the run.", lambda run: run.status.epoch),
+    ("step", "Training step of the next batch.", lambda run: run.status.current_step),
+    ("policy_version", "The trainer's policy version, if known.", lambda run: run.status.policy_version),
+    ("paused", "1 while all environments must hold.", lambda run: run.status.paused),
+    ("queue_groups", "Groups in the queue, including those set aside.", lambda run: run.status.queue_size),
+    ("queue_sequences", "Sequences in the queue, including those set aside.", lambda run: run.queued_sequences),
+    ("queue_oldest_seconds", "Seconds for which the oldest unit has waited.", lambda run: run.oldest_age or 0.0),
+    ("set_aside_groups", "Groups that fit into no exact batch.", lambda run: run.status.set_aside),
+    ("buffered_groups", "Undersized groups that complete no unit yet.", lambda run: run.status.buffered),
     ("leased_groups", "Groups in batches that are not acknowledged.", lambda run: run.status.leased),
-    ("run_stored_bytes", "Bytes of the run's groups that are kept.", lambda run: run.status.stored_bytes),
+    ("run_stored_bytes", "Bytes of the run's stored groups.", lambda run: run.status.stored_bytes),
     ("batches_out", "Batches under a lease.", lambda run: run.batches_out),
-    ("batches_returned", "Batches that wait to be handed out again.", lambda run: run.batches_returned),
-    ("batches_kept", "Batches without a lease, for the same request again.", lambda run: run.batches_kept),
+    ("batches_returned", "Batches that wait for redelivery.", lambda run: run.batches_returned),
+    ("batches_kept", "Batches without a lease, kept for a repeated request.", lambda run: run.batches_kept),
     (
         "staleness_versions_largest",
         "The largest staleness of a served group.",
         lambda run: run.staleness.largest,
     ),
-    ("envs_live", "Environments that were heard of lately.", lambda run: run.status.live_envs),
+    ("envs_live", "Environments with a recent heartbeat.", lambda run: run.status.live_envs),
     ("envs_registered", "Environments that registered in this epoch.", lambda run: run.registered_envs),
 )
 
@@ -97,18 +100,20 @@ MAX_ENVS = 10_000  # in one report
 @router.get("/report", response_model=models.LiveReport, responses=INVALID)
 async def report(
     request: Request,
-    envs: Annotated[int, Query(ge=1, le=MAX_ENVS, description="At most so many, those that are live first.")] = 200,
+    envs: Annotated[
+        int, Query(ge=1, le=MAX_ENVS, description="Largest number of environments, live ones first.")
+    ] = 200,
 ) -> Response:
-    """All that the live page shows, but for trajectories."""
+    """Return the data of the live page, without trajectories."""
     service = service_of(request)
     return answer(_report(service, run_of(request), envs, service.runs))
 
 
 @router.get("/previews", response_model=models.Previews, responses=INVALID)
 async def previews(request: Request, count: Annotated[int, Query(ge=1, le=LATEST)] = 5) -> Response:
-    """The groups that were sent last, newest first: as much of each as fits a page, in text."""
+    """Return the latest groups, newest first, as shortened text."""
     payloads = await service_of(request).latest_groups(run_of(request), count)
-    decode = request.app.state.decode  # ids to text; None: ids are shown
+    decode = request.app.state.decode  # token ids to text; None shows the ids
 
     def read() -> bytes:
         return msgspec.json.encode(models.Previews(decode is not None, [preview(one, decode) for one in payloads]))
@@ -118,7 +123,7 @@ async def previews(request: Request, count: Annotated[int, Query(ge=1, le=LATEST
 
 
 async def read_families(service: Service) -> Iterator[Metric]:
-    """Return the state of all runs as metrics, read without an await, so that nothing changes in between."""
+    """Return the metrics of all runs. They are consistent, because there is no await between the reads."""
     runs = service.runs
     return families(_of_service(service), {run: _report(service, run, 0, runs) for run in runs})
 

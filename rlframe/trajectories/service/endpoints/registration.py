@@ -1,4 +1,4 @@
-"""Registration of trainers and environments, the state of a run, pauses, and signs of life."""
+"""Endpoints for registration, status, pauses, and heartbeats."""
 
 from __future__ import annotations
 
@@ -33,43 +33,43 @@ router = APIRouter(tags=["trainer"])
 
 @router.post("/register", response_model=Registered, responses=WRITES)
 async def register(registration: Registration, request: Request) -> Response:
-    """The trainer's settings. The same again are confirmed; others start queue, environments and step afresh."""
+    """Register the trainer's settings. Other settings than the registered ones reset queue, environments and step."""
     settings = dataclasses.asdict(registration)
-    name = str(uuid.uuid4().int)  # 128 bits, which MessagePack cannot carry as a number
+    name = str(uuid.uuid4().int)  # 128 bits, too large for a number in MessagePack
     name = await service_of(request).submit(run_of(request), "register", settings=settings, uuid=name)
     return answer(Registered(int(name)))
 
 
 @router.get("/wandb_info", response_model=WandbInfo)
 async def wandb_info(request: Request) -> Response:
-    """Group and project of the registration; nulls before."""
+    """Return the registered group and project, or nulls before a registration."""
     known = service_of(request).queue(run_of(request)).epoch.registration
     return answer(WandbInfo(known.wandb_group, known.wandb_project) if known else WandbInfo())
 
 
 @router.get("/info", response_model=Info)
 async def info(request: Request) -> Response:
-    """Sizes of the registration; -1 before."""
+    """Return the registered sizes, or -1 before a registration."""
     known = service_of(request).queue(run_of(request)).epoch.registration
     return answer(Info(known.batch_size, known.max_token_len) if known else Info())
 
 
 @router.get("/status", response_model=RunStatus)
 async def status(request: Request) -> Response:
-    """The step, what is queued, and what waits for what."""
+    """Return the step, queue counts, and the reasons why groups or batches wait."""
     return answer(service_of(request).queue(run_of(request)).status())
 
 
 @router.post("/policy-version", response_model=models.Versioned, responses=WRITES)
 async def policy_version(body: models.PolicyVersion, request: Request) -> Response:
-    """The version that the trainer has now; staleness counts from it."""
+    """Set the trainer's current policy version. Staleness counts from it."""
     await service_of(request).submit(run_of(request), "set_policy_version", version=body.policy_version)
     return answer({"status": "success", "policy_version": body.policy_version})
 
 
 @router.post("/pause", response_model=models.Success, responses=UNAVAILABLE)
 async def pause(request: Request) -> Response:
-    """Tell every environment to hold, for an evaluation."""
+    """Make every environment hold, for example during an evaluation."""
     await service_of(request).submit(run_of(request), "pause")
     return answer({"status": "success"})
 
@@ -91,7 +91,7 @@ _RESETS: dict[int | str, dict[str, Any]] = {
 @router.get("/reset_data", responses=_RESETS, response_class=PlainTextResponse)
 @router.post("/reset_data", responses=_RESETS, response_class=PlainTextResponse)
 async def reset_data(request: Request) -> Response:
-    """Forget the registration, the environments, and every group of this run."""
+    """Delete the registration, the environments, and all groups of this run."""
     if not request.app.state.reset:
         return answer({"detail": "Resets are turned off (--no-reset)."}, 403)
     await service_of(request).submit(run_of(request), "reset")
@@ -99,7 +99,7 @@ async def reset_data(request: Request) -> Response:
 
 
 env_router = APIRouter(tags=["environments"])
-_QUARTER = 0.25  # of lapse_after: so often a sign of life is worth a record
+_HEARTBEAT_INTERVAL = 0.25  # fraction of lapse_after between two logged heartbeats
 
 
 @env_router.post(
@@ -108,17 +108,17 @@ _QUARTER = 0.25  # of lapse_after: so often a sign of life is worth a record
     responses=WRITES,
 )
 async def register_env(env: models.RegisterEnv, request: Request, key: IdempotencyKey = None) -> Response:
-    """An environment joins, once the trainer has asked for its first batch."""
+    """Register an environment. Before the trainer's first request for a batch, it has to wait."""
     service, run = service_of(request), run_of(request)
-    told = env.model_dump()
-    resume = told.pop("resume_token")
-    known = service.queue(run).epoch.envs.known
-    # The same key makes the same token: a retry after a lost answer is somebody who comes back.
+    fields = env.model_dump()
+    resume = fields.pop("resume_token")
+    known = service.queue(run).epoch.envs.find_by_token
+    # The same key makes the same resume token. So a retry after a lost answer gets the same environment.
     token = f"key-{hashlib.sha256(key.encode()).hexdigest()[:32]}" if key else secrets.token_urlsafe(24)
     replayed = key is not None and known(token) is not None
     if known(resume) is None:
         resume = token if key else None
-    registered = await service.submit(run, "register_env", **told, resume_token=resume, token=token)
+    registered = await service.submit(run, "register_env", **fields, resume_token=resume, token=token)
     if registered is None:
         return answer({"status": "wait for trainer to start"})
     content = {"status": "success", **dataclasses.asdict(registered)}
@@ -127,14 +127,14 @@ async def register_env(env: models.RegisterEnv, request: Request, key: Idempoten
 
 @env_router.post("/disconnect-env", response_model=Union[models.Success, models.Failure], responses=WRITES)
 async def disconnect_env(env: models.EnvIdentifier, request: Request) -> Response:
-    """The environment leaves; what it sent stays."""
+    """Disconnect an environment. Its groups stay in the queue."""
     known = await service_of(request).submit(run_of(request), "disconnect_env", env_id=env.env_id)
     return answer({"status": "success"} if known else _unknown(env.env_id))
 
 
 @env_router.post("/heartbeat", response_model=Union[models.Success, models.Failure], responses=WRITES)
 async def heartbeat(env: models.EnvIdentifier, request: Request) -> Response:
-    """A sign of life; groups and /status-env are one too."""
+    """Record a heartbeat. Groups and /status-env count as heartbeats too."""
     known = _note_heartbeat(service_of(request), run_of(request), env.env_id)
     return answer({"status": "success"} if known else _unknown(env.env_id))
 
@@ -147,9 +147,9 @@ async def heartbeat(env: models.EnvIdentifier, request: Request) -> Response:
 )
 async def status_env(
     request: Request,
-    env_id: Annotated[models.Int64 | None, Query(description="In the body of the GET, or here.")] = None,
+    env_id: Annotated[models.Int64 | None, Query(description="Id of the environment, here or in the body.")] = None,
 ) -> Response:
-    """What an environment should know before it starts its next group."""
+    """Return the state that an environment needs before it starts its next group."""
     if env_id is None:
         body = await request.body()
         try:
@@ -166,12 +166,12 @@ async def status_env(
 
 
 def _note_heartbeat(service: Service, run: str, env_id: int) -> bool:
-    """Log a sign of life, now and then. False where there is no such environment."""
+    """Log a heartbeat, unless the last one was recent. Return False if there is no such environment."""
     epoch = service.queue(run).epoch
     env = epoch.envs.get(env_id)
     if env is None or not env.connected:
         return False
-    if epoch.registration and time.time() - env.last_heard > _QUARTER * epoch.registration.lapse_after:
+    if epoch.registration and time.time() - env.last_heard > _HEARTBEAT_INTERVAL * epoch.registration.lapse_after:
         service.submit_later(run, "heartbeat", env_id=env_id)
     return True
 
