@@ -246,7 +246,7 @@ def test_two_environments_of_other_sizes_share_each_batch_and_end(service, envir
 def test_from_another_machine_by_the_name_of_a_container(service, environment):
     """Neither sends a token. The trainer begins with GET /reset_data, as some do."""
     name, port = "rollout-server", service.url.rpartition(":")[2]
-    assert "whoever reaches this service, from any machine" in service.log.read_text()
+    assert "every client that reaches this service, from any machine" in service.log.read_text()
     trainer = Trainer(f"http://{outer_address()}:{port}", host=f"{name}:{port}")
     assert trainer.ask("GET", "/reset_data") == "Reset successful"
     trainer.register()

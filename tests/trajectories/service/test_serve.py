@@ -182,7 +182,7 @@ def test_under_uvicorn_on_all_interfaces_only_this_machine_needs_no_token(tmp_pa
 def test_under_uvicorn_other_machines_are_answered_where_that_was_said(tmp_path):
     settings = {"store": "memory", "no_token": "true", "allowed_hosts": "rollouts.example"}
     with under_uvicorn(tmp_path, "--host", "0.0.0.0", **settings) as (port, said):
-        assert "whoever reaches this service, from any machine, can read, send and erase experience" in said
+        assert "every client that reaches this service, from any machine, can read, send and erase experience" in said
         url = f"http://{outer_address()}:{port}/status"
         for host, status in (("rollout-server", 200), ("rollouts.example", 200), ("evil.example", 403)):
             assert httpx.get(url, headers={"Host": host}, timeout=DEADLINE).status_code == status
@@ -222,4 +222,4 @@ def test_beyond_loopback_it_wants_a_token_or_to_be_told_that_it_needs_none(tmp_p
             assert httpx.get(f"{service.url}/status", headers={"Host": host}, timeout=DEADLINE).status_code == status
         assert service.stop() == 0
         said = service.log.read_text()
-        assert "--no-token: whoever reaches this service" in said and said.count("\n") == 1
+        assert "--no-token: every client that reaches this service" in said and said.count("\n") == 1
