@@ -55,8 +55,8 @@ class SameOrigin:
     Args:
         token: Whether requests need a token.
         no_token: For a service without a token: whether other machines may call it. Host names without a dot are then
-            accepted too, since no public web site has one. Otherwise only loopback connections are answered, whatever
-            address the service listens at.
+            accepted too, since no public web site has one. Otherwise the service answers only loopback connections,
+            at every listen address.
         hosts: For a service without a token: its names, in addition to `localhost` and IP addresses, which cannot be
             rebound.
         origins: Origins of other pages that may call the service, or *.

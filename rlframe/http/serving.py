@@ -163,7 +163,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> str:
-    """Return HOST:PORT as it is written in a URL."""
+    """Return HOST:PORT as in a URL."""
     host, port = listener.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

@@ -37,7 +37,7 @@ def is_answered(method="GET", path="/batch", headers=None, *, server=LOOPBACK, t
 @pytest.mark.parametrize(
     "method, path, headers, expected",
     [
-        # Programs, which send neither Origin nor Sec-Fetch-Site.
+        # Programs, which do not send Origin or Sec-Fetch-Site.
         ("GET", "/batch", {}, True),
         ("POST", "/reset_data", {"user-agent": "python-requests/2.32"}, True),
         # The service's own pages, and addresses that a person typed.

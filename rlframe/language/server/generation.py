@@ -165,7 +165,7 @@ class AnswerPiece:
     versions: list[int]
     finish_reason: str | None  # None: more follows
     stop_reason: str | int | None  # the string or the token that ended it
-    likeliest: list[dict[int, float]]  # as `Answer`'s
+    top_tokens: list[dict[int, float]]  # as `Answer`'s
     prompt_scores: PromptScores | None
 
     @property
@@ -305,7 +305,7 @@ class Generation:
             versions=answer.versions[:count],
             finish_reason="stop" if stopped else answer.finish_reason,
             stop_reason=text.stopped_by if stopped else ended_by,
-            likeliest=answer.likeliest[:count],
+            top_tokens=answer.top_tokens[:count],
             prompt_scores=answer.prompt_scores,
         )
 
@@ -318,6 +318,6 @@ def _joined(pieces: list[AnswerPiece]) -> AnswerPiece:
         offsets=[offset for piece in pieces for offset in piece.offsets],
         log_probs=[log_prob for piece in pieces for log_prob in piece.log_probs],
         versions=[version for piece in pieces for version in piece.versions],
-        likeliest=[one for piece in pieces for one in piece.likeliest],
+        top_tokens=[one for piece in pieces for one in piece.top_tokens],
         prompt_scores=pieces[0].prompt_scores,
     )

@@ -31,10 +31,10 @@ class VllmRequest(SamplingFields):
     max_tokens: int = Field(default=16, description="of each answer")
     stream: Literal[False] = False
     logprobs: int | None = Field(
-        default=None, ge=0, le=MAX_TOP_TOKENS, description="of the tokens that were sampled, and of so many likeliest"
+        default=None, ge=0, le=MAX_TOP_TOKENS, description="of the tokens that were sampled, and of so many top_tokens"
     )
     prompt_logprobs: int | None = Field(
-        default=None, ge=0, le=MAX_TOP_TOKENS, description="of the prompt's tokens, and of so many likeliest"
+        default=None, ge=0, le=MAX_TOP_TOKENS, description="of the prompt's tokens, and of so many top_tokens"
     )
 
     def asked(self, tokenizer: Tokenizer) -> ParsedRequest:
@@ -55,7 +55,7 @@ class VllmRequest(SamplingFields):
         }
         if asked.log_probs:
             answer["logprobs"] = [
-                [*map(_listed, piece.tokens, piece.log_probs, piece.likeliest or [{}] * len(piece.tokens))]
+                [*map(_listed, piece.tokens, piece.log_probs, piece.top_tokens or [{}] * len(piece.tokens))]
                 for piece in pieces
             ]
             answer |= {"prompt_token_ids": prompt, "token_ids": [piece.tokens for piece in pieces]}
@@ -68,9 +68,9 @@ class VllmRequest(SamplingFields):
         return answer
 
 
-def _listed(token: int, log_prob: float, likeliest: dict[int, float]) -> list[dict[str, float]]:
+def _listed(token: int, log_prob: float, top_tokens: dict[int, float]) -> list[dict[str, float]]:
     """A place as vLLM has it: by token id, the one that was sampled first."""
-    return [{str(one): value for one, value in {token: log_prob, **likeliest}.items()}]
+    return [{str(one): value for one, value in {token: log_prob, **top_tokens}.items()}]
 
 
 class SglangSampling(SamplingFields):

@@ -130,19 +130,19 @@ class CompletionReplies(Replies):
 
     def _log_probs(self, piece: AnswerPiece) -> dict[str, Any]:
         assert isinstance(self._request, CompletionRequest)
-        count, scores = self._request.likeliest, piece.prompt_scores
-        tokens, log_probs, likeliest = piece.tokens, list[Any](piece.log_probs), list[Any](piece.likeliest)
+        count, scores = self._request.top_tokens, piece.prompt_scores
+        tokens, log_probs, top_tokens = piece.tokens, list[Any](piece.log_probs), list[Any](piece.top_tokens)
         text = self._asked.texts[piece.index // self._asked.fields.n]
         offsets = [len(text) + offset for offset in piece.offsets]
         if self._request.echo and scores is not None:
             prompt = self._asked.prompts[piece.index // self._asked.fields.n]
             tokens, offsets = prompt + tokens, self._offsets(prompt, text) + offsets
             log_probs = [None, *scores.log_probs, *log_probs]
-            likeliest = [None, *scores.likeliest, *likeliest]
+            top_tokens = [None, *scores.top_tokens, *top_tokens]
         return {
             "tokens": [self._name(token) for token in tokens],
             "token_logprobs": log_probs,
-            "top_logprobs": [*map(self._top, tokens, log_probs, likeliest)] if count else None,
+            "top_logprobs": [*map(self._top, tokens, log_probs, top_tokens)] if count else None,
             "text_offset": offsets,
         }
 
@@ -154,11 +154,11 @@ class CompletionReplies(Replies):
                 break
         return [min(offset, len(text)) for offset in decoder.offsets]
 
-    def _top(self, token: int, log_prob: float, likeliest: dict[int, float] | None) -> dict[str, float] | None:
-        """The likeliest tokens at one place, and the one that is there."""
-        if likeliest is None:
+    def _top(self, token: int, log_prob: float, top_tokens: dict[int, float] | None) -> dict[str, float] | None:
+        """The top_tokens tokens at one place, and the one that is there."""
+        if top_tokens is None:
             return None
-        kept = dict([*likeliest.items()][: self._request.likeliest])  # type: ignore[union-attr]
+        kept = dict([*top_tokens.items()][: self._request.top_tokens])  # type: ignore[union-attr]
         return {self._name(one): value for one, value in {**kept, token: log_prob}.items()}
 
 
@@ -184,10 +184,10 @@ class ChatReplies(Replies):
         return {"delta": said if first else {"content": piece.text}}
 
     def _log_probs(self, piece: AnswerPiece) -> dict[str, Any]:
-        places = piece.likeliest or [{}] * len(piece.tokens)
+        places = piece.top_tokens or [{}] * len(piece.tokens)
         content = [
-            {**self._entry(token, log_prob), "top_logprobs": [self._entry(*one) for one in likeliest.items()]}
-            for token, log_prob, likeliest in zip(piece.tokens, piece.log_probs, places)
+            {**self._entry(token, log_prob), "top_logprobs": [self._entry(*one) for one in top_tokens.items()]}
+            for token, log_prob, top_tokens in zip(piece.tokens, piece.log_probs, places)
         ]
         return {"content": content, "refusal": None}
 

@@ -135,7 +135,7 @@ class SamplingFields(StrictRequest):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def sampled(
-        self, tokenizer: Tokenizer, max_tokens: int | None, likeliest: int = 0, score_prompt: int | None = None
+        self, tokenizer: Tokenizer, max_tokens: int | None, top_tokens: int = 0, score_prompt: int | None = None
     ) -> SamplingParams:
         """Return how to sample. Raise `RefusedError` or `UsageError` for what cannot be."""
         if len(self.stops) > _MAX_STOPS or not all(self.stops):
@@ -148,7 +148,7 @@ class SamplingFields(StrictRequest):
             top_k=max(self.top_k, 0) if self.top_k >= -1 else self.top_k,
             stop_tokens=tuple(dict.fromkeys((*ends, *self.stop_token_ids))),
             seed=self.seed,
-            likeliest=likeliest,
+            top_tokens=top_tokens,
             score_prompt=score_prompt,
         )
 
@@ -160,7 +160,10 @@ class _Request(SamplingFields):
     return_token_ids: bool = Field(default=False, description="token_ids and prompt_token_ids, as they were sampled")
     return_tokens_as_token_ids: bool = Field(default=False, description="in logprobs tokens are called token_id:N")
     prompt_logprobs: int | None = Field(
-        default=None, ge=0, le=MAX_TOP_TOKENS, description="of the prompt's tokens, and of so many likeliest; no stream"
+        default=None,
+        ge=0,
+        le=MAX_TOP_TOKENS,
+        description="of the prompt's tokens, and of so many top_tokens; no stream",
     )
 
     @model_validator(mode="after")
@@ -188,7 +191,7 @@ class CompletionRequest(_Request):
         default=None,
         ge=0,
         le=MAX_TOP_TOKENS,
-        description="0 or 1: of the tokens that were sampled; more: of so many likeliest as well",
+        description="0 or 1: of the tokens that were sampled; more: of so many top_tokens as well",
     )
     echo: bool = Field(default=False, description="texts begin with that of the prompt")
     add_special_tokens: bool = Field(default=True, description="those that the tokenizer puts around a text")
@@ -198,7 +201,7 @@ class CompletionRequest(_Request):
         prompts = encode_prompts(self.prompt, tokenizer, add_special_tokens=self.add_special_tokens)
         return ParsedRequest(
             prompts=prompts,
-            sampling=self.sampled(tokenizer, self.max_tokens, self.likeliest, self._scored),
+            sampling=self.sampled(tokenizer, self.max_tokens, self.top_tokens, self._scored),
             fields=self,
             texts=[self._text(i, tokens, tokenizer) if self.echo else "" for i, tokens in enumerate(prompts)],
             log_probs=self.logprobs is not None,
@@ -206,13 +209,13 @@ class CompletionRequest(_Request):
         )
 
     @property
-    def likeliest(self) -> int:
+    def top_tokens(self) -> int:
         """Tokens beside each one whose log-probabilities are wanted."""
         return self.logprobs if self.logprobs is not None and self.logprobs > 1 else 0
 
     @property
     def _scored(self) -> int | None:
-        echoed = self.likeliest if self.echo and self.logprobs is not None else None
+        echoed = self.top_tokens if self.echo and self.logprobs is not None else None
         alone = 0 if self.echo and self.max_tokens == 0 else None  # nothing is sampled
         wanted = [count for count in (self.prompt_logprobs, echoed, alone) if count is not None]
         return max(wanted, default=None)
@@ -301,7 +304,7 @@ class ChatRequest(_Request):
     max_tokens: int | None = Field(default=None, description="of each answer; else as many as there is room for")
     max_completion_tokens: int | None = Field(default=None, description="the same")
     logprobs: bool = Field(default=False, description="of the tokens that were sampled")
-    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_TOKENS, description="of so many likeliest as well")
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_TOKENS, description="of so many top_tokens as well")
     add_generation_prompt: bool = Field(default=True, description="end with how an assistant begins")
 
     def asked(self, tokenizer: Tokenizer) -> ParsedRequest:

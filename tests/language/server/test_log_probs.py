@@ -1,4 +1,4 @@
-"""Log-probabilities of the likeliest tokens and of prompts, against the model's own forward pass."""
+"""Log-probabilities of the top_log_probs tokens and of prompts, against the model's own forward pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def forward(tokens):
     return np.asarray(jax.nn.log_softmax(transformer.apply(params_of(0), TINY, np.array([tokens]))[0], axis=-1))
 
 
-def likeliest(row, count):
+def top_log_probs(row, count):
     return sorted(row, reverse=True)[:count]
 
 
@@ -38,7 +38,7 @@ def test_the_likeliest_tokens_are_the_forward_pass_s(client):
     assert choice.logprobs.token_logprobs == pytest.approx([row[i] for row, i in zip(rows, choice.token_ids)], abs=1e-4)
     for token, row, top in zip(choice.token_ids, rows, choice.logprobs.top_logprobs):
         assert len(top) in (4, 5) and f"token_id:{token}" in top
-        assert sorted(top.values(), reverse=True)[:4] == pytest.approx(likeliest(row, 4), abs=1e-4)
+        assert sorted(top.values(), reverse=True)[:4] == pytest.approx(top_log_probs(row, 4), abs=1e-4)
         for name, value in top.items():
             assert value == pytest.approx(row[int(name.removeprefix("token_id:"))], abs=1e-4)
 
@@ -61,7 +61,7 @@ def test_echo_has_the_prompt_s_log_probabilities(client):
     assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
     assert found.token_logprobs[1:] == pytest.approx([row[i] for row, i in zip(rows, tokens[1:])], abs=1e-4)
     for row, top in zip(rows, found.top_logprobs[1:]):
-        assert sorted(top.values(), reverse=True)[:2] == pytest.approx(likeliest(row, 2), abs=1e-4)
+        assert sorted(top.values(), reverse=True)[:2] == pytest.approx(top_log_probs(row, 2), abs=1e-4)
     assert found.text_offset[: len(PROMPT) + 1] == [0, 1, 2, 3, 4, 5]
     plain = ask(client, logprobs=1, echo=True).logprobs
     assert plain.top_logprobs is None and plain.token_logprobs[1:] == pytest.approx(found.token_logprobs[1:], abs=1e-4)
@@ -142,7 +142,7 @@ def test_a_chat_has_both(client):
     rows = forward(answer.prompt_token_ids + choice.token_ids)[len(answer.prompt_token_ids) - 1 :]
     for token, row, entry in zip(choice.token_ids, rows, choice.logprobs.content):
         assert entry.logprob == pytest.approx(row[token], abs=1e-4)
-        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(likeliest(row, 2), abs=1e-4)
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(top_log_probs(row, 2), abs=1e-4)
 
 
 def test_vllm_s_dialect_has_both(server):
@@ -155,4 +155,4 @@ def test_vllm_s_dialect_has_both(server):
     places = [*answer["prompt_logprobs"][1:], *(place for (place,) in answer["logprobs"][0])]
     for token, row, place in zip((PROMPT + tokens)[1:], rows, places):
         assert next(iter(place)) == str(token)
-        assert sorted(place.values(), reverse=True)[:2] == pytest.approx(likeliest(row, 2), abs=1e-4)
+        assert sorted(place.values(), reverse=True)[:2] == pytest.approx(top_log_probs(row, 2), abs=1e-4)

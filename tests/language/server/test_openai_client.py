@@ -227,7 +227,7 @@ def test_models_are_listed(client):
     ("options", "sentence"),
     [
         ({"prompt": [1] * 512}, "The prompt has 512 tokens; with max_tokens 8 that is more than the 512"),
-        ({"prompt": [5, 9999]}, "The prompt has the token 9999; the model's vocabulary is 0 to 263"),
+        ({"prompt": [5, 9999]}, "The prompt has the token 9999, but the model's token ids are 0 to 263"),
         ({"prompt": []}, "prompt must be a text, a list of texts"),
         ({"prompt": ["a", 1]}, "prompt must be a text, a list of texts"),
         ({"prompt": ""}, "The prompt is empty"),
