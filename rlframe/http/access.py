@@ -1,5 +1,7 @@
-"""Access control: a service with a token answers clients that send the token; a service without one answers local
-programs and its own pages.
+"""Access control of services.
+
+A service with a token answers clients that send the token. A service without a token answers local programs and its
+own pages.
 
 Any page that is open in a browser on this machine can reach a service on loopback. A page of another site has two ways
 to attack:
@@ -109,9 +111,7 @@ class SameOrigin:
         )
 
     def _origin_problem(self, scope: Scope, headers: Headers, host: str) -> str:
-        """Return the problem if the browser's headers show that a page of another site sent the request; otherwise
-        return "".
-        """
+        """Return the problem if the browser's headers show a request of another site's page; otherwise return ""."""
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
         if site == "same-origin":  # trust this header more than Host, which a proxy may have changed
             return ""

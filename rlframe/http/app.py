@@ -177,9 +177,7 @@ def _response(file: pathlib.Path) -> Response:
 
 
 def _content_security_policy(html: str) -> str:
-    """Return a Content-Security-Policy that allows only the page's own script and style, and requests to its own
-    service.
-    """
+    """Return a Content-Security-Policy that allows the page's own script and style, and requests to its own service."""
     sources = {"default": "'none'", "connect": "'self'", "img": "data:"}
     for name in ("script", "style"):
         (content,) = re.findall(rf"<{name}>(.*?)</{name}>", html, re.DOTALL)

@@ -13,9 +13,7 @@ from rlframe.errors import UsageError, check_at_least
 
 @dataclasses.dataclass(frozen=True)
 class ServiceConfig:
-    """Address, access and limits of a service. Subclasses add the port, and set `can` to the actions that a client can
-    take.
-    """
+    """Address, access and limits of a service. Subclasses add the port and set `can`: the actions of a client."""
 
     can: ClassVar[str] = "call it"
 

@@ -1,6 +1,4 @@
-"""Train tokenizers in the published format: byte-level BPE as in GPT-2, and characters with a byte fallback as in
-Llama.
-"""
+"""Train tokenizers in the published format: GPT-2's byte-level BPE, and Llama's characters with a byte fallback."""
 # ruff: noqa: RUF001  quotation marks of other languages
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ def byte_level(folder: Path, **config: Any) -> Path:
 
 
 def byte_fallback(folder: Path, **config: Any) -> Path:
-    """Write a tokenizer of characters. Characters outside its vocabulary become single bytes; texts begin with a space."""
+    """Write a tokenizer of characters. Other characters become single bytes. Texts begin with a space."""
     single = [f"<0x{byte:02X}>" for byte in range(256)]
     characters = ["▁", "▁▁", "▁w", "中", *sorted(set(TEXTS[0]) - set(" “”’…"))]
     vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *single, *characters])}

@@ -163,7 +163,7 @@ class DecodeEngine(Closeable):
         return self._params[0]
 
     def stats(self) -> dict[str, int]:
-        """Return counters (requests, sampled tokens, prompt_tokens, calls) and the current version, running and waiting
+        """Return counters (requests, tokens, prompt_tokens, calls), and the current version, running and waiting
         requests.
         """
         with self._changed:

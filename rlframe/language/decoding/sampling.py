@@ -86,18 +86,14 @@ class Sampled(NamedTuple):
 
 
 def row_key(seed: int, sample: int = 0) -> np.ndarray:
-    """Return the random key `[2]` uint32 of answer number `sample` to a request with this seed. The seed may be any
-    integer.
-    """
+    """Return the random key `[2]` uint32 of answer number `sample` to a request with this seed (any integer)."""
     return np.random.SeedSequence([seed % 2**64, sample]).generate_state(2, np.uint32)
 
 
 def make_rows(
     keys: Sequence[np.ndarray] | np.ndarray, sampling: Sequence[SamplingParams], max_stop: int
 ) -> SamplingRows:
-    """Convert options to numpy arrays, with one row for each key `[2]` uint32 and at most `max_stop` stop tokens per
-    row.
-    """
+    """Convert options to numpy arrays, with one row per key `[2]` uint32 and at most `max_stop` stop tokens per row."""
     stop = np.full((len(sampling), max_stop), -1, np.int32)
     for row, one in zip(stop, sampling):
         row[: len(one.stop_tokens)] = one.stop_tokens
@@ -229,7 +225,7 @@ def sample_first(
 
 
 def advance(rows: SamplingRows, progress: DecodeProgress, token: jax.Array, cached: int) -> DecodeProgress:
-    """Return `progress` after sampling `token` `[B]` and caching `cached` tokens. Rows that have ended do not change."""
+    """Return `progress` after sampling `token` `[B]` and caching `cached` tokens. Ended rows do not change."""
     is_running = progress.remaining > 0
     stopped = jnp.any(token[:, None] == rows.stop, axis=-1)
     return DecodeProgress(
@@ -241,8 +237,10 @@ def advance(rows: SamplingRows, progress: DecodeProgress, token: jax.Array, cach
 
 
 def check_prompt(prompt: Sequence[int], max_tokens: int, vocab_size: int, length: int) -> None:
-    """Raise `UsageError` if the prompt is empty, has an unknown token, or is too long for `length` together with
-    `max_tokens`.
+    """Raise `UsageError` if the prompt is empty, has an unknown token, or is too long.
+
+    Args:
+        length: Most tokens of the prompt and `max_tokens` together.
     """
     if not len(prompt):
         raise UsageError("The prompt is empty. A model needs at least one token, such as bos.")
@@ -271,9 +269,7 @@ class TopTokens(NamedTuple):
     log_probs: Array  # float32, at temperature 1
 
     def first(self, count: int) -> list[dict[int, float]]:
-        """Return the first `count` tokens at each position of `[T, K]`, each position as a dict of token to
-        log-probability.
-        """
+        """Return the first `count` tokens at each position of `[T, K]`, as dicts of token to log-probability."""
         positions = zip(self.tokens[:, :count].tolist(), self.log_probs[:, :count].tolist())
         return [dict(zip(tokens, log_probs)) for tokens, log_probs in positions]
 
@@ -287,10 +283,10 @@ class PromptScores(NamedTuple):
     version: int = -1  # version of the parameters; set by the engine
 
     def positions(self, prompt: Sequence[int], count: int) -> list[dict[int, tuple[float, int]] | None]:
-        """Return (log-probability, rank) by token for each position of the prompt: its own token and the top `count`
-        tokens.
+        """Return a dict of token to (log-probability, rank) for each position of the prompt; None for the first
+        position.
 
-        The first position is None.
+        Each dict has the position's own token and the top `count` tokens.
         """
         positions: list[dict[int, tuple[float, int]] | None] = [None]  # the first token has no score
         for token, log_prob, at, top_tokens in zip(prompt[1:], self.log_probs, self.ranks, self.top_tokens):

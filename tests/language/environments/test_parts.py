@@ -30,7 +30,7 @@ def test_where_one_raises_the_others_end_first():
 
     async def run():
         with pytest.raises(RuntimeError, match="no"):
-            await collecting.together([long("a"), fails(), long("b")])
+            await collecting.gather_or_cancel([long("a"), fails(), long("b")])
         return list(ended)
 
     assert asyncio.run(run()) == ["a", "b"]
