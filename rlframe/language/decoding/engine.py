@@ -163,8 +163,8 @@ class DecodeEngine(Closeable):
         return self._params[0]
 
     def stats(self) -> dict[str, int]:
-        """Return counters (requests, tokens, prompt_tokens, calls), and the current version, running and waiting
-        requests.
+        """Return counters (requests, tokens, prompt_tokens, calls), the version, and the numbers of running and
+        waiting.
         """
         with self._changed:
             return {

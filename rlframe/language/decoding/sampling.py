@@ -283,10 +283,9 @@ class PromptScores(NamedTuple):
     version: int = -1  # version of the parameters; set by the engine
 
     def positions(self, prompt: Sequence[int], count: int) -> list[dict[int, tuple[float, int]] | None]:
-        """Return a dict of token to (log-probability, rank) for each position of the prompt; None for the first
-        position.
+        """Return a dict of token to (log-probability, rank) for each position of the prompt.
 
-        Each dict has the position's own token and the top `count` tokens.
+        Each dict has the position's own token and the top `count` tokens. The first position is None.
         """
         positions: list[dict[int, tuple[float, int]] | None] = [None]  # the first token has no score
         for token, log_prob, at, top_tokens in zip(prompt[1:], self.log_probs, self.ranks, self.top_tokens):

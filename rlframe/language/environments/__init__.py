@@ -1,4 +1,4 @@
-"""Environments for language models. The names are those of the published package, so published environments can use them.
+"""Environments for language models, with the published names, so that published environments can use them.
 
 `python my_env.py serve`, where `my_env.py` defines a subclass of `BaseEnv` (`env.py`):
 

@@ -194,9 +194,7 @@ class BaseEnv(abc.ABC):
 
     @property
     def derived_batch_size(self) -> int:
-        """Sequences in a batch that may be this environment's, without the minimum of other environments; -1 if
-        unknown.
-        """
+        """Sequences in a batch that may be this environment's, after the minimum of other environments; or -1."""
         size = self.config.batch_size
         if size == -1 or not self.status_dict:
             return size
@@ -256,9 +254,7 @@ class BaseEnv(abc.ABC):
             self.tracker.write(self.curr_step, metrics)
 
     def _with_prefix(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Prefix the metrics' names with this environment's name, since environments may share a run in Weights &
-        Biases.
-        """
+        """Prefix the metrics' names with this environment's name, since environments may share a run in W&B."""
         prefix = "" if self.wandb_prepend is None else f"{self.wandb_prepend}_"
         return {f"{prefix}{name}": value for name, value in metrics.items()}
 
