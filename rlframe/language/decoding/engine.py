@@ -163,9 +163,7 @@ class DecodeEngine(Closeable):
         return self._params[0]
 
     def stats(self) -> dict[str, int]:
-        """Return counters (requests, tokens, prompt_tokens, calls), the version, and the numbers of running and
-        waiting.
-        """
+        """Return counters so far (requests, tokens, prompt_tokens, calls), and version, running and waiting."""
         with self._changed:
             return {
                 **self._counts,

@@ -143,5 +143,5 @@ def test_messages_of_the_openai_package_are_accepted(tokenizer):
         UsageError, match=r"messages\[1\] must be a dict .* or a message of the openai package.*got str"
     ):
         tokenize_for_trainer(tokenizer, [CHAT[0], "one"])
-    with pytest.raises(UsageError, match=r"messages\[0\] has no role: it has content"):
+    with pytest.raises(UsageError, match=r"messages\[0\] has no role. Its fields: content"):
         tokenizer.apply_chat_template([{"content": "one"}])

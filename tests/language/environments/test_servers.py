@@ -279,7 +279,7 @@ def test_weight_limits_concurrent_requests():
 def test_sampled_turns_are_never_re_encoded(model, ended):
     tokenizer = load_tokenizer("byte")
     chat = [{"role": "user", "content": "hi"}]
-    end = tokenizer.apply_chat_template(chat)[-1]  # the mark that the template puts blocked_by a message
+    end = tokenizer.apply_chat_template(chat)[-1]  # the token that the template writes after a message
     # Encoding the text of these tokens gives other tokens.
     first = [0xFF, *b"ok ", *([end] if ended else [])]
     model.reply = lambda prompt, number: first if number == 0 else [*b"bye"]
@@ -337,7 +337,7 @@ def test_tool_calls_are_refused_by_name(model):
         async with manager.managed_server(tokenizer=load_tokenizer("byte")) as managed:
             await managed.chat_completion(messages=messages)
 
-    with pytest.raises(UsageError, match=r"messages\[1\].tool_calls has no form in bytes"):
+    with pytest.raises(UsageError, match=r"messages\[1\].tool_calls is not supported by the byte tokenizer"):
         ask([config_of(model)], use)
 
 
