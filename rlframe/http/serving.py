@@ -39,7 +39,7 @@ _FULL = (
 
 
 class HttpServer(uvicorn.Server):
-    """Serve an application until `should_exit` is set, then finish the running requests.
+    """A uvicorn server with bounded connections. When `should_exit` is set, it finishes the running requests and ends.
 
     Args:
         max_connections: Most simultaneous connections. More are refused.

@@ -122,7 +122,7 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
 
 
 class Collector:
-    """Run a fixed number of items concurrently, each in its own task.
+    """A runner of many concurrent attempts, each in its own task.
 
     While the gate is closed, running attempts keep their state: each waits before its next request to a model and
     continues from there. If an attempt raises, the item is retried, up to `ATTEMPTS` attempts.

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class BaseEnv(abc.ABC):
-    """Requests completions from a model, scores them, and sends groups to the trajectory service.
+    """An environment that requests completions from a model, scores them, and sends groups to the trajectory service.
 
     A subclass implements `setup`, `get_next_item`, `evaluate`, and either `collect_trajectory` or
     `collect_trajectories`. `MyEnv.cli()` runs its command line. Names and behavior are those of the published class.

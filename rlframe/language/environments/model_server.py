@@ -71,7 +71,7 @@ class APIServer:
 
     @property
     def usable(self) -> bool:
-        """Whether new requests may use this server."""
+        """True if new requests may use this server."""
         return self.server_healthy or time.monotonic() - self._failed_at > _AVOIDED
 
     async def chat_completion(self, **kwargs: Any) -> Any:

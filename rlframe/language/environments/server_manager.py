@@ -55,7 +55,7 @@ class SequenceNode:
 
 
 class ManagedServer:
-    """Sends requests to a server and records the sampled sequences.
+    """A model server that records the sampled sequences.
 
     `get_state()["nodes"]` returns the sequences in the order of the choices.
 
@@ -197,7 +197,7 @@ def _plain(content: Any) -> Any:
 
 
 class ServerManager:
-    """Sends each request to the healthy server with the most free slots.
+    """All model servers as one: each request goes to the healthy server with the most free slots.
 
     Args:
         configs: Configs of the servers. A ServerBaseline means the servers of this machine.

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServeLoop:
-    """Runs an environment: decides when to collect, pause, evaluate, save and end."""
+    """The main loop of an environment. Decides when to collect, pause, evaluate, save and end."""
 
     def __init__(self, env: BaseEnv) -> None:
         self._env = env
@@ -203,7 +203,7 @@ def _report(evaluation: asyncio.Task[None]) -> None:
 
 
 class Membership:
-    """Registration of one environment at the trajectory service: registers, sends groups, re-registers and disconnects.
+    """The connection of one environment to the trajectory service: registers, sends groups and disconnects.
 
     Each call is retried for `service_timeout` seconds while the service is unreachable.
 

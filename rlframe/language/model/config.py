@@ -99,12 +99,12 @@ class ModelConfig:
 
     @property
     def output_bias(self) -> bool:
-        """Whether the attention's output has a bias. Qwen2 has biases only for queries, keys and values."""
+        """True if the attention's output has a bias. Qwen2 has biases only for queries, keys and values."""
         return self.attention_bias and self.model_type != "qwen2"
 
     @property
     def normalizes_queries(self) -> bool:
-        """Whether queries and keys are normalized per head before the rotation, as in Qwen3."""
+        """True if queries and keys are normalized per head before the rotation, as in Qwen3."""
         return self.model_type == "qwen3"
 
     @classmethod

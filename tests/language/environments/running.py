@@ -16,7 +16,7 @@ DEADLINE = 60.0
 
 
 class Letters(BaseEnv):
-    """Requests one letter per sequence. The score of a sequence is its index in the group."""
+    """An environment that requests one letter per sequence. The score of a sequence is its index in the group."""
 
     name = "letters"
 
@@ -56,7 +56,7 @@ def make_env(env_cls: type[BaseEnv], model: Model, config: BaseEnvConfig | None 
 
 
 class Running:
-    """Runs an environment's `env_manager` in a thread."""
+    """A thread that runs an environment's `env_manager`."""
 
     def __init__(self, make: Callable[[], BaseEnv]) -> None:
         self.error: BaseException | None = None

@@ -83,7 +83,7 @@ def test_trainer_receives_groups_as_sampled(url, model):
 
 
 class Turns(Letters):
-    """Collects two turns per sequence, and counts completed first turns."""
+    """An environment with two turns per sequence, which counts completed first turns."""
 
     async def setup(self):
         await super().setup()
@@ -175,7 +175,7 @@ def test_collecting_stays_within_max_batches_offpolicy(url, model, monkeypatch):
 
 
 class WithEvaluation(Letters):
-    """Evaluates with requests to the model, after a signal from the test."""
+    """An environment that evaluates with requests to the model, after a signal from the test."""
 
     async def setup(self):
         await super().setup()
@@ -461,7 +461,7 @@ def test_unusable_groups_are_not_sent(url, model):
 
 
 class Singles(Letters):
-    """Collects one trajectory at a time. The first item adds an item to the backlog."""
+    """An environment that collects single trajectories. The first item adds an item to the backlog."""
 
     async def collect_trajectory(self, item):
         answer = await self.server.completion(prompt=item, max_tokens=1)
