@@ -1,7 +1,7 @@
 """A client of one model server with the OpenAI API, which uses the `openai` package.
 
 Servers return the sampled token ids in different ways: vLLM and rlframe in fields of completions, SGLang in the
-responses of its own endpoint.
+responses of its `/generate`.
 """
 
 from __future__ import annotations

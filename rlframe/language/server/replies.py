@@ -104,9 +104,7 @@ class Replies:
         return {"logprob": log_prob, "rank": rank, "decoded_token": self._tokenizer.decode([token])}
 
     def _name(self, token: int) -> str:
-        """Return a token's name for log-probabilities: its text or, for a part of a character, escaped bytes as in
-        OpenAI.
-        """
+        """Return a token's name for log-probabilities: its text, or escaped bytes for a partial character."""
         if self._request.return_tokens_as_token_ids:
             return f"token_id:{token}"
         content = self._tokenizer.token_bytes(token)
