@@ -292,15 +292,15 @@ def test_help_without_a_command_lists_the_commands(capsys):
     assert cli.run(Document, ["--help"]) == 0
     printed = capsys.readouterr().out
     assert all(f"\n  {command} " in printed for command in cli.COMMANDS)
-    assert "COMMAND --help lists those of another command" in printed
+    assert "COMMAND --help lists the options of another command" in printed
     assert cli.run(Document, ["proces", "--help"]) == 2
-    assert "no command 'proces': serve, process, evaluate. Did you mean 'process'" in capsys.readouterr().err
+    assert "no command 'proces'. Commands: serve, process, evaluate. Did you mean 'process'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("--port", r"--port needs a value \(of a model server on this machine"),
+        ("--port", r"--port needs a value \(port of a model server on this machine"),
         ("--port --slurm", "--port needs a value"),
         ("--port=", "--port: .*integer.*got ''"),
         ("--port true", "--port: .*integer.*'true'"),

@@ -127,7 +127,7 @@ def test_learner_version_0_replaces_the_initial_parameters():
     with serving_policy(learner) as server, client_of(server) as client:
         expected = ask(client, temperature=0).choices[0].token_ids
     with serving_policy(learner, params=params_of(0)) as server, client_of(server) as client:
-        wait_until(lambda: policy(server)["learner_version"] == 0, "the learner was not future")
+        wait_until(lambda: policy(server)["learner_version"] == 0, "the learner was not read")
         answer = ask(client, temperature=0)
         assert (answer.policy_version, answer.choices[0].token_ids) == (0, expected)
 
