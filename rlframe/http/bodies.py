@@ -24,7 +24,7 @@ _PIECE = 1024  # bytes to decompress at once; they can expand to 32 MB with zstd
 _PARTS = 10_000  # most gzip members or zstd frames in a body
 _PADDING = re.compile(rb"\0*")  # zero bytes after a part
 _ENCODINGS = 2  # most encodings in Content-Encoding
-_DROPPED = 16  # times the limit: bytes of a too large body to read and drop, so that its sender sees the response
+_DROPPED = 16  # a too large body is read up to this many times the limit, so that its sender sees the response
 
 
 def answer(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -2,7 +2,7 @@
 
 The average is the interquartile mean, with a bootstrap confidence interval: Agarwal et al. 2021, "Deep Reinforcement
 Learning at the Edge of the Statistical Precipice" (arXiv:2108.13264). The interquartile mean is the mean of the middle
-half of the runs. Unlike the mean, it is robust to outliers; unlike the median, it uses more than one run.
+half of the runs. Unlike the mean, it is robust to outliers. Unlike the median, it averages several runs.
 """
 
 from __future__ import annotations
@@ -179,10 +179,10 @@ def interquartile_mean(values: Any, axis: int = 0) -> np.ndarray:
 
 
 def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ends (low [...], high [...]) of a 95% confidence interval.
+    """Return the ends (low [...], high [...]) of a 95% confidence interval of the interquartile mean.
 
-    The interval of the interquartile mean of `values` [n, ...], by the percentile bootstrap over the n runs. If n <
-    MIN_RUNS_FOR_IQM, return the lowest and highest values. The same values always give the same interval.
+    Percentile bootstrap over the n runs of `values` [n, ...]. If n < MIN_RUNS_FOR_IQM, return the lowest and highest
+    values. The same values always give the same interval.
     """
     values = np.asarray(values, np.float64)
     if len(values) < MIN_RUNS_FOR_IQM:
@@ -249,8 +249,8 @@ def labels(configs: Sequence[Config]) -> list[str]:
     """Return a label for each config: the options in which it differs from the others.
 
     For example `learning_rate 0.001, topology heavy_env`. A label has every option of the config in which two configs
-    differ. An option that exists only for some topologies, networks or agents is omitted if only these differ, since
-    their names are in the label.
+    differ. Exception: options that exist only for some topologies, networks or agents. If only those names differ, the
+    label has the name but not the options.
 
     Args:
         configs: n different configs.

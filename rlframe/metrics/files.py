@@ -75,7 +75,7 @@ class CSVLogger:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a `JSONLLogger`'s file. An incomplete last line, for example of a running run, is omitted."""
+    """Return the rows of a `JSONLLogger`'s file. Omit an incomplete last line, which a run may be writing."""
     return [row for row, _ in rows_after(path, 0)]
 
 

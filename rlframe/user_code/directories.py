@@ -185,7 +185,7 @@ def _is_shadowed(name: str, file: str, path: str) -> bool:
 
 
 def _user_modules() -> dict[str, tuple[ModuleType, str]]:
-    """Return the modules that the user may have written: name -> (module, file)."""
+    """Return the modules that the user may have written: a dict of name to (module, file)."""
     found = {}
     for name, module in list(sys.modules.items()):
         if not issubclass(

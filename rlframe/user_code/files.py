@@ -56,7 +56,7 @@ def forget_changed() -> None:
 
 
 def module_directories(names: Iterable[Any]) -> dict[str, str]:
-    """Return top-level package -> directory for the modules in names such as `module:Id`."""
+    """Return the directories of the modules in names such as `module:Id`, by top-level package."""
     tops = {part.partition(".")[0] for name in names if isinstance(name, str) for part in name.split(":")[:-1]}
     return {top: _module_directories[top] for top in sorted(tops & set(_module_directories))}
 

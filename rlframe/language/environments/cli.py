@@ -317,7 +317,7 @@ def _describe(error: Any, prefix: str) -> str:
 
 
 def _parse_value(name: str, field: FieldInfo, values: list[str]) -> Any:
-    """Parse the words after a flag. No word means true if the field is a bool. Several words are a list."""
+    """Parse the words after a flag. A bool flag without words is true. Several words are a list."""
     import yaml
 
     annotation: Any = field.annotation

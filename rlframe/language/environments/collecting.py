@@ -81,8 +81,8 @@ class CollectAttempt:
     item: Any
     gate: Gate
     attempt: int = 1
-    policy_version: int | None = None  # oldest version that record_version
-    newest_version: int | None = None  # newest version that record_version
+    policy_version: int | None = None  # oldest version that answered
+    newest_version: int | None = None  # newest version that answered
     task: asyncio.Task[Any] | None = None
 
     def __post_init__(self) -> None:

@@ -194,7 +194,10 @@ class BaseEnv(abc.ABC):
 
     @property
     def derived_batch_size(self) -> int:
-        """Sequences in a batch that may be this environment's, after the minimum of other environments; or -1."""
+        """Number of sequences in a batch that this environment may fill; -1 if unknown.
+
+        Excludes the minimums of other environments.
+        """
         size = self.config.batch_size
         if size == -1 or not self.status_dict:
             return size
@@ -349,7 +352,10 @@ class BaseEnv(abc.ABC):
         do_send_to_api: bool = True,
         abort_on_any_max_length_exceeded: bool = True,
     ) -> bool:
-        """Check groups, record them as configured, and send them. Return whether there was a valid group that was sent.
+        """Check groups, record them as configured, and send them if `do_send_to_api`.
+
+        Returns:
+            Whether the service accepted a group or, without sending, whether a group is valid.
 
         Raises:
             UsageError: Rows of a group do not have matching lengths.

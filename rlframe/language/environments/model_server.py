@@ -297,7 +297,7 @@ class APIServer:
         )
 
     def _set_healthy(self, healthy: bool, failure: Exception | None = None) -> None:
-        """Record whether the server answers. Log changes, since waiting users need the reason."""
+        """Record whether the server answers. Log each change."""
         if healthy != self.server_healthy:
             if healthy:
                 logger.info("The model server %s answers.", self.config.base_url)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _POLL_INTERVAL = 0.1  # seconds between two status requests to the service, if no attempt ends in between
 _LEAVE_TIMEOUT = 5.0  # seconds for the request to disconnect
-_PAUSE = 1.0  # seconds before groups that the service refused for `service_timeout` seconds are sent again
+_PAUSE = 1.0  # seconds of pause after the service has refused groups for `service_timeout` seconds
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class ServeLoop:
         env.tracker = open_wandb(self._config, wandb.project, wandb.group, env.wandb_prepend)
 
     async def _handle_status(self, status: EnvStatus) -> None:
-        """Update the environment's step. At a new step, save, evaluate and log if it is time."""
+        """Update the environment's step. At a new step, save, evaluate and log if the interval has passed."""
         env, config = self._env, self._config
         env.status_dict = dataclasses.asdict(status)
         if config.inference_weight != -1:

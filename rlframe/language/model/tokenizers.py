@@ -19,7 +19,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Highest token id plus one. A model may have more."""
+        """Highest token id plus one. The model's vocabulary may be larger."""
 
     @property
     def bos_token_id(self) -> int | None:

@@ -295,7 +295,11 @@ def _qkv(
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
-    """Attend from `q` `[B, H, T, head]` to `k`, `v` `[B, K, S, head]` where `visible` `[B, T, S]`, with softmax."""
+    """Compute softmax attention of `q` `[B, H, T, head]` to `k`, `v` `[B, K, S, head]`.
+
+    Args:
+        visible: `[B, T, S]` bool: True where query t may attend to key s.
+    """
     B, H, T, head = q.shape
     K = k.shape[1]
     q = q.reshape(B, K, H // K, T, head)

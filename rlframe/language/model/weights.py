@@ -91,7 +91,7 @@ def published(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
 
 
 def _expected(config: ModelConfig) -> tuple[dict[str, jax.ShapeDtypeStruct], Any]:
-    """Return (published name -> leaf of the parameters, in the tree's order; the tree's structure)."""
+    """Return (dict of published name to array shape, in the tree's order; the tree's structure)."""
     shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config))
     leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     return {_published_name(path): leaf for path, leaf in leaves}, treedef

@@ -1,4 +1,4 @@
-"""The policy server: serves the OpenAI API with the decode engine and the learner's newest parameters.
+"""The policy server, which serves the OpenAI API with the decode engine and the learner's newest parameters.
 
 A chat request, `POST /v1/chat/completions`:
 

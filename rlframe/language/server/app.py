@@ -34,7 +34,7 @@ _DESCRIPTION = """A language model in training, with the OpenAI API.
 
 Every response has a `policy_version`: the version of the parameters that sampled its last token."""
 
-_PREFIX = "rlframe_policy_"  # of the metrics' names
+_PREFIX = "rlframe_policy_"  # prefix of the metrics' names
 # Name, help text, and key in `PolicyServer.stats`.
 _COUNTERS = (
     ("completions", "Requested completions.", "requests"),

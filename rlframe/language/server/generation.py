@@ -1,4 +1,4 @@
-"""Decode a request's answers to text. Moves tokens from the engine's thread to asyncio."""
+"""Decode a request's answers to text. The tokens come from the engine's thread; asyncio code reads the text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DISTINCT = 3  # a window with more characters begins at a character's start, si
 
 
 class TextDecoder:
-    """An incremental decoder of one answer. The pieces together are the text of all tokens, for every split.
+    """An incremental decoder of one answer. For every split of the tokens, the joined pieces are the complete text.
 
     Args:
         tokenizer: Tokenizer of the model.

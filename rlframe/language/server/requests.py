@@ -189,7 +189,7 @@ class CompletionRequest(_Request):
     """The body of `/v1/completions`."""
 
     prompt: Annotated[Any, AfterValidator(_replace_surrogates)] = Field(
-        description="a text, a list of texts, token ids, or a list of lists of them"
+        description="a text, a list of texts, a list of token ids, or a list of such lists"
     )
     max_tokens: int = Field(
         default=16, description="most tokens of each answer; 0 with echo or prompt_logprobs: only score the prompt"
@@ -198,10 +198,10 @@ class CompletionRequest(_Request):
         default=None,
         ge=0,
         le=MAX_TOP_TOKENS,
-        description="0 or 1: of the tokens that were to_sampling_params; more: of so many top_tokens as well",
+        description="return log-probabilities of the sampled tokens and, if above 1, of this number of top tokens",
     )
-    echo: bool = Field(default=False, description="texts begin with that of the prompt")
-    add_special_tokens: bool = Field(default=True, description="those that the tokenizer puts around a text")
+    echo: bool = Field(default=False, description="return the prompt's text before the answer")
+    add_special_tokens: bool = Field(default=True, description="add the tokenizer's special tokens to the prompt")
 
     def parse(self, tokenizer: Tokenizer) -> ParsedRequest:
         """Encode the texts as tokens. Raise `RefusedError` or `UsageError` for invalid values."""
