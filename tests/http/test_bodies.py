@@ -50,7 +50,7 @@ def test_several_compressed_parts_become_one_body(encoding):
 
 @pytest.mark.parametrize("encoding", COMPRESS)
 def test_many_empty_parts_are_refused(encoding):
-    """An empty part takes as long as a kilobyte and adds nothing to the limited size."""
+    """An empty part takes as long as a kilobyte, but the size limit does not count it."""
     empty = COMPRESS[encoding](b"")
     assert DECOMPRESS[encoding](empty * 10_000, LIMIT) == b""
     with pytest.raises(ValueError, match="10000 parts"):

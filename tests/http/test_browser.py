@@ -132,7 +132,7 @@ def test_requests_without_sec_fetch_site_change_nothing(browser, elsewhere):
             assert page.evaluate(pause) == 200
 
 
-def test_a_link_of_another_page_opens_the_live_page_and_erases_nothing(browser, elsewhere):
+def test_link_on_another_site_opens_only_the_live_page(browser, elsewhere):
     with trajectories() as target, page_of(browser, f"http://localhost:{elsewhere}") as page:
         before = target.state()
         follow = """url => { const link = document.createElement('a'); link.href = url; document.body.append(link);

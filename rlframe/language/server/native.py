@@ -1,6 +1,7 @@
 """`/generate` with token ids, in the formats of vLLM and SGLang.
 
-The vLLM format is that of `example_trainer/vllm_api_server.py` in NousResearch/atropos. SGLang's format is that of its server.
+The vLLM format is that of `example_trainer/vllm_api_server.py` in NousResearch/atropos. The SGLang format is that of
+SGLang's server.
 """
 
 from __future__ import annotations
