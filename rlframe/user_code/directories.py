@@ -1,6 +1,6 @@
 """Modules next to a user's files. All modules of a directory are loaded and removed together.
 
-Directories may contain modules of the same name, and each file must import the modules of its own directory. For
+Directories may contain modules of the same name, and each file must import the modules of its directory. For
 example, `a/agent.py` and `b/env.py` both contain `import helpers`. `loading("a", ...)` puts `a` at the front of
 `sys.path` and records `a/helpers.py` in the `_Directory` of `a`. `loading("b", ...)` removes this module from
 `sys.modules`, so that `b/env.py` imports `b/helpers.py`. If a file of a directory has changed, `forget_changed` removes

@@ -141,7 +141,7 @@ def test_what_is_no_group_in_the_end_is_named():
 
     env = made(Forgets)
     env.process_mode = True
-    with pytest.raises(EnvError, match=r"Forgets can only send groups \(ScoredDataGroup\), got str. .*postprocess_hist"):
+    with pytest.raises(EnvError, match=r"Forgets can only send groups \(ScoredDataGroup\), got str. .*postprocess"):
         asyncio.run(env.handle_env("item"))
 
 

@@ -59,7 +59,7 @@ class PolicyServer:
         params: Parameters to use, as version 0, until the learner answers.
 
     Raises:
-        UsageError: There is neither a learner nor parameters, or the tokenizer does not match the model.
+        UsageError: Both the learner and the parameters are None, or the tokenizer does not match the model.
     """
 
     def __init__(
