@@ -1,13 +1,14 @@
-"""What the package's three HTTP services share: the trajectory service, the policy server, and the control of a run.
+"""The common parts of the three HTTP services: the trajectory service, the policy server and the control of a run.
 
-`app.make_app` makes the FastAPI application, to which a service adds its endpoints; `serving.ServerThread` serves it.
-A request passes, in this order:
+`app.make_app` makes the FastAPI application, to which each service adds its endpoints. `serving.ServerThread` serves
+the application.
+A request passes through these stages, in this order:
 
-1. `serving.BoundedProtocol`: connections are limited in number, and slow or silent clients are disconnected;
-2. `app.MeasureRequests`: its duration, for `/metrics` (`RequestMetrics`);
-3. `access.SameOrigin`: pages of other sites get 403, and so do other machines if the service has no token;
-4. `app.Page`: a browser that asks for `/` gets the live page;
-5. `access.RequireToken`: 401 without the bearer token;
-6. `bodies.ReadBody`: the body is limited and decompressed;
-7. the endpoint, whose answer `bodies.answer` encodes.
+1. `serving.BoundedProtocol` limits the number of connections and disconnects slow or silent clients.
+2. `app.MeasureRequests` measures the duration for `/metrics` (`RequestMetrics`).
+3. `access.SameOrigin` answers 403 to pages of other sites and, if the service has no token, to other machines.
+4. `app.LivePage` sends the live page to a browser that requests `/`.
+5. `access.RequireToken` answers 401 if the bearer token is missing.
+6. `bodies.ReadBody` reads, limits and decompresses the body.
+7. The endpoint runs, and `bodies.answer` encodes its response.
 """

@@ -1,10 +1,17 @@
-"""Who may call a service: whoever has its token. Without one, programs of this machine and the service's own pages.
+"""Access control of services.
 
-Every page that is open in a browser of this machine can reach a service on loopback. A page of another site may send
-a request without seeing the answer (CSRF: a form, or an image whose address is `/reset_data`), or let its own name
-resolve to this machine and so pass for the service's page (DNS rebinding). The headers Origin and Sec-Fetch-Site
-(https://www.w3.org/TR/fetch-metadata/) reveal the first, Host the second; programs other than browsers send neither of
-the first two. Pages of other sites cannot have a token, so Host matters only for a service without one.
+A service with a token answers clients that send the token. A service without a token answers local programs and its
+own pages.
+
+Any page that is open in a browser on this machine can reach a service on loopback. A page of another site has two ways
+to attack:
+
+- CSRF: the page sends a request and does not need the response, for example with a form, or with an image whose address
+  is `/reset_data`. The headers Origin and Sec-Fetch-Site (https://www.w3.org/TR/fetch-metadata/) reveal this attack.
+  Only browsers send these headers.
+- DNS rebinding: the page's own host name resolves to this machine, so the browser treats the page as a page of the
+  service. The header Host reveals this attack. Host matters only for a service without a token, since pages of other
+  sites cannot have the token.
 """
 
 from __future__ import annotations
@@ -21,11 +28,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rlframe.http.bodies import Refusal, detail
 from rlframe.http.config import is_loopback
 
-_PAGES = ("/", "/docs")  # without data: links of other sites may open them
+_PAGES = ("/", "/docs")  # links on other sites may open these pages, since they contain no data
 
 
 class RequireToken:
-    """ASGI: answers 401 unless the request has the bearer token, or is for a path in `without`."""
+    """ASGI middleware that answers 401 unless the request has the bearer token, or its path is in `without`."""
 
     def __init__(self, app: ASGIApp, token: str, refusal: Refusal = detail, without: tuple[str, ...] = ()) -> None:
         self._app = app
@@ -45,17 +52,18 @@ class RequireToken:
 
 
 class SameOrigin:
-    """ASGI: answers 403 to pages of other sites, and to requests that a service without a token must not answer.
+    """ASGI middleware that answers 403 to pages of other sites and, if the service has no token, to other machines.
 
     Args:
-        token: whether requests need one.
-        no_token: without one, whether other machines may call the service all the same, by names without a dot too,
-            which no page on the web can have; else it answers at loopback only, however it listens.
-        hosts: without a token, names that are the service's, beside `localhost` and any IP address: those lead nowhere
-            else.
-        origins: whose pages may call it beside its own, or *.
-        changing: ends of paths whose GET changes something.
-        refusal: what refusals look like.
+        token: Whether requests need a token.
+        no_token: For a service without a token: whether other machines may call it. Host names without a dot are then
+            accepted too, since no public web site has one. Otherwise the service answers only loopback connections,
+            at every listen address.
+        hosts: For a service without a token: its names, in addition to `localhost` and IP addresses, which cannot be
+            rebound.
+        origins: Origins of other pages that may call the service, or *.
+        changing: Suffixes of the paths whose GET changes something.
+        refusal: Makes the response to a refused request.
     """
 
     def __init__(
@@ -91,47 +99,47 @@ class SameOrigin:
     def _host_problem(self, scope: Scope, name: str) -> str:
         if not self._no_token and not _is_local(scope.get("server")):
             return (
-                "This service asks for no token, so it answers its own machine only, at 127.0.0.1. For other machines "
-                "start it with a token (--token-file FILE) or, where whoever reaches it may call it, with --no-token; "
-                "under uvicorn by its environment variables ..._TOKEN_FILE and ..._NO_TOKEN=true."
+                "This service requires no token, so it answers only its own machine, at 127.0.0.1. To answer other "
+                "machines, start it with a token (--token-file FILE) or, if every client that reaches it may call it, "
+                "with --no-token. Under uvicorn, set its environment variable ..._TOKEN_FILE or ..._NO_TOKEN=true."
             )
         if name in self._hosts or _is_address(name) or (self._no_token and name and "." not in name):
             return ""
         return (
-            f"The header Host names {name[:100]!r}, which is not known to be this service's name. Ask for it by its IP "
-            "address or localhost, or have it started with that name: --allowed-host NAME."
+            f"The header Host is {name[:100]!r}, which is not a name of this service. Use the service's IP address or "
+            "localhost, or start the service with this name: --allowed-host NAME."
         )
 
     def _origin_problem(self, scope: Scope, headers: Headers, host: str) -> str:
-        """Return the problem if a page of another site sent this, as the browser's headers show; else an empty text."""
+        """Return the problem if the browser's headers show a request of another site's page; otherwise return ""."""
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
-        if site == "same-origin":  # sent by the browser: a proxy may have changed Host
+        if site == "same-origin":  # trust this header more than Host, which a proxy may have changed
             return ""
         if origin is not None:
             own = origin.lower().rpartition("://")[2] == host and site in (None, "none")
             if own or "*" in self._origins or origin.lower() in self._origins:
                 return ""
-            return f"Pages of {origin[:100]!r} may not call this service: only its own may."
+            return f"Pages of {origin[:100]!r} may not call this service. Only its own pages may."
         path = scope["path"]
         if site is None:
-            # Browsers send neither header with an image's GET to http addresses other than loopback.
+            # For images at http addresses other than loopback, browsers send neither header.
             if path.endswith(self._changing) and headers.get("user-agent", "").startswith("Mozilla/"):
-                return f"A browser does not say which page asks for {path[:100]}, so it may not: use a program."
+                return f"A browser may not request {path[:100]}, since it does not name the page. Use a program."
             return ""
         navigation = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
         if site == "none" or (navigation and scope["method"] in ("GET", "HEAD") and path in _PAGES):
             return ""
-        return "Pages from elsewhere may not call this service: only its own may."
+        return "Pages of other sites may not call this service. Only its own pages may."
 
 
 def _is_local(server: tuple[str, int | None] | None) -> bool:
-    """Return True if only this machine reaches the address of the connection; None means a Unix socket."""
+    """Return True if only this machine can reach the server's address. None is a Unix socket."""
     return server is None or server[1] is None or is_loopback(server[0])
 
 
-@functools.lru_cache(maxsize=64)  # requests come by few names
+@functools.lru_cache(maxsize=64)  # requests use few host names
 def _name(host: str) -> str:
-    """Remove the port, and the brackets of an IPv6 address; empty if it is no valid host."""
+    """Return the host without its port and without the brackets of an IPv6 address, or "" if it is invalid."""
     try:
         return urllib.parse.urlsplit(f"//{host}").hostname or ""
     except ValueError:

@@ -1,6 +1,6 @@
-"""The common part of the applications of all services: middleware, answers to errors, pages, and metrics.
+"""The common parts of the services' web applications: middleware, error responses, pages and metrics.
 
-Pages are static files that load nothing from other sites. Their data comes from the service.
+Pages are static files that load nothing from other sites. They request their data from the service.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import rlframe
 from rlframe.http.access import RequireToken, SameOrigin
 from rlframe.http.bodies import ReadBody, Refusal, detail
 
-_DOCS = pathlib.Path(__file__).with_name("docs.html")  # asks for /openapi.json
+_DOCS = pathlib.Path(__file__).with_name("docs.html")  # shows /openapi.json
 _TEXT = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)  # seconds
 _METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 
-Table = Iterable[tuple[str, str, str]]  # name, help, and key of each number
-ReadFamilies = Callable[[], Awaitable[Iterable[Metric]]]  # reads a service's own numbers, on the event loop
+Table = Iterable[tuple[str, str, str]]  # name, help text and key of each metric
+ReadFamilies = Callable[[], Awaitable[Iterable[Metric]]]  # returns the metrics of one service, on the event loop
 
 
 def make_app(
@@ -60,27 +60,29 @@ def make_app(
     stripped: str = "",
     responses: dict[int | str, dict[str, Any]] | None = None,
 ) -> FastAPI:
-    """Make an application whose only endpoints are /metrics, /openapi.json and /docs, which shows the latter.
+    """Make an application with the endpoints /metrics, /openapi.json and /docs, which shows /openapi.json.
 
     Args:
-        metrics_prefix: of the names at /metrics.
-        read_families: returns the service's numbers for /metrics, which also has the durations of requests.
-        stripped: as for `MeasureRequests`.
-        responses: documented refusals of /metrics.
-        token: that requests carry, but for the page and the paths `without_token`; None: none is needed.
-        max_body: bytes of a request, also decompressed; endpoints at the paths `raw` read it themselves.
-        errors: how exceptions of endpoints are answered.
-        refusal: what refusals look like, also of unknown paths; None: as FastAPI's.
-        no_token, hosts, origins, changing: as for `SameOrigin`. Pages of `origins` may read answers, too.
-        page: the live page at /.
+        metrics_prefix: Prefix of the metrics' names.
+        read_families: Returns the service's metrics. /metrics adds the durations of requests.
+        token: Bearer token that requests must carry, except for the page and the paths in `without_token`. None means
+            that no token is needed.
+        max_body: Largest size of a request body in bytes, also after decompression.
+        errors: Response to each type of exception that an endpoint raises.
+        refusal: Makes the response to a refused request or an unknown path. None means FastAPI's format.
+        no_token, hosts, origins, changing: See `SameOrigin`. Pages of `origins` may also read responses.
+        raw: See `ReadBody`.
+        page: File of the live page at /.
+        stripped: See `MeasureRequests`.
+        responses: Documentation of the error responses of /metrics.
     """
     app = FastAPI(
         title=title,
         version=rlframe.__version__,
         description=description,
         lifespan=lifespan,
-        strict_content_type=False,  # CSRF is what SameOrigin is there for
-        docs_url=None,  # FastAPI's own loads scripts from another site
+        strict_content_type=False,  # SameOrigin protects against CSRF
+        docs_url=None,  # FastAPI's page loads scripts from another site
         redoc_url=None,
     )
     app.get("/docs", include_in_schema=False)(show_endpoints)
@@ -88,8 +90,8 @@ def make_app(
 
     @app.get("/metrics", tags=["service"], response_class=Response, responses={200: _TEXT, **(responses or {})})
     async def read_metrics() -> Response:
-        """The state of the service and durations of requests, as Prometheus reads them."""
-        # Written in a thread: the text of many runs takes long.
+        """Metrics of the service and durations of requests, in Prometheus's text format."""
+        # Use a thread: formatting the metrics of many runs takes long.
         return await asyncio.to_thread(metrics.response, await read_families())
 
     for kind, respond in errors.items():
@@ -97,8 +99,9 @@ def make_app(
     if refusal is not None:
         app.add_exception_handler(HTTPException, _http_exception_handler(refusal))
     refuse = refusal or detail
-    # The last one added is the first that a request meets.
-    # Level 1: on these numbers a twentieth larger than level 9, in a tenth of the time; large answers beside the loop.
+    # A request passes the middleware in the reverse order of these calls.
+    # For these responses, gzip level 1 takes a tenth of level 9's time and its output is only 5 % larger. Large
+    # responses are compressed in a thread.
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=1, thread_minimum_size=64 << 10)
     app.add_middleware(ReadBody, limit=max_body, raw=raw, refusal=refuse)
     if token is not None:
@@ -136,12 +139,12 @@ def _http_exception_handler(refusal: Refusal) -> Any:
 
 
 class LivePage:
-    """ASGI: answers requests for / that accept text/html with the page, and passes on all others.
+    """ASGI middleware that answers requests for / that accept text/html with the live page, and passes on all others.
 
-    The page holds no data, so it needs no token: it asks its reader for one.
+    The page needs no token, since it contains no data. It asks its user for the token.
 
     Args:
-        file: the page, with one `<script>` and one `<style>`.
+        file: HTML file with exactly one `<script>` and one `<style>`.
     """
 
     def __init__(self, app: ASGIApp, file: pathlib.Path) -> None:
@@ -157,7 +160,7 @@ class LivePage:
 
 
 async def show_endpoints() -> Response:
-    """Show the endpoints, as /openapi.json has them."""
+    """Return the page that lists the endpoints of /openapi.json."""
     return _response(_DOCS)
 
 
@@ -174,7 +177,7 @@ def _response(file: pathlib.Path) -> Response:
 
 
 def _content_security_policy(html: str) -> str:
-    """Return the policy: only the page's own script and style, and requests to its own service."""
+    """Return a Content-Security-Policy that allows the page's own script and style, and requests to its own service."""
     sources = {"default": "'none'", "connect": "'self'", "img": "data:"}
     for name in ("script", "style"):
         (content,) = re.findall(rf"<{name}>(.*?)</{name}>", html, re.DOTALL)
@@ -184,21 +187,21 @@ def _content_security_policy(html: str) -> str:
     return f"{listed}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
-# --- metrics for Prometheus: a service's own numbers, how long requests take, and what the process needs
+# --- Prometheus metrics: the service's own metrics, durations of requests, and the resources of the process
 
 
 class RequestMetrics:
-    """The requests and the process of one application.
+    """Durations of requests, and metrics of the process.
 
     Args:
-        prefix: of the names.
+        prefix: Prefix of the metrics' names.
     """
 
     def __init__(self, prefix: str) -> None:
         self._registry = CollectorRegistry()
         self.requests = Histogram(
             prefix + "request_duration_seconds",
-            "From the headers of a request to the end of its answer.",
+            "Seconds from the headers of a request to the end of its response.",
             ("method", "endpoint", "status"),
             buckets=_BUCKETS,
             registry=self._registry,
@@ -207,7 +210,7 @@ class RequestMetrics:
             collector(registry=self._registry)
 
     def response(self, families: Iterable[Metric]) -> Response:
-        """`families`, and these, in Prometheus's text format 0.0.4. May be called in any thread."""
+        """Return `families` and these metrics in Prometheus's text format 0.0.4. Thread-safe."""
         text = generate_latest(_Families(families)) + generate_latest(self._registry)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -221,7 +224,7 @@ class _Families(Collector):
 
 
 def metric_families(prefix: str, counters: Table, gauges: Table, read: Callable[[str], Any]) -> Iterator[Metric]:
-    """Yield a metric for each row of the tables; `read(key)` returns its value, None if there is none."""
+    """Yield a metric for each row of the tables, with the value `read(key)`. Skip rows whose value is None."""
     for family, table in ((CounterMetricFamily, counters), (GaugeMetricFamily, gauges)):
         for name, help_text, key in table:
             if (value := read(key)) is not None:
@@ -229,25 +232,25 @@ def metric_families(prefix: str, counters: Table, gauges: Table, read: Callable[
 
 
 class MeasureRequests:
-    """ASGI: measures the duration of requests, by method, endpoint and status.
+    """ASGI middleware that measures the duration of requests by method, endpoint and status.
 
     Args:
-        stripped: a prefix of paths that is left out: the same endpoints exist without it.
+        stripped: Path prefix to remove, so that an endpoint with and without the prefix counts as one.
     """
 
     def __init__(self, app: ASGIApp, metrics: RequestMetrics, stripped: str = "") -> None:
         self._app = app
         self._histogram = metrics.requests
         self._stripped = stripped
-        self._children: dict[tuple[str, str, int], Any] = {}  # `labels` takes longer than all the rest
+        self._children: dict[tuple[str, str, int], Any] = {}  # cache, since `Histogram.labels` is slow
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 500  # of a request that ends without an answer
+        status = 500  # if the application raises before it responds
 
-        async def noting(message: Message) -> None:
+        async def send_and_note_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -255,12 +258,12 @@ class MeasureRequests:
 
         start = time.perf_counter()
         try:
-            await self._app(scope, receive, noting)
+            await self._app(scope, receive, send_and_note_status)
         finally:
             self._child(scope, status).observe(time.perf_counter() - start)
 
     def _child(self, scope: Scope, status: int) -> Any:
-        # The route, not the path of the request: clients must not be able to make labels.
+        # Use the route, not the request's path: otherwise clients could create any number of labels.
         route = scope.get("route")
         endpoint = "other" if route is None else route.path.removeprefix(self._stripped)
         method = scope["method"] if scope["method"] in _METHODS else "other"

@@ -1,4 +1,4 @@
-"""Bodies: of requests, which are limited and decompressed before an endpoint gets them, and of answers."""
+"""Bodies of requests, which are limited and decompressed before an endpoint reads them, and bodies of responses."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MSGPACK = "application/msgpack"
-BODY_DEADLINE = 60.0  # seconds for a request's body to arrive
-BODIES_BYTES = 512 << 20  # of all bodies that are held, as sent and decompressed
-_PIECE = 1024  # bytes that are decompressed at once: of zstd they may become 32 MB, of gzip 1 MB
-_PARTS = 10_000  # gzip members or zstd frames of a body
-_PADDING = re.compile(rb"\0*")  # after a part
-_ENCODINGS = 2  # one after the other
-_DROPPED = 16  # times the limit: of a body that is too large, so much is read so that its sender sees the answer
+BODY_DEADLINE = 60.0  # seconds in which a request's body must arrive
+BODIES_BYTES = 512 << 20  # limit for all request bodies in memory together, as sent and decompressed
+_PIECE = 1024  # bytes to decompress at once; they can expand to 32 MB with zstd, to 1 MB with gzip
+_PARTS = 10_000  # most gzip members or zstd frames in a body
+_PADDING = re.compile(rb"\0*")  # zero bytes after a part
+_ENCODINGS = 2  # most encodings in Content-Encoding
+_DROPPED = 16  # a too large body is read up to this many times the limit, so that its sender sees the response
 
 
 def answer(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return a small JSON answer."""
+    """Return a small JSON response."""
     return Response(encoded(content), status, headers, "application/json")
 
 
 def encoded(content: Any) -> bytes:
-    """Return a value as JSON, with null for NaN and infinities. Bytes of paths that are not UTF-8 become escapes."""
+    """Encode a value as JSON. NaN and infinities become null. Bytes of a path that are not UTF-8 become escapes."""
     try:
         return msgspec.json.encode(content)
     except UnicodeEncodeError:
@@ -41,29 +41,30 @@ def encoded(content: Any) -> bytes:
         return json.dumps(json.loads(plain, parse_constant=lambda _: None)).encode()
 
 
-Refusal = Callable[[str, int, dict[str, str] | None], Response]  # (error, status, headers) -> what the client sees
+Refusal = Callable[[str, int, dict[str, str] | None], Response]  # (error, status, headers) -> response
 
 
 def detail(error: str, status: int, headers: dict[str, str] | None = None) -> Response:
-    """Return a refusal in FastAPI's format."""
+    """Return an error response in FastAPI's format."""
     return answer({"detail": error}, status, headers)
 
 
 def retry_later(error: str, status: str = "full", seconds: int = 1) -> Response:
-    """Return 503: the same request may be sent again."""
+    """Return a 503 response. The client may send the same request again."""
     return answer({"status": status, "error": error}, 503, {"Retry-After": str(seconds)})
 
 
 class ReadBody:
-    """ASGI: passes the whole body on, decompressed, as one message; or refuses it. Requests without one pass directly.
+    """ASGI middleware that reads and decompresses the body, and passes it on as one message.
 
-    Small requests in MessagePack are passed on as JSON; the paths in `raw` read MessagePack themselves.
+    Bodies over the limits are refused. Requests without a body are passed on directly. Requests in MessagePack are
+    converted to JSON, except for the paths in `raw`, whose endpoints read MessagePack.
 
     Args:
-        limit: bytes, both as sent and decompressed.
-        raw: ends of these paths.
-        deadline: seconds for a body to arrive.
-        refusal: what refusals look like.
+        limit: Largest body in bytes, both as sent and decompressed.
+        raw: Suffixes of the paths that read MessagePack.
+        deadline: Seconds in which a body must arrive.
+        refusal: Makes the response to a refused request.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class ReadBody:
         self._deadline = deadline
         self._limit = limit
         self._raw = raw
-        self._reading = 0
+        self._reading = 0  # bytes of all bodies in memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -107,7 +108,7 @@ class ReadBody:
             self._reading -= taken[0]
 
     async def _read(self, headers: Headers, receive: Receive, taken: list[int]) -> bytes:
-        """Read the body as sent; `taken` counts its share of `_reading`."""
+        """Read the body as sent. `taken[0]` counts the bytes that this request has added to `_reading`."""
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._limit:
             raise self._too_large(length=int(length))
@@ -117,13 +118,13 @@ class ReadBody:
             while more and sent <= _DROPPED * self._limit:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise _Refused("The client left.", 400)
+                    raise _Refused("The client disconnected.", 400)
                 part, more = message.get("body", b""), message.get("more_body", False)
                 sent += len(part)
                 if sent <= self._limit:
                     self._count(taken, len(part))
                     parts.append(part)
-                elif parts:  # the rest is read and dropped, so that the client sees the answer
+                elif parts:  # read and drop the rest, so that the client sees the response
                     self._count(taken, -taken[0])
                     parts.clear()
         if sent > self._limit:
@@ -137,20 +138,20 @@ class ReadBody:
         taken[0] += size
         self._reading += size
         if self._reading > BODIES_BYTES:
-            raise _Refused("Too much is being sent at once.", 503, {"Retry-After": "1"})
+            raise _Refused("The request bodies in memory exceed the limit.", 503, {"Retry-After": "1"})
 
     async def _decoded(self, encoding: str, body: bytes) -> bytes:
         names = [name.strip().lower() for name in encoding.split(",")]
         names = [name for name in names if name not in ("", "identity")]
         if len(names) > _ENCODINGS:
-            raise _Refused(f"A body has at most {_ENCODINGS} encodings; Content-Encoding names {len(names)}.", 415)
+            raise _Refused(f"A body may have at most {_ENCODINGS} encodings; Content-Encoding has {len(names)}.", 415)
         for name in reversed(names):
             if name not in _DECOMPRESSORS:
-                raise _Refused(f"Content-Encoding {name!r} is not known; gzip and zstd are.", 415)
+                raise _Refused(f"Content-Encoding {name!r} is not supported. Use gzip or zstd.", 415)
             if not body:
                 continue
             decode = functools.partial(decompressed, _DECOMPRESSORS[name], body, self._limit)
-            try:  # in a thread: however small it is, it may become large
+            try:  # in a thread, since a small body can expand to a large one
                 body = await asyncio.get_running_loop().run_in_executor(None, decode)
             except (zlib.error, zstandard.ZstdError, ValueError) as error:
                 raise _Refused(f"Invalid {name} payload: {error}.", 400) from None
@@ -159,8 +160,8 @@ class ReadBody:
         return body
 
     def _too_large(self, length: int = 0, ended: bool = True) -> _Refused:
-        error = f"A body has at most {self._limit >> 20} MB, decompressed too; --max-body-mb changes that."
-        # The server reads and drops a body of a known length; one without an end is cut off.
+        error = f"A body may have at most {self._limit >> 20} MB, also decompressed. --max-body-mb sets this limit."
+        # The server reads and drops the rest of a body of known length; otherwise it must close the connection.
         ended = ended and length <= _DROPPED * self._limit
         return _Refused(error, 413, None if ended else {"Connection": "close"})
 
@@ -172,46 +173,47 @@ class _Refused(Exception):
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives the body, and then the messages of the server."""
+    """Return a `receive` function that returns the body first, and then the server's next messages."""
     first: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
 
-    async def hand() -> Message:
+    async def receive_body_first() -> Message:
         return next(first, None) or await receive()
 
-    return hand
+    return receive_body_first
 
 
 def _as_json(body: bytes) -> bytes:
     try:
         return msgspec.json.encode(msgspec.msgpack.decode(body))
     except (ValueError, TypeError, RecursionError, msgspec.MsgspecError) as error:
-        raise _Refused(f"The body is no valid MessagePack: {error}.", 400) from None
+        raise _Refused(f"The body is not valid MessagePack: {error}.", 400) from None
 
 
 def decompressed(start: Callable[[], Any], body: bytes, limit: int) -> bytes:
-    """Decompress a body: at most 32 MB more than `limit`.
-
-    Raise `ValueError` if it has more than `_PARTS` parts: an empty one has 20 bytes or fewer, and takes as long as a
-    kilobyte.
+    """Decompress a body. The result is at most 32 MB larger than `limit`.
 
     Args:
-        start: makes a decompressor of one part.
+        start: Makes a decompressor for one part: a gzip member or a zstd frame.
+
+    Raises:
+        ValueError: The body ends too early, or has more than `_PARTS` parts. The number is limited because an empty
+            part has at most 20 bytes and takes as long as a kilobyte.
     """
     out, at = bytearray(), 0
     for _ in range(_PARTS):
         one = start()
         while not one.eof and len(out) <= limit:
             if at >= len(body):
-                raise ValueError("it ends too early")
+                raise ValueError("the data ends too early")
             out += one.decompress(body[at : at + _PIECE])
             at += _PIECE
         at = _PADDING.match(body, min(at, len(body)) - len(one.unused_data)).end()  # type: ignore[union-attr]
         if at >= len(body) or len(out) > limit:
             return bytes(out)
-    raise ValueError(f"it has more than {_PARTS} parts")
+    raise ValueError(f"the data has more than {_PARTS} parts")
 
 
-# Makes a decompressor, by the name in Content-Encoding.
+# Name in Content-Encoding -> function that makes a decompressor.
 _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(("gzip", "x-gzip"), lambda: zlib.decompressobj(wbits=31)),
     "zstd": lambda: zstandard.ZstdDecompressor(max_window_size=1 << 23).decompressobj(),

@@ -1,4 +1,4 @@
-"""The options that the services share: where one listens, and who may call it. They import no web framework."""
+"""Options that all services share: where to listen, and access control. This module imports no web framework."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rlframe.errors import UsageError, check_at_least
 
 @dataclasses.dataclass(frozen=True)
 class ServiceConfig:
-    """Host, guards and limits of a service, which adds its port. `can`: the actions that a client can take."""
+    """Address, access and limits of a service. Subclasses add the port and set `can`: the actions of a client."""
 
     can: ClassVar[str] = "call it"
 
-    host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 for all networks, which needs a token_file or no_token
-    token_file: str | None = None  # file with the bearer token that every request has to carry
-    no_token: bool = False  # answer other machines without a token: whoever reaches the service can do all it offers
-    # names that the service is reached under, beside localhost and IP addresses; only without a token
+    host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 means all networks and needs token_file or no_token
+    token_file: str | None = None  # file with the bearer token that every request must carry
+    no_token: bool = False  # answer other machines without a token; every client that reaches the service may use it
+    # host names of the service, in addition to localhost and IP addresses; checked only without a token
     allowed_hosts: tuple[str, ...] = ()
-    max_body_mb: int = 64  # megabytes of one request, decompressed
-    max_connections: int = 1024  # at the same time; more are refused
+    max_body_mb: int = 64  # most megabytes of one request body, decompressed
+    max_connections: int = 1024  # most simultaneous connections; more are refused
 
     def __post_init__(self) -> None:
         check_access_is_restricted(self.host, self.token_file, self.can, self.no_token)
@@ -31,7 +31,7 @@ class ServiceConfig:
 
 
 def read_token(file: str | None) -> str | None:
-    """Read the bearer token in a file. Raise `UsageError` if the file cannot be read or is empty."""
+    """Read the bearer token from a file. Raise `UsageError` if the file cannot be read or is empty."""
     if file is None:
         return None
     try:
@@ -44,7 +44,7 @@ def read_token(file: str | None) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if only this machine reaches a service that listens at this address."""
+    """Return True if only this machine can reach a service that listens at this address."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -53,31 +53,31 @@ def is_loopback(host: str) -> bool:
 
 
 def check_access_is_restricted(host: str, token_file: str | None, can: str, no_token: bool | None = None) -> None:
-    """Raise `UsageError` if other machines would need no token, and --no-token was not given.
+    """Raise `UsageError` if other machines could call the service without a token although --no-token was not given.
 
     Args:
-        host: that the service listens at.
-        token_file: with its token; None: it has none.
-        can: the actions that a client can take.
-        no_token: whether --no-token was given; None: the service has no such option.
+        host: Address that the service listens at.
+        token_file: File with the service's token. None means that the service has no token.
+        can: Actions that a client can take.
+        no_token: Whether --no-token was given. None means that the service does not have this option.
     """
     if token_file is not None:
         if no_token:
-            raise UsageError("A token file and --no-token contradict each other: leave one of them out.")
+            raise UsageError("A token file and --no-token contradict each other. Remove one of them.")
     elif not no_token and not is_loopback(host):
-        way_out = "" if no_token is None else "say by --no-token that they all may, "
+        way_out = "" if no_token is None else "allow all clients with --no-token, "
         raise UsageError(
-            f"{host} can be reached from other machines, and whoever reaches this service can {can}. Give it a "
+            f"Other machines can reach {host}, and every client that reaches this service can {can}. Give a "
             f"--token-file, {way_out}or listen at 127.0.0.1."
         )
 
 
 def warn_no_token(no_token: bool, can: str) -> None:
-    """Print the warning at the start of a service for which --no-token was given."""
+    """Print a warning at the start of a service that runs with --no-token."""
     if no_token:
         print(
-            f"rlframe: --no-token: whoever reaches this service, from any machine, can {can}. Nothing is "
-            "encrypted: let only machines that you trust reach it.",
+            f"rlframe: --no-token: every client that reaches this service, from any machine, can {can}. Nothing is "
+            "encrypted. Make sure that only machines that you trust can reach the service.",
             file=sys.stderr,
             flush=True,
         )

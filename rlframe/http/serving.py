@@ -1,7 +1,7 @@
-"""A service as a process or a thread: where it listens, which bounds its connections have, and how it ends.
+"""Run a service in a process or a thread, with bounded connections and an orderly shutdown.
 
-uvicorn bounds neither the number of connections, nor the time in which a request's headers arrive, nor the time for
-which a client leaves an answer unread.
+uvicorn does not bound the number of connections, the time in which a request's headers must arrive, or the time for
+which a client may leave a response unread.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rlframe.interprocess.phases import Phase, advance
 from rlframe.shutdown import Closeable
 
 _SERVING = Phase("serving", 300.0)
-DRAIN = 10  # seconds for the requests that have begun when the service ends
-_END = 2.0 * DRAIN  # seconds for its thread to end
-_READY = 60.0  # seconds for it to begin
+DRAIN = 10  # seconds to finish running requests at shutdown
+_END = 2.0 * DRAIN  # seconds for the server's thread to end
+_READY = 60.0  # seconds for the server to start
 HEAD_DEADLINE = 30.0  # seconds from the first byte (or from connecting) to the end of the headers
 HEAD_BYTES = 64 << 10
-READ_DEADLINE = 60.0  # seconds in which a client has to read something of what waits for it
-_SPARE_FILES = 128  # descriptors for everything that is no connection
+READ_DEADLINE = 60.0  # seconds in which a client must read a part of its response
+_SPARE_FILES = 128  # file descriptors for everything except connections
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Type: application/json\r\n"
     b"Content-Length: 58\r\nConnection: close\r\n\r\n"
@@ -39,13 +39,12 @@ _FULL = (
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an application until `should_exit`, then finishes the requests that have begun.
+    """A uvicorn server with bounded connections. When `should_exit` is set, it finishes the running requests and ends.
 
     Args:
-        app: the application.
-        max_connections: at the same time; more are refused.
-        greeting: is called once it answers.
-        let_go: is called before it waits for the requests that are under way.
+        max_connections: Most simultaneous connections. More are refused.
+        on_ready: Called when the server accepts requests.
+        on_shutdown: Called before the server waits for running requests.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
-            log_config=None,  # uvicorn's own closes all handlers of the process
+            log_config=None,  # uvicorn's default closes all log handlers of the process
             access_log=False,
             log_level="error",
             http=bounded(max_connections),
@@ -74,12 +73,12 @@ class HttpServer(uvicorn.Server):
             await super().serve(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        advance()  # about ten times a second: the loop is not held up
+        advance()  # about ten times a second; shows that the event loop is not blocked
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if not self.should_exit:  # from here on it answers, and ends as it should
+        if not self.should_exit:
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -88,22 +87,21 @@ class HttpServer(uvicorn.Server):
 
 
 class ServerThread(Closeable):
-    """Serves an application in a thread, from construction until `close`. A context manager.
+    """A thread that serves an application from construction until `close`. A context manager.
 
     Args:
-        app: the application.
-        host, port: where it listens; port 0 is one that is free.
-        max_connections, let_go: as for `HttpServer`.
-        ended: is called in the thread once it ends, by `close` or by `failure`.
-        end: seconds that `close` waits for the thread to end.
+        host, port: Address to listen at. Port 0 means any free port.
+        max_connections, on_shutdown: See `HttpServer`.
+        ended: Called in the thread when the thread ends, after `close` or after a failure.
+        end: Seconds that `close` waits for the thread to end.
 
     Raises:
-        UsageError: it cannot listen there.
-        PeerError: it did not begin in time.
+        UsageError: The server cannot listen at this address.
+        PeerError: The server did not start in time.
 
     Attributes:
-        url: where it answers.
-        failure: what ended it.
+        url: URL of the service.
+        failure: Exception that ended the thread.
     """
 
     def __init__(
@@ -126,12 +124,12 @@ class ServerThread(Closeable):
         self._thread.start()
         if not self._ready.wait(_READY):
             self.close()
-            raise PeerError(f"The service at {self.url} did not begin within {_READY:g} s.")
+            raise PeerError(f"The service at {self.url} did not start within {_READY:g} s.")
         if self.failure is not None:
             raise self.failure
 
     def close(self) -> None:
-        """Finish the requests that have begun, and end. May be called again."""
+        """Finish the running requests and end the thread. May be called again."""
         self._server.should_exit = True
         self._thread.join(self._end)
         self._listener.close()
@@ -147,31 +145,31 @@ class ServerThread(Closeable):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there. Raise `UsageError` if that fails."""
-    if not 0 <= port < 2**16:  # else the system takes another one
+    """Return a socket that listens at this address. Raise `UsageError` if that fails."""
+    if not 0 <= port < 2**16:  # the operating system would use another port
         raise UsageError(f"A port must be from 0 to 65535, got {port}.")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: is every address of IPv4, too
+        dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: includes all IPv4 addresses
         listener = socket.create_server(address[:2], family=family, backlog=2048, dualstack_ipv6=dual)
     except (socket.gaierror, OverflowError) as error:
-        raise UsageError(f"{host}:{port} is no address to listen at: {error}.") from error
+        raise UsageError(f"{host}:{port} is not a valid address to listen at: {error}.") from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise UsageError(f"Port {port} of {host} is in use. Choose another one, or 0 for a free one.") from error
-        raise UsageError(f"{host}:{port} cannot be listened at: {error.strerror}.") from error
+            raise UsageError(f"Port {port} of {host} is in use. Choose another port, or 0 for a free one.") from error
+        raise UsageError(f"The service cannot listen at {host}:{port}: {error.strerror}.") from error
     listener.setblocking(False)
     return listener
 
 
 def address_of(listener: socket.socket) -> str:
-    """Return HOST:PORT, as in a URL."""
+    """Return HOST:PORT as in a URL."""
     host, port = listener.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with bounds. Connections above `limit` are answered with 503 at once, and closed."""
+    """uvicorn's protocol with limits. Connections above `limit` get a 503 response and are closed."""
 
     limit = 1024
     head_deadline = HEAD_DEADLINE
@@ -179,7 +177,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     _head_bytes = 0
     _timer: asyncio.TimerHandle | None = None
-    _read = 0  # how often it showed that the client has read something
+    _read = 0  # number of events that show that the client reads
     _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -224,7 +222,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._read += 1  # the next large one waits until this one is read: another was written, so something was
+        self._read += 1  # flow control delays a large response until the client reads, so a complete one shows reading
         self._start_read_timer()
 
     def _start_read_timer(self) -> None:
@@ -232,7 +230,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._unread = self.loop.call_later(self.read_deadline, self._check_client_reads, self._read, left)
 
     def _check_client_reads(self, read: int, left: int) -> None:
-        """Disconnect a client that has read nothing. `close` would wait for it."""
+        """Disconnect a client that has read nothing since the last check. `close` would wait for the client."""
         self._unread = None
         if read == self._read and self.transport.get_write_buffer_size() >= left:
             self.transport.abort()
@@ -251,7 +249,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def bounded(limit: int, **deadlines: Any) -> type[BoundedProtocol]:
-    """Return the protocol for so many connections, and let the process open as many files."""
+    """Return the protocol class for this number of connections. Raise the process's limit of open files if needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limit + _SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,16 +1,16 @@
-"""Language models: the model, the engine that decodes, the policy server, and environments. See `docs/llm.md`.
+"""Language models: the model, the decode engine, the policy server and environments. See `docs/llm.md`.
 
-How a group of scored answers comes about:
+From a prompt to a group of scored completions:
 
-1. `environments.BaseEnv.get_next_item` gives a prompt; `collect_trajectories` asks `ServerManager` for `group_size`
-   answers, by way of the OpenAI API.
-2. `server.PolicyServer` reads the request (`server/requests.py`), encodes its text (`model/tokenizers.py`) and
-   submits it to `decoding.DecodeEngine`, where it shares a batch with all others (`decoding/slots.py`).
-   `decoding/sampling.py` chooses tokens from the logits of `model/transformer.py`. `server/generation.py` makes text of
-   them, `server/replies.py` the answer, which names the version of the parameters.
-3. The environment scores the answers, makes a `ScoredDataGroup` of them (`environments/groups.py`) and sends it to the
-   trajectory service (`environments/serving.py`). `rlframe.trajectories` says how it reaches the learner.
-4. The learner publishes new parameters, which the policy server takes over between two calls of the engine.
+1. `environments.BaseEnv.get_next_item` returns a prompt. `collect_trajectories` requests `group_size` completions from
+   `ServerManager`, which uses the OpenAI API.
+2. `server.PolicyServer` parses the request (`server/requests.py`), encodes its text (`model/tokenizers.py`) and submits
+   it to `decoding.DecodeEngine`, which decodes it in one batch with other requests (`decoding/slots.py`).
+   `decoding/sampling.py` samples tokens from the logits of `model/transformer.py`. `server/generation.py` decodes the
+   tokens to text. `server/replies.py` makes the response, which contains the version of the parameters.
+3. The environment scores the completions, makes a `ScoredDataGroup` (`environments/groups.py`) and sends it to the
+   trajectory service (`environments/serving.py`). `rlframe.trajectories` describes the way from there to the learner.
+4. The learner publishes new parameters. The policy server loads them between two calls of the engine.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ __all__ = [
     "tokenize_for_trainer",
 ]
 
-# Where a name is, if not in `environments`. Imported on first use: not everyone has what servers and
-# environments need.
+# The subpackage of each name that is not in `environments`. Names are imported on first use, since servers and
+# environments need packages that may not be installed.
 _SUB_PACKAGE = {
     **dict.fromkeys(("ModelConfig", "RopeScaling"), "model"),
     **dict.fromkeys(("Answer", "DecodeEngine", "EngineConfig", "Handle", "SamplingParams", "generate"), "decoding"),

@@ -1,4 +1,4 @@
-"""The supervised warm-up of a language model: it imitates right answers before it learns from its own."""
+"""Supervised warm-up of a language model: train on correct answers before reinforcement learning starts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rlframe.types import Batch, Params
 
 Demonstrate = Callable[[random.Random, int], Sequence[tuple[str, str]]]
 
-_SHORTEST = 16  # tokens that batches are padded to
-_NOTHING = "Nothing was saved before: this is the supervised warm-up."
+_SHORTEST = 16  # minimum length of padded batches, in tokens
+_NOTHING = "Nothing is saved during the supervised warm-up."
 
 
 def warm_up(
@@ -36,32 +36,32 @@ def warm_up(
     logger: Any = None,
     log_every: int = 10,
 ) -> Params:
-    """Train for `supervised_steps` updates of the agent's config, by cross-entropy.
+    """Train for `supervised_steps` updates of the agent's config with the cross-entropy loss.
 
-    Save the result with `rlframe.language.model.weights.save`, beside the tokenizer, and name the folder in
-    `GRPOConfig.weights`: GRPO starts from it, and uses it as its reference.
+    Save the result with `rlframe.language.model.weights.save` in the folder of the tokenizer, and set
+    `GRPOConfig.weights` to this folder. GRPO then starts from these parameters and uses them as its reference.
 
     Args:
-        agent: whose parameters, optimizer and `supervised_*` settings.
-        demonstrate: `f(source of chance, count)` gives so many prompts and right answers, fresh ones with each call;
-            `BaseEnv.demonstrations`.
-        tokenizer: of the model. The answers end with its eos token.
-        seed: of the initial parameters and of the demonstrations.
-        logger: anything with `write(step, values)`; it gets `supervised_loss`. None logs nothing.
-        log_every: updates between two rows.
+        agent: Agent with the model, the optimizer and the `supervised_*` settings.
+        demonstrate: `f(source, count)` returns `count` new pairs of a prompt and a correct answer, drawn with the
+            `random.Random` `source`. For example `BaseEnv.demonstrations`.
+        tokenizer: Tokenizer of the model. Its eos token is appended to each answer.
+        seed: Seed of the initial parameters and of the demonstrations.
+        logger: Any object with `write(step, values)`; receives `supervised_loss`. None logs nothing.
+        log_every: Number of updates between two log rows.
 
     Returns:
         The parameters after the last update.
 
     Raises:
-        UsageError: the tokenizer has no eos token, or a demonstration is longer than `max_tokens`.
-        NonFiniteLossError: the loss was NaN or infinite.
+        UsageError: The tokenizer has no eos token, or a demonstration is longer than `max_tokens`.
+        NonFiniteLossError: The loss was NaN or infinite.
     """
     cfg = agent.cfg
-    pupil = GRPO(dataclasses.replace(cfg, loss="sft", learning_rate=cfg.supervised_learning_rate))
-    params = pupil.initial_params(jax.random.PRNGKey(seed))
-    state = pupil.initial_learner_state(params)
-    update = compilation.jit(pupil.learner_step, differentiates=True)
+    sft_agent = GRPO(dataclasses.replace(cfg, loss="sft", learning_rate=cfg.supervised_learning_rate))
+    params = sft_agent.initial_params(jax.random.PRNGKey(seed))
+    state = sft_agent.initial_learner_state(params)
+    update = compilation.jit(sft_agent.learner_step, differentiates=True)
     source = random.Random(seed)
     for step in range(1, cfg.supervised_steps + 1):
         pairs = demonstrate(source, cfg.supervised_batch_size)
@@ -76,13 +76,13 @@ def warm_up(
 
 
 def demonstration_batch(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], max_tokens: int) -> Batch:
-    """Prompts and answers as a batch of sequences whose answers are trained on.
+    """Make a batch of sequences, each a prompt and its answer. Only the answers are trained on.
 
     Raises:
-        UsageError: the tokenizer has no eos token, or a sequence is longer than `max_tokens`.
+        UsageError: The tokenizer has no eos token, or a sequence is longer than `max_tokens`.
     """
     if tokenizer.eos_token_id is None:
-        raise UsageError("The tokenizer has no eos token, with which the answers of demonstrations end.")
+        raise UsageError("The tokenizer has no eos token, which must follow the answers of demonstrations.")
     prompts = [tokenizer.encode(prompt) for prompt, _ in pairs]
     rows = [
         [*prompt, *tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
@@ -91,7 +91,7 @@ def demonstration_batch(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], 
     longest = max(rows, key=len)
     if len(longest) > max_tokens:
         raise UsageError(
-            f"A demonstration has {len(longest)} tokens, more than GRPOConfig.max_tokens, {max_tokens}: "
+            f"A demonstration has {len(longest)} tokens, more than GRPOConfig.max_tokens ({max_tokens}): "
             f"{pairs[rows.index(longest)]!r}."
         )
     masks = [[IGNORED] * len(prompt) + row[len(prompt) :] for prompt, row in zip(prompts, rows)]

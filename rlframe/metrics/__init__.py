@@ -1,12 +1,13 @@
-"""Loggers of a run's numbers: the terminal, files, TensorBoard, trackers, a function of yours, a picture.
+"""Loggers of a run's metrics: terminal, files, TensorBoard, experiment trackers, callbacks and plots.
 
-Rows of training carry `episode_return`, `episode_length`, `steps_per_second`, `staleness` and the agent's logs;
-rows of evaluation carry `return_mean`, `return_std` and `eval_episodes`. The step is always in environment steps.
+Training rows contain `episode_return`, `episode_length`, `steps_per_second`, `staleness` and the agent's logs.
+Evaluation rows contain `return_mean`, `return_std` and `eval_episodes`. The step is always counted in environment
+steps.
 
-One row: `ActorCounts` (rows.py) adds up what all actors counted, and `Rows.next` returns the changes since the row
-before. A `MultiLogger` fetches it from the device, and calls `write(step, row)` of each logger: `JSONLLogger` appends
-it to `metrics.jsonl`. Later, `plot_learning_curve` reads that file of several runs (curves.py), averages those that
-differ by their seed alone, and draws them (plots.py).
+From counters to a plot: `ActorCounts` (rows.py) sums the counters of all actors, and `Rows.next` returns the changes
+since the previous row. A `MultiLogger` fetches the row from the device, and calls `write(step, row)` of each logger.
+For example, `JSONLLogger` appends the row to `metrics.jsonl`. Later, `plot_learning_curve` reads these files of several
+runs (curves.py), averages runs that differ only in their seed, and draws the curves (plots.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The protocol of a logger, and the loggers that pass rows on."""
+"""The logger protocol, and loggers that pass rows on to functions or other loggers."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from rlframe.errors import RlframeError
 
 _log = logging.getLogger(__name__)
 
-Values = Mapping[str, Any]  # name -> number, string or array, on the host or on a device
+Values = Mapping[str, Any]  # name -> number, string or array; arrays may be on a device
 
 
 class Logger(Protocol):
-    """Takes rows of numbers. Any object with these two methods is a logger."""
+    """A destination for rows of metrics. Any object with these two methods is a logger."""
 
     def write(self, step: int, values: Values) -> None:
-        """Take one row.
+        """Write one row.
 
         Args:
-            step: environment steps so far; rises from row to row.
-            values: name -> number, string or array. Names may come and go from row to row.
+            step: Number of environment steps so far. Increases from row to row.
+            values: Name -> number, string or array. Rows may have different names.
 
         Raises:
-            RlframeError: the row could not be kept (the disk is full, say). Earlier rows are.
+            RlframeError: The row could not be written, for example because the disk is full. Earlier rows are kept.
         """
 
     def close(self) -> None:
-        """Write pending rows, and release files and processes. Calling it twice is harmless."""
+        """Write pending rows, and release files and processes. May be called again."""
 
 
 class CallbackLogger:
-    """Calls `function(step, values)` with each row. Its exceptions reach the caller of `write`."""
+    """A logger that calls `function(step, values)` for each row. `write` raises the function's exceptions."""
 
     def __init__(self, function: Callable[[int, dict[str, Any]], Any]) -> None:
         self._function = function
@@ -50,9 +50,9 @@ class CallbackLogger:
 
 
 class MultiLogger:
-    """Passes each row to several loggers, fetched from the device once.
+    """A logger that passes each row to several loggers and fetches it from the device only once.
 
-    If one logger fails, the others still get the row: the first error is raised afterwards.
+    If a logger fails, the others still get the row. Then the first error is raised.
     """
 
     def __init__(self, loggers: Iterable[Logger]) -> None:
@@ -67,18 +67,20 @@ class MultiLogger:
 
 
 class LenientLogger(MultiLogger):
-    """Continues if a row cannot be kept (the disk is full, say): warns once for each reason, and when that is over.
+    """A logger that continues if a row cannot be written, for example because the disk is full.
+
+    Warns once for each reason, and again when rows can be written or when the logger is closed.
 
     Args:
-        loggers: they get each row.
-        errors: exceptions of theirs that do not reach the caller.
+        loggers: Loggers that get each row.
+        errors: Exceptions of the loggers that are not raised.
     """
 
     def __init__(self, loggers: Iterable[Logger], errors: type[Exception] = RlframeError) -> None:
         super().__init__(loggers)
         self._errors = errors
         self._reported: set[str] = set()
-        self._lost = 0  # rows, since they were all kept
+        self._lost = 0  # number of lost rows since the last report
 
     def write(self, step: int, values: Values) -> None:
         try:
@@ -104,35 +106,35 @@ class LenientLogger(MultiLogger):
 
 
 def on_host(values: Values) -> dict[str, Any]:
-    """Return `values` with every number as a Python number and every array as a numpy array; others as they are."""
+    """Return `values` with Python numbers and numpy arrays instead of device arrays. Other values do not change."""
     for value in values.values():
-        # All transfers start before the first is waited for.
+        # Start all transfers before waiting for the first.
         if hasattr(value, "copy_to_host_async"):
             value.copy_to_host_async()
     return {name: _on_host(value) for name, value in values.items()}
 
 
 def scalars(values: Values) -> dict[str, float]:
-    """Return the numbers of a row that is on the host, without its strings and arrays."""
+    """Return the numbers of a row on the host, without its strings and arrays."""
     return {name: value for name, value in values.items() if isinstance(value, (bool, int, float))}
 
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an `OSError` on `path` into one sentence that says what to do."""
+    """Convert an `OSError` on `path` to an `RlframeError` that explains what to do."""
     try:
         yield
     except OSError as error:
         raise RlframeError(
-            f"Could not write {os.fspath(path)}: {error.strerror or error}. What was written before is kept: "
-            "make room (or make the folder writable), then continue the run with --resume."
+            f"Could not write {os.fspath(path)}: {error.strerror or error}. Earlier rows are kept. "
+            "Free disk space (or make the folder writable), then continue the run with --resume."
         ) from error
 
 
 def append(fd: int, data: bytes, path: str | os.PathLike[str]) -> None:
-    """Append all of `data` to the file open as `fd`, or nothing. Raise RlframeError if that fails.
+    """Append `data` to the file open as `fd`, all or nothing. Raise `RlframeError` if that fails.
 
-    One system call: a reader or a kill never sees half of it.
+    The data is written with one system call, so that a reader, also after a kill, never sees a part of it.
     """
     with writing(path):
         written = os.write(fd, data)

@@ -1,8 +1,8 @@
-"""The numbers and labels of learning curves: runs read from their directories, grouped over seeds, and averaged.
+"""The data and labels of learning curves: runs are loaded from their directories, grouped and averaged over seeds.
 
-Seeds are averaged by the interquartile mean, with an interval by the bootstrap: Agarwal et al. 2021, "Deep
-Reinforcement Learning at the Edge of the Statistical Precipice" (arXiv:2108.13264). The mean of the middle half of the
-runs is neither moved by one lucky run, as the mean is, nor as coarse as the median.
+The average is the interquartile mean, with a bootstrap confidence interval: Agarwal et al. 2021, "Deep Reinforcement
+Learning at the Edge of the Statistical Precipice" (arXiv:2108.13264). The interquartile mean is the mean of the middle
+half of the runs. Unlike the mean, it is robust to outliers. Unlike the median, it averages several runs.
 """
 
 from __future__ import annotations
@@ -21,48 +21,47 @@ import numpy as np
 from rlframe.errors import UsageError
 from rlframe.metrics.files import read_jsonl
 
-Over = Literal["steps", "seconds"]  # what a curve is drawn over: environment steps, or the wall time of the session
+Over = Literal["steps", "seconds"]  # x axis: environment steps, or wall time of the session
 
 CONFIDENCE = 0.95
-MIN_RUNS_FOR_IQM = (
-    4  # values; of fewer the middle half is all of them, and the interval goes from the lowest to the highest
-)
+# With fewer runs, the average is the mean of all runs, and the interval is from the lowest to the highest.
+MIN_RUNS_FOR_IQM = 4
 _RESAMPLES = 2_000
 _GRID_POINTS = 400
 
-Config = Mapping[str, Any]  # of an experiment, flat: "agent_config.learning_rate" -> 0.001
+Config = Mapping[str, Any]  # flat config of an experiment: "agent_config.learning_rate" -> 0.001
 
-_PLAIN = re.compile(r"[\w.+/:-]+")  # a string that needs no quotes
-_MOST_FOLDERS = 3  # of a path, before all of it is shown
+_PLAIN = re.compile(r"[\w.+/:-]+")  # strings without quotes in labels
+_MOST_FOLDERS = 3  # most folders of a path in a label; if more are needed, the whole path is shown
 
 
 @dataclasses.dataclass(frozen=True)
 class RunCurve:
-    """Returns of one run, as its directory says them."""
+    """The returns of one run, loaded from its directory."""
 
     agent: str
     env: str
-    config: dict[str, Any]  # of the experiment, flat ("agent_config.learning_rate"), without what differs by seed
-    steps: np.ndarray  # [n] environment steps, or seconds of wall time: what the run was loaded over
-    returns: np.ndarray  # [n] float64, mean return of the episodes that ended since the row before
-    episodes: np.ndarray  # [n] float64, how many those were
-    evaluated_steps: np.ndarray  # [m] the same
-    evaluated_returns: np.ndarray  # [m] float64
+    config: dict[str, Any]  # flat config of the experiment, without the seed
+    steps: np.ndarray  # [n] x values: environment steps, or seconds of wall time
+    returns: np.ndarray  # [n] float64, mean return of the episodes that ended since the previous row
+    episodes: np.ndarray  # [n] float64, number of these episodes
+    evaluated_steps: np.ndarray  # [m] x values of the evaluations
+    evaluated_returns: np.ndarray  # [m] float64, mean returns of the evaluations
 
 
 @dataclasses.dataclass(frozen=True)
 class SeedGroup:
-    """Runs that differ by nothing but their seed."""
+    """Runs that differ only in their seed."""
 
     label: str
     env: str
     runs: tuple[RunCurve, ...]
 
     def curve(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """(steps [n], interquartile mean over seeds of the smoothed return [n], its interval: low [n], high [n]).
+        """Return (steps [n], interquartile mean of the smoothed returns [n], low and high ends of its interval [n]).
 
-        Of fewer than four seeds that is the mean, and the lowest and highest. Ends where the first of the runs does, so
-        that every point is a mean over the same runs.
+        With fewer than four seeds: the mean, the lowest and the highest value. The curve ends at the end of the
+        shortest run, so that every point averages the same runs.
         """
         with_rows = [run for run in self.runs if len(run.steps)]
         if not with_rows:
@@ -78,9 +77,9 @@ class SeedGroup:
         return grid, interquartile_mean(each), *interval(each)
 
     def evaluations(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """(steps [m], mean over seeds [m], lowest seed [m], highest seed [m]) of the evaluations.
+        """Return (steps [m], mean over seeds [m], lowest seed [m], highest seed [m]) of the evaluations.
 
-        Seeds that were evaluated at about the same step (batches end at different ones) make one point.
+        Evaluations of several seeds at almost the same step (batches end at different steps) become one point.
         """
         steps = np.concatenate([run.evaluated_steps for run in self.runs])
         returns = np.concatenate([run.evaluated_returns for run in self.runs])
@@ -95,7 +94,7 @@ class SeedGroup:
 
 
 def _points(steps: np.ndarray, of_runs: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the point [n] of each of `steps` [n]: a new one begins after half of the usual distance in a run."""
+    """Return the index [n] of each step's point. A new point begins after half of the smallest distance in a run."""
     if not len(steps):
         return np.zeros(0, np.int64)
     distances = [np.diff(own).min() for own in of_runs if len(own) > 1]
@@ -106,19 +105,19 @@ def _points(steps: np.ndarray, of_runs: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def load_run(directory: str | os.PathLike[str], over: Over = "steps") -> RunCurve:
-    """Read `metrics.jsonl` and, where it is there, `config.json`.
+    """Load a run from `metrics.jsonl` and, if it exists, `config.json`.
 
     Raises:
-        UsageError: the directory has no `metrics.jsonl`.
+        UsageError: The directory has no `metrics.jsonl`.
     """
     directory = pathlib.Path(directory)
     try:
         rows = read_jsonl(directory / "metrics.jsonl")
     except OSError as error:
         raise UsageError(
-            f"{directory} has no metrics.jsonl ({error.strerror}). Name the directory of a run."
+            f"{directory} has no metrics.jsonl ({error.strerror}). Give the directory of a run."
         ) from error
-    # A curve can be drawn without a config, and is then like no other.
+    # A run without a config is never grouped with other runs.
     experiment = _read_experiment(directory / "config.json") or {"directory": str(directory.resolve())}
     at = _positions(rows, over)
     trained = [i for i, row in enumerate(rows) if row.get("episode_return") is not None]
@@ -136,7 +135,7 @@ def load_run(directory: str | os.PathLike[str], over: Over = "steps") -> RunCurv
 
 
 def _positions(rows: Sequence[dict[str, Any]], over: Over) -> np.ndarray:
-    """Return the position [n] of each row: int64 steps or float64 seconds. A row without a time has that before it."""
+    """Return the x value [n] of each row: int64 steps or float64 seconds. Missing times are those of the row before."""
     if over == "steps":
         return np.array([row["step"] for row in rows], np.int64)
     seconds = [0.0]
@@ -146,14 +145,16 @@ def _positions(rows: Sequence[dict[str, Any]], over: Over) -> np.ndarray:
 
 
 def group_runs(runs: Sequence[RunCurve]) -> list[SeedGroup]:
-    """Put runs that differ by their seed alone together, each group named by what sets it apart."""
+    """Group runs that differ only in their seed. Each group's label shows how it differs from the other groups."""
     grouped: dict[str, list[RunCurve]] = {}
     for run in runs:
         key = json.dumps([run.agent, run.env, run.config], sort_keys=True, default=str)
         grouped.setdefault(key, []).append(run)
     groups = list(grouped.values())
     named: dict[int, str] = {}
-    for agent, env in {(members[0].agent, members[0].env) for members in groups}:  # others differ by their names
+    for agent, env in {
+        (members[0].agent, members[0].env) for members in groups
+    }:  # groups with other names need no options in the label
         alike = [i for i, (run, *_) in enumerate(groups) if (run.agent, run.env) == (agent, env)]
         for i, text in zip(alike, labels([groups[i][0].config for i in alike]), strict=True):
             named[i] = f"{agent} ({text})" if text else agent
@@ -161,7 +162,7 @@ def group_runs(runs: Sequence[RunCurve]) -> list[SeedGroup]:
 
 
 def smoothed(returns: np.ndarray, episodes: np.ndarray) -> np.ndarray:
-    """Running mean of `returns` [n] over a fiftieth of the curve, each row weighted by its `episodes` [n]."""
+    """Return a running mean of `returns` [n] over 2 % of the curve, weighted by `episodes` [n]."""
     half = max(1, len(returns) // 100)
     index = np.arange(len(returns))
     low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(returns))
@@ -171,23 +172,23 @@ def smoothed(returns: np.ndarray, episodes: np.ndarray) -> np.ndarray:
 
 
 def interquartile_mean(values: Any, axis: int = 0) -> np.ndarray:
-    """Return the mean of the middle half of `values` [n, ...] along `axis`; of fewer than ENOUGH the mean of all."""
+    """Return the mean of the middle half of `values` [n, ...] along `axis`; the mean of all if n < MIN_RUNS_FOR_IQM."""
     from scipy import stats
 
     return np.asarray(stats.trim_mean(values, 0.25, axis=axis))
 
 
 def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return (low [...], high [...]): the interquartile mean of `values` [n, ...] lies there with 95% confidence.
+    """Return the ends (low [...], high [...]) of a 95% confidence interval of the interquartile mean.
 
-    By the percentile bootstrap over the n runs. Fewer than ENOUGH are too few for such a statement: the lowest and the
-    highest. Equal values give equal intervals.
+    Percentile bootstrap over the n runs of `values` [n, ...]. If n < MIN_RUNS_FOR_IQM, return the lowest and highest
+    values. The same values always give the same interval.
     """
     values = np.asarray(values, np.float64)
     if len(values) < MIN_RUNS_FOR_IQM:
         return values.min(axis=0), values.max(axis=0)
     drawn = np.random.default_rng(0).integers(len(values), size=(_RESAMPLES, len(values)))
-    # In parts: all resamples of many long curves at once are gigabytes.
+    # In parts, since all resamples of many long curves need gigabytes.
     means = np.concatenate([interquartile_mean(values[part], axis=1) for part in np.array_split(drawn, 100)])
     tail = 50.0 * (1.0 - CONFIDENCE)
     low, high = np.percentile(means, [tail, 100.0 - tail], axis=0)
@@ -195,7 +196,7 @@ def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def plus_minus(std: float | None, count: int) -> str:
-    """Return " ± std", or nothing for a single value, which has no spread."""
+    """Return " ± std", or "" for a single value, which has no standard deviation."""
     return f" ± {std:.1f}" if std is not None and count > 1 else ""
 
 
@@ -211,7 +212,7 @@ def _read_experiment(path: pathlib.Path) -> dict[str, Any]:
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, dict):  # of an empty one there is nothing to tell
+        if isinstance(value, dict):  # an empty dict adds no option
             result.update(_flat(value, f"{prefix}{name}."))
         else:
             result[prefix + name] = _whole(value)
@@ -219,42 +220,43 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """1 for 1.0, which is the same setting."""
+    """Convert whole floats to ints, since 1.0 and 1 are the same setting."""
     if isinstance(value, list):
         return [_whole(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def run_name(agent: str, env: str) -> str:
-    """`PPO on CartPole-v1` of `ppo` and `gymnasium:CartPole-v1`."""
+    """Return, for example, `PPO on CartPole-v1` for `ppo` and `gymnasium:CartPole-v1`."""
     return f"{_plain(agent)} on {_plain_env(env)}"
 
 
 def _plain(name: str) -> str:
-    """`PPO` of `ppo`, `Reinforce` of `/path/file.py:Reinforce`."""
+    """Return `PPO` for `ppo`, `Reinforce` for `/path/file.py:Reinforce`."""
     name = name.rpartition(":")[2]
     return name.upper() if name.islower() and len(name) <= 4 else name
 
 
 def _plain_env(name: str) -> str:
-    """`CartPole-v1` of `gymnasium:CartPole-v1`; `file.py:make_env` of `/path/file.py:make_env`."""
+    """Return `CartPole-v1` for `gymnasium:CartPole-v1`, `file.py:make_env` for `/path/file.py:make_env`."""
     return pathlib.Path(name).name if ".py:" in name else name.rpartition(":")[2]
 
 
-# --- labels: the options in which a run differs from the others in a picture
+# --- labels: the options in which a run differs from the other runs of a plot
 
 
 def labels(configs: Sequence[Config]) -> list[str]:
-    """Say of each config in which options it differs from the others: `learning_rate 0.001, topology heavy_env`.
+    """Return a label for each config: the options in which it differs from the others.
 
-    Every option in which two of them differ is in the labels of those that have it. An option that only some of the
-    topologies, networks or agents have is left out where these differ, as their names say it.
+    For example `learning_rate 0.001, topology heavy_env`. A label has every option of the config in which two configs
+    differ. Exception: options that exist only for some topologies, networks or agents. If only those names differ, the
+    label has the name but not the options.
 
     Args:
-        configs: n, no two of which are equal.
+        configs: n different configs.
 
     Returns:
-        n texts, no two of which are equal. One may be empty.
+        n different texts. One of them may be empty.
     """
     names = sorted({name for config in configs for name in config})
     shown = _option_names(names)
@@ -282,10 +284,10 @@ def _differs(name: str, configs: Sequence[Config]) -> bool:
 
 
 def _chooser(name: str, configs: Sequence[Config]) -> str | None:
-    """The option whose value decides whether there is an option of this name; None: it may always be there."""
+    """Return the option whose value decides whether the option `name` exists, or None if it may always exist."""
     if "env_kwargs." in name:
         return None
-    part = f"{name.rpartition('.')[0]}.name"  # as of `agent_config.head.num_atoms`
+    part = f"{name.rpartition('.')[0]}.name"  # for example for `agent_config.head.num_atoms`
     if part != name and name.startswith("agent_config.") and any(part in config for config in configs):
         return part
     chosen_by = {"topology.network_config": "topology.network", "topology.": "topology.name", "agent_config.": "agent"}
@@ -293,20 +295,20 @@ def _chooser(name: str, configs: Sequence[Config]) -> str | None:
 
 
 def _option_names(names: Iterable[str]) -> dict[str, str]:
-    """By name, the shortest form that is the form of no other: `hidden`, `network.hidden`, or the whole of it."""
-    forms = {name: _forms(name) for name in names}
+    """Map each name to its shortest unique form: `hidden`, `network.hidden` or the full name."""
+    forms = {name: _short_forms(name) for name in names}
     counts = collections.Counter(form for each in forms.values() for form in dict.fromkeys(each))
     return {name: next((form for form in each if counts[form] == 1), name) for name, each in forms.items()}
 
 
-def _forms(name: str) -> tuple[str, ...]:
+def _short_forms(name: str) -> tuple[str, ...]:
     option = name.removesuffix(".name").replace("topology.network_config.", "network.")
     option = option.removeprefix("topology.").removeprefix("agent_config.")
     return option.rpartition(".")[2], option, name
 
 
 def _value_texts(values: Sequence[Any]) -> dict[str, str]:
-    """By `repr` of each value, a text: the shortest of those forms in which different values look different."""
+    """Map the `repr` of each value to a text: the shortest form in which different values have different texts."""
     every = {repr(value): value for value in values}
     for folders in range(_MOST_FOLDERS):
         texts = {key: _short(value, folders) for key, value in every.items()}

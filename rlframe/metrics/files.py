@@ -1,4 +1,4 @@
-"""Rows in files that survive a kill and are continued by a resumed run: JSON lines, and CSV."""
+"""Rows in JSONL and CSV files. The files survive a kill, and a resumed run continues them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from rlframe.metrics.base import Values, append, on_host, scalars, writing
 
 Path = str | os.PathLike[str]
 
-_LONGEST_ROW = 1 << 16  # bytes
+_LONGEST_ROW = 1 << 16  # most bytes of a row
 
 
 class JSONLLogger:
-    """One JSON object a row: `{"step": 8000, "episode_return": 213.5, ...}`, on disk once `write` returns.
+    """A logger that writes one JSON object per row: `{"step": 8000, "episode_return": 213.5, ...}`.
 
-    Numbers that are not finite are written as null, since JSON has no NaN; arrays as lists.
+    Each row is in the file when `write` returns. Numbers that are not finite are written as null, since JSON has no
+    NaN; arrays are written as lists.
 
     Args:
-        path: a file that exists is continued. A last line that a crash left half-written is removed.
-        resume_at: rows of later steps are removed too: a run that resumes at this step writes them again.
+        path: The file. An existing file is continued; an incomplete last line is removed.
+        resume_at: Rows after this step are removed, since a run that resumes at this step writes them again.
     """
 
     def __init__(self, path: Path, *, resume_at: int | None = None) -> None:
@@ -43,9 +44,11 @@ class JSONLLogger:
 
 
 class CSVLogger:
-    """A table of the rows' numbers. A name not seen before becomes a new last column, empty in earlier rows.
+    """A logger that writes the numbers of rows as a table.
 
-    Args: as for `JSONLLogger`.
+    A new name becomes a new last column, which is empty in earlier rows.
+
+    Args: See `JSONLLogger`.
     """
 
     def __init__(self, path: Path, *, resume_at: int | None = None) -> None:
@@ -72,14 +75,14 @@ class CSVLogger:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a `JSONLLogger`'s file. A run may be writing it: an incomplete last line is left out."""
+    """Return the rows of a `JSONLLogger`'s file. Omit an incomplete last line, which a run may be writing."""
     return [row for row, _ in rows_after(path, 0)]
 
 
 def rows_after(path: Path, position: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield the complete rows of a `JSONLLogger`'s file after a position in bytes, each with the position behind it.
+    """Yield each complete row of a `JSONLLogger`'s file after a position in bytes, with the position of its end.
 
-    A position inside a row counts as the start of that row: a restarted monitor may have replaced the row before it.
+    If the position is inside a row, start with this row: a restarted monitor may have replaced the row before it.
     """
     with open(path, "rb") as file:
         start = max(0, position - _LONGEST_ROW)
@@ -93,7 +96,7 @@ def rows_after(path: Path, position: int) -> Iterator[tuple[dict[str, Any], int]
 
 
 class _LineFile:
-    """A text file to which whole lines are appended: never a part of a line."""
+    """A text file to which only complete lines are appended."""
 
     def __init__(self, path: Path, step_of: Callable[[bytes], int | None], resume_at: int | None) -> None:
         self._path = pathlib.Path(path)
@@ -107,7 +110,7 @@ class _LineFile:
         append(self._fd, line.encode(), self._path)
 
     def replace(self, text: str) -> None:
-        """Replace the content of the file by `text`, in one piece."""
+        """Replace the content of the file atomically."""
         with writing(self._path):
             write_atomically(self._path, text)
             os.close(self._fd)
@@ -123,7 +126,7 @@ class _LineFile:
 
 
 def _kept_bytes(path: pathlib.Path, step_of: Callable[[bytes], int | None], resume_at: int | None) -> int:
-    """Count the bytes from the file's start that a new writer keeps. A damaged line in the middle is left alone."""
+    """Return the number of bytes that a new writer keeps. Damaged lines in the middle are kept."""
     kept = position = 0
     with path.open("rb") as file:
         for line in file:
@@ -137,7 +140,7 @@ def _kept_bytes(path: pathlib.Path, step_of: Callable[[bytes], int | None], resu
 
 
 def _json_step(line: bytes) -> int | None:
-    """The step of a whole row, or None."""
+    """Return the step of a complete row, or None."""
     try:
         return int(json.loads(line)["step"]) if line.endswith(b"\n") else None
     except (ValueError, TypeError, KeyError):
@@ -145,7 +148,7 @@ def _json_step(line: bytes) -> int | None:
 
 
 def _csv_step(line: bytes) -> int | None:
-    """The step of a whole row (-1 for the header), or None."""
+    """Return the step of a complete row (-1 for the header), or None."""
     first = line.split(b",", 1)[0].strip()
     if not line.endswith(b"\n") or not (first == b"step" or first.isdigit()):
         return None

@@ -1,4 +1,4 @@
-"""Learning curves as pictures."""
+"""Plots of learning curves and of options in a sweep."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import printable, replacing
 from rlframe.metrics.curves import MIN_RUNS_FOR_IQM, Over, RunCurve, SeedGroup, group_runs, load_run
 
-# Okabe and Ito's colors, which color-blind readers can tell apart.
+# Colors of Okabe and Ito, which color-blind readers can distinguish.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_DASHES = ("-", "--", ":", "-.")  # the next once all colors were used
+_DASHES = ("-", "--", ":", "-.")  # the next style is used when all colors are used
 _INK, _FAINT = "#333333", "#999999"
 _MAX_COLUMNS = 3
-_INSIDE, _SHORT = 5, 40  # lines of a legend, and characters of a label, that there is room for beside the curves
-_WIDTHS, _LINE = (110, 60), 0.17  # characters of a line of a legend below one panel, or several; inches of its height
+_INSIDE, _SHORT = 5, 40  # most lines of a legend, and characters of a label, inside the axes
+_WIDTHS, _LINE = (110, 60), 0.17  # characters per legend line below one or several panels; line height in inches
 
 
 def plot_learning_curve(
@@ -31,34 +31,35 @@ def plot_learning_curve(
     target: float | None = None,
     over: Over = "steps",
 ) -> pathlib.Path:
-    """Draw return against environment steps, one panel for each environment.
+    """Plot returns against environment steps, with one panel per environment.
 
-    Runs that differ by nothing but their seed become one line, their interquartile mean, in a band that holds it with
-    95% confidence (`rlframe.metrics.curves`); of two or three their mean, in a band from the lowest to the highest.
-    Evaluations are points (the mean over seeds) with a bar from the lowest to the highest seed.
+    Runs that differ only in their seed become one line: the interquartile mean, with a band of its 95% confidence
+    interval (`rlframe.metrics.curves`); for two or three runs the mean, with a band from the lowest to the highest.
+    Evaluations are points (the mean over seeds) with bars from the lowest to the highest seed.
 
-    Over seconds, at which seeds are evaluated at other times, each run's evaluations are a line, and nothing else is.
+    Over seconds, the plot shows only evaluations, with a line for each run, because seeds are evaluated at different
+    times.
 
     Args:
-        run_dirs: one run directory or several.
-        out: the picture; the suffix decides its format (.png, .svg, .pdf). None: `learning_curve.png` in the run
-            directory, or in the current one where there are several runs.
-        target: a return to draw a dashed line at.
+        run_dirs: One run directory or several.
+        out: File of the plot. The suffix is the format (.png, .svg, .pdf). None means `learning_curve.png` in the run
+            directory, or in the current directory for several runs.
+        target: Return at which to draw a dashed line.
         over: `steps`, or `seconds` of wall time since the start of each run.
 
     Returns:
-        The path of the picture.
+        The path of the plot.
 
     Raises:
-        UsageError: an argument is of a wrong type, a directory holds no metrics or is named twice, or the format is
+        UsageError: An argument has a wrong type, a directory has no metrics or is given twice, or the format is
             unknown.
-        RlframeError: the picture could not be written.
+        RlframeError: The plot could not be written.
     """
     is_one = isinstance(run_dirs, (str, bytes)) or not isinstance(run_dirs, Iterable)
     directories: list[Any] = [run_dirs] if is_one else list(run_dirs)  # type: ignore[arg-type]
     for path in [*directories, *([] if out is None else [out])]:
         if not isinstance(path, (str, os.PathLike)):
-            raise UsageError(f"plot_learning_curve takes paths of run directories and of the picture, got {path!r}.")
+            raise UsageError(f"plot_learning_curve takes paths of run directories and of the plot, got {path!r}.")
     if target is not None and not isinstance(target, numbers.Real):
         raise UsageError(f"target must be a number, got {target!r}.")
     if over not in ("steps", "seconds"):
@@ -68,7 +69,7 @@ def plot_learning_curve(
     paths = [pathlib.Path(directory).resolve() for directory in directories]
     for i, path in enumerate(paths):
         if path in paths[:i]:
-            raise UsageError(f"{directories[i]} is named twice: a run is one seed, however often it is named.")
+            raise UsageError(f"{directories[i]} is given twice. Give each run once, since a run is one seed.")
     if out is None:
         out = pathlib.Path(directories[0] if len(directories) == 1 else "") / "learning_curve.png"
     draw_curves([load_run(directory, over) for directory in directories], pathlib.Path(out), target, over)
@@ -76,10 +77,10 @@ def plot_learning_curve(
 
 
 def draw_curves(runs: Sequence[RunCurve], out: pathlib.Path, target: float | None = None, over: Over = "steps") -> None:
-    """Draw what `plot_learning_curve` does, of curves that are read already."""
+    """Draw the plot of `plot_learning_curve` from loaded curves."""
     panels: dict[str, list[SeedGroup]] = {}
     for group in group_runs(runs):
-        group = dataclasses.replace(group, label=_plain(group.label), env=_plain(group.env))
+        group = dataclasses.replace(group, label=_escaped(group.label), env=_escaped(group.env))
         panels.setdefault(group.env, []).append(group)
     width = _WIDTHS[len(panels) > 1]
     below = [_LINE * _lines_below(groups, width) for groups in panels.values()]
@@ -93,33 +94,34 @@ def draw_curves(runs: Sequence[RunCurve], out: pathlib.Path, target: float | Non
 
 @dataclasses.dataclass(frozen=True)
 class OptionPanel:
-    """An option that was varied, and its value in each of n trials."""
+    """The values of a varied option in n trials."""
 
     name: str
-    values: Sequence[Any]  # n numbers, or of `words`
-    words: Sequence[str] = ()  # what it could be, where it was no range: they stand side by side
-    bounds: tuple[float, float] | None = None  # of its range
-    log: bool = False  # whether its range is drawn on a logarithmic scale
+    values: Sequence[Any]  # n numbers, or n of the `words`
+    words: Sequence[str] = ()  # possible values of an option without a range, in the order on the x axis
+    bounds: tuple[float, float] | None = None  # ends of the range
+    log: bool = False  # whether the x axis is logarithmic
 
 
 def plot_options(panels: Sequence[OptionPanel], returns: Sequence[float | None], out: pathlib.Path, title: str) -> None:
-    """Draw returns against what was varied, one panel for each option; the best point has a color of its own.
+    """Plot returns against each varied option, with one panel per option. The best trial has another color.
 
     Args:
-        panels: one for each option.
-        returns: n; None of a trial that failed, which is a cross at the foot. One at least did not.
-        out: the picture, as for `plot_learning_curve`.
-        title: of the picture.
+        panels: One panel for each option.
+        returns: n returns. None marks a failed trial, which is drawn as a cross at the bottom. At least one trial
+            succeeded.
+        out: File of the plot, as for `plot_learning_curve`.
+        title: Title of the plot.
     """
     figure, axes = _canvas(len(panels))
-    figure.suptitle(_plain(title), x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
+    figure.suptitle(_escaped(title), x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
     ended = [(value, i) for i, value in enumerate(returns) if value is not None]
     highest, best = max(ended, key=lambda one: one[0])
     colors = [_COLORS[1] if i == best else _COLORS[0] for _, i in ended]
     for axis, panel in zip(axes, panels, strict=True):
         at = [panel.words.index(str(value)) if panel.words else value for value in panel.values]
         if panel.words:
-            axis.set_xticks(range(len(panel.words)), [_plain(word) for word in panel.words])
+            axis.set_xticks(range(len(panel.words)), [_escaped(word) for word in panel.words])
             axis.set_xlim(-0.5, len(panel.words) - 0.5)
         elif panel.log:
             axis.set_xscale("log")
@@ -136,7 +138,7 @@ def plot_options(panels: Sequence[OptionPanel], returns: Sequence[float | None],
 
 
 def _canvas(panels: int, below: float = 0.0) -> tuple[Any, list[Any]]:
-    """A figure, without pyplot's global state, and its axes, each with so many inches of room below."""
+    """Make a figure without pyplot's global state, and its axes with `below` inches of space below each."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -176,7 +178,7 @@ def _put_legend_below(axis: Any, width: int) -> None:
     from matplotlib.transforms import ScaledTranslation
 
     handles, labels = axis.get_legend_handles_labels()
-    if not handles:  # nothing was drawn
+    if not handles:  # no curves
         return
     below_ticks = axis.transAxes + ScaledTranslation(0.0, -0.5, axis.figure.dpi_scale_trans)  # inches
     axis.legend(
@@ -186,7 +188,7 @@ def _put_legend_below(axis: Any, width: int) -> None:
 
 
 def _lines_below(groups: Sequence[SeedGroup], width: int) -> int:
-    """Return the number of lines of a legend below its panel; 0 if it fits beside the curves."""
+    """Return the number of legend lines below the panel; 0 if the legend fits inside the axes."""
     labels = [_labels(group, False)[0] for group in groups]
     if len(groups) == 1 or (len(groups) <= _INSIDE and max(map(len, labels)) <= _SHORT):
         return 0
@@ -204,7 +206,7 @@ def _frame(axis: Any, x: str, y: str) -> None:
 
 
 def _draw_group(axis: Any, group: SeedGroup, style: dict[str, str], alone: bool) -> bool:
-    """Draw one line with its band and its evaluations. Return whether there was anything to draw."""
+    """Draw a line with its band and its evaluations. Return whether there was data."""
     line_label, points_label = _labels(group, alone)
     color = style["color"]
     steps, mean, low_mean, high_mean = group.curve()
@@ -225,7 +227,7 @@ def _draw_group(axis: Any, group: SeedGroup, style: dict[str, str], alone: bool)
 
 
 def _draw_evaluations(axis: Any, group: SeedGroup, style: dict[str, str], alone: bool) -> bool:
-    """Draw a line for each run. Return whether there was anything to draw."""
+    """Draw a line for each run. Return whether there was data."""
     evaluated = [run for run in group.runs if len(run.evaluated_steps)]
     for number, run in enumerate(evaluated):
         label = f"{group.label}, {len(evaluated)} seeds" if len(evaluated) > 1 else group.label
@@ -237,14 +239,14 @@ def _draw_evaluations(axis: Any, group: SeedGroup, style: dict[str, str], alone:
 
 
 def _labels(group: SeedGroup, alone: bool) -> tuple[str, str | None]:
-    """Return the legend's labels of a group's line and of its evaluations."""
+    """Return the legend's labels for a group's line and for its evaluations."""
     count = len(group.runs)
     _, returns, _, _ = group.evaluations()
     if alone:
         shown = "IQM and 95% interval" if count >= MIN_RUNS_FOR_IQM else "mean, lowest to highest"
         line = f"training, {count} seeds: {shown}" if count > 1 else "training"
         return line, f"evaluation: {returns[-1]:,.1f} at the end" if len(returns) else None
-    # One short entry each, or the legend covers the curves.
+    # One short entry per group, so that the legend does not cover the curves.
     line = f"{group.label}, {count} seeds" if count > 1 else group.label
     return f"{line}: evaluated {returns[-1]:,.1f}" if len(returns) else line, None
 
@@ -255,21 +257,21 @@ def _title(env: str, groups: list[SeedGroup]) -> str:
     return f"{groups[0].label} on {env}" if env else groups[0].label
 
 
-def _plain(text: str) -> str:
-    """Escape a text for matplotlib: the name of a file may hold any bytes and dollar signs."""
+def _escaped(text: str) -> str:
+    """Escape a text for matplotlib, since file names may contain any bytes and dollar signs."""
     return printable(text).replace("$", r"\$")
 
 
 def _save(figure: Any, out: pathlib.Path) -> None:
     known = sorted(figure.canvas.get_supported_filetypes())
     if out.suffix.lstrip(".").lower() not in known:
-        raise UsageError(f"{out} cannot be drawn: the suffix must be one of {', '.join(known)}.")
+        raise UsageError(f"{out} has an unknown format. The suffix must be one of {', '.join(known)}.")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(out) as beside:
             figure.savefig(beside, format=out.suffix.lstrip("."))
     except OSError as error:
         raise RlframeError(
-            f"Could not write {out}: {error.strerror or error}. Name another place, or make this one writable and make "
-            "room in it."
+            f"Could not write {out}: {error.strerror or error}. Choose another path, or make this folder writable and "
+            "free disk space."
         ) from error

@@ -1,4 +1,4 @@
-"""The content of a row of metrics: what actors did since the row before, or the numbers of an evaluation."""
+"""The content of rows: changes of the actors' counters since the previous row, and results of evaluations."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-COUNTERS = ("env_steps", "episodes", "return_sum", "length_sum")  # of `Actor.stats`
+COUNTERS = ("env_steps", "episodes", "return_sum", "length_sum")  # in `Actor.stats`
 
-Sums = dict[str, list[float]]  # name -> [sum, count], since the source was made
+Sums = dict[str, list[float]]  # name -> [sum, count], since the start of the source
 
-_CURVE_POINTS = 500
+_CURVE_POINTS = 500  # most points of a curve
 
 
 def add_sums(sources: Iterable[Sums]) -> Sums:
-    """Add up the sums of all sources by name."""
+    """Add the sums of all sources by name."""
     total: Sums = {}
     for sums in sources:
         for name, (value, count) in sums.items():
@@ -25,14 +25,14 @@ def add_sums(sources: Iterable[Sums]) -> Sums:
 
 @dataclasses.dataclass
 class ActorCounts:
-    """The counts of all actors. They never fall, and a repeated or late answer changes nothing.
+    """The counters of all actors. They never decrease, and repeated or late answers do not change them.
 
-    A restarted actor is a new incarnation: what the one before it had counted stays.
+    A restarted actor is a new incarnation. The counts of its previous incarnation are kept.
 
     Attributes:
-        counters: "rank.incarnation" -> its counters, in the order of `COUNTERS`.
-        logged: "rank.incarnation" -> the sums of what its environments logged.
-        env_steps: steps of all of them.
+        counters: "rank.incarnation" -> values of the `COUNTERS`.
+        logged: "rank.incarnation" -> sums of the values that the environments logged.
+        env_steps: Total number of environment steps.
     """
 
     counters: dict[str, list[float]] = dataclasses.field(default_factory=dict)
@@ -42,7 +42,7 @@ class ActorCounts:
         self.env_steps = int(sum(counters[0] for counters in self.counters.values()))
 
     def add(self, stats: Mapping[str, Any]) -> None:
-        """Take what `Actor.stats` returned. Fewer steps than before mean an old answer, which is ignored."""
+        """Add a result of `Actor.stats`. A result with fewer steps than before is late, and is ignored."""
         actor = f"{int(stats['rank'])}.{int(stats['incarnation'])}"
         new = [stats[name] for name in COUNTERS]
         steps_before = self.counters.get(actor, [0])[0]
@@ -56,31 +56,31 @@ class ActorCounts:
         return dict(zip(COUNTERS, sums))
 
     def total_logged(self) -> Sums:
-        """Return the sums of what all environments logged."""
+        """Return the sums of the values that all environments logged."""
         return add_sums(self.logged.values())
 
 
 class Rows:
-    """Makes the rows of training: each covers the time since the row before.
+    """A maker of training rows. Each row covers the time since the previous row.
 
     Args:
-        step: step of the newest row, in the unit of the logs.
-        total, logged: `ActorCounts.total()` and `total_logged()` at that step.
-        now: time in seconds, from any clock that rises.
+        step: Step of the previous row, in the unit of the logs.
+        total, logged: `ActorCounts.total()` and `total_logged()` at this step.
+        now: Time in seconds of any monotonic clock.
 
     Attributes:
-        step: of the newest row.
-        began: time at which the next row begins.
+        step: Step of the previous row.
+        began: Start time of the next row.
     """
 
     def __init__(self, step: int, total: dict[str, float], logged: Sums, now: float) -> None:
         self.step, self._total, self._logged, self.began = step, total, logged, now
 
     def next(self, step: int, counts: ActorCounts, now: float) -> dict[str, Any]:
-        """Return the row that ends at this step; empty if no step was taken since the row before.
+        """Return the row that ends at this step, or {} if there were no steps since the previous row.
 
-        `episode_return`, `episode_length` (means) and `episodes` are present if an episode ended, `env/NAME` (a mean)
-        if an environment logged that name.
+        The row has `episode_return`, `episode_length` (means) and `episodes` if an episode ended, and `env/NAME` (a
+        mean) if an environment logged NAME.
         """
         if step == self.step:
             return {}
@@ -100,21 +100,21 @@ class Rows:
         return row
 
     def to_json(self) -> list[Any]:
-        """Return the arguments `step`, `total` and `logged` of a `Rows` that continues after the newest row."""
+        """Return the arguments `step`, `total` and `logged` of a `Rows` that continues after the previous row."""
         return [self.step, self._total, self._logged]
 
 
 def evaluation_row(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of `Evaluator.evaluate` under their names in the logs.
+    """Return the result of `Evaluator.evaluate` with the names of the logs.
 
-    `episodes` becomes `eval_episodes`: in a log, `episodes` is the number of training episodes.
+    `episodes` becomes `eval_episodes`, since `episodes` is the number of training episodes in a log.
     """
     names = ("return_mean", "return_std", "length_mean")
     return {**{name: values[name] for name in names}, "eval_episodes": values["episodes"]}
 
 
 def add_point(curve: list[list[float]], *point: float) -> None:
-    """Append a point to a curve. A long curve loses every other point, but not its ends."""
+    """Append a point to a curve. If the curve is too long, remove every other point, but keep both ends."""
     curve.append(list(point))
     if len(curve) > _CURVE_POINTS:
         del curve[1::2]

@@ -1,4 +1,4 @@
-"""Live progress for a person, on stderr: redrawn in place in a terminal or a notebook, plain lines elsewhere."""
+"""Live progress on stderr: redrawn in place in a terminal or a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rlframe.metrics.base import Values, on_host, scalars
 
 
 def _return(value: float) -> str:
-    """Format returns of games in tenths, and scores of answers, which are below 1, in thousandths."""
+    """Format a return. Returns of games have one decimal; scores of answers, which are below 1, have three."""
     return f"{value:.1f}" if abs(value) >= 1 or value == 0 else f"{value:.3f}"
 
 
-# Shown values, each of the newest row that has it: label, name, format.
+# Displayed values: label, name, format. The value is that of the newest row that contains the name.
 _SHOWN = (
     ("return", "episode_return", _return),
     ("evaluated", "return_mean", _return),
@@ -25,12 +25,12 @@ _SHOWN = (
     ("staleness", "staleness", "{:.1f}".format),
     ("tokens/s", "tokens_per_second", "{:,.0f}".format),
 )
-_SECONDS_BETWEEN_DRAWINGS = 0.4  # one takes about 2 ms
+_SECONDS_BETWEEN_DRAWINGS = 0.4  # drawing takes about 2 ms
 _SPEED_WINDOW_SECONDS = 15.0
 
 
 def console(file: TextIO) -> Any:
-    """A rich console that does not cut lines where nobody looks at them."""
+    """Make a rich console, which cuts long lines only on a terminal."""
     from rich.console import Console
 
     return Console(file=file, highlight=False, width=None if file.isatty() else 120)
@@ -39,13 +39,13 @@ def console(file: TextIO) -> Any:
 def table(
     columns: Iterable[str], rows: Iterable[Iterable[str]], *, title: str | None = None, right: bool = False
 ) -> Any:
-    """Make a rich table without lines. Cells are texts: markup in them is shown as it is.
+    """Make a rich table without lines. Markup in cells is shown as plain text.
 
     Args:
-        columns: their names.
-        rows: the cells of each row.
-        title: a line above it.
-        right: align the cells to the right.
+        columns: Names of the columns.
+        rows: Cells of each row.
+        title: Title above the table.
+        right: Whether to align cells to the right.
     """
     from rich.table import Table
     from rich.text import Text
@@ -59,14 +59,14 @@ def table(
 
 
 class TerminalLogger:
-    """Shows steps, steps/s, return, loss, staleness and the time left. Drawn within `write`: it has no thread.
+    """A progress display, drawn in `write`: steps, steps/s, return, loss, staleness and remaining time.
 
     Args:
-        total_steps: where the run ends; None shows neither bar nor time left.
-        title: what is being trained, `"PPO on CartPole-v1"`.
-        file: where to; stderr.
-        seconds_between_lines: how often a line is printed where `file` is neither a terminal nor a notebook's.
-            Evaluations always are.
+        total_steps: Number of steps of the run. None shows no progress bar and no remaining time.
+        title: Title of the run, for example `"PPO on CartPole-v1"`.
+        file: Output file. None means stderr.
+        seconds_between_lines: Seconds between lines if `file` is not a terminal or a notebook. Evaluations are always
+            printed.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TerminalLogger:
         self._is_in_notebook = type(self._file).__module__.startswith("ipykernel.")
         is_redrawn = self._live is not None or self._is_in_notebook
         self._pause = _SECONDS_BETWEEN_DRAWINGS if is_redrawn else seconds_between_lines
-        self._width = 0  # of what a notebook shows
+        self._width = 0  # width of the line in a notebook
         if self._live is not None:
             self._draw()
 
@@ -119,37 +119,37 @@ class TerminalLogger:
     def _draw(self) -> None:
         self._drawn_step = self._step
         if self._live is not None:
-            self._live.draw(self._title, self._step, self._total_steps, self._facts(), self._times())
+            self._live.draw(self._title, self._step, self._total_steps, self._entries(), self._times())
         else:
-            facts = "  ".join(f"{label} {value}" for label, value in self._facts())
+            entries = "  ".join(f"{label} {value}" for label, value in self._entries())
             title = f"{self._title}: " if self._title else ""
-            line = f"{title}{facts}  time {self._times()}"
-            if self._is_in_notebook:  # which takes what follows a carriage return to the beginning of the line
+            line = f"{title}{entries}  time {self._times()}"
+            if self._is_in_notebook:  # in a notebook, a carriage return overwrites the line
                 line, self._width = f"\r{line.ljust(self._width)}", len(line)
             print(line, end="" if self._is_in_notebook else "\n", file=self._file, flush=True)
 
-    def _facts(self) -> list[tuple[str, str]]:
-        """(label, value) of everything there is to show, in order."""
+    def _entries(self) -> list[tuple[str, str]]:
+        """Return (label, value) of all available values, in order."""
         total, speed = self._total_steps, self._speed.steps_per_second()
-        facts = [("steps", f"{self._step:,}" + (f" / {total:,}" if total else ""))]
+        entries = [("steps", f"{self._step:,}" + (f" / {total:,}" if total else ""))]
         if speed is not None:
-            facts.append(("steps/s", f"{speed:,.0f}"))
+            entries.append(("steps/s", f"{speed:,.0f}"))
         for label, name, form in _SHOWN:
             if name in self._shown:
-                facts.append((label, form(self._shown[name])))
-        return facts
+                entries.append((label, form(self._shown[name])))
+        return entries
 
     def _times(self) -> str:
-        """The time since the start and, where it can be told, the time left."""
+        """Return the time since the start and, if it can be estimated, the remaining time."""
         past, speed = _clock(time.monotonic() - self._started), self._speed.steps_per_second()
-        # The first updates compile: their time says nothing about the rest.
+        # The first updates are slow, since they compile. Do not use them for an estimate.
         if self._total_steps is None or speed is None or self._step < 0.01 * self._total_steps:
             return past
         return f"{past}, {_clock(max(0, self._total_steps - self._step) / speed)} left"
 
 
 class _Speed:
-    """Steps per second over the last seconds, from when the first row came (so compilation is not in it)."""
+    """Steps per second over the last seconds. The first row is the start, so compilation does not count."""
 
     def __init__(self) -> None:
         self._points: collections.deque[tuple[float, int]] = collections.deque()
@@ -167,18 +167,18 @@ class _Speed:
 
 
 class _Live:
-    """Two lines at the bottom of a terminal, redrawn in place by rich; other output scrolls above them."""
+    """Two lines at the bottom of a terminal, which rich redraws in place. Other output scrolls above them."""
 
     def __init__(self, file: TextIO) -> None:
         from rich.console import Console
         from rich.live import Live
 
-        # The output of a user's code scrolls above the lines, unless stdout is a file or a pipe.
+        # Output of user code scrolls above the lines, unless stdout is a file or a pipe.
         own = sys.stdout.isatty()
         self._live: Any = Live(console=Console(file=file), auto_refresh=False, redirect_stdout=own)
         self._live.start()
 
-    def draw(self, title: str, step: int, total: int | None, facts: list[tuple[str, str]], times: str) -> None:
+    def draw(self, title: str, step: int, total: int | None, entries: list[tuple[str, str]], times: str) -> None:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -192,7 +192,7 @@ class _Live:
         bar = ProgressBar(total=1.0, completed=share) if total else ""
         head.add_row(Text(title, style="bold"), bar, f"{share:4.0%}  {times}" if total else times)
         line = Text(overflow="ellipsis", no_wrap=True)
-        for label, value in facts:
+        for label, value in entries:
             line.append(f"{label} ", style="dim").append(value, style="cyan").append("   ")
         self._live.update(Group(head, line), refresh=True)
 
@@ -201,7 +201,7 @@ class _Live:
 
 
 def _clock(seconds: float) -> str:
-    """`0:07`, `12:40` or `3:05:00`."""
+    """Format a duration, for example `0:07`, `12:40` or `3:05:00`."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,4 +1,4 @@
-"""Experiment trackers: Weights & Biases, Trackio, and TensorBoard's event files."""
+"""Loggers for experiment trackers: Weights & Biases, Trackio, and TensorBoard's event files."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from rlframe import extras
 from rlframe.errors import UsageError
 from rlframe.metrics.base import Values, append, on_host, scalars, writing
 
-_FILES = itertools.count()  # two loggers made in one second have a file each
+_FILES = itertools.count()  # makes file names of the same second unique
 
 
 class WandbLogger:
-    """Rows to Weights & Biases: numbers as they are, arrays as histograms. The one file that imports `wandb`.
+    """A logger for Weights & Biases: numbers become curves, arrays become histograms. Only this file imports `wandb`.
 
-    `WANDB_MODE=offline` keeps the run on this machine (send it later with `wandb sync`).
+    `WANDB_MODE=offline` keeps the run on this machine. `wandb sync` uploads it later.
 
     Args:
-        directory: the run directory. It holds the run's id, so that a resumed run continues the same curves. None: a
-            new run, which `wandb` keeps where its own settings say.
-        project: as on the web page; None: `wandb` decides.
-        group: of runs, on the web page.
-        name: of the run; None: the directory's name.
-        config: the options that the run was made with.
-        mode: "online", "offline" or "disabled"; None: as `WANDB_MODE` says, else online.
-        asked_by: what needs this logger, for an error.
-        otherwise: how to do without it, for an error.
+        directory: The run directory. It stores the run's id, so that a resumed run continues the same curves. None
+            makes a new run, which `wandb` stores in its default folder.
+        project: Project in Weights & Biases. None uses the default of `wandb`.
+        group: Group of runs in Weights & Biases.
+        name: Name of the run. None uses the directory's name.
+        config: Options of the run.
+        mode: "online", "offline" or "disabled". None uses `WANDB_MODE`, else online.
+        required_by: Name of the feature that needs this logger, for an error message.
+        otherwise: How to disable the feature, for an error message.
 
     Raises:
-        UsageError: wandb is not installed, or cannot begin a run, for example because nobody is logged in.
+        UsageError: wandb is not installed, or cannot start a run, for example because nobody is logged in.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class WandbLogger:
             directory = pathlib.Path(directory)
             options |= {"id": _run_id(directory), "resume": "allow", "dir": str(directory)}
             options["name"] = name or directory.resolve().name
-            options["settings"] = wandb.Settings(silent=True)  # a training run shows its own progress
+            options["settings"] = wandb.Settings(silent=True)  # the TerminalLogger shows the progress
         try:
             self._run: Any = wandb.init(mode=mode, **options)
         except wandb.Error as error:
@@ -77,7 +77,7 @@ class WandbLogger:
         self._run.log({name: self._histogram(x) if hasattr(x, "shape") else x for name, x in row}, step=int(step))
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Any:
-        """Return a table, as a value of a row."""
+        """Return a table that can be a value of a row."""
         return self._table(columns=list(columns), data=[list(row) for row in rows])
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class WandbLogger:
 
 
 def _run_id(directory: pathlib.Path) -> str:
-    """Read the id of the run in a directory, or make one."""
+    """Read the run's id from a directory, or make a new id."""
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         file = directory / "wandb_run_id"
@@ -97,12 +97,12 @@ def _run_id(directory: pathlib.Path) -> str:
 
 
 class TrackioLogger:
-    """The numbers of rows to Trackio: a local dashboard (`trackio show`), or a server or Space that its variables name.
+    """A logger for Trackio: a local dashboard (`trackio show`), or a server or Space set by environment variables.
 
     Args:
-        directory: the run directory, whose name is the run's.
-        project: as in the dashboard.
-        config: what the run was made with.
+        directory: The run directory. Its name is the run's name.
+        project: Project in the dashboard.
+        config: Options of the run.
 
     Raises:
         UsageError: trackio is not installed.
@@ -113,9 +113,9 @@ class TrackioLogger:
     ) -> None:
         with extras.explain_import_error("TrackioLogger", "trackio"):
             import trackio
-        # `trackio.finish` forgets the run too, or Trackio ends it again, talking, when the process exits.
+        # Without `trackio.finish`, Trackio finishes the run again when the process exits, and prints messages.
         self._finish = trackio.finish
-        # Trackio greets on stdout, which belongs to the result of the command.
+        # Trackio prints messages on stdout, which is for the result of the command.
         with contextlib.redirect_stdout(sys.stderr):
             self._run: Any = trackio.init(
                 project=project,
@@ -135,21 +135,21 @@ class TrackioLogger:
             with contextlib.redirect_stdout(sys.stderr):
                 try:
                     self._finish()
-                except RuntimeError:  # closed by another thread than the one that opened it
+                except RuntimeError:  # another thread opened the run
                     run.finish()
 
 
 class TensorBoardLogger:
-    """TensorBoard's event files, in tensorboardX's message classes: no TensorFlow.
+    """A logger for TensorBoard. Writes event files with tensorboardX's message classes, without TensorFlow.
 
-    Numbers become curves, arrays histograms; strings are left out.
+    Numbers become curves, arrays become histograms. Strings are omitted.
 
-    Each row is in the file once `write` returns. tensorboardX's own `SummaryWriter` writes from a thread that dies
-    when the disk is full, after which its caller waits for ever, and its file writer calls fsync for each flush.
+    Each row is in the file when `write` returns. tensorboardX's `SummaryWriter` is not used: its thread dies when the
+    disk is full, after which its caller waits forever. tensorboardX's file writer calls fsync for each flush.
 
     Args:
-        directory: gets a new event file each time, as TensorBoard expects.
-        resume_at: tells TensorBoard to drop the points of earlier files after this step.
+        directory: Folder for a new event file.
+        resume_at: Step after which TensorBoard drops the points of earlier files.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, resume_at: int | None = None) -> None:
@@ -182,7 +182,7 @@ class TensorBoardLogger:
         self._file.close()
 
     def _put(self, event: Any) -> None:
-        """Append one record as TFRecord files have it: length, its checksum, data, its checksum."""
+        """Append one record in TFRecord format: length, its checksum, data, its checksum."""
         data = event.SerializeToString()
         length = struct.pack("<Q", len(data))
         checksums = struct.pack("<I", self._checksum(length)), struct.pack("<I", self._checksum(data))

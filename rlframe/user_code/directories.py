@@ -1,9 +1,10 @@
-"""The modules that a user's files import from their own directory, which are loaded and forgotten together.
+"""Modules next to a user's files. All modules of a directory are loaded and removed together.
 
-Files of two directories may have neighbors of the same name: each file gets those of its own directory. For example
-`a/agent.py` and `b/env.py` both `import helpers`. `loading("a", ...)` puts `a` first into `sys.path`, and keeps
-`a/helpers.py` in the `_Directory` of `a`. `loading("b", ...)` takes that module out of `sys.modules`, so that
-`b/env.py` imports `b/helpers.py`. `forget_changed` forgets all modules of a directory if one of its files has changed.
+Directories may contain modules of the same name, and each file must import the modules of its directory. For
+example, `a/agent.py` and `b/env.py` both contain `import helpers`. `loading("a", ...)` puts `a` at the front of
+`sys.path` and records `a/helpers.py` in the `_Directory` of `a`. `loading("b", ...)` removes this module from
+`sys.modules`, so that `b/env.py` imports `b/helpers.py`. If a file of a directory has changed, `forget_changed` removes
+all modules of the directory.
 """
 
 from __future__ import annotations
@@ -17,29 +18,30 @@ import sys
 from collections.abc import Iterator, Mapping
 from types import FunctionType, ModuleType
 
-INSTALLED = {"site-packages", "dist-packages"}  # parts of the paths of installed modules
+INSTALLED = {"site-packages", "dist-packages"}  # folders of installed modules
 _STDLIB = {os.path.dirname(os.__file__), os.path.dirname(os.path.realpath(os.__file__))}
 
 
 @dataclasses.dataclass
 class _Directory:
-    """The user's modules in a directory and under it."""
+    """The user's modules in a directory and its subdirectories."""
 
-    script_modules: dict[str, ModuleType] = dataclasses.field(default_factory=dict)  # which the script imported itself
-    loaded_modules: dict[str, ModuleType] = dataclasses.field(default_factory=dict)  # which loaded files imported
-    contents: dict[str, bytes] = dataclasses.field(default_factory=dict)  # of the files of both, when they were loaded
-    script_changed: bool = False  # a file of `script_modules` has another content now
+    script_modules: dict[str, ModuleType] = dataclasses.field(default_factory=dict)  # imported by the script
+    loaded_modules: dict[str, ModuleType] = dataclasses.field(default_factory=dict)  # imported by loaded files
+    contents: dict[str, bytes] = dataclasses.field(default_factory=dict)  # file -> content when it was loaded
+    script_changed: bool = False  # whether a file of `script_modules` has changed
 
 
-_directories: dict[str, _Directory] = {}  # by path, without symbolic links
+_directories: dict[str, _Directory] = {}  # path without symbolic links -> modules
 
 
 def find_directory(top: str, search_directory: str | None) -> str | None:
-    """Return the directory of a user's module or package; None if there is none, or if it is installed.
+    """Return the directory of a user's module or package, or None if the module does not exist or is installed.
 
     Args:
-        top: its name, without dots.
-        place: a directory that has a module of this name. One that the script has imported comes first.
+        top: Name of the module, without dots.
+        search_directory: Directory that contains a module of this name. A module that the script has imported takes
+            precedence.
     """
     module = sys.modules.get(top)
     if search_directory is not None and (module is None or _is_loaded(module)):
@@ -53,16 +55,16 @@ def find_directory(top: str, search_directory: str | None) -> str | None:
 
 
 def is_current(path: str, name: str) -> bool:
-    """Return whether a module of a directory is loaded, and is the one that an import would give."""
+    """Return True if a directory's module is loaded and is the module that an import would return."""
     directory, module = _directories.get(path, _Directory()), sys.modules.get(name)
     is_own = not directory.script_changed and _is_in(directory.script_modules, name, module)
     return is_own or _is_in(directory.loaded_modules, name, module)
 
 
 def import_path() -> list[str]:
-    """Return the `sys.path` of a child process, which finds the modules that this process has imported.
+    """Return the `sys.path` for a child process, so that it finds the modules that this process has imported.
 
-    In an interactive session the path has the working directory as "". It may have been another one at an import.
+    In an interactive session, the working directory is in `sys.path` as "". It may have changed since an import.
     """
     path = [entry or os.getcwd() for entry in sys.path]
     if "" in sys.path:
@@ -75,16 +77,16 @@ def import_path() -> list[str]:
 def loading(
     path: str, name: str, search_directory: str | None, *, restore_shadowed: bool
 ) -> Iterator[dict[str, bytes]]:
-    """Load a file or module, and what it imports from its directory.
+    """Load a file or module together with the modules that it imports from its directory.
 
     Args:
-        path: of the directory, without symbolic links.
-        name: of the module.
-        place: what to put first into `sys.path`; None: nothing.
-        put_back: whether other code needs modules of other directories that have the same names.
+        path: Directory, without symbolic links.
+        name: Name of the module.
+        search_directory: Directory for the front of `sys.path`. None does not change `sys.path`.
+        restore_shadowed: Whether to restore modules of other directories with the same names afterwards.
 
     Yields:
-        The contents of the files that are loaded, by path.
+        A dict of path to content, for the files that are loaded.
     """
     before = _user_modules()
     directory = _directories.setdefault(path, _Directory())
@@ -92,16 +94,16 @@ def loading(
         found = {each: module for each, (module, file) in before.items() if _is_under(file, path)}
         directory.script_modules.update({each: module for each, module in found.items() if not _is_loaded(module)})
         directory.contents.update({before[each][1]: _content(before[each][1]) for each in directory.script_modules})
-    aside = {}
+    removed = {}
     for each, (module, file) in before.items():
         if _is_shadowed(each, file, path) or (
             directory.script_changed and _is_in(directory.script_modules, each, module)
         ):
-            aside[each] = module
+            removed[each] = module
             _remove_module(each)
     if directory.script_changed:
-        directory.script_modules.pop(name, None)  # other code imports it by its name, and is to get the new version
-    for each in aside.keys() & directory.loaded_modules.keys():
+        directory.script_modules.pop(name, None)  # code that imports the module by name must get the new version
+    for each in removed.keys() & directory.loaded_modules.keys():
         _add_module(each, directory.loaded_modules[each])
     if search_directory is not None and name.partition(".")[0] not in sys.modules:
         sys.path[:] = [
@@ -116,13 +118,13 @@ def loading(
             if is_new and _is_under(file, path):
                 directory.loaded_modules[each] = module
                 directory.contents.setdefault(file, _content(file))
-        for each, module in aside.items():
+        for each, module in removed.items():
             if restore_shadowed or (not _is_loaded(module) and each != name):
                 _add_module(each, module)
 
 
 def forget_changed() -> None:
-    """Forget the loaded files and modules of each directory in which one has changed."""
+    """Remove the loaded files and modules of each directory in which a file has changed."""
     users = _user_modules()
     changed = [
         path
@@ -148,7 +150,7 @@ def _forget(path: str) -> None:
     for module in (*late.values(), *directory.loaded_modules.values(), *directory.script_modules.values()):
         if (cached := getattr(module, "__cached__", None)) is not None:
             with contextlib.suppress(OSError):
-                os.unlink(cached)  # it counts as current if the file was written again within the same second
+                os.unlink(cached)  # Python uses old bytecode if the file changed within the same second
     own = {_real_path(module.__file__ or "") for module in directory.script_modules.values()}
     directory.script_changed |= any(_content(file) != directory.contents.get(file) for file in own)
     directory.contents = {} if directory.script_changed else {file: directory.contents[file] for file in own}
@@ -156,7 +158,7 @@ def _forget(path: str) -> None:
 
 
 def _is_late_import(name: str, module: ModuleType, file: str, path: str) -> bool:
-    """Return whether code of a directory has imported a module of it since that code was loaded."""
+    """Return True if the module was imported by loaded code after it was loaded, for example in a function."""
     if not _is_under(file, path) or _is_loaded(module) or _is_in(_directories[path].script_modules, name, module):
         return False
     of_script = list(vars(sys.modules["__main__"]).values())
@@ -174,7 +176,7 @@ def _is_in(modules: Mapping[str, ModuleType], name: str, module: ModuleType | No
 
 
 def _is_shadowed(name: str, file: str, path: str) -> bool:
-    """Return whether an import in `path` gives another module than the one of this name, which is in `file`."""
+    """Return True if an import of this name in `path` would return a module other than `file`."""
     top = os.path.join(path, name.partition(".")[0])
     if file == f"{top}.py" or file.startswith(f"{top}{os.sep}"):
         return False
@@ -183,10 +185,12 @@ def _is_shadowed(name: str, file: str, path: str) -> bool:
 
 
 def _user_modules() -> dict[str, tuple[ModuleType, str]]:
-    """Return the modules that a user may have written, by name, with their files."""
+    """Return the modules that the user may have written: a dict of name to (module, file)."""
     found = {}
     for name, module in list(sys.modules.items()):
-        if not issubclass(type(module), ModuleType):  # `isinstance` believes objects that only pretend, as cffi's do
+        if not issubclass(
+            type(module), ModuleType
+        ):  # `isinstance` accepts objects that fake `__class__`, such as cffi's
             continue
         file = object.__getattribute__(module, "__dict__").get("__file__")  # getattr may import lazy modules
         if isinstance(file, str) and _is_user_module(name, file):
@@ -205,7 +209,7 @@ def _is_under(file: str, path: str) -> bool:
 
 
 def _real_path(file: str) -> str:
-    """Return the path of a file in its directory without symbolic links; the file itself may be one."""
+    """Return the file's path with a directory without symbolic links. The file itself may be a link."""
     directory, name = os.path.split(os.path.abspath(file))
     return os.path.join(os.path.realpath(directory), name)
 

@@ -1,6 +1,6 @@
-"""Load modules and files that a user names, and load them again for a later run if they have changed.
+"""Load files and modules that a user names, and reload them for a later run if they have changed.
 
-A module is looked for in the working directory. A run keeps the directory in which it was found, for later sessions.
+Modules are searched in the working directory. A run stores the directory of each module for later sessions.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from typing import Any
 from rlframe.errors import UsageError, suggest
 from rlframe.user_code import directories
 
-_module_directories: dict[str, str] = {}  # directories of the modules of the run, by the name of the outermost package
+_module_directories: dict[str, str] = {}  # top-level package of a module of the run -> its directory
 _lock = threading.Lock()
-_runs = 0  # sessions under way in this process
-_loading = threading.local()  # `path`: of the file that this thread loads
+_runs = 0  # number of running sessions in this process
+_loading = threading.local()  # `path` is the file that this thread loads
 
 _UNGUARDED = (
-    "{} starts a run whenever it is loaded, and other processes load it for the classes in it. Put the call of "
-    'rlframe.train(...) under `if __name__ == "__main__":`, or the classes into another file.'
+    "{} starts a run when it is loaded, but other processes must load it to get its classes. Put the call of "
+    'rlframe.train(...) under `if __name__ == "__main__":`, or move the classes to another file.'
 )
 
 
 @contextlib.contextmanager
 def keep_files() -> Iterator[None]:
-    """Keep all loaded files as they are, so that a run has one version of them from its start to its end."""
+    """Do not reload files within the `with` block, so that a run uses the same versions from start to end."""
     global _runs
     with _lock:
         _runs += 1
@@ -47,7 +47,7 @@ def keep_files() -> Iterator[None]:
 
 
 def forget_changed() -> None:
-    """Forget where modules are, and files that have changed since. Does nothing during a run in this process."""
+    """Forget the directories of modules, and files that have changed. During a run in this process, do nothing."""
     with _lock:
         if not _runs:
             _module_directories.clear()
@@ -56,24 +56,24 @@ def forget_changed() -> None:
 
 
 def module_directories(names: Iterable[Any]) -> dict[str, str]:
-    """Return the directories of the modules in names like `module:Id`, by the name of the outermost package."""
+    """Return the directories of the modules in names such as `module:Id`, by top-level package."""
     tops = {part.partition(".")[0] for name in names if isinstance(name, str) for part in name.split(":")[:-1]}
     return {top: _module_directories[top] for top in sorted(tops & set(_module_directories))}
 
 
 def restore_module_directories(found: Mapping[str, str]) -> None:
-    """Look for modules first where an earlier session or another process found them: see `module_directories`."""
+    """Search modules first in these directories; see `module_directories`."""
     _module_directories.update({str(top): str(search_directory) for top, search_directory in found.items()})
 
 
 def import_module(module: str, name: str) -> ModuleType:
-    """Import the module of `module:Id`, also from the working directory.
+    """Import the module of a name such as `module:Id`, also from the working directory.
 
     Raises:
-        UsageError: there is none, it raises, or it needs a package that is not installed.
+        UsageError: The module does not exist, raises an exception, or needs a package that is not installed.
     """
     if "" in module.split("."):
-        raise UsageError(f"{name!r} should read module:Id or file.py:NAME, and {module!r} is not the name of a module.")
+        raise UsageError(f"{name!r} must have the form module:Id or file.py:NAME, but {module!r} is not a module name.")
     top, here = module.partition(".")[0], os.getcwd()
     search_directory = next(
         (each for each in (_module_directories.get(top), here) if each is not None and _has(each, top)), None
@@ -89,13 +89,13 @@ def import_module(module: str, name: str) -> ModuleType:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise UsageError(f"{name!r} needs a package that is not installed here: {error}") from error
         before = (
-            f" The run was started with the one in {_module_directories[top]}." if top in _module_directories else ""
+            f" The run was started with the module in {_module_directories[top]}." if top in _module_directories else ""
         )
         raise UsageError(
-            f"There is no module {module!r} for {name!r}: it is not installed, and not in the working directory {here}."
+            f"There is no module {module!r} for {name!r}. It is not installed and not in the working directory {here}."
             f"{before}"
         ) from error
-    except UsageError:  # as where a module of ours needs an extra
+    except UsageError:  # for example, a module of rlframe needs an extra
         raise
     except (Exception, SystemExit) as error:
         raise UsageError(f"Cannot import {module!r} for {name!r}: {describe(error)}.") from error
@@ -109,19 +109,19 @@ def _has(directory: str, top: str) -> bool:
 
 
 def load_file(path: pathlib.Path, what: str) -> ModuleType:
-    """Import a Python file by its path, or return the module if it is loaded.
+    """Import a Python file by its path. Return the existing module if the file is already loaded.
 
     Raises:
-        UsageError: there is no such file, or it does not import.
+        UsageError: The file does not exist, or its import fails.
     """
     path = pathlib.Path(os.path.abspath(path))
     main = sys.modules["__main__"]
     if (getattr(main, "__file__", None) or "") == str(path):
-        return main  # the script that runs: loaded again, it would start its run again
+        return main  # do not load the running script again, since it would start another run
     if not path.is_file():
         near = suggest(path.name, [each.name for each in path.parent.glob("*.py")]) if path.parent.is_dir() else ""
         raise UsageError(f"There is no file {path} for the {what}.{near}")
-    # The path is part of the name: two files called agent.py, or one called like a library, do not meet.
+    # The module's name depends on the path, so that files of the same name, or of a library's name, do not collide.
     name = f"rlframe_file_{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -135,7 +135,7 @@ def load_file(path: pathlib.Path, what: str) -> ModuleType:
         with _while_loading(path), loading as contents:
             contents[os.path.join(directory, path.name)] = content = path.read_bytes()
             sys.modules[name] = module
-            # Not by the loader: it takes bytecode for current if the file was written again within the same second.
+            # Not with the loader, which uses old bytecode if the file changed within the same second.
             exec(compile(content, path, "exec"), vars(module))
         pickle_by_value(module)
     except BaseException as error:
@@ -156,16 +156,16 @@ def _while_loading(path: pathlib.Path) -> Iterator[None]:
 
 
 def check_not_loading() -> None:
-    """Raise UsageError if the caller is a file that is being loaded for what it defines, and must not start a run."""
+    """Raise `UsageError` if the caller is a file that is being loaded. Loading a file must not start a run."""
     if getattr(_loading, "path", None) is not None:
         raise UsageError(_UNGUARDED.format(_loading.path))
 
 
 def check_main_is_guarded(names: Iterable[str]) -> None:
-    """Raise UsageError if other processes are to load the script that runs, and it would start the run again there.
+    """Raise `UsageError` if other processes will load the running script, and the script would start another run there.
 
     Args:
-        names: of what other processes load, `file.py:NAME` among others.
+        names: Names of the objects that other processes load, such as `file.py:NAME`.
     """
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
@@ -177,7 +177,7 @@ def check_main_is_guarded(names: Iterable[str]) -> None:
     if frame is None:
         return
     body: list[ast.stmt] = []
-    with contextlib.suppress(OSError, SyntaxError, ValueError):  # it may have been edited since it was started
+    with contextlib.suppress(OSError, SyntaxError, ValueError):  # the script may have changed since its start
         body = ast.parse(pathlib.Path(file).read_bytes()).body
     for node in body:
         if node.lineno <= frame.f_lineno <= (node.end_lineno or node.lineno) and not is_guard(node):
@@ -185,21 +185,21 @@ def check_main_is_guarded(names: Iterable[str]) -> None:
 
 
 def is_guard(node: ast.stmt) -> bool:
-    """Return whether a statement is `if __name__ == "__main__":`."""
+    """Return True if a statement is `if __name__ == "__main__":`."""
     return isinstance(node, ast.If) and any(
         isinstance(each, ast.Name) and each.id == "__name__" for each in ast.walk(node.test)
     )
 
 
 def pickle_by_value(module: ModuleType) -> None:
-    """Send the classes of a module whole: a child process cannot import it by its name."""
+    """Pickle the classes of a module by value, since a child process cannot import the module by name."""
     import cloudpickle
 
     cloudpickle.register_pickle_by_value(module)
 
 
 def describe(error: BaseException) -> str:
-    """Return the type, the message and, of a syntax error, the line of an exception."""
+    """Return the type and message of an exception and, for a syntax error, the line."""
     line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
     message = error.msg if isinstance(error, SyntaxError) else str(error)
     return f"{type(error).__name__}: {message}{line}".rstrip(".: ")

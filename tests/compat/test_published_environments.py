@@ -246,7 +246,7 @@ def test_two_environments_with_different_group_sizes_share_batches(service, envi
 def test_environment_of_another_machine_uses_container_name(service, environment):
     """Environment and trainer send no token. The trainer begins with GET /reset_data, as some trainers do."""
     name, port = "rollout-server", service.url.rpartition(":")[2]
-    assert "whoever reaches this service, from any machine" in service.log.read_text()
+    assert "every client that reaches this service, from any machine" in service.log.read_text()
     trainer = Trainer(f"http://{outer_address()}:{port}", host=f"{name}:{port}")
     assert trainer.ask("GET", "/reset_data") == "Reset successful"
     trainer.register()

@@ -141,7 +141,7 @@ def test_result_that_is_not_a_group_is_refused():
 
     env = made(Forgets)
     env.process_mode = True
-    with pytest.raises(EnvError, match=r"Forgets sends groups \(ScoredDataGroup\), and got str: .*postprocess_hist"):
+    with pytest.raises(EnvError, match=r"Forgets can only send groups \(ScoredDataGroup\), got str. .*postprocess"):
         asyncio.run(env.handle_env("item"))
 
 
@@ -292,15 +292,15 @@ def test_help_without_command_lists_commands(capsys):
     assert cli.run(Document, ["--help"]) == 0
     printed = capsys.readouterr().out
     assert all(f"\n  {command} " in printed for command in cli.COMMANDS)
-    assert "COMMAND --help lists those of another command" in printed
+    assert "COMMAND --help lists the options of another command" in printed
     assert cli.run(Document, ["proces", "--help"]) == 2
-    assert "no command 'proces': serve, process, evaluate. Did you mean 'process'" in capsys.readouterr().err
+    assert "no command 'proces'. Commands: serve, process, evaluate. Did you mean 'process'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--port", r"--port needs a value \(of a model server on this machine"),
+        ("--port", r"--port needs a value \(port of a model server on this machine"),
         ("--port --slurm", "--port needs a value"),
         ("--port=", "--port: .*integer.*got ''"),
         ("--port true", "--port: .*integer.*'true'"),

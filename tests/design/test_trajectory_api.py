@@ -146,7 +146,7 @@ def test_uvicorn_serves_app_as_documented(tmp_path):
         assert httpx.get(url, timeout=60).json() == {"message": "rlframe trajectories"}
         assert httpx.post(f"{url}/register", json=REGISTRATION, timeout=60).json()["uuid"] > 0
         outside = httpx.get(f"http://{outer_address()}:{port}/reset_data", timeout=60)  # as another machine would
-        assert outside.status_code == 403 and "asks for no token" in outside.json()["detail"]
+        assert outside.status_code == 403 and "requires no token" in outside.json()["detail"]
         assert httpx.get(f"{url}/info", timeout=60).json()["batch_size"] == 4
 
 

@@ -1,4 +1,4 @@
-"""Pythons in which only some extras are installed, for tests: the distributions of the others are not found."""
+"""Simulate installations of only some extras: hide the modules of all other distributions from Python."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ ROOT = FOLDER.parents[1]
 
 @functools.cache
 def setup_arguments() -> dict[str, Any]:
-    """What setup.py says, as it is now: what is installed may be older."""
+    """Return the arguments of `setup()` in the current setup.py. The installed metadata may be older."""
     import runpy
 
     import setuptools
 
-    told: dict[str, Any] = {}
-    original, setuptools.setup = setuptools.setup, told.update
+    arguments: dict[str, Any] = {}
+    original, setuptools.setup = setuptools.setup, arguments.update
     try:
         runpy.run_path(str(ROOT / "setup.py"))
     finally:
         setuptools.setup = original
-    return told
+    return arguments
 
 
 def distributions_of(requirements: Iterable[str]) -> set[str]:
-    """The distributions that these requirements install here, with all that they require in turn."""
+    """Return the installed distributions of these requirements, including all their dependencies."""
     found: dict[str, set[str]] = {}
     todo = [Requirement(each) for each in requirements]
     while todo:
@@ -54,13 +54,13 @@ def distributions_of(requirements: Iterable[str]) -> set[str]:
 
 @functools.cache
 def installed() -> dict[str, metadata.Distribution]:
-    """All distributions here, by name."""
+    """Return all installed distributions by name."""
     return {canonicalize_name(each.metadata["Name"]): each for each in metadata.distributions()}
 
 
 @functools.cache
 def modules_by_distribution() -> dict[str, set[str]]:
-    """Of all distributions that are installed here: their top-level modules."""
+    """Return the top-level modules of all installed distributions."""
     found: dict[str, set[str]] = {}
     for name, distribution in installed().items():
         modules = found.setdefault(name, set())
@@ -75,15 +75,18 @@ def modules_by_distribution() -> dict[str, set[str]]:
 
 @functools.cache
 def visible(extras: tuple[str, ...]) -> frozenset[str]:
-    """The top-level modules that the core brings together with these extras."""
-    told = setup_arguments()
-    requirements = [*told["install_requires"], *(each for extra in extras for each in told["extras_require"][extra])]
+    """Return the top-level modules of the core and these extras."""
+    arguments = setup_arguments()
+    requirements = [
+        *arguments["install_requires"],
+        *(each for extra in extras for each in arguments["extras_require"][extra]),
+    ]
     names = {"rlframe", "pip", *distributions_of(requirements)}
     return frozenset(module for name in names for module in modules_by_distribution().get(name, ()))
 
 
 def environment(*extras: str) -> dict[str, str]:
-    """Environment variables of a Python in which only the core and these extras are installed."""
+    """Return the environment variables for a Python in which only the core and these extras are installed."""
     every = {module for modules in modules_by_distribution().values() for module in modules}
     return {
         **os.environ,

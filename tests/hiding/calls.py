@@ -1,7 +1,7 @@
-"""Makes calls of the command line in forks of one process that has the core loaded: for each extra alone, another fork.
+"""Run commands in forks of a process that has loaded the core, with another fork for each set of hidden modules.
 
-Reads {extra: {"hidden": [...], "calls": [[...], ...]}} as JSON, and prints {extra: [[exit code, stderr], ...]}. A call
-that begins with `import` imports the module that follows, and gets the name from it that comes then.
+Reads {extra: {"hidden": [...], "calls": [[...], ...]}} as JSON and prints {extra: [[exit code, stderr], ...]}. A call
+`["import", MODULE, NAME...]` imports the module and gets the names from it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 
 
 def main() -> None:
-    # The core, in a process that finds nothing else.
+    # Load the core. This process has all extras hidden.
     import rlframe.cli.main
     import rlframe.cli.train
     import rlframe.cli.train_options
     import rlframe.programs.topologies.elastic
 
     del rlframe
-    results = {name: _in_fork(asked["hidden"], asked["calls"]) for name, asked in json.load(sys.stdin).items()}
+    results = {name: _in_fork(each["hidden"], each["calls"]) for name, each in json.load(sys.stdin).items()}
     print(json.dumps(results))
 
 
@@ -52,16 +52,16 @@ def _call(arguments: list[str]) -> tuple[int, str]:
     from rlframe.cli.main import main
     from rlframe.errors import UsageError
 
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
         if arguments[0] != "import":
-            return main(arguments), said.getvalue()
+            return main(arguments), stderr.getvalue()
         try:
             module = importlib.import_module(arguments[1])
             for name in arguments[2:]:
                 getattr(module, name)
         except UsageError as error:
-            return error.exit_code, f"rlframe: {error}\n"  # as a command says it
+            return error.exit_code, f"rlframe: {error}\n"  # as the command line prints it
         except Exception as error:
             return 1, f"{type(error).__name__}: {error}"
     return 0, ""

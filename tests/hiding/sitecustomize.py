@@ -1,4 +1,4 @@
-"""A Python with this folder in PYTHONPATH finds none of the top-level modules that RLFRAME_HIDDEN names."""
+"""Hide the top-level modules in RLFRAME_HIDDEN. Python imports this file if its folder is in PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HIDDEN = set(os.environ.get("RLFRAME_HIDDEN", "").split())
 
 
 class HidingFinder(PathFinder):
-    """Python's own, but for what is hidden."""
+    """Python's finder of modules, without the hidden modules."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""The three services of the package, each with one thing that a request can change."""
+"""The three HTTP services, each with requests that read and requests that change its state."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ COMPLETION = {"model": "policy", "prompt": "a", "max_tokens": 1}
 
 @dataclasses.dataclass
 class Target:
-    """A service that runs.
+    """A running service.
 
     Attributes:
-        url: without a slash at its end.
-        reads, changes: (method, path, body) of requests that a program may make.
-        state: what those change.
+        url: URL without a trailing slash.
+        reads, changes: (method, path, body) of requests that a program may send.
+        state: Returns the part of the service's state that `changes` modify.
     """
 
     url: str
@@ -41,7 +41,7 @@ class Target:
 
 @contextlib.contextmanager
 def trajectories(host: str = "127.0.0.1", **settings: Any) -> Iterator[Target]:
-    """With a batch that waits to be taken. Its address is that of loopback, however it listens."""
+    """Start a trajectory service with a complete batch in its queue. `url` is the loopback address for every `host`."""
     server = TrajectoryServer(Settings(host, port=0, store="memory", **settings))
     url = f"http://127.0.0.1:{server.url.rpartition(':')[2]}"
     try:
@@ -72,7 +72,7 @@ def trajectories(host: str = "127.0.0.1", **settings: Any) -> Iterator[Target]:
 
 @contextlib.contextmanager
 def policy(**options: Any) -> Iterator[Target]:
-    """A tiny model."""
+    """Start a policy server with a tiny model."""
     with serving_policy(**options) as server:
         yield Target(
             f"http://127.0.0.1:{server.url().rpartition(':')[2].removesuffix('/v1')}",
@@ -84,7 +84,7 @@ def policy(**options: Any) -> Iterator[Target]:
 
 @contextlib.contextmanager
 def control(**options: Any) -> Iterator[Target]:
-    """The control of a run."""
+    """Start the control service of a run with a scripted coordinator."""
     coordinator = ScriptedCoordinator()
     with serve_control(coordinator, port=0, **options) as server:
         yield Target(

@@ -1,4 +1,4 @@
-"""Who may call a service: pages that it served itself, and programs."""
+"""SameOrigin: programs and the service's own pages may call a service, pages of other sites may not."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FRAME = {"sec-fetch-mode": "navigate", "sec-fetch-dest": "iframe"}
 CHROMIUM = {"user-agent": "Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36"}
 
 
-def answered(method="GET", path="/batch", headers=None, *, server=LOOPBACK, token=False, **options) -> bool:
-    """Whether a request gets past it, to a service that is called `OWN` or train.example."""
+def is_answered(method="GET", path="/batch", headers=None, *, server=LOOPBACK, token=False, **options) -> bool:
+    """Return whether a request passes `SameOrigin`. The service's names are `OWN` and train.example."""
     sent = []
 
     async def application(scope, receive, send):
@@ -37,22 +37,22 @@ def answered(method="GET", path="/batch", headers=None, *, server=LOOPBACK, toke
 @pytest.mark.parametrize(
     "method, path, headers, expected",
     [
-        # Programs, which say nothing of pages.
+        # Programs, which do not send Origin or Sec-Fetch-Site.
         ("GET", "/batch", {}, True),
         ("POST", "/reset_data", {"user-agent": "python-requests/2.32"}, True),
-        # Its own pages, and what a person typed.
+        # The service's own pages, and addresses that a person typed.
         ("GET", "/report", {"sec-fetch-site": "same-origin"}, True),
         ("POST", "/pause", {"sec-fetch-site": "same-origin", "origin": f"http://{OWN}"}, True),
         ("POST", "/pause", {"origin": f"http://{OWN}", **CHROMIUM}, True),
         ("POST", "/pause", {"sec-fetch-site": "same-origin", "origin": "https://proxy.example"}, True),
         ("GET", "/reset_data", {"sec-fetch-site": "none", **NAVIGATION}, True),
         ("GET", "/report", CHROMIUM, True),
-        # Pages from elsewhere: by the site that the browser says,
+        # Pages of other sites, recognized by Sec-Fetch-Site,
         ("GET", "/batch", {"sec-fetch-site": "cross-site", **IMAGE}, False),
         ("GET", "/reset_data", {"sec-fetch-site": "same-site", **IMAGE}, False),
         ("GET", "/report", {"sec-fetch-site": "cross-site"}, False),
         ("GET", "/report", {"sec-fetch-site": "something new"}, False),
-        # by the origin,
+        # by Origin,
         ("POST", "/pause", {"origin": "http://evil.example"}, False),
         ("POST", "/pause", {"origin": "null"}, False),
         ("POST", "/pause", {"origin": "http://127.0.0.1"}, False),
@@ -61,11 +61,11 @@ def answered(method="GET", path="/batch", headers=None, *, server=LOOPBACK, toke
         ("GET", "/batch", {"origin": "http://evil.example", "sec-fetch-site": "none"}, False),
         ("POST", "/pause", {"origin": f"http://{OWN}", "sec-fetch-site": "cross-site"}, False),
         ("OPTIONS", "/pause", {"origin": "http://evil.example", "access-control-request-method": "POST"}, False),
-        # or by a browser that does not say: it does so to http addresses other than loopback.
+        # or by User-Agent: to http addresses other than loopback, browsers send neither header.
         ("GET", "/batch", CHROMIUM, False),
         ("GET", "/runs/mine/batch", CHROMIUM, False),
         ("GET", "/reset_data", CHROMIUM, False),
-        # Links: to the page, and nothing else.
+        # Links may lead only to the pages.
         ("GET", "/", {"sec-fetch-site": "cross-site", **NAVIGATION}, True),
         ("GET", "/docs", {"sec-fetch-site": "same-site", **NAVIGATION}, True),
         ("GET", "/", {"sec-fetch-site": "cross-site", **FRAME}, False),
@@ -76,56 +76,56 @@ def answered(method="GET", path="/batch", headers=None, *, server=LOOPBACK, toke
         ("GET", "/status", {"sec-fetch-site": "cross-site", **NAVIGATION}, False),
     ],
 )
-def test_programs_and_its_own_pages_may_call_it_and_no_others(method, path, headers, expected, token):
-    assert answered(method, path, headers, token=token) is expected
+def test_only_programs_and_own_pages_may_call_a_service(method, path, headers, expected, token):
+    assert is_answered(method, path, headers, token=token) is expected
 
 
 @pytest.mark.parametrize(
     "host", [OWN, "localhost", "LOCALHOST:80", "[::1]:8765", "192.168.0.7:1", "train.EXAMPLE:8765"]
 )
-def test_a_service_answers_to_its_names_and_to_addresses(host):
-    assert answered(headers={"host": host})
-    assert answered("POST", "/pause", {"host": host, "origin": f"http://{host}"})
+def test_requests_to_own_names_and_ip_addresses_are_answered(host):
+    assert is_answered(headers={"host": host})
+    assert is_answered("POST", "/pause", {"host": host, "origin": f"http://{host}"})
 
 
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8765", "127.0.0.1.evil.example", "", "[::1", "localhost.evil", "trainer"]
 )
-def test_another_name_that_leads_here_is_refused_unless_a_token_is_needed(host):
-    assert not answered(headers={"host": host})
-    assert not answered(headers={"host": host, "sec-fetch-site": "same-origin"})
-    assert answered(headers={"host": host}, token=True)
+def test_unknown_host_name_is_refused_without_a_token(host):
+    assert not is_answered(headers={"host": host})
+    assert not is_answered(headers={"host": host, "sec-fetch-site": "same-origin"})
+    assert is_answered(headers={"host": host}, token=True)
 
 
 @pytest.mark.parametrize("server", [("0.0.0.0", 8765), LAN, ("::ffff:192.168.0.7", 8765), ("2001:db8::7", 8765)])
-def test_without_a_token_other_machines_are_answered_only_where_that_is_said(server):
-    assert not answered(server=server)
-    assert answered(server=server, no_token=True)
-    assert answered(server=server, token=True)
+def test_other_machines_need_a_token_or_the_no_token_option(server):
+    assert not is_answered(server=server)
+    assert is_answered(server=server, no_token=True)
+    assert is_answered(server=server, token=True)
 
 
 @pytest.mark.parametrize(
     "server", [LOOPBACK, ("127.0.0.2", 1), ("::1", 1), ("::ffff:127.0.0.1", 1), ("/a/socket", None)]
 )
-def test_without_a_token_this_machine_is_answered(server):
-    assert answered(server=server)
+def test_local_requests_need_no_token(server):
+    assert is_answered(server=server)
 
 
-def test_other_machines_may_use_names_that_no_page_can_have():
-    """Containers and machines of a cluster; a name with a dot may be anybody's."""
+def test_no_token_accepts_host_names_without_a_dot():
+    """Containers and machines of a cluster have names without a dot. Any web site may have a name with a dot."""
     for host, expected in (
         ("rollout_server:8000", True),
         ("vm-7", True),
         ("evil.example", False),
         ("a.svc.local", False),
     ):
-        assert answered(server=LAN, headers={"host": host}, no_token=True) is expected
-    assert answered(server=LAN, headers={"host": "a.svc.local:8000"}, no_token=True, hosts=["a.svc.local"])
+        assert is_answered(server=LAN, headers={"host": host}, no_token=True) is expected
+    assert is_answered(server=LAN, headers={"host": "a.svc.local:8000"}, no_token=True, hosts=["a.svc.local"])
 
 
-def test_pages_of_an_origin_that_is_let_in_may_call_it():
+def test_pages_of_an_allowed_origin_may_call_a_service():
     page = {"origin": "http://pages.example", "sec-fetch-site": "cross-site"}
-    assert answered("POST", "/pause", page, origins=["http://pages.example"])
-    assert answered("POST", "/pause", page, origins=["*"])
-    assert not answered("POST", "/pause", page, origins=["http://other.example"])
-    assert not answered("GET", "/batch", {"sec-fetch-site": "cross-site", **IMAGE}, origins=["http://pages.example"])
+    assert is_answered("POST", "/pause", page, origins=["http://pages.example"])
+    assert is_answered("POST", "/pause", page, origins=["*"])
+    assert not is_answered("POST", "/pause", page, origins=["http://other.example"])
+    assert not is_answered("GET", "/batch", {"sec-fetch-site": "cross-site", **IMAGE}, origins=["http://pages.example"])

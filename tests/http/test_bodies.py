@@ -1,4 +1,4 @@
-"""Bodies that come compressed, in parts and more than once."""
+"""Request bodies that are compressed, in one part or several; and the JSON of responses."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ COMPRESS = {"gzip": gzip.compress, "zstd": zstandard.compress}
 DECOMPRESS = {name: functools.partial(decompressed, _DECOMPRESSORS[name]) for name in ("gzip", "zstd")}
 
 
-def asked(body, encoding):
-    """The status that a body is answered with, and what reached the application."""
+def read_body(body, encoding):
+    """Return the status of the response, and the bodies that reached the application."""
     seen, sent = [], []
 
     async def application(scope, receive, send):
@@ -41,40 +41,40 @@ def asked(body, encoding):
 
 
 @pytest.mark.parametrize("encoding", COMPRESS)
-def test_a_body_of_several_parts(encoding):
+def test_several_compressed_parts_become_one_body(encoding):
     compress = COMPRESS[encoding]
-    parts = [bytes([i % 256]) * (i * 37) for i in range(60)]  # ends of parts fall anywhere in what is read at once
-    assert asked(b"".join(map(compress, parts)), encoding) == (200, [b"".join(parts)])
-    assert asked(b"".join(map(compress, parts))[:-1], encoding) == (400, [])
+    parts = [bytes([i % 256]) * (i * 37) for i in range(60)]  # the parts end at various places of a piece
+    assert read_body(b"".join(map(compress, parts)), encoding) == (200, [b"".join(parts)])
+    assert read_body(b"".join(map(compress, parts))[:-1], encoding) == (400, [])
 
 
 @pytest.mark.parametrize("encoding", COMPRESS)
 def test_many_empty_parts_are_refused(encoding):
-    """Each costs what a kilobyte does, and adds nothing to what is limited."""
+    """An empty part takes as long as a kilobyte, but the size limit does not count it."""
     empty = COMPRESS[encoding](b"")
     assert DECOMPRESS[encoding](empty * 10_000, LIMIT) == b""
     with pytest.raises(ValueError, match="10000 parts"):
         DECOMPRESS[encoding](empty * 10_001, LIMIT)
-    assert asked(empty * 10_001, encoding) == (400, [])
+    assert read_body(empty * 10_001, encoding) == (400, [])
 
 
 def test_zeros_after_a_gzip_member_are_padding():
     assert DECOMPRESS["gzip"](gzip.compress(b"ab") + bytes(5000) + gzip.compress(b"c") + bytes(3), LIMIT) == b"abc"
 
 
-def test_a_body_is_compressed_twice_at_most():
+def test_more_than_two_encodings_are_refused():
     twice = gzip.compress(gzip.compress(b"a"))
-    assert asked(twice, "gzip, identity, gzip") == (200, [b"a"])
-    assert asked(gzip.compress(twice), "gzip, gzip, gzip") == (415, [])
+    assert read_body(twice, "gzip, identity, gzip") == (200, [b"a"])
+    assert read_body(gzip.compress(twice), "gzip, gzip, gzip") == (415, [])
 
 
-def test_bytes_that_are_not_utf_8_are_escapes_in_an_answer():
+def test_bytes_that_are_not_utf_8_become_escapes_in_json():
     path = os.fsdecode(b"/a\xff")
-    answered = answer({"run_dir": path, "steps": 3})
-    assert answered.body == b'{"run_dir": "/a\\udcff", "steps": 3}' and json.loads(answered.body)["run_dir"] == path
+    response = answer({"run_dir": path, "steps": 3})
+    assert response.body == b'{"run_dir": "/a\\udcff", "steps": 3}' and json.loads(response.body)["run_dir"] == path
 
 
 @pytest.mark.parametrize("path", ["/a", os.fsdecode(b"/a\xff")])
-def test_numbers_that_json_does_not_have_are_null_in_an_answer(path):
-    answered = answer({"run_dir": path, "values": [math.nan, math.inf, -math.inf, 1.5], "text": "NaN"})
-    assert json.loads(answered.body) == {"run_dir": path, "values": [None, None, None, 1.5], "text": "NaN"}
+def test_nan_and_infinity_become_null_in_json(path):
+    response = answer({"run_dir": path, "values": [math.nan, math.inf, -math.inf, 1.5], "text": "NaN"})
+    assert json.loads(response.body) == {"run_dir": path, "values": [None, None, None, 1.5], "text": "NaN"}

@@ -1,4 +1,4 @@
-"""A page of another origin in a real browser, before the three services: nothing that it sends changes anything."""
+"""Pages of another origin in a real browser change nothing in the three services."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.trajectories.serving import outer_address
 
 pytestmark = [NEEDS_CHROMIUM, pytest.mark.system]
 
-# Each returns once the browser has an answer, or a refusal.
+# JavaScript that sends requests in every way that needs no permission, and waits for each response or error.
 FIRE = """async ([images, posts]) => {
   const image = url => new Promise(done => {
     const element = new Image();
@@ -65,7 +65,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def elsewhere() -> Iterator[int]:
-    """The port at which any path is an empty page."""
+    """Serve an empty page at every path. Yield the port."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -95,7 +95,7 @@ def page_of(browser: Browser, url: str) -> Iterator[Page]:
     context.close()
 
 
-# Of the same site, which is the same host with another port, and of another one.
+# The same site (same host, other port) and another site.
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_images_forms_and_blind_posts_of_another_page_change_nothing(browser, elsewhere, host):
     with trajectories() as groups, policy() as model, control() as run:
@@ -108,14 +108,14 @@ def test_images_forms_and_blind_posts_of_another_page_change_nothing(browser, el
         with page_of(browser, f"http://{host}:{elsewhere}") as page:
             page.evaluate(FIRE, [images, posts])
         assert [target.state() for target in (groups, model, run)] == before
-        # The same requests of programs are answered.
+        # The services answer the same requests from programs.
         assert len(httpx.get(groups.url + "/batch", timeout=60.0).json()["batch"]) == 2
         assert httpx.get(groups.url + "/reset_data", timeout=60.0).status_code == 200
         assert httpx.post(run.url + "/pause", timeout=60.0).status_code == 200 and run.state() == [("pause",)]
 
 
-def test_an_address_to_which_browsers_say_nothing_of_the_page_is_guarded_too(browser, elsewhere):
-    """Sec-Fetch-Site is sent to loopback and https only, and an image has no Origin."""
+def test_requests_without_sec_fetch_site_change_nothing(browser, elsewhere):
+    """Browsers send Sec-Fetch-Site only to loopback and https addresses, and no Origin for an image."""
     with trajectories("0.0.0.0", no_token=True) as target:
         before = target.state()
         for address in (outer_address(), "0.0.0.0"):
@@ -123,14 +123,16 @@ def test_an_address_to_which_browsers_say_nothing_of_the_page_is_guarded_too(bro
             with page_of(browser, f"http://localhost:{elsewhere}") as page:
                 page.evaluate(FIRE, [[url + "/reset_data", url + "/batch"], [(url + "/pause", "{}")]])
             assert target.state() == before
-        with page_of(browser, f"http://{outer_address()}:{target.port}") as page:  # its own page works there
+        with page_of(
+            browser, f"http://{outer_address()}:{target.port}"
+        ) as page:  # the service's own page works at this address
             page.locator("#tiles").wait_for()
             assert page.evaluate("() => fetch('/report').then(answer => answer.status)") == 200
             pause = "() => fetch('/pause', {method: 'POST', body: '{}'}).then(answer => answer.status)"
             assert page.evaluate(pause) == 200
 
 
-def test_a_link_of_another_page_opens_the_live_page_and_erases_nothing(browser, elsewhere):
+def test_link_on_another_site_opens_only_the_live_page(browser, elsewhere):
     with trajectories() as target, page_of(browser, f"http://localhost:{elsewhere}") as page:
         before = target.state()
         follow = """url => { const link = document.createElement('a'); link.href = url; document.body.append(link);

@@ -1,4 +1,4 @@
-"""Clients that send slowly, too much, or nothing, and too many of them."""
+"""Clients that send slowly, send too much, or do not read; and too many clients."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.waiting import wait_until
 DEADLINE = 60.0
 
 
-LARGE = 64 << 20  # bytes: more than the system takes off a server's hands
+LARGE = 64 << 20  # bytes: more than the operating system buffers
 
 
-PARTS = {"/large": [LARGE], "/parts": [LARGE // 4, LARGE]}  # bytes of each part of an answer
+PARTS = {"/large": [LARGE], "/parts": [LARGE // 4, LARGE]}  # path -> bytes of each part of the response
 
 
 async def _answer(scope, receive, send):
@@ -36,7 +36,7 @@ async def _answer(scope, receive, send):
 
 @contextlib.contextmanager
 def served(**bounds):
-    """The port of a small server within these bounds."""
+    """Serve with these bounds. Yield the port."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(_answer, http=bounded(**bounds), lifespan="off", log_level="critical"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -48,8 +48,7 @@ def served(**bounds):
         thread.join(DEADLINE)
 
 
-def said(connection):
-    """All that comes until the other side closes."""
+def read_to_end(connection):
     text = b""
     while more := connection.recv(65536):
         text += more
@@ -61,60 +60,60 @@ def connect(port):
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost:"])
-def test_who_does_not_finish_a_request_is_let_go(sent):
+def test_client_that_does_not_finish_its_headers_is_disconnected(sent):
     with (
         served(limit=8, head_deadline=0.2) as port,
         connect(port) as connection,
-        contextlib.suppress(ConnectionError),  # it may be let go before it has sent
+        contextlib.suppress(ConnectionError),  # it may be disconnected before it has sent
     ):
         connection.sendall(sent)
-        assert said(connection) == b""
+        assert read_to_end(connection) == b""
 
 
-def test_headers_without_end_are_refused():
+def test_too_long_headers_are_refused():
     with served(limit=8) as port, connect(port) as connection:
         with contextlib.suppress(OSError):
             connection.sendall(b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 100_000)
         with contextlib.suppress(ConnectionResetError):
-            assert b" 400 " in said(connection)
+            assert b" 400 " in read_to_end(connection)
 
 
-def test_one_client_too_many_is_told_so_and_the_others_are_served():
+def test_connection_over_the_limit_gets_503():
     with served(limit=2) as port:
         with connect(port) as first, connect(port) as second, connect(port) as third:
-            answer = said(third)
+            answer = read_to_end(third)
             head, _, body = answer.partition(b"\r\n\r\n")
             assert b" 503 " in head and b"Retry-After" in head
             assert f"Content-Length: {len(body)}".encode() in head
             for connection in (first, second):
                 connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-                assert said(connection).endswith(b"ok")
+                assert read_to_end(connection).endswith(b"ok")
         assert httpx.get(f"http://127.0.0.1:{port}/", timeout=DEADLINE).text == "ok"
 
 
 def refused(port):
     try:
         return httpx.get(f"http://127.0.0.1:{port}/", timeout=DEADLINE).status_code == 503
-    except httpx.TransportError:  # cut off before the answer was read
+    except httpx.TransportError:  # disconnected before the response was read
         return True
 
 
 @pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
-def test_who_does_not_read_is_let_go(more):
+def test_client_that_does_not_read_is_disconnected(more):
     with served(limit=1, read_deadline=0.2) as port, connect(port) as connection:
         connection.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n")
         assert connection.recv(1) == b"H"
-        wait_until(lambda: not refused(port))  # until then its place is taken
-        assert len(said(connection)) < LARGE
+        wait_until(lambda: not refused(port))  # until the client is disconnected, the limit is reached
+        assert len(read_to_end(connection)) < LARGE
 
 
-def test_who_reads_gets_all():
+def test_client_that_reads_gets_a_large_response():
     with served(limit=8, read_deadline=DEADLINE) as port:
         assert len(httpx.get(f"http://127.0.0.1:{port}/large", timeout=DEADLINE).content) == LARGE
 
 
-def test_who_reads_one_part_of_an_answer_has_time_for_the_next():
-    """However much more waits then than before."""
+def test_read_deadline_restarts_with_each_part():
+    """The client has the full time even if more data waits than before."""
     with served(limit=8, read_deadline=4.0) as port, connect(port) as connection:
         connection.sendall(b"GET /parts HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         read = 0
@@ -126,7 +125,7 @@ def test_who_reads_one_part_of_an_answer_has_time_for_the_next():
         assert read > sum(PARTS["/parts"])
 
 
-def test_a_body_that_does_not_arrive():
+def test_body_that_does_not_arrive_in_time_gets_408():
     async def test():
         sent = []
 

@@ -1,4 +1,4 @@
-"""Who may call the trajectory service, the policy server and the control of a run: real servers, real requests."""
+"""Access to the trajectory service, the policy server and the control of a run, with real servers and real requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlframe.trajectories.config import Settings
 from tests.http.services import COMPLETION, Target, control, policy, trajectories
 from tests.trajectories.serving import outer_address
 
-DEADLINE = 60.0  # seconds, on a machine that is busy
+DEADLINE = 60.0  # seconds; long enough for a busy machine
 KINDS = {"trajectories": trajectories, "policy": policy, "control": control}
 
 
@@ -45,7 +45,7 @@ def target(request: pytest.FixtureRequest, targets: dict[str, Target]) -> Target
         {"Host": "evil.example", "Origin": "http://evil.example", "Sec-Fetch-Site": "same-origin"},
     ],
 )
-def test_what_a_page_from_elsewhere_sends_changes_nothing(target, headers):
+def test_requests_from_pages_of_other_sites_are_refused(target, headers):
     before = target.state()
     for method, path, body in [*target.reads, *target.changes]:
         answer = httpx.request(method, target.url + path, json=body, headers=headers, timeout=DEADLINE)
@@ -54,7 +54,7 @@ def test_what_a_page_from_elsewhere_sends_changes_nothing(target, headers):
     assert target.state() == before
 
 
-def test_programs_and_its_own_page_are_answered(target):
+def test_programs_and_the_own_page_are_answered(target):
     own = {"Origin": target.url, "Sec-Fetch-Site": "same-origin"}
     for headers in ({}, own, {"Sec-Fetch-Site": "none"}, {"Host": f"localhost:{target.port}"}):
         for method, path, _ in target.reads:
@@ -63,7 +63,7 @@ def test_programs_and_its_own_page_are_answered(target):
 
 
 @pytest.mark.parametrize("open_one", [trajectories, control])
-def test_a_link_from_elsewhere_leads_to_the_page(open_one, targets):
+def test_links_on_other_sites_open_the_live_page(open_one, targets):
     link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
     url = targets[open_one.__name__].url
     page = httpx.get(url, headers={**link, "Accept": "text/html"}, timeout=DEADLINE)
@@ -71,7 +71,7 @@ def test_a_link_from_elsewhere_leads_to_the_page(open_one, targets):
     assert httpx.get(url + "/status", headers=link, timeout=DEADLINE).status_code == 403
 
 
-def test_with_a_token_the_name_that_it_is_asked_by_does_not_matter(tmp_path):
+def test_any_host_name_is_accepted_with_a_token(tmp_path):
     (tmp_path / "token").write_text("secret\n")
     token = {"Authorization": "Bearer secret"}
     with control(token_file=str(tmp_path / "token")) as target:
@@ -85,7 +85,7 @@ def test_with_a_token_the_name_that_it_is_asked_by_does_not_matter(tmp_path):
         assert target.state() == []
 
 
-def test_other_machines_reach_the_trajectory_service_where_that_was_said():
+def test_other_machines_reach_the_trajectory_service_with_no_token():
     address = outer_address()
     with trajectories("0.0.0.0", no_token=True, allowed_hosts=("rollouts.example",)) as target:
         outer = f"http://{address}:{target.port}"
@@ -97,22 +97,22 @@ def test_other_machines_reach_the_trajectory_service_where_that_was_said():
         )
 
 
-def test_other_machines_reach_the_policy_server_where_that_was_said():
+def test_other_machines_reach_the_policy_server_with_no_token():
     with policy(host="0.0.0.0", no_token=True) as target:
         outer = f"http://{outer_address()}:{target.port}/v1/completions"
         answer = httpx.post(outer, json=COMPLETION, headers={"Host": "policy:8001"}, timeout=DEADLINE)
         assert answer.status_code == 200
 
 
-def test_without_a_token_they_listen_to_other_machines_only_where_that_was_said(tmp_path):
+def test_listening_at_all_addresses_needs_a_token_or_no_token(tmp_path):
     (tmp_path / "token").write_text("secret\n")
-    said = "0.0.0.0 can be reached from other machines, and whoever reaches this service can .*--no-token"
-    with pytest.raises(UsageError, match=said):
+    message = "Other machines can reach 0.0.0.0, and every client that reaches this service can .*--no-token"
+    with pytest.raises(UsageError, match=message):
         Settings("0.0.0.0", store="memory")
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         PolicyServerConfig(host="0.0.0.0")
     with pytest.raises(UsageError, match="--token-file, or listen at 127.0.0.1"), control(host="0.0.0.0"):
         pass
-    for made in (PolicyServerConfig, Settings):
+    for config_class in (PolicyServerConfig, Settings):
         with pytest.raises(UsageError, match="contradict"):
-            made(token_file=str(tmp_path / "token"), no_token=True)
+            config_class(token_file=str(tmp_path / "token"), no_token=True)

@@ -1,4 +1,4 @@
-"""Where a service listens; and one whose event loop is held up says so, one whose loop turns does not."""
+"""Addresses that a service listens at, and the progress that its event loop reports."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from rlframe.errors import UsageError
 from rlframe.http.serving import HttpServer, address_of, listen
 from rlframe.interprocess.phases import PhaseStatus, ThreadProgress
 
-release, held = threading.Event(), threading.Event()
+release, blocked = threading.Event(), threading.Event()
 
 
 async def app(scope, receive, send):
     if scope["type"] != "http":
         return
-    if scope["path"] == "/hold":
-        held.set()
-        release.wait(60.0)  # what no coroutine may do
+    if scope["path"] == "/block":
+        blocked.set()
+        release.wait(60.0)  # a mistake on purpose: blocks the event loop
     await send({"type": "http.response.start", "status": 204, "headers": []})
     await send({"type": "http.response.body", "body": b""})
 
 
 @contextlib.contextmanager
 def serving() -> Iterator[tuple[str, int]]:
-    """Its URL, and its thread."""
+    """Serve `app`. Yield the URL and the thread's ident."""
     listener = listen("127.0.0.1", 0)
     ready = threading.Event()
     server = HttpServer(app, 10, ready.set)
@@ -52,29 +52,29 @@ def serving() -> Iterator[tuple[str, int]]:
         assert not thread.is_alive()
 
 
-def test_an_event_loop_that_is_held_up_makes_no_progress():
+def test_blocked_event_loop_reports_no_progress():
     progress = ThreadProgress()
     with serving() as (url, ident):
 
-        def stay() -> PhaseStatus:
+        def phase_status() -> PhaseStatus:
             found = progress.look(time.monotonic(), ident)
             assert found is not None and found.phase.name == "serving"
             return found
 
         for _ in range(3):
-            wait_until(lambda: stay().seconds > 0.0)
-            wait_until(lambda: stay().seconds == 0.0)  # progress since the last look
-        asks = threading.Thread(target=lambda: urllib.request.urlopen(f"{url}/hold").close())
-        asks.start()
-        assert held.wait(60.0)
-        wait_until(lambda: stay().seconds >= 2.0)
-        assert "release.wait(60.0)" in stay().where()
+            wait_until(lambda: phase_status().seconds > 0.0)
+            wait_until(lambda: phase_status().seconds == 0.0)  # progress since the last look
+        client = threading.Thread(target=lambda: urllib.request.urlopen(f"{url}/block").close())
+        client.start()
+        assert blocked.wait(60.0)
+        wait_until(lambda: phase_status().seconds >= 2.0)
+        assert "release.wait(60.0)" in phase_status().where()
         release.set()
-        asks.join()
-        wait_until(lambda: stay().seconds <= 1.0)
+        client.join()
+        wait_until(lambda: phase_status().seconds <= 1.0)
 
 
-def test_handlers_of_the_process_log_on_while_it_serves(tmp_path):
+def test_log_handlers_of_the_process_stay_open(tmp_path):
     handler = logging.FileHandler(tmp_path / "own.log", mode="w")
     logger = logging.getLogger("of.a.user")
     logger.addHandler(handler)
@@ -88,11 +88,11 @@ def test_handlers_of_the_process_log_on_while_it_serves(tmp_path):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::"])
-def test_a_service_listens_at_addresses_of_both_kinds(host):
+def test_ipv4_and_ipv6_addresses_can_be_listened_at(host):
     listener = listen(host, 0)
     try:
         port = listener.getsockname()[1]
-        socket.create_connection(("::1" if host == "::1" else "127.0.0.1", port), 10.0).close()  # :: is both
+        socket.create_connection(("::1" if host == "::1" else "127.0.0.1", port), 10.0).close()  # :: includes IPv4
         with pytest.raises(UsageError, match=f"Port {port} of {host} is in use"):
             listen(host, port)
     finally:
@@ -103,10 +103,10 @@ def test_a_service_listens_at_addresses_of_both_kinds(host):
     ("host", "port", "why"),
     [
         ("127.0.0.1", 70_000, "A port must be from 0 to 65535, got 70000"),
-        ("nowhere.invalid", 80, "nowhere.invalid:80 is no address to listen at"),
-        ("192.0.2.1", 0, "192.0.2.1:0 cannot be listened at"),
+        ("nowhere.invalid", 80, "nowhere.invalid:80 is not a valid address to listen at"),
+        ("192.0.2.1", 0, "The service cannot listen at 192.0.2.1:0"),
     ],
 )
-def test_a_place_where_nobody_can_listen_is_refused(host, port, why):
+def test_invalid_listen_address_is_refused(host, port, why):
     with pytest.raises(UsageError, match=why):
         listen(host, port)

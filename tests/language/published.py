@@ -1,4 +1,4 @@
-"""Tokenizers in the published format, trained here: bytes in GPT-2's way, and single bytes as a fallback in Llama's."""
+"""Train tokenizers in the published format: GPT-2's byte-level BPE, and Llama's characters with a byte fallback."""
 # ruff: noqa: RUF001  quotation marks of other languages
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHATML = (
 
 
 def byte_level(folder: Path, **config: Any) -> Path:
-    """Write a BPE whose tokens are runs of bytes, with ChatML's marks. Many characters take several tokens."""
+    """Write a byte-level BPE tokenizer with ChatML's special tokens. Many characters take several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -38,7 +38,7 @@ def byte_level(folder: Path, **config: Any) -> Path:
 
 
 def byte_fallback(folder: Path, **config: Any) -> Path:
-    """Write a vocabulary of characters in which most others are single bytes, and texts begin with a space."""
+    """Write a tokenizer of characters. Other characters become single bytes. Texts begin with a space."""
     single = [f"<0x{byte:02X}>" for byte in range(256)]
     characters = ["▁", "▁▁", "▁w", "中", *sorted(set(TEXTS[0]) - set(" “”’…"))]
     vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *single, *characters])}

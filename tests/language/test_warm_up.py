@@ -1,4 +1,4 @@
-"""The supervised warm-up: what it shows the model, and that the model learns it."""
+"""The supervised warm-up: its batches, its result and its errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def next_letter(source, count):
     return [(f"{letter}>", chr(ord(letter) + 1)) for letter in letters]
 
 
-class Rows:
+class RecordingLogger:
     def __init__(self):
         self.steps, self.losses = [], []
 
@@ -38,7 +38,7 @@ class Rows:
         self.losses.append(values["supervised_loss"])
 
 
-def test_answers_and_their_ends_are_trained_on_and_nothing_else():
+def test_only_answers_and_their_eos_are_trained_on():
     batch = demonstration_batch(BYTES, [("ab>", "ba"), (">", "")], 24)
     data = batch.data
     assert data.tokens.shape == (2, 16)
@@ -50,32 +50,32 @@ def test_answers_and_their_ends_are_trained_on_and_nothing_else():
 
 
 @pytest.mark.system
-def test_the_model_learns_what_it_is_shown_and_grpo_starts_from_there(tmp_path):
-    rows = Rows()
+def test_grpo_starts_from_the_warmed_up_model(tmp_path):
+    rows = RecordingLogger()
     agent = GRPO(CONFIG)
     params = warm_up(agent, next_letter, BYTES, logger=rows)
     assert rows.steps == [10, 20, 30, 40, 50, 60]
     assert rows.losses[0] > 1.0 > 0.1 > rows.losses[-1]
     prompts = [BYTES.encode(f"{letter}>") for letter in "abcd"]
     sampling = SamplingParams(max_tokens=4, temperature=0.0, stop_tokens=(EOS,))
-    said = generate(params, MODEL, prompts, 0, sampling)
-    assert [answer.tokens for answer in said] == [[ord(letter), EOS] for letter in "bcde"]
+    answers = generate(params, MODEL, prompts, 0, sampling)
+    assert [answer.tokens for answer in answers] == [[ord(letter), EOS] for letter in "bcde"]
     weights.save(tmp_path, MODEL, params)
     after = GRPO(dataclasses.replace(CONFIG, weights=str(tmp_path)))
     started = after.initial_params(jax.random.PRNGKey(1))
     assert_trees_equal(started, params)
-    assert_trees_equal(after.initial_learner_state(started).reference_params, params)  # the reference
+    assert_trees_equal(after.initial_learner_state(started).reference_params, params)
 
 
 @pytest.mark.system
-def test_the_seed_decides():
+def test_same_seed_gives_the_same_parameters():
     agent = GRPO(dataclasses.replace(CONFIG, supervised_steps=1))
     one, other = (warm_up(agent, next_letter, BYTES, seed=3) for _ in range(2))
     assert_trees_equal(one, other)
 
 
-def test_what_cannot_be_learned_from_is_said():
-    with pytest.raises(UsageError, match=r"25 tokens, more than GRPOConfig.max_tokens, 24: \('aaa"):
+def test_too_long_demonstrations_and_infinite_losses_are_refused():
+    with pytest.raises(UsageError, match=r"25 tokens, more than GRPOConfig.max_tokens \(24\): \('aaa"):
         demonstration_batch(BYTES, [("a", "b"), ("a" * 20, "b" * 4)], 24)
     agent = GRPO(dataclasses.replace(CONFIG, supervised_learning_rate=1e38, max_grad_norm=None))
     with pytest.raises(NonFiniteLossError, match="supervised warm-up"):

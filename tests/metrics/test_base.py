@@ -1,4 +1,4 @@
-"""Rows handed on to functions and to several loggers."""
+"""Loggers that pass rows on to functions and to other loggers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlframe.errors import RlframeError
 from rlframe.metrics import CallbackLogger, JSONLLogger, LenientLogger, MultiLogger, read_jsonl
 
 
-class Broken:
+class BrokenLogger:
     def write(self, step, values):
         raise RuntimeError("broken")
 
@@ -17,14 +17,14 @@ class Broken:
         raise RuntimeError("broken")
 
 
-def test_a_callback_gets_step_and_values_as_python_numbers():
+def test_callback_gets_step_and_python_numbers():
     rows = []
     CallbackLogger(lambda step, values: rows.append((step, values))).write(5, {"loss": np.float32(1.5)})
     assert rows == [(5, {"loss": 1.5})]
     assert type(rows[0][1]["loss"]) is float
 
 
-def test_what_a_callback_raises_reaches_the_caller():
+def test_exception_of_a_callback_reaches_the_caller():
     def stop(step, values):
         raise KeyboardInterrupt
 
@@ -32,22 +32,22 @@ def test_what_a_callback_raises_reaches_the_caller():
         MultiLogger([CallbackLogger(stop)]).write(1, {})
 
 
-def test_every_logger_gets_the_row_even_where_one_fails(tmp_path):
+def test_all_loggers_get_the_row_even_if_one_fails(tmp_path):
     after = JSONLLogger(tmp_path / "m.jsonl")
-    logger = MultiLogger([Broken(), after])
+    logger = MultiLogger([BrokenLogger(), after])
     with pytest.raises(RuntimeError, match="broken"):
         logger.write(1, {"loss": 2.0})
     assert read_jsonl(tmp_path / "m.jsonl") == [{"step": 1, "loss": 2.0}]
 
 
-def test_rows_that_cannot_be_kept_are_told_of_once_and_counted_when_they_can_again(caplog):
+def test_lost_rows_are_reported_once_and_counted(caplog):
     disk = {"full": False}
 
     def write(step, values):
         if disk["full"]:
             raise RlframeError("no room")
 
-    def told():
+    def pop_messages():
         texts = [record.getMessage() for record in caplog.records]
         caplog.clear()
         return texts
@@ -57,24 +57,24 @@ def test_rows_that_cannot_be_kept_are_told_of_once_and_counted_when_they_can_aga
         disk["full"] = 2 <= step < 5 or step == 9
         logger.write(step, {})
         expected = {2: ["A row of the logs is lost: no room"], 5: ["The logs are written again: 3 rows were lost."]}
-        assert told() == expected.get(step, expected[2] if step == 9 else [])
+        assert pop_messages() == expected.get(step, expected[2] if step == 9 else [])
     logger.close()
-    assert told() == ["The logs end: 1 row was lost."]
+    assert pop_messages() == ["The logs end: 1 row was lost."]
 
 
-def test_every_logger_is_closed_even_where_one_fails():
+def test_all_loggers_are_closed_even_if_one_fails():
     closed = []
 
-    class Closing(CallbackLogger):
+    class RecordingClose(CallbackLogger):
         def close(self):
             closed.append(True)
 
     with pytest.raises(RuntimeError, match="broken"):
-        MultiLogger([Broken(), Closing(print)]).close()
+        MultiLogger([BrokenLogger(), RecordingClose(print)]).close()
     assert closed == [True]
 
 
-def test_a_device_value_is_fetched_once_for_all_loggers():
+def test_device_value_is_fetched_once_for_all_loggers():
     fetched = []
 
     class OnDevice:
@@ -89,7 +89,7 @@ def test_a_device_value_is_fetched_once_for_all_loggers():
     assert len(fetched) == 1
 
 
-def test_values_that_are_no_arrays_reach_a_logger_as_they_are():
+def test_values_that_are_not_arrays_do_not_change():
     rows, table = [], object()
     CallbackLogger(lambda step, values: rows.append(values)).write(1, {"table": table, "list": [1, 2], "note": None})
     assert rows == [{"table": table, "list": [1, 2], "note": None}]

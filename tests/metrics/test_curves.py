@@ -1,4 +1,4 @@
-"""Runs grouped over their seeds, smoothed and averaged."""
+"""Learning curves: runs are grouped over their seeds, smoothed and averaged."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def make_run(
     return directory
 
 
-def test_smoothing_weighs_each_row_by_its_episodes():
+def test_smoothing_weights_rows_by_their_episodes():
     returns, episodes = np.array([0.0, 10.0, 40.0]), np.array([1.0, 1.0, 3.0])
     np.testing.assert_allclose(smoothed(returns, episodes), [5.0, 130.0 / 5.0, 130.0 / 4.0])
 
 
-def test_a_run_may_be_read_over_its_wall_time(tmp_path):
+def test_run_can_be_loaded_over_wall_time(tmp_path):
     logger = JSONLLogger(tmp_path / "metrics.jsonl")
     logger.write(10, {"episode_return": 1.0, "wall_seconds": 2.5})
-    logger.write(10, {"return_mean": 3.0})  # evaluated at the time of the row before, as it says none
+    logger.write(10, {"return_mean": 3.0})  # a row without a time has that of the row before
     logger.write(20, {"return_mean": 4.0, "wall_seconds": 7.5})
     logger.close()
     run = load_run(tmp_path, "seconds")
@@ -44,19 +44,19 @@ def test_a_run_may_be_read_over_its_wall_time(tmp_path):
     assert load_run(tmp_path).evaluated_steps.tolist() == [10, 20]
 
 
-def test_seeds_of_one_experiment_are_one_curve(tmp_path):
+def test_seeds_of_one_experiment_become_one_curve(tmp_path):
     one = make_run(tmp_path / "1", {0: 0.0, 100: 100.0, 200: 200.0}, agent="ppo", env="CartPole-v1", seed=1)
     two = make_run(tmp_path / "2", {0: 20.0, 100: 120.0}, agent="ppo", env="CartPole-v1", seed=2)
     (group,) = group_runs([load_run(one), load_run(two)])
     assert (group.label, group.env, len(group.runs)) == ("PPO", "CartPole-v1", 2)
     steps, mean, low, high = group.curve()
-    assert steps[-1] == 100  # where the shorter one ends
-    # Smoothed over a neighbor on each side: 50 and 100 at the ends of the first, 70 and 70 of the second.
+    assert steps[-1] == 100  # end of the shorter run
+    # Smoothed with one neighbor on each side, the first run begins with 50 and ends with 100, the second has 70.
     np.testing.assert_allclose([mean[0], mean[-1]], [60.0, 85.0])
     np.testing.assert_allclose([low[0], high[0], low[-1], high[-1]], [50.0, 70.0, 70.0, 100.0])
 
 
-def test_another_setting_is_another_curve_named_after_it(tmp_path):
+def test_runs_with_different_options_become_labeled_curves(tmp_path):
     runs = [
         make_run(tmp_path / str(rate), {1: 1.0}, agent="ppo", env="Acrobot-v1", agent_config={"learning_rate": rate})
         for rate in (0.1, 0.2)
@@ -65,7 +65,7 @@ def test_another_setting_is_another_curve_named_after_it(tmp_path):
     assert [group.label for group in groups] == ["PPO (learning_rate 0.1)", "PPO (learning_rate 0.2)"]
 
 
-def test_evaluations_show_mean_and_range_over_seeds(tmp_path):
+def test_evaluations_have_mean_and_range_over_seeds(tmp_path):
     runs = [
         make_run(tmp_path / str(i), {}, {100: value}, agent="dqn", env="X", seed=i)
         for i, value in enumerate((1.0, 3.0, 8.0))
@@ -74,7 +74,7 @@ def test_evaluations_show_mean_and_range_over_seeds(tmp_path):
     assert [part.tolist() for part in group.evaluations()] == [[100], [4.0], [1.0], [8.0]]
 
 
-def test_evaluations_at_about_the_same_step_are_one_point(tmp_path):
+def test_evaluations_at_almost_the_same_step_become_one_point(tmp_path):
     runs = [
         make_run(tmp_path / str(i), {}, dict(zip(steps, (1.0 * i, 10.0), strict=True)), agent="dqn", env="X", seed=i)
         for i, steps in enumerate([(1000, 2003), (1004, 2000), (1002, 2000)])
@@ -83,24 +83,24 @@ def test_evaluations_at_about_the_same_step_are_one_point(tmp_path):
     assert [part.tolist() for part in group.evaluations()] == [[1002, 2001], [1, 10], [0, 10], [2, 10]]
 
 
-def test_an_agent_named_by_its_file_is_labelled_by_its_class(tmp_path):
+def test_agent_of_a_file_is_labeled_by_its_class(tmp_path):
     run = load_run(make_run(tmp_path / "r", {1: 1.0}, agent="/home/me/agent.py:Reinforce", env="gymnasium:CartPole-v1"))
     assert (run.agent, run.env) == ("Reinforce", "CartPole-v1")
 
 
-def test_an_environment_of_a_file_is_named_with_the_file(tmp_path):
+def test_environment_of_a_file_is_labeled_with_the_file(tmp_path):
     run = load_run(make_run(tmp_path / "r", {1: 1.0}, agent="ppo", env="/home/me/lander.py:make_env"))
     assert run.env == "lander.py:make_env"
 
 
-def test_options_that_a_run_was_not_given_are_not_said(tmp_path):
+def test_label_omits_options_that_the_run_does_not_have(tmp_path):
     kwargs = [{}, {"gravity": 1.2}]
     runs = [make_run(tmp_path / str(i), {1: 1.0}, agent="ppo", env="X", env_kwargs=kwargs[i]) for i in range(2)]
     assert [group.label for group in group_runs([load_run(run) for run in runs])] == ["PPO", "PPO (gravity 1.2)"]
 
 
 def labels_of(tmp_path: pathlib.Path, *configs: dict) -> list[str]:
-    """The labels of runs with these configs, in their order; each of them is a curve."""
+    """Return the labels of runs with these configs, in the same order. Each run must be its own curve."""
     runs = [load_run(make_run(tmp_path / str(i), {1: 1.0}, **config)) for i, config in enumerate(configs)]
     groups = group_runs(runs)
     assert [len(group.runs) for group in groups] == [1] * len(runs)
@@ -109,25 +109,25 @@ def labels_of(tmp_path: pathlib.Path, *configs: dict) -> list[str]:
     return labels
 
 
-def test_a_label_has_every_option_that_differs(tmp_path):
+def test_label_has_every_option_that_differs(tmp_path):
     options = [{"agent": "ppo", "env": "X", "agent_config": dict.fromkeys("edcba", i)} for i in range(2)]
     assert labels_of(tmp_path, *options) == ["PPO (a 0, b 0, c 0, d 0, e 0)", "PPO (a 1, b 1, c 1, d 1, e 1)"]
 
 
-def test_runs_that_differ_in_a_late_option_alone_have_labels_of_their_own(tmp_path):
+def test_labels_differ_if_only_one_option_differs(tmp_path):
     several = [{"a": a, "b": a, "c": a, "z": z} for a, z in ((0, 0), (0, 1), (1, 1))]
     runs = [{"agent": "ppo", "env": "X", "agent_config": config} for config in several]
     assert labels_of(tmp_path, *runs)[:2] == ["PPO (a 0, b 0, c 0, z 0)", "PPO (a 0, b 0, c 0, z 1)"]
 
 
-def test_options_of_one_name_are_named_with_what_they_are_of(tmp_path):
+def test_options_with_the_same_name_are_shown_with_their_prefix(tmp_path):
     runs = [{"agent": "ppo", "env": "X", "env_kwargs": {"size": a}, "topology": {"network_config": {"size": b}},
              "num_envs": a, "agent_config": {"num_envs": b}} for a, b in ((1, 2), (2, 1))]  # fmt: skip
     first, _ = labels_of(tmp_path, *runs)
     assert first == "PPO (agent_config.num_envs 2, env_kwargs.size 1, num_envs 1, network.size 2)"
 
 
-def test_numbers_have_as_many_digits_as_set_them_apart(tmp_path):
+def test_numbers_have_enough_digits_to_differ(tmp_path):
     rates = (0.12345678, 0.12345679, 0.3)
     runs = [{"agent": "ppo", "env": "X", "agent_config": {"rate": rate, "cost": rate / 3}} for rate in rates[:2]]
     assert labels_of(tmp_path, *runs)[0] == "PPO (cost 0.04115226, rate 0.12345678)"
@@ -138,28 +138,28 @@ def test_numbers_that_differ_early_are_short(tmp_path):
     assert labels_of(tmp_path, *runs) == ["PPO (rate 1e-05)", "PPO (rate 0.333333)"]
 
 
-def test_a_whole_number_and_the_same_float_are_one_setting(tmp_path):
+def test_equal_int_and_float_are_the_same_setting(tmp_path):
     runs = [make_run(tmp_path / str(i), {1: 1.0}, agent="ppo", env="X", rate=rate) for i, rate in enumerate((1, 1.0))]
     assert len(group_runs([load_run(run) for run in runs])) == 1
 
 
-def test_values_that_read_the_same_are_quoted(tmp_path):
+def test_strings_that_look_like_other_values_are_quoted(tmp_path):
     values = (None, "None", True, "True", 1, "1", "a, b 2", [1, 2], "[1, 2]")
     labels = labels_of(tmp_path, *({"agent": "ppo", "env": "X", "env_kwargs": {"mode": value}} for value in values))
     assert labels[:2] == ["PPO (mode None)", "PPO (mode 'None')"]
 
 
-def test_files_of_one_name_are_shown_with_their_folders(tmp_path):
+def test_files_with_the_same_name_are_shown_with_their_folders(tmp_path):
     agents = [{"agent": f"/home/me/{name}/agent.py:Mine", "env": "X"} for name in "ab"]
     assert labels_of(tmp_path, *agents) == ["Mine (agent a/agent.py:Mine)", "Mine (agent b/agent.py:Mine)"]
 
 
-def test_environments_of_one_name_from_two_places_are_two_curves(tmp_path):
+def test_environments_of_different_sources_are_different_curves(tmp_path):
     envs = [{"agent": "ppo", "env": env} for env in ("gymnasium:X-v1", "X-v1")]
     assert labels_of(tmp_path, *envs) == ["PPO (env gymnasium:X-v1)", "PPO (env X-v1)"]
 
 
-def test_options_that_another_topology_or_network_lacks_are_said_by_its_name(tmp_path):
+def test_label_names_topology_and_network_instead_of_their_options(tmp_path):
     topologies = [
         {"name": "single_process", "replay_every": 1, "network": None, "network_config": None},
         {"name": "heavy_env", "num_actors": 2, "network": "mlp", "network_config": {"hidden": [64, 64]}},
@@ -173,7 +173,7 @@ def test_options_that_another_topology_or_network_lacks_are_said_by_its_name(tmp
     ]
 
 
-def test_options_that_another_head_lacks_are_said_by_its_name(tmp_path):
+def test_label_names_the_head_instead_of_its_options(tmp_path):
     heads = [
         {"name": "expectation", "huber_threshold": 1.0},
         {"name": "categorical", "num_atoms": 51, "value_min": -10.0},
@@ -187,13 +187,13 @@ def test_options_that_another_head_lacks_are_said_by_its_name(tmp_path):
     ]
 
 
-def test_options_of_an_environment_are_shown_whatever_the_topology(tmp_path):
+def test_environment_options_are_shown_for_every_topology(tmp_path):
     runs = [{"agent": "ppo", "env": "X", "topology": {"name": name, "eval_env_kwargs": kwargs}}
             for name, kwargs in (("a", {}), ("b", {"wind": 3}))]  # fmt: skip
     assert labels_of(tmp_path, *runs) == ["PPO (topology a)", "PPO (wind 3, topology b)"]
 
 
-def test_runs_without_a_config_are_each_a_curve_of_its_own(tmp_path):
+def test_runs_without_a_config_are_separate_curves(tmp_path):
     runs = []
     for parent in "ab":
         (tmp_path / parent).mkdir()
@@ -203,33 +203,33 @@ def test_runs_without_a_config_are_each_a_curve_of_its_own(tmp_path):
     assert labels == ["run (directory a/run)", "run (directory b/run)"]
 
 
-def test_a_run_without_a_config_is_named_after_its_directory(tmp_path):
+def test_run_without_a_config_is_named_after_its_directory(tmp_path):
     directory = make_run(tmp_path / "mine", {1: 1.0})
     (directory / "config.json").unlink()
     assert load_run(directory).agent == "mine"
 
 
-def test_rows_whose_return_was_not_finite_are_left_out(tmp_path):
+def test_rows_without_a_finite_return_are_omitted(tmp_path):
     run = load_run(make_run(tmp_path / "r", {1: 1.0, 2: float("nan"), 3: 3.0}))
     assert run.steps.tolist() == [1, 3]
 
 
-def test_a_directory_without_metrics_is_named(tmp_path):
+def test_directory_without_metrics_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"nothing has no metrics\.jsonl"):
         load_run(tmp_path / "nothing")
 
 
-# Interquartile means by hand and as rliable has them, and intervals by the bootstrap.
+# Interquartile means and bootstrap intervals, compared with hand-computed examples and with rliable.
 
 
-def test_the_interquartile_mean_is_that_of_the_middle_half():
+def test_interquartile_mean_averages_the_middle_half():
     assert interquartile_mean([1000.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, -50.0]) == 3.5
-    assert interquartile_mean([1.0, 2.0, 6.0]) == 3.0  # of three there is no half to leave out
+    assert interquartile_mean([1.0, 2.0, 6.0]) == 3.0  # three values are too few, so all are averaged
     np.testing.assert_array_equal(interquartile_mean([[0.0, 1.0], [5.0, 1.0], [7.0, 3.0], [90.0, 9.0]]), [6.0, 2.0])
 
 
-def test_the_interval_is_that_of_all_resamples():
-    assert [float(end) for end in interval([0.0, 10.0, 4.0])] == [0.0, 10.0]  # too few
+def test_interval_is_close_to_that_of_all_resamples():
+    assert [float(end) for end in interval([0.0, 10.0, 4.0])] == [0.0, 10.0]  # too few values for a bootstrap
     values = np.array([0.0, 1.3, 2.1, 4.7, 9.9])
     each = np.stack(np.meshgrid(*[values] * 5)).reshape(5, -1)  # all 3,125 resamples
     wanted = np.percentile(interquartile_mean(each), [2.5, 97.5])
@@ -243,18 +243,18 @@ SCORES = [500.0, 481.5, 403.25, 352.5, 500.0, 429.75, 366.0, 12.0, 478.5, 455.0,
 @pytest.mark.parametrize(
     ("count", "wanted"), [(4, 442.375), (5, 461.583333), (7, 436.1), (8, 420.125), (11, 444.857143)]
 )
-def test_interquartile_means_are_those_of_rliable(count, wanted):
+def test_interquartile_means_equal_those_of_rliable(count, wanted):
     # rliable 1.2.0: metrics.aggregate_iqm(scores[:, None]).
     assert interquartile_mean(SCORES[:count]) == pytest.approx(wanted, abs=1e-6)
 
 
 @pytest.mark.parametrize(("count", "wanted"), [(5, (369.4, 500.0)), (8, (283.4, 486.1))])
-def test_intervals_are_those_of_rliable(count, wanted):
+def test_intervals_are_close_to_those_of_rliable(count, wanted):
     # rliable 1.2.0: library.get_interval_estimates with aggregate_iqm and 50,000 resamples.
     assert np.array(interval(SCORES[:count])) == pytest.approx(wanted, abs=8.0)
 
 
-def test_an_interval_of_curves_is_that_of_each_point():
+def test_interval_of_curves_is_computed_per_point():
     curves = np.random.RandomState(0).randn(6, 3)
     low, high = interval(curves)
     for i in range(3):

@@ -1,4 +1,4 @@
-"""Rows in JSON lines and CSV: nothing is lost by a kill, a resume or a full disk."""
+"""Rows in JSONL and CSV files after a kill, a resume or a full disk."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rlframe.metrics import CSVLogger, JSONLLogger, read_jsonl
 from rlframe.metrics.base import append
 
 
-def table(path: pathlib.Path) -> list[dict[str, str]]:
+def read_table(path: pathlib.Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
-def test_a_row_is_in_the_file_once_write_returns(tmp_path):
+def test_row_is_in_the_file_when_write_returns(tmp_path):
     logger = JSONLLogger(tmp_path / "metrics.jsonl")
     logger.write(8, {"loss": np.float32(0.5), "episodes": np.int64(3), "note": "warm", "solved": True})
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
@@ -28,7 +28,7 @@ def test_a_row_is_in_the_file_once_write_returns(tmp_path):
     }  # fmt: skip
 
 
-def test_numbers_that_are_not_finite_become_null_and_arrays_become_lists(tmp_path):
+def test_nan_becomes_null_and_arrays_become_lists(tmp_path):
     logger = JSONLLogger(tmp_path / "metrics.jsonl")
     logger.write(1, {"loss": float("nan"), "high": np.float32("inf"), "returns": np.array([1.0, np.nan])})
     text = (tmp_path / "metrics.jsonl").read_text()
@@ -43,7 +43,7 @@ def test_device_arrays_are_fetched(tmp_path):
     assert read_jsonl(tmp_path / "m.jsonl") == [{"step": 1, "loss": 0.25, "priorities": [0, 1]}]
 
 
-def test_a_half_written_last_line_is_removed_and_the_rest_is_continued(tmp_path):
+def test_incomplete_last_line_is_removed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
     assert [row["step"] for row in read_jsonl(path)] == [1]
@@ -53,7 +53,7 @@ def test_a_half_written_last_line_is_removed_and_the_rest_is_continued(tmp_path)
     assert read_jsonl(path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
 
 
-def test_a_damaged_line_in_the_middle_costs_only_itself(tmp_path):
+def test_damaged_line_in_the_middle_is_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n\0\0\0\n{"step": 3}\n')
     JSONLLogger(path).write(4, {})
@@ -61,7 +61,7 @@ def test_a_damaged_line_in_the_middle_costs_only_itself(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [JSONLLogger, CSVLogger])
-def test_a_resumed_run_replaces_the_rows_after_its_checkpoint(tmp_path, kind):
+def test_resumed_run_replaces_rows_after_its_checkpoint(tmp_path, kind):
     path = tmp_path / "metrics"
     logger = kind(path)
     for step in (10, 20, 30):
@@ -70,11 +70,11 @@ def test_a_resumed_run_replaces_the_rows_after_its_checkpoint(tmp_path, kind):
     logger = kind(path, resume_at=20)
     logger.write(30, {"loss": -1.0})
     logger.close()
-    rows = read_jsonl(path) if kind is JSONLLogger else table(path)
+    rows = read_jsonl(path) if kind is JSONLLogger else read_table(path)
     assert [(int(row["step"]), float(row["loss"])) for row in rows] == [(10, 10.0), (20, 20.0), (30, -1.0)]
 
 
-def test_csv_columns_may_appear_later(tmp_path):
+def test_new_name_becomes_a_new_csv_column(tmp_path):
     path = tmp_path / "metrics.csv"
     logger = CSVLogger(path)
     logger.write(1, {"loss": 1.0})
@@ -85,7 +85,7 @@ def test_csv_columns_may_appear_later(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["metrics.csv"]
 
 
-def test_csv_keeps_its_columns_over_a_resume(tmp_path):
+def test_csv_columns_are_kept_in_a_resumed_run(tmp_path):
     path = tmp_path / "metrics.csv"
     path.write_text("step,loss\n1,1.0\n2,2")
     logger = CSVLogger(path)
@@ -95,13 +95,13 @@ def test_csv_keeps_its_columns_over_a_resume(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [JSONLLogger, CSVLogger])
-def test_a_full_disk_is_one_clear_error_and_keeps_every_whole_row(tmp_path, kind, monkeypatch):
+def test_full_disk_raises_an_error_and_keeps_complete_rows(tmp_path, kind, monkeypatch):
     path = tmp_path / "metrics"
     logger = kind(path)
     logger.write(1, {"loss": 1.0})
     before = path.read_bytes()
     write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:3]))  # what a full disk does
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:3]))  # as on a full disk
     with pytest.raises(RlframeError, match=r"Could not write .*metrics: No space left on device.*--resume"):
         logger.write(2, {"loss": 2.0})
     monkeypatch.undo()
@@ -111,14 +111,14 @@ def test_a_full_disk_is_one_clear_error_and_keeps_every_whole_row(tmp_path, kind
     assert len(path.read_text().splitlines()) == len(before.splitlines()) + 1
 
 
-def test_a_device_that_is_really_full_is_the_same_error():
+def test_writing_to_dev_full_raises_the_same_error():
     fd = os.open("/dev/full", os.O_WRONLY)
     with pytest.raises(RlframeError, match="Could not write the log: No space left on device"):
         append(fd, b"row\n", "the log")
     os.close(fd)
 
 
-def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path):
+def test_folder_that_cannot_be_created_raises_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RlframeError, match=r"Could not write .*: Not a directory|File exists"):
         JSONLLogger(tmp_path / "file" / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""Pictures of learning curves, checked in the figure's own objects and in the file."""
+"""Plots of learning curves. Checks the objects of the figure and the file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.metrics.test_curves import make_run
 
 @pytest.fixture
 def figures(monkeypatch):
-    """Every figure that is saved."""
+    """List of all saved figures."""
     kept = []
     save = plots._save
     monkeypatch.setattr(plots, "_save", lambda figure, out: (kept.append(figure), save(figure, out)))
@@ -25,7 +25,7 @@ def labels(axis) -> list[str]:
     return [text.get_text() for text in axis.get_legend().get_texts()]
 
 
-def test_one_run_shows_training_and_its_evaluation(tmp_path, figures):
+def test_plot_of_one_run_has_training_and_evaluation(tmp_path, figures):
     run = make_run(
         tmp_path / "run", {0: 10.0, 1_500: 20.0, 3_000: 30.0}, {3_000: 28.5}, agent="ppo", env="CartPole-v1", seed=1
     )
@@ -41,14 +41,14 @@ def test_one_run_shows_training_and_its_evaluation(tmp_path, figures):
     assert line.get_ydata().tolist() == [15.0, 20.0, 25.0]
 
 
-def test_a_name_of_any_bytes_and_dollar_signs_is_drawn_as_it_is(tmp_path, figures):
+def test_special_characters_in_names_are_escaped(tmp_path, figures):
     env = os.fsdecode(b"a\xff$x_$.py:Env")
     run = make_run(tmp_path / "run", {0: 10.0, 9: 20.0}, {}, agent="ppo", env=env, seed=1)
     plot_learning_curve(run)
     assert figures[0].axes[0].get_title(loc="left") == r"PPO on a\xff\$x_\$.py:Env"
 
 
-def test_several_runs_get_a_panel_per_environment_and_a_line_per_agent(tmp_path, figures):
+def test_plot_has_a_panel_per_environment_and_a_line_per_agent(tmp_path, figures):
     runs = [
         make_run(tmp_path / f"{agent}{env}{seed}", {0: 0.0, 9: 9.0}, {9: 9.0}, agent=agent, env=env, seed=seed)
         for agent, env in (("ppo", "A-v1"), ("dqn", "A-v1"), ("ppo", "B-v1"))
@@ -65,7 +65,7 @@ def test_several_runs_get_a_panel_per_environment_and_a_line_per_agent(tmp_path,
     assert labels(figures[1].axes[0])[0] == "training, 4 seeds: IQM and 95% interval"
 
 
-def test_no_two_of_many_lines_look_alike(tmp_path, figures):
+def test_ten_lines_have_different_styles(tmp_path, figures):
     runs = [
         make_run(tmp_path / f"{agent}{seed}", {0: 0.0, 9: 9.0}, agent=agent, env="A-v1", seed=seed)
         for agent in "abcdefghij"
@@ -76,13 +76,13 @@ def test_no_two_of_many_lines_look_alike(tmp_path, figures):
     assert len({(line.get_color(), line.get_linestyle()) for line in axis.get_lines()}) == len(axis.get_lines()) == 10
 
 
-def test_a_run_that_is_named_twice_is_no_second_seed(tmp_path):
+def test_run_that_is_given_twice_is_refused(tmp_path):
     run = make_run(tmp_path / "run", {1: 1.0}, agent="ppo", env="X")
-    with pytest.raises(UsageError, match="run/../run is named twice: a run is one seed"):
+    with pytest.raises(UsageError, match="run/../run is given twice. Give each run once"):
         plot_learning_curve([run, f"{run}/../run"], tmp_path / "out.png")
 
 
-def test_over_seconds_the_evaluations_of_each_run_are_a_line(tmp_path, figures):
+def test_plot_over_seconds_has_a_line_of_evaluations_per_run(tmp_path, figures):
     runs = []
     for seed, times in ((1, (3.0, 9.0)), (2, (4.0, 11.0))):
         runs.append(make_run(tmp_path / str(seed), {}, agent="grpo", env="Reverse", seed=seed))
@@ -98,45 +98,45 @@ def test_over_seconds_the_evaluations_of_each_run_are_a_line(tmp_path, figures):
     assert labels(axis) == ["GRPO, 2 seeds"]
 
 
-def test_a_target_is_a_line_that_the_legend_names(tmp_path, figures):
+def test_target_is_a_line_in_the_legend(tmp_path, figures):
     plot_learning_curve(make_run(tmp_path / "run", {1: 1.0, 2: 2.0}, agent="ppo", env="X"), target=475.0)
     (axis,) = figures[0].axes
     assert labels(axis) == ["training", "target: 475"]
     assert list(axis.get_lines()[-1].get_ydata()) == [475.0, 475.0]
 
 
-def test_a_run_in_which_no_episode_ended_says_so(tmp_path, figures):
+def test_plot_without_episodes_has_a_note(tmp_path, figures):
     plot_learning_curve(make_run(tmp_path / "run", {}, agent="ppo", env="CartPole-v1"))
     assert [text.get_text() for text in figures[0].axes[0].texts] == ["no episode has ended yet"]
 
 
 @pytest.mark.parametrize(("value", "text"), [(0, "0"), (500, "500"), (50_000, "50k"), (1_500_000, "1.5M")])
-def test_steps_are_labelled_shortly(tmp_path, figures, value, text):
+def test_large_steps_have_short_tick_labels(tmp_path, figures, value, text):
     plot_learning_curve(make_run(tmp_path / "run", {1: 1.0, 2: 2.0}, agent="ppo", env="X"))
     (axis,) = figures[0].axes
     assert axis.xaxis.get_major_formatter()(value) == text
 
 
-def test_an_unknown_format_names_the_known_ones(tmp_path):
+def test_unknown_format_is_refused_with_the_known_formats(tmp_path):
     run = make_run(tmp_path / "run", {1: 1.0})
-    with pytest.raises(UsageError, match=r"curve\.doc cannot be drawn: the suffix must be one of .*png.*svg"):
+    with pytest.raises(UsageError, match=r"curve\.doc has an unknown format. The suffix must be one of .*png.*svg"):
         plot_learning_curve(run, tmp_path / "curve.doc")
 
 
-def test_no_run_at_all_is_an_error():
+def test_no_run_is_an_error():
     with pytest.raises(UsageError, match="at least one run directory"):
         plot_learning_curve([])
 
 
-def test_a_picture_that_cannot_be_written_is_one_clear_error(tmp_path):
+def test_plot_that_cannot_be_written_raises_an_error(tmp_path):
     run = make_run(tmp_path / "run", {1: 1.0})
     (tmp_path / "file").write_text("")
-    with pytest.raises(RlframeError, match=r"Could not write .*: (Not a directory|File exists)\. Name another place"):
+    with pytest.raises(RlframeError, match=r"Could not write .*: (Not a directory|File exists)\. Choose another path"):
         plot_learning_curve(run, tmp_path / "file" / "curve.png")
 
 
 @pytest.mark.parametrize("envs", [("A",), ("A", "B")])
-def test_a_legend_of_many_long_names_is_below_the_curves(tmp_path, figures, envs):
+def test_large_legend_is_below_the_curves(tmp_path, figures, envs):
     runs = [
         make_run(tmp_path / f"{env}{i}", {0: 0.0, 9: 9.0}, agent="ppo", env=env, learning_rate=i / 3, discount=0.9 + i)
         for env in envs
@@ -152,7 +152,7 @@ def test_a_legend_of_many_long_names_is_below_the_curves(tmp_path, figures, envs
         assert legend.x1 <= figure.bbox.x1
 
 
-def test_options_are_drawn_over_the_ranges_asked_for_and_failed_trials_are_crosses(tmp_path, figures):
+def test_options_plot_has_full_ranges_and_crosses_for_failed_trials(tmp_path, figures):
     panels = [
         plots.OptionPanel("rate", [1e-3, 1e-4, 2e-3], bounds=(1e-5, 1e-2), log=True),
         plots.OptionPanel("epochs", [2, 3, 4], bounds=(1.0, 4.0)),
@@ -176,12 +176,12 @@ def test_options_are_drawn_over_the_ranges_asked_for_and_failed_trials_are_cross
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ({"run_dirs": 5}, "takes paths of run directories and of the picture, got 5"),
-        ({"run_dirs": "a", "out": 5}, "takes paths of run directories and of the picture, got 5"),
+        ({"run_dirs": 5}, "takes paths of run directories and of the plot, got 5"),
+        ({"run_dirs": "a", "out": 5}, "takes paths of run directories and of the plot, got 5"),
         ({"run_dirs": "a", "target": "475"}, "target must be a number, got '475'"),
         ({"run_dirs": "a", "over": "minutes"}, "over must be 'steps' or 'seconds', got 'minutes'"),
     ],
 )
-def test_an_argument_of_a_wrong_type_is_named(arguments, why):
+def test_wrong_argument_types_are_refused(arguments, why):
     with pytest.raises(UsageError, match=why):
         plot_learning_curve(**arguments)

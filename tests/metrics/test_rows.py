@@ -1,4 +1,4 @@
-"""Counts of actors, and the rows that are made of them, by hand."""
+"""Counters of actors, and rows made from them, compared with hand-computed values."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ def stats(rank: int, incarnation: int, steps: float, **logged: list[float]) -> d
     return {"rank": rank, "incarnation": incarnation, **counters, "logged": logged}
 
 
-def test_sources_are_added_up_by_name():
+def test_sums_are_added_by_name():
     assert add_sums([{"a": [1.0, 2.0]}, {}, {"a": [3.0, 1.0], "b": [5.0, 1.0]}]) == {"a": [4.0, 3.0], "b": [5.0, 1.0]}
     assert add_sums([]) == {}
 
 
-def test_a_repeated_answer_counts_once_and_a_dead_actors_counts_stay():
+def test_repeated_stats_count_once_and_dead_actors_still_count():
     counts = ActorCounts()
     assert counts.total() == {"env_steps": 0, "episodes": 0, "return_sum": 0, "length_sum": 0}
-    for each in (stats(0, 0, 10), stats(0, 0, 15), stats(1, 0, 7), stats(0, 1, 100)):  # the last was restarted
+    for each in (stats(0, 0, 10), stats(0, 0, 15), stats(1, 0, 7), stats(0, 1, 100)):  # the last actor was restarted
         counts.add(each)
     assert counts.total() == {"env_steps": 122, "episodes": 3, "return_sum": 244.0, "length_sum": 122}
     assert counts.env_steps == 122
 
 
-def test_fewer_steps_than_before_are_an_old_answer():
+def test_late_stats_with_fewer_steps_are_ignored():
     counts = ActorCounts()
     for steps, rank in [(10.0, 0), (5.0, 1), (7.0, 0), (8.0, 1)]:
         counts.add(stats(rank, 0, steps, a=[steps, 1.0]))
@@ -32,7 +32,7 @@ def test_fewer_steps_than_before_are_an_old_answer():
     assert counts.counters == {"0.0": [10.0, 1, 20.0, 10.0], "1.0": [8.0, 1, 16.0, 8.0]}
 
 
-def test_a_row_covers_what_was_done_since_the_row_before():
+def test_row_covers_the_time_since_the_previous_row():
     counts = ActorCounts()
     counts.add(stats(0, 0, 100, a=[4.0, 2.0], b=[5.0, 1.0]))
     rows = Rows(100, counts.total(), counts.total_logged(), 10.0)

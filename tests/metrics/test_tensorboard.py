@@ -1,4 +1,4 @@
-"""Event files that TensorBoard reads, made without TensorFlow."""
+"""TensorBoard event files, written without TensorFlow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.extras import import_or_skip
 
 
 def events(directory) -> list:
-    """The events of all files in order, every checksum verified."""
+    """Return the events of all files in order. Check all checksums."""
     found = []
     for path in sorted(directory.iterdir()):
         data = path.read_bytes()
@@ -31,10 +31,10 @@ def events(directory) -> list:
     return found
 
 
-def test_numbers_become_curves_and_strings_are_left_out(tmp_path):
+def test_numbers_become_curves_and_strings_are_omitted(tmp_path):
     logger = TensorBoardLogger(tmp_path)
     logger.write(100, {"loss": np.float32(0.5), "episodes": 3, "note": "x"})
-    version, row = events(tmp_path)  # before close: the row is in the file
+    version, row = events(tmp_path)  # the row is in the file before `close`
     assert version.file_version == "brain.Event:2"
     assert row.step == 100
     assert {value.tag: value.simple_value for value in row.summary.value} == {"loss": 0.5, "episodes": 3.0}
@@ -51,7 +51,7 @@ def test_arrays_become_histograms_of_their_finite_values(tmp_path):
     assert sum(histogram.bucket) == 3
 
 
-def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
+def test_resumed_run_drops_points_after_its_checkpoint(tmp_path):
     first = TensorBoardLogger(tmp_path)
     for step in (10, 20, 30):
         first.write(step, {"loss": 1.0})
@@ -64,14 +64,14 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
     assert [(event.step, event.session_log.status) for event in start] == [(21, event_pb2.SessionLog.START)]
 
 
-def test_tensorboard_itself_reads_the_file(tmp_path):
+def test_tensorboard_reads_the_file(tmp_path):
     import_or_skip("tensorboard", "pip install 'rlframe[launchpad]'")
     logger = TensorBoardLogger(tmp_path)
     for step in range(5):
         logger.write(step, {"loss": float(step)})
     logger.close()
     program = (
-        "import sys; sys.modules['tensorflow'] = None\n"  # as where TensorFlow is not installed
+        "import sys; sys.modules['tensorflow'] = None\n"  # as if TensorFlow were not installed
         "from tensorboard.backend.event_processing.event_accumulator import EventAccumulator\n"
         f"events = EventAccumulator({str(tmp_path)!r}); events.Reload()\n"
         "print([(scalar.step, scalar.value) for scalar in events.Scalars('loss')])"
@@ -80,7 +80,7 @@ def test_tensorboard_itself_reads_the_file(tmp_path):
     assert done.stdout.strip() == "[(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]", done.stderr
 
 
-def test_a_directory_that_cannot_be_made_is_one_clear_error(tmp_path):
+def test_directory_that_cannot_be_created_raises_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RlframeError, match="Could not write"):
         TensorBoardLogger(tmp_path / "file" / "tensorboard")

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""Live progress in terminals, notebooks and pipes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def clock(monkeypatch):
     return clock
 
 
-def test_plain_lines_show_steps_speed_return_staleness_and_time_left(clock):
+def test_plain_lines_show_progress_and_remaining_time(clock):
     out = io.StringIO()
     logger = TerminalLogger(10_000, title="PPO on CartPole-v1", file=out)
     logger.write(1_000, {"episode_return": 20.0})
@@ -41,7 +41,7 @@ def test_plain_lines_show_steps_speed_return_staleness_and_time_left(clock):
     )
 
 
-def test_plain_lines_come_at_intervals_but_every_evaluation_is_shown(clock):
+def test_every_evaluation_is_printed_between_intervals(clock):
     out = io.StringIO()
     logger = TerminalLogger(100, file=out, seconds_between_lines=5.0)
     for step in range(1, 21):
@@ -54,7 +54,7 @@ def test_plain_lines_come_at_intervals_but_every_evaluation_is_shown(clock):
     assert "evaluated 500.0" in out.getvalue().splitlines()[-1]
 
 
-def test_closing_shows_the_last_row_once(clock):
+def test_close_prints_the_last_row_once(clock):
     out = io.StringIO()
     logger = TerminalLogger(100, file=out)
     logger.write(1, {})
@@ -64,13 +64,13 @@ def test_closing_shows_the_last_row_once(clock):
     assert [line.split()[1] for line in out.getvalue().splitlines()] == ["1", "100"]
 
 
-def test_nothing_is_printed_for_a_run_without_rows():
+def test_run_without_rows_prints_nothing():
     out = io.StringIO()
     TerminalLogger(100, file=out).close()
     assert out.getvalue() == ""
 
 
-def test_a_terminal_shows_a_bar_with_the_share_done(clock):
+def test_terminal_shows_a_progress_bar(clock):
     out = Tty()
     logger = TerminalLogger(200, title="DQN on Acrobot-v1", file=out)
     logger.write(100, {"episode_return": -80.0})
@@ -80,7 +80,7 @@ def test_a_terminal_shows_a_bar_with_the_share_done(clock):
     assert "-80.0" in out.getvalue()
 
 
-def test_no_time_left_is_foretold_from_the_first_steps(clock):
+def test_remaining_time_is_not_estimated_from_the_first_steps(clock):
     out = io.StringIO()
     logger = TerminalLogger(100_000, file=out, seconds_between_lines=0.0)
     for step in (8, 249, 1_000):
@@ -89,7 +89,7 @@ def test_no_time_left_is_foretold_from_the_first_steps(clock):
     assert ["left" in line for line in out.getvalue().splitlines()] == [False, False, True]
 
 
-def test_speed_is_that_of_the_last_seconds(clock):
+def test_speed_is_computed_over_the_last_seconds(clock):
     out = io.StringIO()
     logger = TerminalLogger(1_000_000, file=out, seconds_between_lines=0.0)
     step = 0
@@ -100,14 +100,14 @@ def test_speed_is_that_of_the_last_seconds(clock):
     assert "steps/s 1,000 " in out.getvalue().splitlines()[-1]
 
 
-def test_a_result_on_a_piped_stdout_is_not_caught(capsys, clock):
+def test_piped_stdout_is_not_redirected(capsys, clock):
     logger = TerminalLogger(10, file=Tty())
     print('{"return_mean": 1}')
     logger.close()
     assert capsys.readouterr().out == '{"return_mean": 1}\n'
 
 
-def test_progress_goes_to_stderr(capsys):
+def test_progress_is_printed_on_stderr(capsys):
     logger = TerminalLogger(10)
     logger.write(5, {})
     logger.close()

@@ -1,4 +1,4 @@
-"""W&B without a network, Trackio on the local disk, and what is said where they are missing."""
+"""W&B offline, Trackio on the local disk, and the errors if they are not installed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize(("logger", "module"), [(WandbLogger, "wandb"), (TrackioLogger, "trackio")])
-def test_a_missing_tracker_says_which_extra_to_install(tmp_path, monkeypatch, logger, module):
+def test_error_for_a_missing_tracker_names_the_extra(tmp_path, monkeypatch, logger, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UsageError, match=rf"^{logger.__name__} needs the extra '{module}': pip install "):
         logger(tmp_path)
 
 
 @pytest.mark.system
-def test_wandb_offline_keeps_the_rows_in_the_run_directory(tmp_path, monkeypatch):
+def test_wandb_offline_writes_rows_to_the_run_directory(tmp_path, monkeypatch):
     needs("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     logger = WandbLogger(tmp_path / "run", config={"seed": 7})
@@ -36,13 +36,13 @@ def test_wandb_offline_keeps_the_rows_in_the_run_directory(tmp_path, monkeypatch
     (run,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
     run_id = (tmp_path / "run" / "wandb_run_id").read_text()
     (stored,) = run.glob(f"run-{run_id}.wandb")
-    wait_until(lambda: b"seed" in stored.read_bytes())  # its own process writes, and tells nobody when it is done
+    wait_until(lambda: b"seed" in stored.read_bytes())  # wandb's process writes the file with a delay
     content = stored.read_bytes()
     assert b"episode_return" in content and b"histogram" in content
 
 
 @pytest.mark.system
-def test_a_resumed_run_keeps_its_wandb_id(tmp_path):
+def test_resumed_run_keeps_its_wandb_id(tmp_path):
     needs("wandb")
     first = WandbLogger(tmp_path, mode="disabled")
     run_id = (tmp_path / "wandb_run_id").read_text()
@@ -51,13 +51,13 @@ def test_a_resumed_run_keeps_its_wandb_id(tmp_path):
     assert (tmp_path / "wandb_run_id").read_text() == run_id
 
 
-def test_trackio_keeps_the_rows_and_leaves_stdout_alone(tmp_path):
+def test_trackio_stores_rows_and_prints_nothing_on_stdout(tmp_path):
     needs("trackio")
-    # In a process of its own: Trackio reads its folder from the environment when it is imported.
+    # In a process, since Trackio reads its folder from the environment when it is imported.
     program = (
         "import sys\n"
         "from rlframe.metrics import TrackioLogger\n"
-        "for steps in ((1, 2), (3,)):\n"  # the second is a resumed run
+        "for steps in ((1, 2), (3,)):\n"  # the second time is a resumed run
         f"    logger = TrackioLogger({str(tmp_path / 'run7')!r}, project='tests')\n"
         "    for step in steps:\n"
         "        logger.write(step, {'loss': 0.5 * step, 'note': 'x'})\n"

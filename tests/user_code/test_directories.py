@@ -1,4 +1,4 @@
-"""Modules beside a user's files: each file has those of its own directory, and all are loaded again together."""
+"""Modules that user files import from their own directory, and their reload after a change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlframe.user_code.files import forget_changed, keep_files
 
 @pytest.fixture(autouse=True)
 def imports():
-    """Restores where Python imports from, and what it has imported."""
+    """Restore `sys.path` and `sys.modules` after each test."""
     path, modules = list(sys.path), dict(sys.modules)
     forget_changed()
     yield
@@ -38,7 +38,7 @@ def write(directory, **files):
 
 
 @pytest.mark.parametrize("env", ["from beside import VALUE\n", "import beside\nVALUE = beside.VALUE\n"])
-def test_two_directories_have_neighbors_of_the_same_name(env, tmp_path):
+def test_files_import_modules_of_their_own_directory(env, tmp_path):
     a = write(tmp_path / "a", env=env, beside="VALUE = 'a'\nclass Own: ...\n", agent="from beside import VALUE, Own\n")
     b = write(tmp_path / "b", env=env, beside="VALUE = 'b'\n")
     assert (load(a), load(b), load(a, "agent.py:VALUE")) == ("a", "b", "a")
@@ -47,7 +47,7 @@ def test_two_directories_have_neighbors_of_the_same_name(env, tmp_path):
     assert (load(a), load(b)) == ("new", "b")
 
 
-def test_a_file_and_a_module_of_two_directories_have_neighbors_of_the_same_name(tmp_path, monkeypatch):
+def test_files_and_modules_import_from_their_own_directory(tmp_path, monkeypatch):
     a = write(tmp_path / "a", module_a="from beside import VALUE\n", beside="VALUE = 'a'\n")
     b = write(tmp_path / "b", module_b="from beside import VALUE\n", beside="VALUE = 'b'\n")
     c = write(tmp_path / "c", env="from beside import VALUE\n", beside="VALUE = 'c'\n")
@@ -59,7 +59,7 @@ def test_a_file_and_a_module_of_two_directories_have_neighbors_of_the_same_name(
     assert [*found, load(c)] == ["a", "b", "c"]
 
 
-def test_packages_without_init_of_two_directories_are_told_apart(tmp_path):
+def test_namespace_packages_of_two_directories_are_separate(tmp_path):
     for name in "ab":
         directory = write(tmp_path / name, env="from parts import one\nVALUE = one.VALUE\n")
         write(directory / "parts", one=f"VALUE = {name!r}\n")
@@ -72,16 +72,16 @@ LATE = {
 }
 
 
-@pytest.mark.parametrize("how", LATE)
-def test_a_changed_neighbor_is_imported_again_however_it_was_imported(how, tmp_path):
+@pytest.mark.parametrize("kind", LATE)
+def test_late_imports_are_reloaded_after_a_change(kind, tmp_path):
     for value in (1, 22, 3):
-        write(tmp_path, env=LATE[how], beside=f"VALUE = {value}\n")
+        write(tmp_path, env=LATE[kind], beside=f"VALUE = {value}\n")
         forget_changed()
         with keep_files():
             assert load(tmp_path)() == value
 
 
-def test_files_of_one_directory_share_the_classes_of_their_neighbor_after_one_has_changed(tmp_path):
+def test_files_share_imported_classes_after_a_reload(tmp_path):
     using = "from beside import Shared\nVALUE = {}\n"
     write(tmp_path, env=using.format(1), agent=using.format(1), beside="class Shared: ...\n")
     for value in (1, 2):
@@ -92,7 +92,7 @@ def test_files_of_one_directory_share_the_classes_of_their_neighbor_after_one_ha
         assert pickle.loads(cloudpickle.dumps(load(tmp_path, "agent.py:Shared"))) is load(tmp_path, "env.py:Shared")
 
 
-def test_a_neighbor_that_is_broken_on_disk_is_loaded_once_it_is_mended(tmp_path):
+def test_broken_module_is_loaded_after_it_is_fixed(tmp_path):
     write(tmp_path, env="from beside import VALUE\nopen(__file__[:-6] + 'beside.py', 'w').write('VALUE = (')\n")
     write(tmp_path, beside="VALUE = 1\n")
     assert load(tmp_path) == 1
@@ -106,7 +106,7 @@ def test_a_neighbor_that_is_broken_on_disk_is_loaded_once_it_is_mended(tmp_path)
 
 
 @pytest.mark.parametrize("changed", ["env", "beside", "other"])
-def test_the_modules_that_the_script_imported_stay_its_own(changed, tmp_path, monkeypatch):
+def test_modules_of_the_script_are_not_replaced(changed, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     write(tmp_path, env="from beside import VALUE\n", beside="VALUE = 1\n", other="VALUE = 1\n")
     import beside
@@ -119,7 +119,7 @@ def test_the_modules_that_the_script_imported_stay_its_own(changed, tmp_path, mo
     assert sys.modules["beside"] is beside and sys.modules["other"] is other and beside.VALUE == 1
 
 
-def test_installed_modules_and_those_of_rlframe_stay_when_a_file_beside_them_changes(tmp_path):
+def test_installed_modules_are_not_reloaded(tmp_path):
     installed = write(tmp_path / "site-packages", lives_here="class Own: ...\n")
     env = f"import sys\nsys.path.append({str(installed)!r})\nimport lives_here, rlframe\nVALUE = {{}}\n"
     write(tmp_path, env=env.format(1))
@@ -132,7 +132,7 @@ def test_installed_modules_and_those_of_rlframe_stay_when_a_file_beside_them_cha
     assert len(new) == 1 and new.pop().startswith("rlframe_file_env")
 
 
-def test_a_module_that_is_named_and_that_the_script_imported_is_loaded_again_if_it_has_changed(tmp_path, monkeypatch):
+def test_changed_module_of_the_script_is_reloaded_if_named(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     write(tmp_path / "pack", __init__="", env="from pack.beside import VALUE\n", beside="VALUE = 1\n", agent="")
     import pack.agent
@@ -146,7 +146,7 @@ def test_a_module_that_is_named_and_that_the_script_imported_is_loaded_again_if_
     assert load_object("pack.env:VALUE", "thing") == 22 and sys.modules["pack.agent"] is before
 
 
-def test_a_directory_below_another_has_neighbors_of_its_own(tmp_path):
+def test_subdirectory_has_its_own_modules(tmp_path):
     for directory, value in ((tmp_path / "below", 1), (tmp_path, 2)):
         write(directory, env="from beside import VALUE\n", beside=f"VALUE = {value}\n")
         assert load(directory) == value
@@ -155,7 +155,7 @@ def test_a_directory_below_another_has_neighbors_of_its_own(tmp_path):
     assert load(tmp_path) == 2 and load(tmp_path / "below") == 1 and sys.modules["beside"] is before
 
 
-def test_what_a_notebook_has_imported_since_stays_its_own(tmp_path, monkeypatch):
+def test_later_imports_of_a_notebook_are_not_replaced(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     write(tmp_path, env="VALUE = 1\n", agent_beside="class Agent: ...\n")
     assert load(tmp_path) == 1
@@ -167,15 +167,15 @@ def test_what_a_notebook_has_imported_since_stays_its_own(tmp_path, monkeypatch)
     assert load(tmp_path) == 22 and sys.modules["agent_beside"] is agent_beside
 
 
-class PretendedModule:
-    """As the modules that cffi makes: without `__dict__`."""
+class FakeModule:
+    """A fake module without `__dict__`, as in cffi."""
 
     __slots__ = ()
     __class__ = types.ModuleType
 
 
-def test_objects_that_pretend_to_be_modules_are_left_alone(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pretended", PretendedModule())
+def test_fake_modules_are_ignored(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pretended", FakeModule())
     assert isinstance(sys.modules["pretended"], types.ModuleType)
     forget_changed()
-    assert type(sys.modules["pretended"]) is PretendedModule
+    assert type(sys.modules["pretended"]) is FakeModule

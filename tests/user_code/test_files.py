@@ -1,4 +1,4 @@
-"""Files of a user: loaded again for the next run if they have changed, and found after a change of directory."""
+"""User files: reloads between runs after a change, and changes of the working directory."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ def run(**options):
     )
 
 
-def test_the_next_run_uses_the_new_version_of_a_file_and_of_its_neighbor_and_ignores_the_directory(
-    tmp_path, monkeypatch
-):
+def test_next_run_uses_changed_files_in_any_working_directory(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     write(tmp_path, 1, 1, "a")
     returns = []
@@ -68,7 +66,7 @@ def test_the_next_run_uses_the_new_version_of_a_file_and_of_its_neighbor_and_ign
     assert result.env_steps == 128 and list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_a_default_run_directory_is_made_where_the_run_began(tmp_path, monkeypatch):
+def test_default_run_directory_is_in_the_initial_working_directory(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     write(tmp_path, 1, 1, "b")
     monkeypatch.chdir(tmp_path)
@@ -76,14 +74,14 @@ def test_a_default_run_directory_is_made_where_the_run_began(tmp_path, monkeypat
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_paths_in_options_are_of_the_directory_in_which_the_run_began(tmp_path, monkeypatch):
+def test_paths_are_relative_to_the_initial_working_directory(tmp_path, monkeypatch):
     (tmp_path / "moves.py").write_text("import os\nfrom rlframe.agents.ppo import PPO\nos.chdir('/')\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=f"There is no file {tmp_path}/own.py for the topology"):
         rlframe.train("moves.py:PPO", "CartPole-v1", topology="own.py:Own")
 
 
-def test_a_child_process_finds_modules_that_an_interactive_session_imported_in_another_directory(tmp_path, monkeypatch):
+def test_import_path_has_all_directories_of_imported_modules(tmp_path, monkeypatch):
     (tmp_path / "own_package").mkdir()
     (tmp_path / "own_package" / "__init__.py").write_text("")
     (tmp_path / "own_package" / "own_module.py").write_text("")
@@ -100,12 +98,12 @@ def test_a_child_process_finds_modules_that_an_interactive_session_imported_in_a
 
 
 @pytest.mark.parametrize("what", ["agent", "network", "topology"])
-def test_a_changed_file_of_any_kind_is_loaded_again(what, tmp_path):
+def test_changed_files_are_reloaded_between_runs(what, tmp_path):
     path = tmp_path / f"{what}.py"
     path.write_text("VALUE = 1\n")
     assert load_object(f"{path}:VALUE", what) == 1
     path.write_text("VALUE = 2\n")
-    assert load_object(f"{path}:VALUE", what) == 1  # not in the middle of a run
+    assert load_object(f"{path}:VALUE", what) == 1  # not reloaded before `forget_changed`
     with keep_files():
         forget_changed()
         assert load_object(f"{path}:VALUE", what) == 1
@@ -113,7 +111,7 @@ def test_a_changed_file_of_any_kind_is_loaded_again(what, tmp_path):
     assert load_object(f"{path}:VALUE", what) == 2
 
 
-def test_a_file_that_has_not_changed_stays_the_same_module(tmp_path):
+def test_unchanged_file_is_not_reloaded(tmp_path):
     (tmp_path / "own.py").write_text("class Own: ...\n")
     before = load_object(f"{tmp_path}/own.py:Own", "agent")
     forget_changed()

@@ -1,4 +1,4 @@
-"""Modules of a user, `module:Id`: loaded again if they have changed, and found from every directory and process."""
+"""User modules, `module:Id`: they are reloaded if they have changed, and found from every directory and process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write(directory, module, reward, factor, id="Own-v0"):
 
 @pytest.fixture(autouse=True)
 def imports():
-    """Restores the registry of Gymnasium, the working directory and where Python imports from."""
+    """Restore Gymnasium's registry, the working directory and `sys.path` after each test."""
     before, path, here = dict(gymnasium.registry), list(sys.path), os.getcwd()
     yield
     os.chdir(here)
@@ -46,7 +46,7 @@ def run(env, quiet=True, **options):
     return rlframe.train("ppo", env, num_envs=2, steps=64, unroll_length=8, num_minibatches=2, quiet=quiet, **options)
 
 
-def test_the_next_run_uses_the_new_version_of_a_module_and_of_its_neighbor(tmp_path):
+def test_next_run_uses_changed_modules(tmp_path):
     returns = []
     for reward, factor in ((1, 1), (1, 3), (5, 3)):
         write(tmp_path / "here", "changed_module", reward, factor)
@@ -55,7 +55,7 @@ def test_the_next_run_uses_the_new_version_of_a_module_and_of_its_neighbor(tmp_p
     assert returns == [2.0, 6.0, 30.0]
 
 
-def test_a_run_goes_on_with_its_module_from_another_directory(tmp_path):
+def test_resumed_run_finds_its_module_from_another_directory(tmp_path):
     write(tmp_path / "here", "moved_module", 1, 1)
     os.chdir(tmp_path / "here")
     run_dir = run("moved_module:Own-v0", run_dir=tmp_path / "run").run_dir
@@ -70,13 +70,15 @@ def test_a_run_goes_on_with_its_module_from_another_directory(tmp_path):
     assert run("moved_module:Own-v0", run_dir=tmp_path / "other").return_mean == 14.0
 
 
-def test_a_module_that_has_gone_is_named_with_the_directory_where_it_was(tmp_path):
+def test_error_for_a_missing_module_names_its_directory(tmp_path):
     write(tmp_path / "here", "gone_module", 1, 1)
     os.chdir(tmp_path / "here")
     run_dir = run("gone_module:Own-v0", run_dir=tmp_path / "run").run_dir
     (tmp_path / "here").rename(tmp_path / "renamed")
     os.chdir(tmp_path)
-    (tmp_path / "renamed" / "gone_module.py").write_text("VALUE = 1\n")  # so that its old version is forgotten
+    (tmp_path / "renamed" / "gone_module.py").write_text(
+        "VALUE = 1\n"
+    )  # the change removes the old version from memory
     code = "import rlframe, sys; rlframe.train(run_dir=sys.argv[1], resume=True, steps=128, quiet=True)"
     root = str(pathlib.Path(__file__).parents[2])
     forget_changed()
@@ -95,10 +97,10 @@ def test_a_module_that_has_gone_is_named_with_the_directory_where_it_was(tmp_pat
         text=True,
     )
     assert "There is no module 'gone_module' for 'gone_module:Own-v0'" in done.stderr
-    assert f"The run was started with the one in {tmp_path}/here." in done.stderr
+    assert f"The run was started with the module in {tmp_path}/here." in done.stderr
 
 
-def test_a_run_says_what_makes_its_environment_and_is_refused_where_the_id_means_another(tmp_path, capsys):
+def test_resumed_run_refuses_another_environment_of_the_same_id(tmp_path, capsys):
     class Nine(gymnasium.Env):
         observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
         action_space = gymnasium.spaces.Discrete(2)
@@ -111,24 +113,25 @@ def test_a_run_says_what_makes_its_environment_and_is_refused_where_the_id_means
 
     gymnasium.register("Acrobot-v1", Nine)
     run_dir = run("Acrobot-v1", quiet=False, run_dir=tmp_path / "run").run_dir
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (
-        "The environment Acrobot-v1 is made by Gymnasium (tests.user_code.test_modules:" in said and ".Nine)." in said
+        "The environment Acrobot-v1 is made by Gymnasium (tests.user_code.test_modules:" in stderr
+        and ".Nine)." in stderr
     )
     for other in ("gymnasium.envs.classic_control:AcrobotEnv", "another_module:Nine", type("Ten", (Nine,), {})):
         gymnasium.register("Acrobot-v1", other)
-        for go_on in (lambda: rlframe.train(run_dir=run_dir, resume=True), lambda: rlframe.evaluate(run_dir)):
+        for resume in (lambda: rlframe.train(run_dir=run_dir, resume=True), lambda: rlframe.evaluate(run_dir)):
             with pytest.raises(
                 UsageError, match=r"Acrobot-v1 was made by Gymnasium \(.*Nine\)\. Here Acrobot-v1 is made by"
             ):
-                go_on()
+                resume()
     del gymnasium.registry["Acrobot-v1"]
     gymnasium.register("Acrobot-v1", Nine)
     assert rlframe.train(run_dir=run_dir, resume=True, steps=128, quiet=True).return_mean == 9.0
 
 
 @pytest.mark.parametrize(
-    ("noted", "now", "is_other"),
+    ("saved", "now", "is_other"),
     [
         ("EnvPool", "Gymnasium (gymnasium.envs:CartPoleEnv)", False),  # the same game
         ("EnvPool", "Gymnasium (gymnasium.envs:CartPoleEnv, as your code has registered it)", True),
@@ -138,11 +141,11 @@ def test_a_run_says_what_makes_its_environment_and_is_refused_where_the_id_means
         ("Gymnasium (a:Maze)", None, True),
     ],
 )
-def test_backends_are_compared_if_the_user_registered_either(noted, now, is_other):
-    assert is_different_backend(noted, now) == is_other
+def test_backends_are_compared_if_the_user_registered_either(saved, now, is_other):
+    assert is_different_backend(saved, now) == is_other
 
 
-def test_an_agents_module_is_loaded_again_and_a_module_of_a_package_too(tmp_path):
+def test_changed_module_of_a_package_is_reloaded(tmp_path):
     os.chdir(tmp_path)
     (tmp_path / "own_package").mkdir()
     for value in (1, 22):
@@ -196,11 +199,11 @@ def returns_of(program, tmp_path, *arguments):
 
 
 @pytest.mark.system
-def test_nodes_find_a_module_and_may_change_the_directory(tmp_path):
+def test_nodes_find_a_module_after_a_change_of_directory(tmp_path):
     assert returns_of("local heavy_env", tmp_path, "short") == [6.0]
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("program", WITH_ELASTIC)
-def test_programs_use_the_newest_version_of_modules_files_and_ids_wherever_they_go_on(program, tmp_path):
+def test_programs_use_changed_modules_files_and_ids(program, tmp_path):
     assert returns_of(program, tmp_path) == [6.0, 8.0, 10.0, 12.0, 8.0]

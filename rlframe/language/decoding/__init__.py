@@ -1,14 +1,14 @@
-"""Sampling, and the engine that decodes many requests in one batch.
+"""Sampling, and an engine that decodes many requests in one batch.
 
     engine = DecodeEngine(config, params, EngineConfig(slots=8))
-    handle = engine.submit([5, 6, 7], SamplingParams(max_tokens=32))    # requests.py: a `Handle`, a future
+    handle = engine.submit([5, 6, 7], SamplingParams(max_tokens=32))    # requests.py: a `Handle` with a future
       DecodeEngine._fill                # engine.py: a waiting request gets a free slot
-        Slots.fill                      # slots.py: the prompt goes through the model (prefill); a token is drawn
-      DecodeEngine._decode              # again and again, for all slots together
-        Slots.decode -> sampling.decode # sampling.py: some steps of the model, each of which draws a token
-    handle.result()                     # an `Answer`: tokens, their log-probabilities, the versions of the parameters
+        Slots.fill                      # slots.py: the model reads the prompt (prefill); the first token is sampled
+      DecodeEngine._decode              # repeated, for all slots together
+        Slots.decode -> sampling.decode # sampling.py: several steps of the model, each of which samples a token
+    handle.result()                     # an `Answer`: tokens, their log-probabilities, the parameters' versions
 
-`sampling.py` also has the likeliest tokens, and the scores of a prompt.
+`sampling.py` also computes top tokens and the scores of prompts.
 """
 
 from rlframe.language.decoding.engine import DecodeEngine, generate

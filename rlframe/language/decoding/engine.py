@@ -1,10 +1,11 @@
-"""The decode engine: answers requests in one batch that they join and leave while others are decoded.
+"""The decode engine, which answers requests by continuous batching (Yu et al. 2022, Orca).
 
-Continuous batching (Yu et al. 2022, Orca): a fixed number of slots, each with its part of the cache. Free slots are
-filled from a bounded queue, in its order; then all are decoded for a few steps in one jitted call; then what they said
-is handed out, and so on. Parameters change between two calls, and no request is dropped for it: an answer may be of
-several versions, and says so token by token. What the cache holds is not computed again then, as in PipelineRL (Piché
-et al. 2025).
+The engine has a fixed number of slots, each with its part of the cache. In a loop, it fills free slots from a bounded
+queue, in the queue's order; decodes all slots for a few steps in one jitted call; and delivers the sampled tokens.
+
+New parameters are used from the next call on, and no request is dropped. So one answer may contain tokens of several
+versions; it lists the version of each token. Cached keys and values are not recomputed, as in PipelineRL (Piché et al.
+2025).
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ CLOSE_TIMEOUT = 60.0  # seconds
 
 
 class DecodeEngine(Closeable):
-    """Decodes for any number of threads. A context manager; `close` ends it.
+    """A thread that decodes requests of any number of threads. A context manager; `close` ends it.
 
-    A failure reaches whoever waits by their futures; then the engine is closed.
+    If the engine fails, it sets the error on all pending futures and closes.
 
     Args:
-        model_config: the model.
-        params: its parameters, which are copied.
-        engine_config: how much at once.
-        version: of the parameters.
-        seed: of the requests that name none.
+        model_config: Architecture of the model.
+        params: Parameters of the model. The engine copies them.
+        engine_config: Sizes of the engine.
+        version: Version of the parameters.
+        seed: Seed for requests without a seed.
 
     Raises:
         UsageError: `EngineConfig.length` is more than the model's max_position_embeddings.
 
     Attributes:
-        closed: why the engine answers no requests any more; empty while it does.
+        closed: Reason why the engine is closed. Empty while it is open.
     """
 
     def __init__(
@@ -72,10 +73,10 @@ class DecodeEngine(Closeable):
         self._slots = Slots(model_config, engine_config, self.length)
         self._params = version, _copy(params, model_config)
         self._seeds = np.random.default_rng(seed)
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the attributes below
         self._waiting: collections.deque[Handle] = collections.deque()
         self.closed = ""
-        self._running: dict[int, Handle] = {}  # by slot
+        self._running: dict[int, Handle] = {}  # slot -> handle
         self._counts = {"requests": 0, "tokens": 0, "prompt_tokens": 0, "calls": 0}
         self._thread = threading.Thread(target=self._run, name="decode engine", daemon=True)
         self._thread.start()
@@ -86,17 +87,18 @@ class DecodeEngine(Closeable):
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  frozen
         on_tokens: OnTokens | None = None,
     ) -> Handle:
-        """Ask for a completion.
+        """Submit one request for a completion.
 
         Args:
-            prompt: token ids, at least one.
-            sampling: how. The same seed, prompt and parameters give the same answer, whatever else is decoded (but
-                where the last bit decides between two tokens: sums are rounded as batches are shaped).
-            on_tokens: is called with each piece once it is there, in the engine's thread, which must not wait in it.
+            prompt: Token ids, at least one.
+            sampling: Sampling options. The same seed, prompt and parameters give the same answer, independent of other
+                requests. Exception: shapes of batches change rounding, which can decide between two almost equally
+                likely tokens.
+            on_tokens: Called with each new piece of the answer, in the engine's thread. It must not block.
 
         Raises:
-            UsageError: there is no room for it, or there are too many stop tokens.
-            UnavailableError: too many wait already, or the engine is closed.
+            UsageError: The prompt and the answer are too long, or there are too many stop tokens.
+            UnavailableError: The queue is full, or the engine is closed.
         """
         return self.submit_many([prompt], sampling, None if on_tokens is None else [on_tokens])[0]
 
@@ -106,9 +108,9 @@ class DecodeEngine(Closeable):
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  frozen
         on_tokens: Sequence[OnTokens] | None = None,
     ) -> list[Handle]:
-        """As `submit`, for all of them or none. One prompt n times is prefilled once.
+        """Submit several requests, all or none. See `submit`. Equal prompts are prefilled once.
 
-        The i-th draws from the i-th stream of the seed; the first from that which `submit` draws from.
+        Request i samples from stream i of the seed. `submit` uses stream 0.
         """
         if len(sampling.stop_tokens) > self.config.max_stop_tokens:
             raise UsageError(
@@ -130,21 +132,21 @@ class DecodeEngine(Closeable):
                 raise UnavailableError(self.closed)
             if len(self._waiting) + len(handles) > self.config.max_waiting:
                 raise UnavailableError(
-                    f"{len(self._waiting)} requests wait for the decode engine, which lets {self.config.max_waiting} "
-                    f"wait; {len(handles)} more are refused. Ask again later."
+                    f"{len(self._waiting)} requests wait for the decode engine; at most {self.config.max_waiting} "
+                    f"may wait, so {len(handles)} more are refused. Retry later."
                 )
             self._waiting += handles
             self._counts["requests"] += len(handles)
             self._changed.notify_all()
         for handle in handles:
-            handle.future.add_done_callback(functools.partial(self._leave, handle))
+            handle.future.add_done_callback(functools.partial(self._remove_cancelled, handle))
         return handles
 
     def set_params(self, version: int, params: Params) -> None:
-        """Decode with a copy of `params` from the next call on; what is under way goes on with them.
+        """Decode with a copy of `params` from the next call on. Running requests continue with the new parameters.
 
         Raises:
-            UsageError: they are not such a model's, or `version` is below that of the present ones.
+            UsageError: The shapes are not the model's, or `version` is lower than the current version.
         """
         expected, got = (jax.tree.map(jnp.shape, tree) for tree in (self._params[1], params))
         if got != expected:
@@ -157,11 +159,11 @@ class DecodeEngine(Closeable):
 
     @property
     def version(self) -> int:
-        """Version of the parameters that the next call decodes with."""
+        """Version of the parameters that the next call uses."""
         return self._params[0]
 
     def stats(self) -> dict[str, int]:
-        """Counts so far (requests, tokens sampled, prompt_tokens, calls) and now: version, running, waiting."""
+        """Return counters so far (requests, tokens, prompt_tokens, calls), and version, running and waiting."""
         with self._changed:
             return {
                 **self._counts,
@@ -171,14 +173,14 @@ class DecodeEngine(Closeable):
             }
 
     def close(self, timeout: float = CLOSE_TIMEOUT) -> None:
-        """End the engine: what waits or is decoded gets `UnavailableError`. May be called again.
+        """End the engine. Waiting and running requests fail with `UnavailableError`. May be called again.
 
         Raises:
-            PeerError: the call under way (which compiles, perhaps) did not end within `timeout` seconds.
+            PeerError: The current call did not end within `timeout` seconds. It may be compiling.
         """
         self._fail(UnavailableError("The decode engine was closed."))
         if threading.current_thread() is self._thread:
-            return  # in `on_tokens`
+            return  # called by `on_tokens`
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise PeerError(f"The decode engine's thread did not end within {timeout:g} s.")
@@ -195,13 +197,13 @@ class DecodeEngine(Closeable):
             self._fail(failure)
 
     def _wait(self) -> bool:
-        """Wait until there is something to do. False: the engine is closed."""
+        """Wait for work. Return False if the engine is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._waiting or self._running)
             return not self.closed
 
     def _fill(self) -> None:
-        """Take requests from the queue into the free slots."""
+        """Move requests from the queue into free slots."""
         with self._changed:
             self._running = {slot: handle for slot, handle in self._running.items() if not handle.done}
             free = [slot for slot in range(self.config.slots) if slot not in self._running]
@@ -214,10 +216,10 @@ class DecodeEngine(Closeable):
             for (_, handle), of_prompt in zip(group, scores):
                 handle.prompt_scores = of_prompt and of_prompt._replace(version=version)
             self._counts["prompt_tokens"] += sum(len(handle.request.prompt) for _, handle in group)
-            self._hand_out(group, sampled, version)
+            self._deliver(group, sampled, version)
 
     def _groups(self, taken: list[tuple[int, Handle]]) -> Iterator[list[tuple[int, Handle]]]:
-        """Parts that are filled by one call each: prompts of one bucket, no more of them than it takes."""
+        """Yield the requests of each prefill call: prompts of one bucket, at most `Slots.batch` different prompts."""
         buckets = collections.defaultdict(list)
         for slot, handle in taken:
             buckets[self._slots.bucket(handle.request.prompt)].append((slot, handle))
@@ -239,30 +241,33 @@ class DecodeEngine(Closeable):
         longest = max(len(handle.request.prompt) + handle.sampled for _, handle in running)
         version, params = self._params
         sampled = self._slots.decode(params, {slot: handle.request for slot, handle in running}, longest)
-        self._hand_out(running, sampled, version)
+        self._deliver(running, sampled, version)
 
-    def _hand_out(self, rows: list[tuple[int, Handle]], sampled: Sampled, version: int) -> None:
-        """Give each row its column of `sampled`; those that are done leave their slots."""
+    def _deliver(self, rows: list[tuple[int, Handle]], sampled: Sampled, version: int) -> None:
+        """Give each handle its column of `sampled`, and free the slots of completed requests."""
         counts = (sampled.tokens >= 0).sum(axis=0)
         self._counts["calls"] += 1
         self._counts["tokens"] += int(counts.sum())
         columns = zip(rows, sampled.tokens.T.tolist(), sampled.log_probs.T.tolist(), counts.tolist())
         for i, ((slot, handle), tokens, log_probs, count) in enumerate(columns):
             if not all(map(math.isfinite, log_probs[:count])):
-                handle.fail(UnavailableError(f"With the parameters of version {version} logits are not finite."))
+                handle.fail(UnavailableError(f"The parameters of version {version} give logits that are not finite."))
             ranked = TopTokens(*(array[:count, i] for array in sampled.ranked))
             if handle.add(tokens[:count], log_probs[:count], version, ranked):
                 with self._changed:
                     del self._running[slot]
 
-    def _leave(self, handle: Handle, _: object) -> None:
-        """Take a cancelled request out of the queue."""
+    def _remove_cancelled(self, handle: Handle, _: object) -> None:
+        """Remove a cancelled request from the queue."""
         if handle.future.cancelled():
-            with self._changed, contextlib.suppress(ValueError):  # it is in a slot, which the next turn frees
+            with (
+                self._changed,
+                contextlib.suppress(ValueError),
+            ):  # a running request is not in the queue; `_fill` frees its slot
                 self._waiting.remove(handle)
 
     def _fail(self, error: RlframeError) -> None:
-        """Let nothing wait any more, and nothing new come."""
+        """Close the engine with an error, which all pending requests get."""
         with self._changed:
             self.closed = self.closed or str(error)
             left = [*self._waiting, *self._running.values()]
@@ -280,16 +285,16 @@ def generate(
     seed: int,
     sampling: SamplingParams,
 ) -> list[Answer]:
-    """Answer all prompts with a `DecodeEngine` that is closed afterwards.
+    """Answer all prompts with a temporary `DecodeEngine`.
 
     Args:
-        params, config: the model.
-        prompts: token ids, each at least one.
-        seed: decides the answers; `sampling.seed` is not read.
-        sampling: how.
+        params, config: The model.
+        prompts: Token ids, at least one for each prompt.
+        seed: Seed of the answers. `sampling.seed` is ignored.
+        sampling: Sampling options.
 
     Raises:
-        UsageError: a prompt is empty or too long.
+        UsageError: A prompt is empty or too long.
     """
     if not prompts:
         return []
@@ -301,7 +306,7 @@ def generate(
 
 
 def _copy(params: Params, config: ModelConfig) -> Params:
-    # A copy even where nothing has to be converted: a learner may donate its own.
+    # Always copy, since the learner may donate its arrays.
     return jax.tree.map(lambda leaf: jnp.array(leaf, config.array_dtype), params)
 
 

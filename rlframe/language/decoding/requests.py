@@ -1,4 +1,4 @@
-"""Requests to the decode engine, and its answers."""
+"""Requests to the decode engine, and their answers."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ RESULT_TIMEOUT = 600.0  # seconds
 
 
 class Answer(NamedTuple):
-    """A completion, whole, or a piece of one that is streamed."""
+    """A complete completion, or a piece of one that is streamed."""
 
-    tokens: list[int]  # with the stop token, where one ended it
-    log_probs: list[float]  # of each token, under the model at temperature 1: see `rlframe.language.decoding.sampling`
-    versions: list[int]  # of the parameters that each token was sampled with
-    finish_reason: str | None  # "stop" or "length"; None: a piece that others follow
-    likeliest: list[dict[int, float]]  # at each token the likeliest and their log-probabilities; empty: not asked for
-    prompt_scores: PromptScores | None  # with the first piece, where they were asked for
+    tokens: list[int]  # including the stop token that ended the answer, if any
+    log_probs: list[float]  # of each token at temperature 1; see `rlframe.language.decoding.sampling`
+    versions: list[int]  # version of the parameters for each token
+    finish_reason: str | None  # "stop" or "length"; None if more pieces follow
+    top_tokens: list[dict[int, float]]  # for each token: log-probabilities of the top tokens; empty if not requested
+    prompt_scores: PromptScores | None  # only in the first piece, if requested
 
 
 OnTokens = Callable[[Answer], None]
 
 
 class DecodeRequest(NamedTuple):
-    """One completion that is asked for, checked."""
+    """A checked request for one completion."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -40,53 +40,53 @@ class DecodeRequest(NamedTuple):
 
 
 class Handle:
-    """An answer to come.
+    """The future answer of a request.
 
-    `future` is a `concurrent.futures.Future` of it, which `asyncio.wrap_future` takes; whoever cancels that cancels the
-    request, and frees its slot.
+    `future` is a `concurrent.futures.Future` of the `Answer`; `asyncio.wrap_future` makes it awaitable. Cancelling the
+    future cancels the request and frees its slot.
     """
 
     def __init__(self, request: DecodeRequest, on_tokens: OnTokens | None) -> None:
         self.request = request
         self.future: Future[Answer] = Future()
         self._on_tokens = on_tokens
-        self._sampled = Answer([], [], [], finish_reason=None, likeliest=[], prompt_scores=None)  # grows
-        self.prompt_scores: PromptScores | None = None  # the engine's
+        self._sampled = Answer([], [], [], finish_reason=None, top_tokens=[], prompt_scores=None)  # its lists grow
+        self.prompt_scores: PromptScores | None = None  # set by the engine
 
     def result(self, timeout: float = RESULT_TIMEOUT) -> Answer:
-        """Wait for the whole answer.
+        """Wait for the complete answer.
 
         Raises:
-            PeerError: it took more than `timeout` seconds. The request goes on: `cancel` ends it.
-            UnavailableError: the engine was closed, or failed.
-            CancelledError: it was cancelled.
+            PeerError: No answer came within `timeout` seconds. The request continues; `cancel` ends it.
+            UnavailableError: The engine was closed or failed.
+            CancelledError: The request was cancelled.
         """
         try:
             return self.future.result(timeout)
         except FutureTimeout as error:
             if self.future.done():
                 raise
-            raise PeerError(f"The decode engine gave no whole answer within {timeout:g} s.") from error
+            raise PeerError(f"The decode engine did not complete the answer within {timeout:g} s.") from error
 
     @property
     def done(self) -> bool:
-        """Whether there is an answer, or will be none."""
+        """True if the request has an answer, has failed or was cancelled."""
         return self.future.done()
 
     def cancel(self) -> None:
-        """Give the request up, if it is not done."""
+        """Cancel the request if it is not done."""
         self.future.cancel()
 
     def add(self, tokens: Sequence[int], log_probs: Sequence[float], version: int, ranked: TopTokens) -> bool:
-        """The engine's: tokens that were sampled. Returns whether the answer is complete."""
+        """Append sampled tokens; called by the engine. Return True if the answer is complete."""
         if self.done:
             return True
         start = self.sampled
         self._sampled.tokens.extend(tokens)
         self._sampled.log_probs.extend(log_probs)
         self._sampled.versions.extend([version] * len(tokens))
-        if count := self.request.sampling.likeliest:
-            self._sampled.likeliest.extend(ranked.first(count))
+        if count := self.request.sampling.top_tokens:
+            self._sampled.top_tokens.extend(ranked.first(count))
         reason = None
         if self.sampled and self._sampled.tokens[-1] in self.request.sampling.stop_tokens:
             reason = "stop"
@@ -95,21 +95,21 @@ class Handle:
         if self._on_tokens is not None:
             try:
                 self._on_tokens(self._answer(start, reason))
-            except Exception as error:  # the caller's: it concerns this request alone
+            except Exception as error:  # an error of the callback fails only this request
                 self.fail(error)
         if reason is not None:
-            with contextlib.suppress(InvalidStateError):  # it failed, or was cancelled
+            with contextlib.suppress(InvalidStateError):  # the request failed or was cancelled
                 self.future.set_result(self._answer(0, reason))
         return self.done
 
     def fail(self, error: Exception) -> None:
-        """The engine's: there will be no answer."""
-        with contextlib.suppress(InvalidStateError):  # it is done, or was cancelled
+        """Fail the request; called by the engine."""
+        with contextlib.suppress(InvalidStateError):  # the request is done or was cancelled
             self.future.set_exception(error)
 
     @property
     def sampled(self) -> int:
-        """Tokens so far."""
+        """Number of tokens sampled so far."""
         return len(self._sampled.tokens)
 
     def _answer(self, start: int, reason: str | None) -> Answer:
@@ -118,6 +118,6 @@ class Handle:
             log_probs=self._sampled.log_probs[start:],
             versions=self._sampled.versions[start:],
             finish_reason=reason,
-            likeliest=self._sampled.likeliest[start:],
+            top_tokens=self._sampled.top_tokens[start:],
             prompt_scores=self.prompt_scores if start == 0 else None,
         )

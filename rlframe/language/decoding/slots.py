@@ -1,7 +1,7 @@
-"""The rows of a batch that is decoded for ever: a cache on the device, whose slots prompts are put into and leave.
+"""The device side of the decode engine: a cache and a batch of rows, one for each slot.
 
-Shapes are few, so that compilations are: prompts are padded to powers of two, in calls of 1, 4, 16, ... of them, and a
-decoding step attends to a power of two of positions.
+Few different shapes occur, to keep compilations few: prompts are padded to powers of two, a prefill call has 1, 4, 16,
+... prompts, and a decode step attends to a power of two of positions.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from rlframe.language.decoding.sampling import (
     Sampled,
     SamplingParams,
     SamplingRows,
-    begin,
     decode,
     make_rows,
     power_of_two,
+    sample_first,
     score_prompt,
 )
 from rlframe.language.model import transformer
 from rlframe.language.model.config import ModelConfig
 from rlframe.types import Params
 
-_SHORTEST_PROMPT = 16  # tokens: shorter ones are padded to it
+_SHORTEST_PROMPT = 16  # tokens; shorter prompts are padded to this length
 _SHORTEST_SPAN = 64  # positions
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Sizes of the decode engine: how much is decoded at once."""
+    """Sizes of the decode engine."""
 
-    slots: int = 32  # requests that are decoded at once
-    length: int | None = None  # tokens of a prompt and its answer; None: the model's max_position_embeddings
-    steps: int = 8  # tokens that a request gets between two chances of others to join
-    prefill_tokens: int = 1024  # of prompts, padded, in one call
-    max_waiting: int = 1024  # requests that wait for a slot; more are refused
-    max_stop_tokens: int = 8  # of one request
+    slots: int = 32  # requests decoded at the same time
+    length: int | None = None  # most tokens of a prompt and its answer; None: the model's max_position_embeddings
+    steps: int = 8  # tokens sampled per call; waiting requests get free slots between two calls
+    prefill_tokens: int = 1024  # prompt tokens, with padding, in one prefill call
+    max_waiting: int = 1024  # most requests that wait for a slot; more are refused
+    max_stop_tokens: int = 8  # most stop tokens of one request
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, *(field.name for field in dataclasses.fields(self)))
 
 
 class Slots:
-    """The device's side of the decode engine. One thread uses it.
+    """The cache and the rows of the decode engine on the device. Used by one thread.
 
     Args:
-        config: of the model.
-        engine_config: rows that are decoded at once, the steps of one call, and so on.
-        length: tokens of a prompt and its answer.
+        config: Architecture of the model.
+        engine_config: Number of slots and other sizes.
+        length: Most tokens of a prompt and its answer.
     """
 
     def __init__(self, config: ModelConfig, engine_config: EngineConfig, length: int) -> None:
@@ -71,11 +71,11 @@ class Slots:
         self._rows: SamplingRows = jax.tree.map(jnp.asarray, rows)
 
     def bucket(self, prompt: Sequence[int]) -> int:
-        """Tokens that the prompt is padded to."""
+        """Return the padded length of the prompt."""
         return min(power_of_two(len(prompt), _SHORTEST_PROMPT), self._length)
 
     def batch(self, bucket: int) -> int:
-        """Distinct prompts of a bucket that one call of `fill` takes."""
+        """Return the largest number of different prompts of this padded length in one call of `fill`."""
         return max(1, min(self._engine_config.prefill_tokens // bucket, self._slots))
 
     def fill(
@@ -86,7 +86,7 @@ class Slots:
         Requests with the same prompt share its prefill.
 
         Returns:
-            (what was sampled `[1, requests]`, what was made of each prompt where that is wanted).
+            (sampled tokens `[1, requests]`, the scores of each prompt or None).
         """
         prompts = {prompt: i for i, prompt in enumerate(dict.fromkeys(request.prompt for request in requests))}
         bucket = self.bucket(requests[0].prompt)
@@ -94,7 +94,7 @@ class Slots:
         lengths = np.ones(len(tokens), np.int32)
         for prompt, i in prompts.items():
             tokens[i, : len(prompt)], lengths[i] = prompt, len(prompt)
-        # As many rows as slots: those that are none are put into a slot that there is not, which drops them.
+        # Pad to one row for each slot. The padding's slot index is out of range, so `_place` drops it.
         padded = [*requests, *[requests[0]] * (self._slots - len(requests))]
         where = np.full(self._slots, self._slots, np.int32)
         where[: len(slots)] = slots
@@ -111,7 +111,7 @@ class Slots:
             self._rows,
             self._progress,
             *(logits, prefilled, lengths, sources, where, rows, max_tokens),
-            likeliest=_top_token_count(requests),
+            top_tokens=_top_token_count(requests),
         )
 
         @functools.cache
@@ -123,30 +123,31 @@ class Slots:
         return jax.tree.map(lambda array: np.asarray(array)[None, : len(requests)], first), scored
 
     def decode(self, params: Params, running: dict[int, DecodeRequest], longest: int) -> Sampled:
-        """Sample up to `steps` tokens for each slot of `running` that has not ended: `[steps, running]`.
+        """Sample up to `steps` tokens for each slot of `running`. Return arrays `[steps, running]`.
 
-        `longest` is the number of tokens, of prompt and answer, that the longest of them has.
+        Args:
+            longest: Tokens of the longest prompt with its answer so far.
         """
         slots = list(running)
         live = np.zeros(self._slots, bool)
         live[slots] = True
         steps = self._engine_config.steps
         span = min(power_of_two(longest + steps, _SHORTEST_SPAN), self._length)
-        likeliest = _top_token_count(list(running.values()))
+        top_tokens = _top_token_count(list(running.values()))
         self._cache, self._progress, sampled = _decode(
             *(params, self._config, self._cache, self._rows, self._progress, live),
-            **dict(steps=steps, span=span, likeliest=likeliest),
+            **dict(steps=steps, span=span, top_tokens=top_tokens),
         )
         return jax.tree.map(lambda array: np.asarray(array)[:, slots], sampled)
 
 
 def _top_token_count(requests: Sequence[DecodeRequest]) -> int:
-    """Tokens to rank for all: none, or the most that may be asked for, so that two programs are compiled."""
-    return MAX_TOP_TOKENS if any(request.sampling.likeliest for request in requests) else 0
+    """Return 0 or MAX_TOP_TOKENS, so that only two programs are compiled."""
+    return MAX_TOP_TOKENS if any(request.sampling.top_tokens for request in requests) else 0
 
 
 def _padded_batch_size(count: int, most: int) -> int:
-    """1, 4, 16, ... or `most`: the smallest that is at least `count`."""
+    """Return the smallest of 1, 4, 16, ... that is at least `count`, but at most `most`."""
     size = 1
     while size < count:
         size *= 4
@@ -155,7 +156,7 @@ def _padded_batch_size(count: int, most: int) -> int:
 
 @functools.partial(jax.jit, static_argnames="config")
 def _prefill(params, config, tokens, lengths):  # type: ignore[no-untyped-def]
-    """(the head's input `[R, T, D]`, logits `[R, V]` after the last of each prompt's `lengths`, the tokens' cache)."""
+    """Return (head's input `[R, T, D]`, logits `[R, V]` at the last token of each prompt, cache of the prompts)."""
     R, T = tokens.shape
     x, cache = transformer.hidden_cached(
         params, config, tokens, transformer.init_cache(config, R, T), jnp.zeros(R, jnp.int32)
@@ -164,23 +165,23 @@ def _prefill(params, config, tokens, lengths):  # type: ignore[no-untyped-def]
     return x, transformer.logits_of(params, config, last), cache
 
 
-@functools.partial(jax.jit, static_argnames="likeliest", donate_argnames=("cache", "rows", "progress"))
+@functools.partial(jax.jit, static_argnames="top_tokens", donate_argnames=("cache", "rows", "progress"))
 def _place(  # type: ignore[no-untyped-def]
-    cache, rows, progress, logits, prefilled, lengths, sources, slots, new_rows, max_tokens, *, likeliest
+    cache, rows, progress, logits, prefilled, lengths, sources, slots, new_rows, max_tokens, *, top_tokens
 ):
     """Copy prefilled rows `sources` into `slots` and sample their first tokens."""
-    start, sampled = begin(new_rows, logits[sources], lengths[sources], max_tokens, likeliest)
+    start, sampled = sample_first(new_rows, logits[sources], lengths[sources], max_tokens, top_tokens)
     T = prefilled.keys[0].shape[2]
-    cache = jax.tree.map(lambda all_of, part: all_of.at[slots, :, :T].set(part[sources], mode="drop"), cache, prefilled)
+    cache = jax.tree.map(lambda total, part: total.at[slots, :, :T].set(part[sources], mode="drop"), cache, prefilled)
     rows, progress = jax.tree.map(
-        lambda all_of, part: all_of.at[slots].set(part, mode="drop"), (rows, progress), (new_rows, start)
+        lambda total, part: total.at[slots].set(part, mode="drop"), (rows, progress), (new_rows, start)
     )
     return cache, rows, progress, sampled
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "steps", "span", "likeliest"), donate_argnames=("cache", "progress")
+    jax.jit, static_argnames=("config", "steps", "span", "top_tokens"), donate_argnames=("cache", "progress")
 )
-def _decode(params, config, cache, rows, progress, live, *, steps, span, likeliest):  # type: ignore[no-untyped-def]
+def _decode(params, config, cache, rows, progress, live, *, steps, span, top_tokens):  # type: ignore[no-untyped-def]
     progress = progress._replace(remaining=jnp.where(live, progress.remaining, 0))
-    return decode(params, config, cache, rows, progress, steps=steps, span=span, likeliest=likeliest)
+    return decode(params, config, cache, rows, progress, steps=steps, span=span, top_tokens=top_tokens)

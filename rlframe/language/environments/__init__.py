@@ -1,13 +1,13 @@
-"""Environments of language models, under the names that published environments import.
+"""Environments for language models, with the published names, so that published environments can use them.
 
-`python my_env.py serve`, with an environment that subclasses `BaseEnv` (`env.py`):
+`python my_env.py serve`, where `my_env.py` defines a subclass of `BaseEnv` (`env.py`):
 
-1. `cli.py` reads the options (`config.py`) and makes the environment.
-2. `serving.py: ServeLoop` joins the trajectory service, and decides when to collect, pause, evaluate, and end.
-3. `collecting.py: Collector` runs many `collect_trajectories` side by side. They ask a `ServerManager`
-   (`server_manager.py`), which sends each request to the freest `APIServer` (`model_server.py`).
-4. `groups.py` checks the scored group and packs it. `serving.py: Membership` sends it.
-5. `metrics.py` counts, and `files.py` writes groups, checkpoints and evaluations.
+1. `cli.py` parses the options (`config.py`) and makes the environment.
+2. `serving.py: ServeLoop` registers with the trajectory service, and decides when to collect, pause, evaluate and end.
+3. `collecting.py: Collector` runs many `collect_trajectories` concurrently. They send requests to a `ServerManager`
+   (`server_manager.py`), which sends each request to the `APIServer` with the most free slots (`model_server.py`).
+4. `groups.py` checks and converts the scored group. `serving.py: Membership` sends the group.
+5. `metrics.py` computes metrics. `files.py` writes groups, checkpoints and evaluation results.
 """
 
 from rlframe import extras

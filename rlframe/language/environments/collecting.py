@@ -1,6 +1,6 @@
-"""Groups that are collected side by side: started, paused, repeated, given up.
+"""Collect groups concurrently: start, pause, retry and cancel attempts.
 
-`process` and `evaluate` run an environment and a model without a trainer and a trajectory service.
+`process` and `evaluate` run an environment with a model, but without a trainer and a trajectory service.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from rlframe.language.environments.metrics import CollectStatistics, open_wandb
 if TYPE_CHECKING:
     from rlframe.language.environments.env import BaseEnv
 
-ATTEMPTS = 3  # for one item
-FAILURES_IN_A_ROW = 32  # of attempts, after which the environment or its model is broken
-MAX_ITEMS_WITHOUT_GROUP = 100  # items in a row without a group, of which one should hear
-WHY = "collect_trajectories or postprocess_histories gave None, or what they gave was not sent, as logged."
-# Seconds before an item's next attempt, doubled with each failure in a row.
+ATTEMPTS = 3  # attempts for one item
+FAILURES_IN_A_ROW = 32  # failed attempts after which collecting ends: the environment or its model is broken
+MAX_ITEMS_WITHOUT_GROUP = 100  # items in a row without a group, after which there is a warning or an error
+NO_GROUP_REASON = (
+    "collect_trajectories or postprocess_histories returned None, or the log gives the reason why groups were not sent."
+)
+# Seconds of backoff before an item's next attempt, doubled with each failure in a row.
 _pauses = functools.partial(retry.backoff, 0.1, 1.0, jitter=0.5)
 
 logger = logging.getLogger(__name__)
 
-_AWAY = (PeerError, RemoteError, UnavailableError)  # the service or a model, at the end of its deadline
+_UNREACHABLE = (PeerError, RemoteError, UnavailableError)  # the service or a model did not answer before its deadline
 
 T = TypeVar("T")
 NextItem = Callable[[], Awaitable[Any]]
@@ -40,12 +42,15 @@ HandleItem = Callable[[Any], Awaitable[bool]]
 
 
 class Gate:
-    """Open or closed. What runs behind a closed one goes on until it asks a model, and waits there."""
+    """A gate that pauses collecting.
+
+    While the gate is closed, an attempt runs until its next request to a model. There it waits.
+    """
 
     def __init__(self) -> None:
         self._opened = asyncio.Event()
         self._opened.set()
-        self._stood_at = self._stood = 0.0  # since when, and for how long, its clock stands
+        self._paused_at = self._paused_seconds = 0.0  # start of the current pause, and duration of all earlier pauses
 
     @property
     def closed(self) -> bool:
@@ -53,19 +58,19 @@ class Gate:
 
     @property
     def clock(self) -> float:
-        """Seconds on a clock that stands still while it is closed."""
-        return (self._stood_at if self.closed else time.monotonic()) - self._stood
+        """Seconds on a clock that stops while the gate is closed."""
+        return (self._paused_at if self.closed else time.monotonic()) - self._paused_seconds
 
     def set(self, closed: bool) -> None:
         if closed and not self.closed:
-            self._stood_at = time.monotonic()
+            self._paused_at = time.monotonic()
             self._opened.clear()
         elif not closed and self.closed:
-            self._stood += time.monotonic() - self._stood_at
+            self._paused_seconds += time.monotonic() - self._paused_at
             self._opened.set()
 
-    async def passed(self) -> None:
-        """Return while it is open."""
+    async def wait_open(self) -> None:
+        """Wait until the gate is open."""
         await self._opened.wait()
 
 
@@ -76,8 +81,8 @@ class CollectAttempt:
     item: Any
     gate: Gate
     attempt: int = 1
-    policy_version: int | None = None  # the oldest that answered
-    newest_version: int | None = None
+    policy_version: int | None = None  # oldest version that answered
+    newest_version: int | None = None  # newest version that answered
     task: asyncio.Task[Any] | None = None
 
     def __post_init__(self) -> None:
@@ -85,24 +90,27 @@ class CollectAttempt:
 
     @property
     def seconds(self) -> float:
-        """Since it started, without pauses."""
+        """Seconds since the start, without pauses."""
         return self.gate.clock - self._started
 
-    def answered(self, policy_version: int | None) -> None:
-        """A model answered for it, with this version of its parameters."""
+    def record_version(self, policy_version: int | None) -> None:
+        """Record the parameters' version of an answer for this attempt."""
         if policy_version is not None:
             known = self.policy_version
             self.policy_version = policy_version if known is None else min(known, policy_version)
             self.newest_version = max(policy_version, self.newest_version or policy_version)
 
 
-# Set in the task that collects a group, and so in every task that this one starts. Nowhere else: an evaluation has
-# none, and passes closed gates.
+# Set in the task that collects a group, and thus in all tasks that this task starts. Evaluations have no attempt, so
+# they ignore closed gates.
 current_attempt: contextvars.ContextVar[CollectAttempt | None] = contextvars.ContextVar("rlframe_attempt", default=None)
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results, side by side. Where one raises, the others end first: nothing goes on unseen."""
+    """Run coroutines concurrently and return their results.
+
+    If one raises, cancel the others and wait for their end before raising.
+    """
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
@@ -114,37 +122,40 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
 
 
 class Collector:
-    """Handle so many items at once, each in a task of its own.
+    """A runner of many concurrent attempts, each in its own task.
 
-    While its gate is closed, what is under way keeps what it has: it waits at its next question to a model, and goes
-    on from there. An item whose handling raises is tried again, `ATTEMPTS` times in all.
+    While the gate is closed, running attempts keep their state: each waits before its next request to a model and
+    continues from there. If an attempt raises, the item is retried, up to `ATTEMPTS` attempts.
 
     Args:
-        next_item: gives an item, or None where there is none now.
-        handle: collects a group for an item and sends it; says whether there was one.
-        timeout: seconds for one attempt, not counting pauses; 0 or less: none.
+        next_item: Returns an item, or None if there is no item now.
+        handle: Collects a group for an item and sends it. Returns whether there was a group.
+        statistics: Records the duration of attempts.
+        timeout: Seconds for one attempt, without pauses. 0 or less means no limit.
 
     Attributes:
-        fruitless: items in a row that were handled and gave no group.
+        gate: Pauses the attempts.
+        under_way: Running attempts.
+        items_without_group: Number of items in a row that gave no group.
     """
 
     def __init__(self, next_item: NextItem, handle: HandleItem, statistics: CollectStatistics, timeout: float) -> None:
         self.gate = Gate()
         self.under_way: set[CollectAttempt] = set()
-        self.failed: BaseException | None = None  # what the environment cannot go on from
+        self.failed: BaseException | None = None  # error that ends collecting
         self._next_item, self._handle = next_item, handle
         self._statistics = statistics
         self._timeout = timeout
-        self._again: list[CollectAttempt] = []
-        self._failures, self._pauses = 0, _pauses()  # in a row
-        self.fruitless = 0
+        self._retries: list[CollectAttempt] = []
+        self._failures, self._pauses = 0, _pauses()  # consecutive failures
+        self.items_without_group = 0
         self._changed = asyncio.Event()
 
     async def fill(self, limit: int) -> bool:
-        """Start items until so many are under way. Return whether there were items enough."""
+        """Start attempts until `limit` are running. Return False if there were not enough items."""
         while len(self.under_way) < limit:
-            if self._again:
-                earlier = self._again.pop()
+            if self._retries:
+                earlier = self._retries.pop()
                 self._start(CollectAttempt(earlier.item, self.gate, earlier.attempt + 1))
             elif (item := await self._next_item()) is not None:
                 self._start(CollectAttempt(item, self.gate))
@@ -153,13 +164,13 @@ class Collector:
         return True
 
     async def wait(self, seconds: float) -> None:
-        """Return when something ended, or after so many seconds.
+        """Wait until an attempt ends, or for this number of seconds. Cancel attempts that exceed the timeout.
 
         Raises:
-            RlframeError: the service or a model stayed away beyond its deadline.
+            RlframeError: The service or a model did not answer before its deadline.
             EnvError: `FAILURES_IN_A_ROW` attempts failed.
         """
-        # Not `wait_for`, which in Python 3.10 may take a cancellation for the end of what it waits for.
+        # Do not use `asyncio.wait_for`: in Python 3.10 it can swallow a cancellation.
         timer = asyncio.get_running_loop().call_later(seconds, self._changed.set)
         try:
             await self._changed.wait()
@@ -167,14 +178,16 @@ class Collector:
             timer.cancel()
         self._changed.clear()
         for late in [one for one in self.under_way if 0 < self._timeout < one.seconds]:
-            logger.warning("An item is given up after %g s (worker_timeout): %.200r", self._timeout, late.item)
-            self._statistics.ended(late.seconds, sent=False)
+            logger.warning(
+                "Attempt cancelled after %g s (worker_timeout) for the item %.200r", self._timeout, late.item
+            )
+            self._statistics.record(late.seconds, sent=False)
             self._drop(late)
         if self.failed is not None:
             raise self.failed
 
     async def stop(self) -> None:
-        """End what is under way."""
+        """Cancel all running attempts."""
         tasks = [one.task for one in self.under_way if one.task is not None]
         for one in list(self.under_way):
             self._drop(one)
@@ -194,17 +207,17 @@ class Collector:
         try:
             sent = await self._handle(one.item)
         except Exception as error:
-            self._statistics.ended(one.seconds, sent=False)
-            if isinstance(error, _AWAY):
+            self._statistics.record(one.seconds, sent=False)
+            if isinstance(error, _UNREACHABLE):
                 self.failed = self.failed or error
             else:
                 await self._failure(one, error)
         else:
             self._failures, self._pauses = 0, _pauses()
-            self._statistics.ended(one.seconds, sent=sent)
-            self.fruitless = 0 if sent else self.fruitless + 1
-            if self.fruitless and self.fruitless % MAX_ITEMS_WITHOUT_GROUP == 0:
-                logger.warning("%d items in a row gave no group: %s", self.fruitless, WHY)
+            self._statistics.record(one.seconds, sent=sent)
+            self.items_without_group = 0 if sent else self.items_without_group + 1
+            if self.items_without_group and self.items_without_group % MAX_ITEMS_WITHOUT_GROUP == 0:
+                logger.warning("%d items in a row gave no group: %s", self.items_without_group, NO_GROUP_REASON)
         finally:
             self.under_way.discard(one)
             self._changed.set()
@@ -220,28 +233,29 @@ class Collector:
             return
         await asyncio.sleep(next(self._pauses))
         if one.attempt < ATTEMPTS:
-            self._again.append(one)
+            self._retries.append(one)
 
 
-_LOOK = 1.0  # seconds after which late items are looked for
+_POLL_INTERVAL = 1.0  # seconds between two checks for attempts that exceed the timeout
 
 
 async def process(env: BaseEnv) -> tuple[pathlib.Path, pathlib.Path]:
-    """Collect `total_steps` groups and write them to `data_path_to_save_groups`, and as a page beside it.
+    """Collect `total_steps` groups. Write them to the file `data_path_to_save_groups` and to an HTML page next to it.
 
     Returns:
         The JSONL file and the HTML file.
 
     Raises:
-        EnvError: there were no more items, collecting failed too often, or `MAX_ITEMS_WITHOUT_GROUP` items in a row gave no group.
-            What was collected is written.
+        EnvError: There were not enough items, collecting failed too often, or `MAX_ITEMS_WITHOUT_GROUP` items in a row
+            gave no group. The groups collected so far are written.
     """
     config = env.config
     if env.groups_file is None:
-        raise UsageError("process writes groups: give --env.data_path_to_save_groups FILE.jsonl.")
+        raise UsageError("process needs a file to write groups to. Give --env.data_path_to_save_groups FILE.jsonl.")
     if config.total_steps < 1:
         raise UsageError(
-            f"process collects total_steps groups, 1 or more; got {config.total_steps}. Give --env.total_steps."
+            f"process collects total_steps groups, so it must be at least 1; got {config.total_steps}. "
+            "Give --env.total_steps."
         )
     env.process_mode = True
     env.tracker = open_wandb(config, config.wandb_name or env.name or type(env).__name__, None, None)
@@ -258,15 +272,15 @@ async def process(env: BaseEnv) -> tuple[pathlib.Path, pathlib.Path]:
     env.collector, env.workers = collector, collector.under_way
     try:
         await env.setup()
-        env.curr_step = 0  # groups so far
+        env.curr_step = 0  # counts groups
         while (left := config.total_steps - env.curr_step) > 0:
             more = await collector.fill(min(env.max_num_workers, left))
             if not more and not collector.under_way:
                 raise EnvError(f"There are no more items after {env.curr_step} of {config.total_steps} groups.")
-            await collector.wait(_LOOK)
-            if collector.fruitless >= MAX_ITEMS_WITHOUT_GROUP:
+            await collector.wait(_POLL_INTERVAL)
+            if collector.items_without_group >= MAX_ITEMS_WITHOUT_GROUP:
                 so_far = f"after {env.curr_step} of {config.total_steps}"
-                raise EnvError(f"{MAX_ITEMS_WITHOUT_GROUP} items in a row gave no group, {so_far}: {WHY}")
+                raise EnvError(f"{MAX_ITEMS_WITHOUT_GROUP} items in a row gave no group, {so_far}: {NO_GROUP_REASON}")
     finally:
         await collector.stop()
         await env.close()
@@ -276,7 +290,7 @@ async def process(env: BaseEnv) -> tuple[pathlib.Path, pathlib.Path]:
 
 
 async def evaluate(env: BaseEnv) -> None:
-    """One evaluation."""
+    """Run one evaluation."""
     config = env.config
     env.tracker = open_wandb(config, config.wandb_name or env.name or type(env).__name__, None, None)
     try:

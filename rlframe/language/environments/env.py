@@ -1,4 +1,4 @@
-"""The environment of a language model: what a subclass says about its task, and what it gets for it."""
+"""`BaseEnv`: the base class of environments for language models."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ T = TypeVar("T")
 Groups = Union[ScoredDataGroup, Sequence[Union[ScoredDataGroup, None]], None]
 ServerConfigs = Union[ServerBaseline, list[APIServerConfig]]
 
-_QUEUES = ("queue_size", "self_queue_size")  # of the service's status, which are logged
+_QUEUES = ("queue_size", "self_queue_size")  # fields of the service's status to log
 
 logger = logging.getLogger(__name__)
 
 
 class BaseEnv(abc.ABC):
-    """Asks a model for completions, scores them, and sends groups to the trajectory service.
+    """An environment that requests completions from a model, scores them, and sends groups to the trajectory service.
 
-    A subclass says `setup`, `get_next_item`, `evaluate`, and one of `collect_trajectory` and `collect_trajectories`.
-    `MyEnv.cli()` is its command line. What the published class of this name does, this one does under the same names.
+    A subclass implements `setup`, `get_next_item`, `evaluate`, and either `collect_trajectory` or
+    `collect_trajectories`. `MyEnv.cli()` runs its command line. Names and behavior are those of the published class.
 
     Args:
-        config: of the class's `env_config_cls`.
-        server_configs: the model servers; one config, or a list.
-        slurm: take the model servers from the Slurm job, where there is one.
-        testing: refused; see `ServerManager`.
+        config: Options, an instance of the class's `env_config_cls`.
+        server_configs: One config or a list, for the model servers.
+        slurm: Use the model servers of the Slurm job, if there is one.
+        testing: Not supported; see `ServerManager`.
 
     Attributes:
-        server: the model servers, a `ServerManager`.
-        tokenizer: named by the config.
-        curr_step: the trainer's step, the batches that it has had.
-        max_token_len: of a sequence, as the trainer registered; -1 before.
-        workers: groups that are being collected.
-        eval_workers: tasks of an evaluation that are under way.
-        status_dict: the service's last answer to `/status-env`.
-        backlog: items that are collected before new ones are asked for.
-        process_mode: whether groups are collected for a file, without trainer and service.
+        server: The model servers, a `ServerManager`.
+        tokenizer: The tokenizer that the config names.
+        curr_step: The trainer's step: the number of batches it has received.
+        max_token_len: Most tokens of a sequence, set by the trainer. -1 before registration.
+        workers: Attempts to collect groups that are running.
+        eval_workers: Running tasks of an evaluation.
+        status_dict: Last response of the service to `/status-env`.
+        backlog: Items that are collected before new items are requested.
+        process_mode: Whether groups are collected for a file, without trainer and service.
     """
 
     name: str | None = None
@@ -71,11 +71,11 @@ class BaseEnv(abc.ABC):
         self.status_dict: dict[str, Any] = {}
         self.backlog: list[Item] = []
         self.workers: set[CollectAttempt] = set()
-        self.collector: Collector | None = None  # once it collects
+        self.collector: Collector | None = None  # set when collecting starts
         self.eval_workers: set[asyncio.Task[Any]] = set()
         self.eval_runner: asyncio.Task[Any] | None = None
         self.checkpoint_dir, self.checkpoint_interval = "", -1
-        self.wandb_prepend: str | None = None  # its name at the service
+        self.wandb_prepend: str | None = None  # name of this environment at the service
         self.wandb_group: str | None = None
         self.wandb_project: str | None = None
         self.items_sent_this_step = 0
@@ -83,7 +83,7 @@ class BaseEnv(abc.ABC):
         self.rollouts_for_wandb: list[Any] = []
         self.completion_lengths: list[int] = []
         self.collected = GroupStatistics()
-        self._said: set[str] = set()  # why groups were not sent
+        self._logged_reasons: set[str] = set()  # reasons why groups were not sent
         self.statistics = CollectStatistics()
         self.tracker: Tracker | None = None
         self.membership: Membership | None = None
@@ -92,45 +92,43 @@ class BaseEnv(abc.ABC):
 
     @classmethod
     def get_cli_serve_config_cls(cls) -> type[cli.CommandConfig]:
-        """The options of `serve`: a pydantic model, whose defaults are those of `config_init`."""
+        """Return the option class of `serve`: a pydantic model with the defaults of `config_init`."""
         return cli.config_cls(cls, "serve")
 
     @classmethod
     def get_cli_process_config_cls(cls) -> type[cli.CommandConfig]:
-        """The options of `process`."""
+        """Return the option class of `process`."""
         return cli.config_cls(cls, "process")
 
     @classmethod
     def get_cli_evaluate_config_cls(cls) -> type[cli.CommandConfig]:
-        """The options of `evaluate`."""
+        """Return the option class of `evaluate`."""
         return cli.config_cls(cls, "evaluate")
 
-    # What a subclass says.
+    # Methods that subclasses override.
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, ServerConfigs]:
-        """The options that the command line begins with."""
+        """Return the default options: the environment's config and the model servers."""
         return cls.env_config_cls(), ServerBaseline()
 
     async def setup(self) -> None:
-        """Load what the environment needs, once."""
-        raise NotImplementedError(f"{type(self).__name__} has to say how it is set up: async def setup(self).")
+        """Load the environment's data. Called once."""
+        raise NotImplementedError(f"{type(self).__name__} must implement its setup: async def setup(self).")
 
     @abc.abstractmethod
     async def get_next_item(self) -> Item:
-        """Return the item that the next group starts from; None if there is nothing now."""
+        """Return the item for the next group, or None if there is no item now."""
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | Any | None, list[Item]]:
-        """One sequence for an item, and further items for the backlog."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has to say how it collects: collect_trajectory or collect_trajectories."
-        )
+        """Return one sequence for an item (or None), and further items for the backlog."""
+        raise NotImplementedError(f"{type(self).__name__} must implement collect_trajectory or collect_trajectories.")
 
     async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
-        """A group for an item, or several, or None, and further items for the backlog.
+        """Return a group, several groups or None for an item, and further items for the backlog.
 
-        By default `group_size` times `collect_trajectory`, side by side. Those that gave None are left out. The others
-        make a group where each is a `ScoredDataItem`; else they go as they are to `postprocess_histories`.
+        The default calls `collect_trajectory` `group_size` times concurrently and drops None results. If all results
+        are `ScoredDataItem`, they become one group. Otherwise `postprocess_histories` gets the list of results.
         """
         results = await gather_or_cancel(self.collect_trajectory(item) for _ in range(self.config.group_size))
         sequences: list[Any] = [sequence for sequence, _ in results if sequence is not None]
@@ -138,35 +136,35 @@ class BaseEnv(abc.ABC):
         if not sequences or not all(isinstance(one, Mapping) and "tokens" in one for one in sequences):
             return sequences, backlog
         group = groups.group_from_items(sequences)
-        if len(sequences) < self.config.group_size:  # else it would not be sent
+        if len(sequences) < self.config.group_size:  # otherwise the group would not be sent
             group["group_overrides"] = {**(group.get("group_overrides") or {}), "group_size": len(sequences)}
         return group, backlog
 
     async def postprocess_histories(self, trajectories: Any) -> Any:
-        """Make groups of what `collect_trajectories` gave, or change them, before they are sent."""
+        """Convert the results of `collect_trajectories` to groups, or change groups, before they are sent."""
         return trajectories
 
     @abc.abstractmethod
     async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Measure the model, every `steps_per_eval` steps. `gather_eval` runs many tasks side by side."""
+        """Evaluate the model, every `steps_per_eval` steps. `gather_eval` runs many tasks concurrently."""
 
     def demonstrations(self, source: random.Random, count: int) -> list[tuple[str, str]]:
-        """Prompts and right answers for a supervised warm-up, drawn from `source`; none that evaluations ask.
+        """Return `count` pairs of a prompt and a correct answer for a supervised warm-up, drawn with `source`.
 
-        May be called before `setup`.
+        The prompts must not occur in evaluations. May be called before `setup`.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no demonstrations, which a supervised warm-up imitates: "
+            f"{type(self).__name__} has no demonstrations, which a supervised warm-up needs. Implement "
             "def demonstrations(self, source, count)."
         )
 
-    async def cleanup(self) -> None:  # noqa: B027 - there need be none
-        """Called after each item, also one that failed."""
+    async def cleanup(self) -> None:  # noqa: B027 - overriding is optional
+        """Clean up after an item. Called after each item, even if it failed."""
 
-    # What a subclass uses.
+    # Methods that subclasses call.
 
     async def gather_eval(self, tasks: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-        """The results of all tasks, of which `max_eval_workers` run at once: these are the `eval_workers`."""
+        """Run all tasks and return their results. At most `max_eval_workers` run concurrently, as `eval_workers`."""
         slots = asyncio.Semaphore(self.config.max_eval_workers)
 
         async def run(task: Coroutine[Any, Any, T]) -> T:
@@ -184,11 +182,11 @@ class BaseEnv(abc.ABC):
             return await gather_or_cancel(map(run, listed))
         finally:
             for task in listed:
-                task.close()  # where one failed, of those that had not begun
+                task.close()  # if one task failed, close the tasks that have not started
 
     @property
     def max_num_workers(self) -> int:
-        """Groups that are collected at once."""
+        """Number of groups that are collected concurrently."""
         config = self.config
         if config.max_num_workers == -1:
             return config.max_num_workers_per_node * len(self.server.servers)
@@ -196,7 +194,10 @@ class BaseEnv(abc.ABC):
 
     @property
     def derived_batch_size(self) -> int:
-        """Sequences of a batch that can be this environment's, after what others are sure of; -1: not known yet."""
+        """Number of sequences in a batch that this environment may fill; -1 if unknown.
+
+        Excludes the minimums of other environments.
+        """
         size = self.config.batch_size
         if size == -1 or not self.status_dict:
             return size
@@ -204,18 +205,21 @@ class BaseEnv(abc.ABC):
         return int(size * fraction)
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        """Called at the trainer's checkpoint interval. A subclass adds to `data`, and calls this one with it."""
+        """Save `data` for a step. Called at the trainer's checkpoint interval.
+
+        A subclass adds its state to `data` and calls this method with it.
+        """
         if data is not None:
             path = files.save_checkpoint(self.checkpoint_dir, self.wandb_prepend or "", step, data)
             logger.info("Saved %s.", path)
 
     def load_checkpoint(self) -> None:
-        """Set the attributes that the newest checkpoint up to `curr_step` has, where there is one."""
+        """Load the newest checkpoint up to `curr_step`, if there is one, and set the attributes that it contains."""
         for name, value in files.load_checkpoint(self.checkpoint_dir, self.wandb_prepend or "", self.curr_step).items():
             setattr(self, name, value)
 
     async def add_rollouts_for_wandb(self, scored_data: Any, item: Item = None) -> None:
-        """Keep a group for the table of rollouts, as (text, score)."""
+        """Keep a group as (text, score) rows for the table of rollouts."""
         if self.tracker is None:
             return
         for group in scored_data if isinstance(scored_data, list) else [scored_data]:
@@ -226,14 +230,14 @@ class BaseEnv(abc.ABC):
         del self.rollouts_for_wandb[: -self.config.num_rollouts_to_keep]
 
     async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
-        """Add the table of rollouts."""
+        """Add the table of rollouts to the metrics."""
         if self.rollouts_for_wandb and self.tracker is not None:
             rows = [row for group in self.rollouts_for_wandb for row in group]
             wandb_metrics["train/rollouts"] = self.tracker.table(["text", "score"], rows)
         return wandb_metrics
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Log metrics. A subclass adds its own, and calls this one with them."""
+        """Log metrics. A subclass adds its metrics and calls this method with them."""
         metrics = dict(wandb_metrics or {})
         longest = self.max_token_len if self.max_token_len > 0 else self.config.max_token_length
         metrics |= length_metrics(self.completion_lengths, longest)
@@ -247,23 +251,23 @@ class BaseEnv(abc.ABC):
         if shown := " ".join(f"{name}={value:.4g}" for name, value in numbers.items() if "_perf/" not in name):
             logger.info("Step %d: %s", self.curr_step, shown)
         if self.tracker is not None:
-            metrics = self._own(metrics)
+            metrics = self._with_prefix(metrics)
             for index, server in enumerate(self.server.servers):
                 metrics = await server.wandb_metrics(metrics, f"server_{index}")
             self.tracker.write(self.curr_step, metrics)
 
-    def _own(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Metrics under this environment's name at the service: a run in Weights & Biases may have several."""
+    def _with_prefix(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Prefix the metrics' names with this environment's name, since environments may share a run in W&B."""
         prefix = "" if self.wandb_prepend is None else f"{self.wandb_prepend}_"
         return {f"{prefix}{name}": value for name, value in metrics.items()}
 
     def log_pause(self, paused: bool) -> None:
-        """Log that collecting pauses, or goes on."""
+        """Log that collecting pauses or continues."""
         if self.tracker is not None:
-            self.tracker.write(self.curr_step, self._own({"train/paused": int(paused)}))
+            self.tracker.write(self.curr_step, self._with_prefix({"train/paused": int(paused)}))
 
     def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
-        """Add how collecting went since the last call."""
+        """Add the performance of collecting since the last call."""
         return self.statistics.report(metrics_dict)
 
     async def evaluate_log(
@@ -279,8 +283,8 @@ class BaseEnv(abc.ABC):
     ) -> None:
         """Log the results of an evaluation, and write them to `data_dir_to_save_evals`.
 
-        A metric's name begins with `eval/`, which is added where it does not begin with `eval`. The files are
-        `metrics.json` and `samples.jsonl`.
+        Metrics are logged as `eval/NAME`, unless their name already begins with `eval`. The files are `metrics.json`
+        and `samples.jsonl`.
         """
         task = task_name or f"{self.name or type(self).__name__}_eval"
         end = time.time() if end_time is None else end_time
@@ -289,7 +293,7 @@ class BaseEnv(abc.ABC):
         if self.tracker is not None:
             numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
             named = {name if name.startswith("eval") else f"eval/{name}": value for name, value in numbers.items()}
-            self.tracker.write(self.curr_step, self._own(named))
+            self.tracker.write(self.curr_step, self._with_prefix(named))
         if self.config.data_dir_to_save_evals is None:
             return
         general = {
@@ -299,31 +303,32 @@ class BaseEnv(abc.ABC):
         }
         results = {"config_general": general, "results": {f"rlframe|{task}|0": metrics, "all": metrics}}
         path = files.write_evaluation(self.config.data_dir_to_save_evals, results, samples)
-        logger.info("Results of the evaluation are in %s.", path)
+        logger.info("The results of the evaluation are in %s.", path)
 
-    # What runs it.
+    # Methods that run the environment.
 
     async def add_train_workers(self, limit: int | None = None) -> None:
-        """Start groups until so many are under way, which are the `workers`; None: `max_num_workers`."""
-        assert self.collector is not None, "env_manager and process_manager begin to collect"
+        """Start attempts until `limit` groups are being collected. None means `max_num_workers`."""
+        assert self.collector is not None, "env_manager and process_manager create the collector"
         await self.collector.fill(self.max_num_workers if limit is None else limit)
 
     async def env_manager(self) -> None:
-        """`serve`: collects for the trainer until its last step, then leaves.
+        """Run `serve`: collect for the trainer until its last step, then leave the service.
 
         Raises:
-            RlframeError: the service, the trainer or the model stayed away, or collecting failed too often.
+            RlframeError: The service, the trainer or a model did not answer before its deadline, or collecting failed
+                too often.
         """
         await ServeLoop(self).run()
 
     async def process_manager(self) -> None:
-        """`process`: collects `total_steps` groups into a JSONL and an HTML file."""
+        """Run `process`: collect `total_steps` groups into a JSONL and an HTML file."""
         lines, page = await collecting.process(self)
-        logger.info("Groups are in %s; to read in %s.", lines, page)
+        logger.info("The groups are in %s; a page to read them is %s.", lines, page)
 
     @classmethod
     def cli(cls) -> None:
-        """The command line: `serve`, `process`, `evaluate`. Ends the process with the exit code."""
+        """Run the command line (`serve`, `process` or `evaluate`) and exit the process with the exit code."""
         cli.main(cls)
 
     async def next_item(self) -> Item:
@@ -331,7 +336,7 @@ class BaseEnv(abc.ABC):
         return self.backlog.pop() if self.backlog else await self.get_next_item()
 
     async def handle_env(self, item: Item) -> bool:
-        """Collect for an item and send it, or write it in process mode. Return whether there was a group."""
+        """Collect groups for an item and send them, or write them in process mode. Return whether there was a group."""
         try:
             collected, further = await self.collect_trajectories(item)
             self.backlog.extend(further)
@@ -347,10 +352,13 @@ class BaseEnv(abc.ABC):
         do_send_to_api: bool = True,
         abort_on_any_max_length_exceeded: bool = True,
     ) -> bool:
-        """Check groups, keep them as configured, and send them. Return whether there was one to send.
+        """Check groups, record them as configured, and send them if `do_send_to_api`.
+
+        Returns:
+            Whether the service accepted a group or, without sending, whether a group is valid.
 
         Raises:
-            UsageError: rows of a group do not fit each other.
+            UsageError: Rows of a group do not have matching lengths.
         """
         listed: list[Any] = list(scored_data) if isinstance(scored_data, (list, tuple)) else [scored_data]
         doing = current_attempt.get()
@@ -358,13 +366,13 @@ class BaseEnv(abc.ABC):
         for group in filter(None, listed):
             if not issubclass(type(group), Mapping):
                 raise EnvError(
-                    f"{type(self).__name__} sends groups (ScoredDataGroup), and got {type(group).__name__}: what "
-                    "collect_trajectory returns is a ScoredDataItem, or postprocess_histories makes groups of it."
+                    f"{type(self).__name__} can only send groups (ScoredDataGroup), got {type(group).__name__}. Return "
+                    "a ScoredDataItem from collect_trajectory, or convert the results in postprocess_histories."
                 )
             if why := groups.rejection_reason(self, group, abort_on_any_max_length_exceeded):
-                if why not in self._said:  # once: as a model gets better, most of its groups are all right
-                    self._said.add(why)
-                    logger.info("A group is not sent: %s. (train/items_rejected counts such groups.)", why)
+                if why not in self._logged_reasons:  # log each reason only once, since it may be frequent
+                    self._logged_reasons.add(why)
+                    logger.info("A group is not sent: %s. (train/items_rejected counts these groups.)", why)
                 continue
             message = groups.to_trajectory_group(group, self.env_id, None if doing is None else doing.policy_version)
             if self.config.include_messages and message.messages is None:
@@ -378,7 +386,7 @@ class BaseEnv(abc.ABC):
                 self.groups_file.write(group)
             fit.append(message)
         if fit and do_send_to_api:
-            assert self.membership is not None, "env_manager joins before anything is collected"
+            assert self.membership is not None, "env_manager registers before it collects"
             kept = await self.membership.post(fit)
             self.items_sent_this_step += kept
             return kept > 0

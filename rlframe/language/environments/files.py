@@ -1,4 +1,4 @@
-"""Files of an environment: groups as JSON lines and as a page to read, checkpoints, results of evaluations."""
+"""Files of an environment: groups as JSON lines and as an HTML page, checkpoints, and results of evaluations."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ import numpy as np
 from rlframe.errors import CheckpointError
 from rlframe.interprocess.files import write_atomically
 
-_CHECKPOINTS = "env_checkpoints"  # in the trainer's checkpoint_dir, as published
+_CHECKPOINTS = "env_checkpoints"  # folder in the trainer's checkpoint_dir; the published name
 
 
 class GroupsFile:
-    """A JSONL file with a group in each line. Opened at the first one, under a name that no file has yet."""
+    """A JSONL file with one group per line.
+
+    The first `write` creates the file. If a file of this name exists, a number is appended to the name.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = pathlib.Path(path)
@@ -43,17 +46,17 @@ class GroupsFile:
 
 
 def save_checkpoint(checkpoint_dir: str, name: str, step: int, data: Mapping[str, Any]) -> pathlib.Path:
-    """Write the data for a step, whole or not at all."""
+    """Write the data of a step atomically."""
     path = pathlib.Path(checkpoint_dir, _CHECKPOINTS, name, f"step-{step}.json")
     write_atomically(path, to_json(data), parents=True)
     return path
 
 
 def load_checkpoint(checkpoint_dir: str, name: str, step: int) -> dict[str, Any]:
-    """The newest data of this step or before it; empty where there is none.
+    """Return the newest data up to this step, or {} if there is none.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        CheckpointError: The file cannot be read.
     """
     folder = pathlib.Path(checkpoint_dir, _CHECKPOINTS, name)
     saved = {int(path.stem[5:]): path for path in folder.glob("step-*.json") if path.stem[5:].isdigit()}
@@ -69,7 +72,7 @@ def load_checkpoint(checkpoint_dir: str, name: str, step: int) -> dict[str, Any]
 def write_evaluation(
     folder: str, result: Mapping[str, Any], samples: Sequence[Mapping[str, Any]] | None
 ) -> pathlib.Path:
-    """`metrics.json` and, where there are samples, `samples.jsonl`."""
+    """Write `metrics.json` and, if there are samples, `samples.jsonl`."""
     path = pathlib.Path(folder, "metrics.json")
     write_atomically(path, to_json(result, indent=2), parents=True)
     if samples:
@@ -79,7 +82,7 @@ def write_evaluation(
 
 
 def to_json(content: Any, indent: int | None = None) -> str:
-    """JSON, of numpy's numbers and arrays too; what JSON has no word for is written as text."""
+    """Encode a value as JSON. Convert numpy numbers and arrays; write other unknown objects as text."""
     return json.dumps(content, default=_plain, indent=indent, ensure_ascii=False)
 
 
@@ -134,7 +137,7 @@ def _group(number: int, group: dict[str, Any]) -> str:
     scores, messages = group["scores"], group.get("messages") or []
     mean = sum(scores) / max(1, len(scores))
     sequences = "".join(
-        f'<article><h3 class="{_kind(score)}">Score {score:g}</h3>'
+        f'<article><h3 class="{_css_class(score)}">Score {score:g}</h3>'
         f"{_sequence(messages[index] if index < len(messages) else None)}</article>"
         for index, score in enumerate(scores)
     )
@@ -144,7 +147,7 @@ def _group(number: int, group: dict[str, Any]) -> str:
 
 def _sequence(messages: Any) -> str:
     if messages is None:
-        return "<p>Its messages were not kept.</p>"
+        return "<p>The messages were not saved.</p>"
     if isinstance(messages, str):
         return f"<pre>{html.escape(messages)}</pre>"
     return "".join(
@@ -155,11 +158,11 @@ def _sequence(messages: Any) -> str:
 
 
 def _text(content: Any) -> str:
-    """The text of a message, or of its parts; a part that is no text is named."""
+    """Return the text of a message or of its parts. For a part without text, return its type."""
     if isinstance(content, list):
         return "\n".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
     return "" if content is None else str(content)
 
 
-def _kind(score: float) -> str:
+def _css_class(score: float) -> str:
     return "above" if score > 0 else "below" if score < 0 else ""

@@ -1,7 +1,4 @@
-"""Scored groups: their types, how sequences become one, and what is sent of it.
-
-Chats that exist only as text are turned into tokens here.
-"""
+"""Scored groups: their types, their conversion for the trajectory service, and the tokens and masks of chats."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ _ROWS = (
     *("distill_token_ids", "distill_logprobs"),
 )
 
-Item = Any  # what a group starts from: whatever `get_next_item` returns
+Item = Any  # a task for a group, as returned by `get_next_item`
 number = Union[int, float]
 
 
 class Message(TypedDict, total=False):
-    """One turn of a chat, as the OpenAI API has it."""
+    """One turn of a chat, in the format of the OpenAI API."""
 
     role: str  # system, user, assistant or tool
     content: Any  # text, or a list of parts
@@ -33,9 +30,9 @@ class Message(TypedDict, total=False):
 
 
 class ScoredDataGroup(TypedDict, total=False):
-    """S sequences that answer one item, scored: see `rlframe.trajectories.Group` for shapes and meaning.
+    """S scored sequences that answer one item. See `rlframe.trajectories.Group` for shapes and meaning.
 
-    `tokens`, `masks` (the token where it is trained on, -100 where not) and `scores` have to be there.
+    `tokens`, `masks` (the token if it is trained on, otherwise -100) and `scores` are required.
     """
 
     tokens: list[list[int]]
@@ -47,11 +44,11 @@ class ScoredDataGroup(TypedDict, total=False):
     messages: list[list[Message]] | None
     generation_params: dict[str, Any] | None
     group_overrides: dict[str, Any] | None
-    overrides: list[dict[str, Any]] | None  # one for each sequence, such as {"set_advantage_to_zero": True}, or {}
+    overrides: list[dict[str, Any]] | None  # for each sequence {} or, for example, {"set_advantage_to_zero": True}
     images: Any
     distill_token_ids: list[list[list[int]]] | None
     distill_logprobs: list[list[list[float]]] | None
-    policy_version: int | None  # where not given: the oldest that answered while the group was collected
+    policy_version: int | None  # default: the oldest version that answered while the group was collected
 
 
 class ScoredDataItem(TypedDict, total=False):
@@ -72,7 +69,7 @@ class ScoredDataItem(TypedDict, total=False):
 
 
 def group_from_items(items: list[ScoredDataItem]) -> ScoredDataGroup:
-    """A group of sequences. What only some of them have is left out, except overrides."""
+    """Make a group of sequences. Drop fields that some sequences lack, except overrides."""
     rows: list[Mapping[str, Any]] = list(items)
     group: dict[str, Any] = {name: [row[name] for row in rows] for name in ("tokens", "masks", "scores")}
     for name in _ROWS:
@@ -80,32 +77,32 @@ def group_from_items(items: list[ScoredDataItem]) -> ScoredDataGroup:
             group[name] = [row[name] for row in rows]
     if any(row.get("overrides") for row in rows):
         group["overrides"] = [row.get("overrides") or {} for row in rows]
-    of_group: dict[str, Any] = {}
+    group_overrides: dict[str, Any] = {}
     for row in rows:
-        of_group |= row.get("group_overrides") or {}
-    if of_group:
-        group["group_overrides"] = of_group
+        group_overrides |= row.get("group_overrides") or {}
+    if group_overrides:
+        group["group_overrides"] = group_overrides
     return ScoredDataGroup(**group)  # type: ignore[typeddict-item]
 
 
 def rejection_reason(env: BaseEnv, group: ScoredDataGroup, check_length: bool) -> str | None:
-    """Why a group is not sent, None where it is."""
+    """Return why the group is not sent, or None if it is sent."""
     config = env.config
     tokens: Any = () if group.get("tokens") is None else group["tokens"]  # a list of rows, or an array
     wanted = (group.get("group_overrides") or {}).get("group_size", config.group_size)
     if len(tokens) != wanted:
-        return f"it has {len(tokens)} sequences, not {wanted}"
+        return f"it has {len(tokens)} sequences, expected {wanted}"
     scores = group["scores"]
     if config.ensure_scores_are_not_same and len(scores) > 1 and len(set(map(float, scores))) == 1:
-        return f"its scores are all {float(scores[0]):g}"
+        return f"all its scores are {float(scores[0]):g}"
     longest = max(map(len, tokens))
     if check_length and 0 < env.max_token_len < longest:
-        return f"a sequence has {longest} tokens, and the trainer takes {env.max_token_len}"
+        return f"a sequence has {longest} tokens, but the trainer accepts at most {env.max_token_len}"
     return None
 
 
 def with_messages(tokenizer: Any, group: ScoredDataGroup) -> ScoredDataGroup:
-    """With messages, made from the tokens where there are none."""
+    """Return the group with messages, decoded from the tokens if there are none."""
     if group.get("messages"):
         return group
     messages = [[{"role": "user", "content": tokenizer.decode(list(row))}] for row in group["tokens"]]
@@ -113,21 +110,21 @@ def with_messages(tokenizer: Any, group: ScoredDataGroup) -> ScoredDataGroup:
 
 
 def completion_lengths(group: ScoredDataGroup) -> list[int]:
-    """Tokens that are trained on, of each sequence."""
+    """Return the number of tokens that are trained on, for each sequence."""
     return [sum(mask != -100 for mask in row) for row in group["masks"]]
 
 
 def to_trajectory_group(group: ScoredDataGroup, env_id: int | None, policy_version: int | None) -> Group:
-    """Convert to what the service takes. Raise `UsageError` if its rows do not fit each other."""
+    """Convert a group to a `Group` of the trajectory service. Raise `UsageError` if the rows' lengths do not match."""
     version = group.get("policy_version")
-    told = {"env_id": env_id, "policy_version": policy_version if version is None else version}
+    metadata = {"env_id": env_id, "policy_version": policy_version if version is None else version}
     empty = {name: None for name in ("group_overrides", "overrides", "images") if not group.get(name)}
     rows: Any = group.get("messages")
-    said = {"messages": [plain_messages(row) if isinstance(row, list) else row for row in rows]} if rows else {}
-    return Group.from_item({**group, **empty, **said, **told})
+    messages = {"messages": [plain_messages(row) if isinstance(row, list) else row for row in rows]} if rows else {}
+    return Group.from_item({**group, **empty, **messages, **metadata})
 
 
-_PLACEHOLDERS = ("a", "b")  # contents that no content agrees with at both its first and its last token
+_PLACEHOLDERS = ("a", "b")  # every other content differs from at least one of them in its first and in its last token
 
 
 def tokenize_for_trainer(
@@ -137,18 +134,20 @@ def tokenize_for_trainer(
     train_on_all_assistant_turns: bool = False,
     finish_reason: str = "",
 ) -> dict[str, Any]:
-    """Return a chat as `tokens` and `masks`, which are -100 except in the last turn, or in all turns of the assistant.
+    """Convert a chat to `tokens` and `masks`. Masks are -100 except in the last turn, or in all turns of the assistant.
 
-    In those turns the mask keeps the content and the token that ends the turn. The other tokens that the chat template
-    adds were never sampled, so they are -100 too.
+    In these turns, the mask includes the content and the token that ends the turn. The other tokens of the chat
+    template were not sampled by the model, so their mask is -100.
 
-    The content is encoded again, and that may give other tokens than were sampled: new environments take tokens and
-    log-probabilities from `self.server.managed_server()`.
+    The content is encoded from text, so the tokens may differ from the sampled tokens. New environments should use the
+    tokens and log-probabilities of `self.server.managed_server()`.
 
     Args:
-        chat: dicts, or messages of the `openai` package.
-        include_messages: return the chat as `messages`.
-        finish_reason: "length" if the last turn was cut off: then the tokens end with its content.
+        tokenizer: Tokenizer with a chat template.
+        chat: Dicts, or messages of the `openai` package.
+        include_messages: Whether to return the chat as `messages`.
+        train_on_all_assistant_turns: Whether to train on all turns of the assistant, not only on the last turn.
+        finish_reason: "length" if the last turn was cut off. The tokens then end with its content.
     """
     chat = plain_messages(chat)
     tokens = list(tokenizer.apply_chat_template(chat))
@@ -168,17 +167,17 @@ def tokenize_for_trainer(
         elif ending is not None:
             masks[content_end + ending] = closing[ending]
         else:
-            masks[content_end:end] = closing  # the tokenizer does not name the template's end of a turn
+            masks[content_end:end] = closing  # the tokenizer does not define the token that ends a turn
     return {"tokens": tokens, "masks": masks, **({"messages": chat} if include_messages else {})}
 
 
 def _turn(
     tokenizer: Any, chat: list[dict[str, Any]], turn: int, tokens: list[int], stops: set[int]
 ) -> tuple[int, int, int]:
-    """Return where the content of a turn begins, where it ends, and where the tokens that close the turn end.
+    """Return the start and end of a turn's content, and the end of the tokens that close the turn.
 
-    The content is what changes in the whole chat's tokens if a placeholder replaces it. Templates may render a turn
-    differently if it is the last one, so the tokens of the chat up to this turn need not begin the whole chat's.
+    Replace the content by placeholders and compare the tokens. Tokenize the whole chat, because
+    templates may render the last turn differently.
     """
     message, before, after = chat[turn], chat[:turn], chat[turn + 1 :]
     calls: dict[str, Any] = {"tool_calls": []} if message.get("tool_calls") else {}
@@ -189,11 +188,11 @@ def _turn(
     content = None if calls else message.get("content")
     prompt = list(tokenizer.apply_chat_template(before, add_generation_prompt=True)) if before else []
     if prompt and tokens[: len(prompt)] == prompt:
-        # Templates may put an empty thought before a content that has none.
+        # Templates may add an empty thought in front of the content.
         added = tokenizer.decode(tokens[len(prompt) : start]).strip()
         if not isinstance(content, str) or content.lstrip().startswith(added):
             start = len(prompt)
-    if content == "":  # a line end before it may have become another token
+    if content == "":  # an empty content may merge the line ends around it into other tokens
         start = content_end
     if not isinstance(content, str):
         content_end = next((i for i in range(start, len(tokens)) if tokens[i] in stops), content_end)
@@ -206,7 +205,7 @@ def _turn(
 
 
 def _common(one: Iterable[int], other: Iterable[int]) -> int:
-    """Count the first tokens that two sequences share."""
+    """Return the length of the common prefix of two sequences."""
     count = 0
     for token, its in zip(one, other):
         if token != its:

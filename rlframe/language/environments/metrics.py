@@ -1,4 +1,4 @@
-"""Metrics of an environment, in the names of the published ones."""
+"""Metrics of an environment, with the published names."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from rlframe.metrics import Logger, WandbLogger
 
 
 class Tracker(Logger, Protocol):
-    """A logger of the metrics of an environment: a `WandbLogger`, or what a run's monitor reads."""
+    """A logger of an environment's metrics, for example `WandbLogger`."""
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
-        """Return rows of text as one value of a row."""
+        """Return a table of text as one value of a row."""
 
 
 class CollectStatistics:
-    """Collected since they were last reported.
+    """Durations of collecting since the last report.
 
     Attributes:
-        task_duration, succeeded_task_duration, failed_task_duration: seconds for a group, without pauses.
-        mainloop_timings: seconds from one look at the service to the next.
-        workers_added_per_attempt: groups that could be started at each look.
+        task_duration, succeeded_task_duration, failed_task_duration: Seconds for a group, without pauses.
+        mainloop_timings: Seconds between two status requests to the service.
+        workers_added_per_attempt: Number of attempts that could be started after each status request.
     """
 
     def __init__(self) -> None:
@@ -34,24 +34,24 @@ class CollectStatistics:
         self.mainloop_timings: list[float] = []
         self.workers_added_per_attempt: list[float] = []
 
-    def ended(self, seconds: float, sent: bool) -> None:
+    def record(self, seconds: float, sent: bool) -> None:
         self.task_duration.append(seconds)
         (self.succeeded_task_duration if sent else self.failed_task_duration).append(seconds)
 
     def report(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Add `train_perf/...` and `train/items_...`, and start afresh."""
+        """Add `train_perf/...` and `train/items_...` to the metrics, and reset."""
         if self.succeeded_task_duration:
             metrics["train/items_sent_to_api"] = len(self.succeeded_task_duration)
         if self.failed_task_duration:
             metrics["train/items_rejected"] = len(self.failed_task_duration)
         for name, values in vars(self).items():
-            metrics |= spread(f"train_perf/{name}", values)
+            metrics |= summary(f"train_perf/{name}", values)
             values.clear()
         return metrics
 
 
 class GroupStatistics:
-    """Scores of the sequences since they were last reported, and by how many policy versions groups were too old."""
+    """Scores of sequences, and staleness of groups in versions, since the last report."""
 
     def __init__(self) -> None:
         self.scores: list[float] = []
@@ -59,15 +59,15 @@ class GroupStatistics:
         self._newest = -1
 
     def add(self, scores: Iterable[float], version: int | None, newest: int | None) -> None:
-        """Take a group; `version` is the oldest that answered for it, `newest` the newest."""
+        """Add a group. `version` is the oldest version that answered for it, `newest` the newest version."""
         self.scores += map(float, scores)
         if version is not None:
             self._newest = max(self._newest, version, -1 if newest is None else newest)
             self.staleness.append(self._newest - version)
 
     def report(self) -> dict[str, float]:
-        """`train/reward` (the mean score), `train/score_...` and `train/staleness`, and start afresh."""
-        metrics = spread("train/score", self.scores)
+        """Return `train/reward` (the mean score), `train/score_...` and `train/staleness`, and reset."""
+        metrics = summary("train/score", self.scores)
         if self.scores:
             metrics["train/reward"] = metrics["train/score_mean"]
         if self.staleness:
@@ -76,8 +76,8 @@ class GroupStatistics:
         return metrics
 
 
-def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Mean, standard deviation and bounds; empty where there are no values."""
+def summary(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Return the mean, standard deviation, maximum and minimum; {} if there are no values."""
     if not values:
         return {}
     return {
@@ -89,18 +89,18 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def length_metrics(lengths: list[int], longest: int) -> dict[str, float]:
-    """`train/completion_lengths...`, of sequences that may be `longest` tokens long; empty where there are none."""
+    """Return `train/completion_lengths...`, or {} without lengths. `longest` is the most tokens of a sequence."""
     name = "train/completion_lengths"
-    metrics = spread(name, lengths)
+    metrics = summary(name, lengths)
     if metrics:
         metrics[name] = metrics.pop(f"{name}_mean")
-        # Not a percentile: the part of them that is almost as long as can be. The name is the published one.
+        # Despite its published name this is not a percentile, but the fraction of sequences that are almost too long.
         metrics[f"{name}_p95"] = sum(one > 0.95 * longest for one in lengths) / len(lengths)
     return metrics
 
 
 def open_wandb(config: BaseEnvConfig, project: str | None, group: str | None, name: str | None) -> WandbLogger | None:
-    """Begin a run in Weights & Biases; None if the environment's config says that there is none."""
+    """Start a run in Weights & Biases. Return None if the config disables it."""
     if not config.use_wandb:
         return None
     return WandbLogger(

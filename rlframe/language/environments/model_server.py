@@ -1,6 +1,7 @@
-"""One model server that speaks the OpenAI API, asked through the `openai` package.
+"""A client of one model server with the OpenAI API, which uses the `openai` package.
 
-Servers say in their own ways which tokens they sampled: vLLM and rlframe in completions, SGLang in answers of its own.
+Servers return the sampled token ids in different ways: vLLM and rlframe in fields of completions, SGLang in the
+responses of its `/generate`.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ from rlframe.errors import PeerError, UsageError
 from rlframe.language.environments.collecting import current_attempt
 from rlframe.language.environments.config import APIServerConfig, ReasoningConfig
 
-_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds before an attempt is repeated, doubled in between
-_PROBE = 5.0  # seconds for the question whether it is there
-_AVOIDED = 10.0  # seconds for which new requests go to other servers, once it failed
-_TOKEN_ID = "token_id:"  # what vLLM calls tokens where it is asked to
+_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # first and longest backoff before a retry, in seconds
+_PROBE_TIMEOUT = 5.0  # seconds for a request that checks whether the server answers
+_AVOIDED = 10.0  # seconds after a failure in which new requests use other servers
+_TOKEN_ID = "token_id:"  # prefix of vLLM's token names with return_tokens_as_token_ids
 
 logger = logging.getLogger(__name__)
 
 
 class APIServer:
-    """A model server. While it cannot be reached or fails, a call is repeated until the config's `timeout`.
+    """A client of one model server. Failed requests are retried until the config's `timeout`.
 
-    Whoever collects a group waits at its gate before each request: that is how collecting pauses without losing what
-    is there.
+    Requests of an attempt to collect a group first wait at the attempt's gate. So collecting can pause without losing
+    progress.
 
     Raises (every call):
-        PeerError: it did not answer in time.
-        openai.APIStatusError: it refused the request (a code from 400 to 499).
+        PeerError: The server did not answer in time.
+        openai.APIStatusError: The server refused the request (status 400 to 499).
     """
 
     def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None) -> None:
         if config.base_url == "":
             raise UsageError(
-                "A model server needs a base_url, such as http://localhost:9001/v1: give --openai.base_url, or say so "
+                "A model server needs a base_url, such as http://localhost:9001/v1. Give --openai.base_url, or set it "
                 "in the APIServerConfig of config_init."
             )
         with extras.explain_import_error("BaseEnv", "envs"):
@@ -53,14 +54,14 @@ class APIServer:
             api_key="none" if config.api_key == "" else config.api_key,
             base_url=config.base_url,
             timeout=config.timeout,
-            max_retries=0,  # repeating is done here, where a pause of the environment is known
+            max_retries=0,  # retries are done in `_ask`, which excludes pauses from the timeout
         )
         self.sem = anyio.CapacityLimiter(config.num_max_requests_at_once)
         self.eval_sem = anyio.CapacityLimiter(config.num_requests_for_eval)
         self.server_healthy = True
         self._reasoning = reasoning_config or ReasoningConfig()
-        self._repeat = (openai.APIConnectionError, openai.InternalServerError, openai.RateLimitError)
-        self._busy = openai.RateLimitError
+        self._retryable = (openai.APIConnectionError, openai.InternalServerError, openai.RateLimitError)
+        self._rate_limit_error = openai.RateLimitError
         self._status_error = openai.APIStatusError
         self._failed_at = 0.0
         self._one_at_a_time = config.n_kwarg_is_ignored
@@ -70,27 +71,27 @@ class APIServer:
 
     @property
     def usable(self) -> bool:
-        """Whether a new request should go there."""
+        """True if new requests may use this server."""
         return self.server_healthy or time.monotonic() - self._failed_at > _AVOIDED
 
     async def chat_completion(self, **kwargs: Any) -> Any:
-        """As `openai.chat.completions.create`, with the config's model.
+        """Call `openai.chat.completions.create` with the config's model.
 
         Args:
-            split: "train" or "eval"; they have slots of their own.
-            skip_reasoning: do not ask the model to reason, whatever the environment's config says.
+            split: "train" or "eval". Each has its own request slots.
+            skip_reasoning: Do not request reasoning, even if the environment's config enables it.
         """
         kwargs["model"] = self.config.model_name
         if not kwargs.pop("skip_reasoning", False) and (body := self._reasoning.extra_body(self.config.base_url)):
             kwargs["extra_body"] = {**(kwargs.get("extra_body") or {}), **body}
-            if "reasoning_effort" in body:  # OpenAI's own models take neither with it
+            if "reasoning_effort" in body:  # OpenAI's models do not accept temperature and max_tokens with it
                 kwargs["temperature"] = 1.0
                 if "max_tokens" in kwargs:
                     kwargs["max_completion_tokens"] = kwargs.pop("max_tokens")
         return await self._completions(self.openai.chat.completions.create, kwargs)
 
     async def completion(self, **kwargs: Any) -> Any:
-        """As `openai.completions.create` for one prompt, with the config's model; `split` as in `chat_completion`."""
+        """Call `openai.completions.create` for one prompt with the config's model. `split` as in `chat_completion`."""
         check_one_prompt(kwargs.get("prompt"))
         kwargs["model"] = self.config.model_name
         return await self._completions(self.openai.completions.create, kwargs)
@@ -98,20 +99,20 @@ class APIServer:
     async def tokens_and_logprobs_completion(
         self, **kwargs: Any
     ) -> tuple[list[int], list[list[int]], list[list[float]], list[str]]:
-        """Sample, and return the tokens as the model had them, never encoded again.
+        """Sample completions and return the sampled token ids, never re-encoded text.
 
         Args:
-            prompt or input_ids: text, or token ids.
-            n, max_tokens, temperature, top_p, stop, seed, ...: as `completion`; `split` as well.
+            prompt or input_ids: Text, or token ids.
+            n, max_tokens, temperature, top_p, stop, seed, ...: As in `completion`; `split`, too.
 
         Returns:
-            The tokens of the prompt, then for each of n completions its tokens, their log-probabilities, and why it
-            ended ("stop" or "length").
+            The tokens of the prompt; then for each of the n completions its tokens, their log-probabilities, and its
+            finish reason ("stop" or "length").
 
         Raises:
-            UsageError: the server does not say token ids.
+            UsageError: The server does not return token ids.
         """
-        sample = self._sample_of_sglang if self.config.server_type == "sglang" else self._sample_of_completions
+        sample = self._sample_with_sglang if self.config.server_type == "sglang" else self._sample_with_completions
         parts = await self._several(sample, lambda samples: len(samples.tokens), kwargs)
         tokens, logprobs, reasons = (
             [one for part in parts for one in getattr(part, name)] for name in ("tokens", "logprobs", "finish_reasons")
@@ -119,13 +120,13 @@ class APIServer:
         return parts[0].prompt_tokens, tokens, logprobs, reasons
 
     async def update_weight(self, weight: float) -> None:
-        """The part of its requests at once, from 0 to 1, that this environment may use; one stays in any case."""
+        """Limit the concurrent requests of this environment to a fraction from 0 to 1. At least one remains."""
         part = min(1.0, max(0.0, weight))
         self.sem.total_tokens = max(1, int(self.config.num_max_requests_at_once * part))
         self.eval_sem.total_tokens = max(1, int(self.config.num_requests_for_eval * part))
 
     async def wandb_metrics(self, metrics_dict: dict[str, Any] | None, server_name: str | None) -> dict[str, Any]:
-        """Add its statistics, of the last `rolling_buffer_length` requests."""
+        """Add the server's statistics over the last `rolling_buffer_length` requests to the metrics."""
         metrics, name = metrics_dict if metrics_dict is not None else {}, f"server/{server_name or 'server'}"
         for kind, timings in (("", self.request_timings), ("eval_", self.eval_request_timings)):
             if timings:
@@ -158,28 +159,31 @@ class APIServer:
         """Return the answers to one request, or to n requests if the server ignores n.
 
         Args:
-            ask: sends a request with these options, within so many seconds.
-            count: completions of an answer.
-            kwargs: options, with `split` and `n`.
+            ask: Sends a request with these options and this timeout in seconds.
+            count: Returns the number of completions in an answer.
+            kwargs: Options, including `split` and `n`.
         """
         options = dict(kwargs)
         split, n = options.pop("split", "train"), options.pop("n", None) or 1
 
         def part(start: int, size: int) -> Awaitable[Any]:
-            asked = {**options_with_derived_seed(options, start), **({"n": size} if size > 1 else {})}
-            return self._ask(split, lambda timeout: ask(asked, timeout))
+            request = {**options_with_derived_seed(options, start), **({"n": size} if size > 1 else {})}
+            return self._ask(split, lambda timeout: ask(request, timeout))
 
         answers = [await part(0, 1 if self._one_at_a_time else n)]
         if count(answers[0]) == 1 < n:
             self._one_at_a_time = True
             answers += await asyncio.gather(*(part(start, 1) for start in range(1, n)))
         if (sent := sum(map(count, answers))) != n:
-            raise PeerError(f"{self.config.base_url} was asked for {n} completions, and sent {sent}.")
+            raise PeerError(f"{n} completions were requested from {self.config.base_url}, but it returned {sent}.")
         return answers
 
     async def _ask(self, split: str, ask: Callable[[float], Awaitable[Any]]) -> Any:
-        """Ask until there is an answer. A server that did not answer is asked for its models first: that costs less."""
-        doing = current_attempt.get()
+        """Send a request and retry until there is an answer.
+
+        After a failure, first check with a cheap request whether the server answers.
+        """
+        attempt = current_attempt.get()
         evaluating = split != "train"
         end, attempts = time.monotonic() + self.config.timeout, 0
         pauses = retry.backoff(_PAUSE, _LONGEST_PAUSE)
@@ -190,45 +194,45 @@ class APIServer:
                 if time.monotonic() >= end:
                     raise PeerError(
                         f"The model server {self.config.base_url} did not answer within {self.config.timeout} s and "
-                        f"{attempts} attempts; at last: {failure}. Does it run there, and is the URL right?"
+                        f"{attempts} attempts. Last error: {failure}. Check the URL and the server."
                     ) from failure
-                if self.config.health_check and not self.server_healthy and not await self._is_there():
+                if self.config.health_check and not self.server_healthy and not await self._answers():
                     continue
-            waits = time.monotonic()
-            if doing is not None:
-                await doing.gate.passed()
+            wait_start = time.monotonic()
+            if attempt is not None:
+                await attempt.gate.wait_open()
             async with self.eval_sem if evaluating else self.sem:
                 attempts += 1
                 began = time.monotonic()
-                end += began - waits  # neither a pause nor others' requests are of its own time
+                end += began - wait_start  # pauses and the wait for a free slot do not count
                 try:
                     answer = await ask(max(1.0, end - began))
-                except self._repeat as error:
+                except self._retryable as error:
                     failure = error
                 else:
-                    self._note(True)
+                    self._set_healthy(True)
                     (self.eval_request_timings if evaluating else self.request_timings).append(time.monotonic() - began)
                     (self.eval_attempts_list if evaluating else self.attempts_list).append(attempts)
-                    if doing is not None:
-                        doing.answered(_oldest_version(answer))
+                    if attempt is not None:
+                        attempt.record_version(_oldest_version(answer))
                     return answer
-            if not isinstance(failure, self._busy):
-                self._note(False, failure)
+            if not isinstance(failure, self._rate_limit_error):
+                self._set_healthy(False, failure)
                 self._failed_at = time.monotonic()
 
-    async def _is_there(self) -> bool:
-        """Whether it answers anything."""
+    async def _answers(self) -> bool:
+        """Check whether the server answers."""
         try:
-            await self.openai.models.list(timeout=_PROBE)
-        except self._repeat:
+            await self.openai.models.list(timeout=_PROBE_TIMEOUT)
+        except self._retryable:
             return False
-        except self._status_error:  # it has no such path
+        except self._status_error:  # the server answers but does not have this path
             return True
-        self._note(True)
+        self._set_healthy(True)
         return True
 
-    async def _sample_of_completions(self, options: dict[str, Any], timeout: float) -> Samples:
-        """Sample by `/v1/completions`, with vLLM's fields `return_token_ids`, `token_ids` and `prompt_token_ids`."""
+    async def _sample_with_completions(self, options: dict[str, Any], timeout: float) -> Samples:
+        """Sample with `/v1/completions` and vLLM's fields `return_token_ids`, `token_ids` and `prompt_token_ids`."""
         options = _renamed(options)
         input_ids, prompt = options.pop("input_ids", None), options.pop("prompt", None)
         body = {"return_token_ids": True, "return_tokens_as_token_ids": True, **(options.pop("extra_body", None) or {})}
@@ -250,11 +254,11 @@ class APIServer:
             if ids is None or listed is None:
                 raise UsageError(
                     f"{self.config.base_url} answers without token ids and log-probabilities, which training needs. "
-                    "`rlframe serve policy` and vLLM (from 0.10.2 on) send them; for SGLang say server_type='sglang'."
+                    "Use `rlframe serve policy` or vLLM (0.10.2 or newer), or set server_type='sglang' for SGLang."
                 )
             if len(ids) != len(listed):
                 raise PeerError(
-                    f"{self.config.base_url} sent {len(ids)} token ids and {len(listed)} log-probabilities."
+                    f"{self.config.base_url} returned {len(ids)} token ids but {len(listed)} log-probabilities."
                 )
             tokens.append(list(ids))
             logprobs.append([float(value) for value in listed])
@@ -262,17 +266,17 @@ class APIServer:
             input_ids = getattr(answer.choices[0], "prompt_token_ids", None)
             if input_ids is None:
                 raise UsageError(
-                    f"{self.config.base_url} does not say the tokens of a prompt: give input_ids, not text."
+                    f"{self.config.base_url} does not return the tokens of a prompt. Give input_ids instead of text."
                 )
         reasons = [choice.finish_reason or "stop" for choice in answer.choices]
         return Samples(list(input_ids), tokens, logprobs, reasons, _oldest_version(answer))
 
-    async def _sample_of_sglang(self, options: dict[str, Any], timeout: float) -> Samples:
-        """Sample by SGLang's `/generate`, which takes and gives token ids."""
+    async def _sample_with_sglang(self, options: dict[str, Any], timeout: float) -> Samples:
+        """Sample with SGLang's `/generate`, which takes and returns token ids."""
         options = _renamed(options)
         input_ids = options.pop("input_ids", None)
         if input_ids is None:
-            raise UsageError("SGLang is asked with input_ids, since it does not say the tokens of a prompt.")
+            raise UsageError("SGLang does not return the tokens of a prompt. Give input_ids instead of text.")
         options.pop("prompt", None)
         if "max_tokens" in options:
             options["max_new_tokens"] = options.pop("max_tokens")
@@ -282,7 +286,7 @@ class APIServer:
         body = {"input_ids": list(input_ids), "sampling_params": options, "return_logprob": True}
         answers: Any = await root.post("/generate", cast_to=object, body=body)
         infos = [answer["meta_info"] for answer in (answers if isinstance(answers, list) else [answers])]
-        sampled = [info["output_token_logprobs"] for info in infos]  # of each token (log-probability, id, text)
+        sampled = [info["output_token_logprobs"] for info in infos]  # for each token: (log-probability, id, text)
         reasons = [info.get("finish_reason") or "stop" for info in infos]
         return Samples(
             prompt_tokens=list(input_ids),
@@ -292,14 +296,14 @@ class APIServer:
             policy_version=None,
         )
 
-    def _note(self, healthy: bool, failure: Exception | None = None) -> None:
-        """Whether it answers, said where that changes: who waits should know for what."""
+    def _set_healthy(self, healthy: bool, failure: Exception | None = None) -> None:
+        """Record whether the server answers. Log each change."""
         if healthy != self.server_healthy:
             if healthy:
                 logger.info("The model server %s answers.", self.config.base_url)
             else:
                 logger.info(
-                    "The model server %s does not answer yet (%s). It is asked for up to %g s.",
+                    "The model server %s does not answer yet (%s). Retrying for up to %g s.",
                     self.config.base_url,
                     failure,
                     self.config.timeout,
@@ -315,11 +319,11 @@ class Samples:
     tokens: list[list[int]]
     logprobs: list[list[float]]
     finish_reasons: list[str]
-    policy_version: int | None  # the oldest that sampled a token
+    policy_version: int | None  # oldest version that sampled a token
 
 
 def merge_answers(answers: list[Any]) -> Any:
-    """Return the answers to parts of one request as one: the first, with the choices of all, numbered anew."""
+    """Merge the answers to parts of one request: the first answer with the choices of all, numbered consecutively."""
     first, *others = answers
     for other in others:
         first.choices.extend(other.choices)
@@ -329,16 +333,16 @@ def merge_answers(answers: list[Any]) -> Any:
 
 
 def check_one_prompt(prompt: Any) -> None:
-    """Raise UsageError for a list of texts or of lists of token ids."""
+    """Raise `UsageError` for a list of texts or of lists of token ids."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-        raise UsageError(f"completion takes one prompt, got a list of {len(prompt)}: call it once for each.")
+        raise UsageError(f"completion takes one prompt, got a list of {len(prompt)}. Call it once for each prompt.")
 
 
 def options_with_derived_seed(options: dict[str, Any], start: int) -> dict[str, Any]:
-    """Return the options of a request for the completions from the `start`-th on, where one request is sent as several.
+    """Return the options of a part of a split request: the part that begins with completion number `start`.
 
-    A server gives the same completions for the same seed, so each request needs a different seed. It is derived from
-    the given seed, and far from it: vLLM uses the next seeds for the other completions of a request.
+    A server returns the same completions for the same seed, so each part needs a different seed. The derived seed is
+    far from the given seed, because vLLM uses consecutive seeds for the completions of one request.
     """
     body = options.get("extra_body") or {}
     seed = options.get("seed", body.get("seed"))
@@ -351,9 +355,9 @@ def options_with_derived_seed(options: dict[str, Any], start: int) -> dict[str, 
 
 
 def _oldest_version(answer: Any) -> int | None:
-    """Return the oldest version of the tokens of an answer, or of `Samples`; None if the server does not say it.
+    """Return the oldest version of an answer's tokens, or of `Samples`. None if the server does not return versions.
 
-    `rlframe serve policy` says the version of each choice's last token, and where they are several those of all.
+    `rlframe serve policy` returns the version of each choice's last token, and all versions if there are several.
     """
     versions = [getattr(answer, "policy_version", None)]
     for choice in getattr(answer, "choices", ()):
@@ -362,7 +366,7 @@ def _oldest_version(answer: Any) -> int | None:
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """With the one name for the number of tokens that completions take; the model is the config's."""
+    """Rename the option for the number of tokens to `max_tokens`, and drop `model`, which the config sets."""
     options = {name: value for name, value in options.items() if name != "model"}
     for name in ("max_new_tokens", "max_completion_tokens"):
         if name in options:

@@ -1,4 +1,4 @@
-"""All model servers of an environment as one, and completions with their tokens, through any number of turns."""
+"""All model servers of an environment, and `ManagedServer`, which records the tokens of multi-turn completions."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from rlframe.language.model.chat_messages import plain_messages
 from rlframe.language.model.tokenizers import load_tokenizer
 from rlframe.trajectories.messages import IGNORED
 
-_POLICY_PORT, _POLICY_MODEL = 8001, "policy"  # where `rlframe serve policy` listens, and what it calls its model
-_LOCAL_PORTS = range(9004, 9008)  # where ServerBaseline looks, as published
-_SLURM_PORT = 9000  # and on the nodes of a Slurm job, from here on
+_POLICY_PORT, _POLICY_MODEL = 8001, "policy"  # default port and model name of `rlframe serve policy`
+_LOCAL_PORTS = range(9004, 9008)  # published ports for ServerBaseline
+_SLURM_PORT = 9000  # published first port on each node of a Slurm job
 _GPUS_PER_NODE = 8
-_NO_LOGPROB = 1.0  # by convention, where nothing was sampled
+_NO_LOGPROB = 1.0  # published placeholder for tokens that were not sampled
 
 
 @dataclasses.dataclass
 class SequenceNode:
-    """A prompt and its completion, or all turns of a chat; the rows are equally long.
+    """A prompt with its completion, or all turns of a chat. The token lists have equal lengths.
 
     Attributes:
-        full_text: of all tokens; of a completion without the special token that ended it.
-        tokens: as the model had them.
-        masked_tokens: -100 where the model did not write them.
-        logprobs: 1.0 where the model did not write them.
+        full_text: Text of all tokens; for a completion without the special token that ended it.
+        tokens: Token ids of the model.
+        masked_tokens: The token ids, with -100 for tokens that the model did not sample.
+        logprobs: Log-probabilities, with 1.0 for tokens that the model did not sample.
         metadata: `finish_reason` of the last turn: "stop" or "length".
-        messages: of a chat, with the last answer; None: it is none.
+        messages: Messages of a chat, including the last answer. None for a completion.
     """
 
     full_text: str
@@ -55,10 +55,12 @@ class SequenceNode:
 
 
 class ManagedServer:
-    """Answers as a server does, and keeps what was sampled in `get_state()["nodes"]`, in the order of the choices.
+    """A model server that records the sampled sequences.
 
-    A prompt that begins with the text of a node, or messages that begin with its messages, are its next turn: the
-    node's tokens are sent as they are, only what follows is encoded, and the node takes the place of the earlier one.
+    `get_state()["nodes"]` returns the sequences in the order of the choices.
+
+    A prompt that begins with the text of a node, or messages that begin with the messages of a node, continue this
+    node: the node's tokens are sent unchanged, only the new text is encoded, and the new node replaces the old one.
     """
 
     def __init__(self, server: APIServer, tokenizer: Any) -> None:
@@ -68,23 +70,28 @@ class ManagedServer:
         self._nodes: list[SequenceNode] = []
 
     async def chat_completion(self, **kwargs: Any) -> Any:
-        """As `openai.chat.completions.create`, without tools: the tokenizer's chat template makes the prompt."""
+        """Complete a chat like `openai.chat.completions.create`, with the prompt made by the tokenizer's chat template.
+
+        Tools are not supported.
+        """
         from openai.types import chat
 
         if kwargs.pop("tools", None):
-            raise UsageError("managed_server() knows no tools: write them into the prompt, and read the answer.")
+            raise UsageError(
+                "managed_server() does not support tools. Write them into the prompt, and parse the answer."
+            )
         messages = plain_messages(kwargs.pop("messages"))
         earlier, added = self._next_turn(messages)
         texts, nodes = await self._sample(earlier, added, kwargs)
         answers = [{"role": "assistant", "content": text} for text in texts]
         for node, answer in zip(nodes, answers):
             node.full_text, node.messages = self.tokenizer.decode(node.tokens), [*messages, answer]
-        self._keep(earlier, nodes)
+        self._replace(earlier, nodes)
         choices = [{"message": answer} for answer in answers]
         return chat.ChatCompletion.model_validate(self._answer("chat.completion", nodes, choices))
 
     async def completion(self, **kwargs: Any) -> Any:
-        """As `openai.completions.create`, for one prompt."""
+        """Complete one prompt like `openai.completions.create`."""
         from openai.types import Completion
 
         prompt = kwargs.pop("prompt")
@@ -97,22 +104,22 @@ class ManagedServer:
         texts, nodes = await self._sample(earlier, added, kwargs)
         for text, node in zip(texts, nodes):
             node.full_text = prompt + text
-        self._keep(earlier, nodes)
+        self._replace(earlier, nodes)
         choices = [{"text": text, "logprobs": None} for text in texts]
         return Completion.model_validate(self._answer("text_completion", nodes, choices))
 
     def get_state(self) -> dict[str, list[SequenceNode]]:
-        """`nodes`: the sequences so far."""
+        """Return the recorded sequences as `nodes`."""
         return {"nodes": list(self._nodes)}
 
     def reset(self) -> None:
-        """Forget the sequences so far."""
+        """Forget the recorded sequences."""
         self._nodes.clear()
 
     async def _sample(
         self, earlier: SequenceNode | None, added: list[int], options: dict[str, Any]
     ) -> tuple[list[str], list[SequenceNode]]:
-        """The completions' texts, and their sequences, whose text is still to be said."""
+        """Return the texts of the completions, and their nodes without `full_text`."""
         known = earlier or SequenceNode("", [], [], [])
         input_ids = known.tokens + list(added)
         _, outputs, logprobs, reasons = await self.server.tokens_and_logprobs_completion(
@@ -131,28 +138,28 @@ class ManagedServer:
         return [self.tokenizer.decode(output, skip_special_tokens=True) for output in outputs], nodes
 
     def _next_turn(self, messages: list[Any]) -> tuple[SequenceNode | None, list[int]]:
-        """Find the node that a chat continues, and the tokens in between; or None and those of the whole chat."""
+        """Return the node that a chat continues and the tokens to append; or None and the tokens of the whole chat."""
         template, answered = self.tokenizer.apply_chat_template, bool(messages) and messages[-1]["role"] == "assistant"
         whole = list(template(messages, add_generation_prompt=not answered))
-        earlier = _longest(node for node in self._nodes if _begins(messages, node.messages))
+        earlier = _longest(node for node in self._nodes if _continues(messages, node.messages))
         if earlier is None or earlier.messages is None:
             return None, whole
         turns = len(earlier.messages)
         so_far = list(template(messages[:turns], add_generation_prompt=False))
-        if whole[: len(so_far)] != so_far:  # a template that leaves out of earlier turns what they thought, say
+        if whole[: len(so_far)] != so_far:  # for example, a template that removes thoughts from earlier turns
             return None, whole
         opened = len(template(messages[: turns - 1], add_generation_prompt=True))
         ends = [position for position in range(opened, len(so_far)) if so_far[position] in self._stops]
         closing = so_far[ends[-1] :] if ends else []
         if earlier.tokens[-1] in self._stops:
-            closing = closing[1:]  # the model has ended its turn itself
+            closing = closing[1:]  # the model has sampled the end of its turn
         return earlier, closing + whole[len(so_far) :]
 
-    def _keep(self, earlier: SequenceNode | None, nodes: list[SequenceNode]) -> None:
-        """Put them in the place of the node that they continue, if that is still there."""
-        places = [index for index, node in enumerate(self._nodes) if node is earlier]
-        at = places[0] if places else len(self._nodes)
-        self._nodes[at : at + len(places)] = nodes
+    def _replace(self, earlier: SequenceNode | None, nodes: list[SequenceNode]) -> None:
+        """Replace the continued node by its continuations. If it was already replaced, append them."""
+        indices = [index for index, node in enumerate(self._nodes) if node is earlier]
+        at = indices[0] if indices else len(self._nodes)
+        self._nodes[at : at + len(indices)] = nodes
 
     def _answer(self, kind: str, nodes: list[SequenceNode], choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -171,8 +178,8 @@ def _longest(nodes: Iterable[SequenceNode]) -> SequenceNode | None:
     return max(nodes, key=lambda node: len(node.tokens), default=None)
 
 
-def _begins(messages: list[Any], earlier: list[Any] | None) -> bool:
-    """Whether a chat goes on from an earlier one. Environments may strip what the model said."""
+def _continues(messages: list[Any], earlier: list[Any] | None) -> bool:
+    """Return whether a chat continues an earlier one. Ignore white space around contents: environments may strip it."""
     return (
         earlier is not None
         and len(earlier) < len(messages)
@@ -190,14 +197,15 @@ def _plain(content: Any) -> Any:
 
 
 class ServerManager:
-    """Sends each request to the server with the most free slots, of those that answer.
+    """All model servers as one: each request goes to the healthy server with the most free slots.
 
     Args:
-        configs: of the servers; a ServerBaseline: those of this machine.
-        slurm: take the nodes from the Slurm job, where there is one.
-        testing: refused: there are no made-up answers here.
-        server_class: APIServer, or one derived from it.
-        max_n_completions: in one request; n above it is divided among requests.
+        configs: Configs of the servers. A ServerBaseline means the servers of this machine.
+        slurm: Use the nodes of the Slurm job, if there is one.
+        testing: Not supported: there are no made-up answers.
+        server_class: APIServer, or a subclass.
+        reasoning_config: Options that request reasoning.
+        max_n_completions: Most completions in one request. Requests with a larger n are split.
     """
 
     def __init__(
@@ -210,35 +218,35 @@ class ServerManager:
         max_n_completions: int = 8,
     ) -> None:
         if testing:
-            raise UsageError("testing=True (made-up answers) is not offered: point the environment at a model server.")
+            raise UsageError("testing=True (made-up answers) is not supported. Configure a model server.")
         self.max_n_completions = max_n_completions
         self.servers = [server_class(config, reasoning_config) for config in resolve_servers(configs, slurm)]
 
     async def chat_completion(self, **kwargs: Any) -> Any:
         """See `APIServer.chat_completion`."""
-        return merge_answers(await self._divided("chat_completion", kwargs))
+        return merge_answers(await self._split_request("chat_completion", kwargs))
 
     async def completion(self, **kwargs: Any) -> Any:
         """See `APIServer.completion`."""
-        return merge_answers(await self._divided("completion", kwargs))
+        return merge_answers(await self._split_request("completion", kwargs))
 
     async def tokens_and_logprobs_completion(
         self, **kwargs: Any
     ) -> tuple[list[int], list[list[int]], list[list[float]], list[str]]:
         """See `APIServer.tokens_and_logprobs_completion`."""
-        answers = await self._divided("tokens_and_logprobs_completion", kwargs)
+        answers = await self._split_request("tokens_and_logprobs_completion", kwargs)
         tokens, logprobs, reasons = (list(itertools.chain(*parts)) for parts in list(zip(*answers))[1:])
         return answers[0][0], tokens, logprobs, reasons
 
     @contextlib.asynccontextmanager
     async def dedicated_server(self) -> AsyncIterator[APIServer]:
-        """One server for all turns of a trajectory: it has the earlier ones in its cache."""
-        yield self._chosen("train")
+        """Yield one server for all turns of a trajectory, so that its cache contains the earlier turns."""
+        yield self._choose_server("train")
 
     @contextlib.asynccontextmanager
     async def managed_server(self, tokenizer: Any = None) -> AsyncIterator[ManagedServer]:
-        """One server, and the tokens of all that is asked of it within the `async with`."""
-        server = self._chosen("train")
+        """Yield a `ManagedServer`, which records the tokens of all requests within the `async with`."""
+        server = self._choose_server("train")
         if tokenizer is None:
             named = server.config.tokenizer_name
             tokenizer = load_tokenizer(server.config.model_name if named == "none" else named)
@@ -253,18 +261,18 @@ class ServerManager:
         for server in self.servers:
             await server.close()
 
-    def _chosen(self, split: str) -> APIServer:
+    def _choose_server(self, split: str) -> APIServer:
         def fitness(server: APIServer) -> tuple[bool, float]:
             return server.usable, (server.sem if split == "train" else server.eval_sem).available_tokens
 
         return max(self.servers, key=fitness)
 
-    async def _divided(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
-        """The answers of as many requests as n completions take."""
+    async def _split_request(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
+        """Return the answers of the requests into which n completions are split."""
         n, split = kwargs.pop("n", None) or 1, kwargs.get("split", "train")
         full, rest = divmod(n, self.max_n_completions)
         counts = [self.max_n_completions] * full + [rest] * (rest > 0)
-        chosen = [self._chosen(split) for _ in counts]
+        chosen = [self._choose_server(split) for _ in counts]
         starts = range(0, n, self.max_n_completions)
         calls = [
             getattr(server, method)(**options_with_derived_seed(kwargs, start), n=count)
@@ -274,10 +282,10 @@ class ServerManager:
 
 
 def resolve_servers(configs: ServerBaseline | Sequence[APIServerConfig], slurm: bool) -> list[APIServerConfig]:
-    """One config for each server that there is.
+    """Return one config for each server.
 
-    A job of several Slurm nodes has its model servers on those after the first NUM_TRAINING_NODES, from port 9000 on,
-    one for each INFER_TP of 8 GPUs, as published.
+    In a Slurm job with several nodes, the model servers are on the nodes after the first NUM_TRAINING_NODES, one for
+    each INFER_TP of 8 GPUs, at ports from 9000 on, as published.
     """
     listed: list[Any] = [configs] if isinstance(configs, ServerBaseline) else list(configs)
     if not listed:
@@ -288,7 +296,7 @@ def resolve_servers(configs: ServerBaseline | Sequence[APIServerConfig], slurm: 
         ports = range(_SLURM_PORT, _SLURM_PORT + _GPUS_PER_NODE // each)
         return [_at(first, f"http://{node}:{port}/v1") for node in nodes[training:] for port in ports]
     if not isinstance(first, APIServerConfig):
-        if _listens(_POLICY_PORT):
+        if _is_listening(_POLICY_PORT):
             named = first.model_name if "model_name" in first.model_fields_set else _POLICY_MODEL
             return [_at(first.model_copy(update={"model_name": named}), f"http://localhost:{_POLICY_PORT}/v1")]
         return [_at(first, f"http://localhost:{port}/v1") for port in _LOCAL_PORTS]
@@ -299,7 +307,7 @@ def _at(config: ServerBaseline, url: str) -> APIServerConfig:
     return APIServerConfig(**{"api_key": "x", **config.model_dump(), "base_url": url})
 
 
-def _listens(port: int) -> bool:
+def _is_listening(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(("localhost", port), timeout=1.0):
         return True
     return False

@@ -1,4 +1,4 @@
-"""`serve`: an environment at the trajectory service, from the trainer's first batch to its last step."""
+"""The `serve` command: an environment that works for the trajectory service until the trainer's last step."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from rlframe.trajectories.messages import EnvStatus, RegisteredEnv
 if TYPE_CHECKING:
     from rlframe.language.environments.env import BaseEnv
 
-_LOOK = 0.1  # seconds from one look at the service to the next, where nothing ends in between
-_LEAVE = 5.0  # seconds for the last words
-_PAUSE = 1.0  # seconds before what could not be taken for `service_timeout` seconds is sent again
+_POLL_INTERVAL = 0.1  # seconds between two status requests to the service, if no attempt ends in between
+_LEAVE_TIMEOUT = 5.0  # seconds for the request to disconnect
+_PAUSE = 1.0  # seconds of pause after the service has refused groups for `service_timeout` seconds
 
 logger = logging.getLogger(__name__)
 
 
 class ServeLoop:
-    """Run an environment: decide when to collect, to pause, to evaluate, to save and to end."""
+    """The main loop of an environment. Decides when to collect, pause, evaluate, save and end."""
 
     def __init__(self, env: BaseEnv) -> None:
         self._env = env
@@ -46,7 +46,7 @@ class ServeLoop:
         env.collector, env.workers = self._collector, self._collector.under_way
 
     async def run(self) -> None:
-        """Return after the last step. Leave the service and close what it opened in any case."""
+        """Run until the trainer's last step. In any case leave the service and close the environment."""
         env = self._env
         try:
             await env.setup()
@@ -66,7 +66,7 @@ class ServeLoop:
             await env.close()
 
     async def _serve(self) -> None:
-        looked = time.monotonic()
+        last_poll = time.monotonic()
         while True:
             posted = self._membership.posted
             status = await self._membership.status()
@@ -74,17 +74,17 @@ class ServeLoop:
                 await self._join()
                 continue
             now = time.monotonic()
-            self._env.statistics.mainloop_timings.append(now - looked)
-            looked = now
-            await self._look(status)
+            self._env.statistics.mainloop_timings.append(now - last_poll)
+            last_poll = now
+            await self._handle_status(status)
             if not self._finished(status):
                 await self._collect(status, self._membership.posted - posted)
             elif self._evaluation is None:
                 return
-            await self._collector.wait(_LOOK)
+            await self._collector.wait(_POLL_INTERVAL)
 
     async def _join(self) -> None:
-        """Join, or come back: a service that was started afresh does not know this environment any more."""
+        """Register, or register again with a restarted service that has lost this environment."""
         env, config = self._env, self._config
         joined = await self._membership.join()
         env.env_id, env.wandb_prepend = joined.env_id, joined.wandb_name
@@ -92,26 +92,28 @@ class ServeLoop:
         env.curr_step = joined.starting_step
         self._total_steps = joined.num_steps if config.total_steps == -1 else config.total_steps
         if self._total_steps < 1:
-            raise UsageError(f"total_steps is {config.total_steps}, and the trainer says {joined.num_steps}: set one.")
+            raise UsageError(
+                f"Set total_steps: the environment has {config.total_steps}, and the trainer has {joined.num_steps}."
+            )
         info = await self._membership.client.info()
         env.max_token_len = info.max_token_len
         if info.batch_size != -1:
             config.batch_size = info.batch_size
         if config.group_size > config.batch_size:
             raise UsageError(
-                f"A group of group_size={config.group_size} sequences fits into no batch of {config.batch_size}."
+                f"A group of group_size={config.group_size} sequences does not fit into a batch of {config.batch_size}."
             )
-        logger.info("Joined as %s (environment %d), at step %d.", joined.wandb_name, joined.env_id, env.curr_step)
+        logger.info("Registered as %s (environment %d), at step %d.", joined.wandb_name, joined.env_id, env.curr_step)
 
     async def _track(self) -> None:
         if not self._config.use_wandb:
             return
-        env, told = self._env, await self._membership.client.wandb_info()
-        env.wandb_group, env.wandb_project = told.group, told.project
-        env.tracker = open_wandb(self._config, told.project, told.group, env.wandb_prepend)
+        env, wandb = self._env, await self._membership.client.wandb_info()
+        env.wandb_group, env.wandb_project = wandb.group, wandb.project
+        env.tracker = open_wandb(self._config, wandb.project, wandb.group, env.wandb_prepend)
 
-    async def _look(self, status: EnvStatus) -> None:
-        """Do what a new step is the time for: save, evaluate, log."""
+    async def _handle_status(self, status: EnvStatus) -> None:
+        """Update the environment's step. At a new step, save, evaluate and log if the interval has passed."""
         env, config = self._env, self._config
         env.status_dict = dataclasses.asdict(status)
         if config.inference_weight != -1:
@@ -119,13 +121,15 @@ class ServeLoop:
         before, env.curr_step = env.curr_step, status.current_step
         if env.curr_step == before:
             return
-        if _passed(before, env.curr_step, env.checkpoint_interval):
+        if _crosses_interval(before, env.curr_step, env.checkpoint_interval):
             env.save_checkpoint(env.curr_step // env.checkpoint_interval * env.checkpoint_interval)
-        if _passed(before, env.curr_step, config.steps_per_eval):
+        if _crosses_interval(before, env.curr_step, config.steps_per_eval):
             if self._evaluation is None:
                 self._evaluate()
             else:
-                logger.warning("The evaluation before is not done at step %d: this one is left out.", env.curr_step)
+                logger.warning(
+                    "The previous evaluation is still running, so the evaluation at step %d is skipped.", env.curr_step
+                )
         if env.items_sent_this_step >= config.min_items_sent_before_logging:
             env.items_sent_this_step = 0
             await env.wandb_log({})
@@ -136,10 +140,10 @@ class ServeLoop:
         return evaluation
 
     async def evaluate(self) -> None:
-        """Evaluate once it has joined and the evaluation under way is done; collecting pauses or not as configured.
+        """Evaluate after registration and after the running evaluation. Collecting pauses or continues as configured.
 
         Raises:
-            Exception: what the environment's `evaluate` raised.
+            Exception: Any exception of the environment's `evaluate`.
         """
         await self._joined.wait()
         while (earlier := self._evaluation) is not None:
@@ -148,18 +152,18 @@ class ServeLoop:
 
     @property
     def _evaluation(self) -> asyncio.Task[Any] | None:
-        """The evaluation under way."""
+        """The running evaluation, or None."""
         runner = self._env.eval_runner
         return None if runner is None or runner.done() else runner
 
     def _finished(self, status: EnvStatus) -> bool:
-        """Whether the trainer has, or finds in the queue, all that it needs."""
-        # A queue that is to be left alone (`hold`) is told to be longer than it is.
+        """Return whether the trainer has all the groups it needs, counting those in the queue."""
+        # With `hold`, the service reports too long a queue, so that environments pause.
         queued = 0 if status.hold else status.queue_size * self._config.group_size // self._config.batch_size
         return status.current_step >= self._total_steps or status.current_step + queued > self._total_steps
 
     async def _collect(self, status: EnvStatus, unseen: int) -> None:
-        """Start groups, or pause. `unseen`: groups that were sent since the status was asked for."""
+        """Start attempts, or pause. `unseen` is the number of groups sent since the status was requested."""
         env, config = self._env, self._config
         workers = env.max_num_workers
         handling = config.eval_handling if self._evaluation is not None else EvalHandlingEnum.NONE
@@ -167,7 +171,7 @@ class ServeLoop:
         wanted = self._wanted(status) - unseen
         paused = status.hold or handling is EvalHandlingEnum.STOP_TRAIN or wanted <= 0
         if paused != self._collector.gate.closed:
-            logger.info("Collecting %s at step %d.", "pauses" if paused else "goes on", status.current_step)
+            logger.info("Collecting %s at step %d.", "pauses" if paused else "continues", status.current_step)
             env.log_pause(paused)
         self._collector.gate.set(closed=paused)
         if paused:
@@ -177,19 +181,19 @@ class ServeLoop:
         await env.add_train_workers(limit)
 
     def _wanted(self, status: EnvStatus) -> int:
-        """Groups that may be under way, so that the queue is no longer than `max_batches_offpolicy` batches."""
+        """Return how many attempts may run so that the queue has at most `max_batches_offpolicy` batches."""
         config = self._config
         allowed = config.max_batches_offpolicy * self._env.derived_batch_size
         wanted = math.ceil(allowed / config.group_size) - status.queue_size
         if config.min_batch_allocation is not None:
-            # Its own part of the batches is filled, however much the others have sent.
+            # Fill this environment's minimum, even if other environments have filled the queue.
             own = config.min_batch_allocation * config.batch_size * config.max_batches_offpolicy
             wanted = max(wanted, math.ceil(own / config.group_size) - status.self_queue_size)
         return wanted
 
 
-def _passed(before: int, now: int, interval: int) -> bool:
-    """Whether a multiple of the interval lies behind `before`, up to `now`."""
+def _crosses_interval(before: int, now: int, interval: int) -> bool:
+    """Return whether there is a multiple of the interval after `before` and up to `now`."""
     return interval > 0 and now // interval > before // interval
 
 
@@ -199,15 +203,15 @@ def _report(evaluation: asyncio.Task[None]) -> None:
 
 
 class Membership:
-    """One environment at the trajectory service: it joins, sends, comes back after a restart, and leaves.
+    """The connection of one environment to the trajectory service: registers, sends groups and disconnects.
 
-    Each call is repeated for `service_timeout` seconds while the service is not there.
+    Each call is retried for `service_timeout` seconds while the service is unreachable.
 
     Attributes:
-        client: for further calls.
-        posted: groups that the service has acknowledged.
+        client: Client of the service.
+        posted: Number of groups that the service has accepted.
 
-    Raises (every call): as `rlframe.trajectories.AsyncTrajectoryClient`.
+    Raises (every call): See `rlframe.trajectories.AsyncTrajectoryClient`.
     """
 
     def __init__(self, config: BaseEnvConfig, name: str) -> None:
@@ -221,8 +225,8 @@ class Membership:
         self.posted = 0
 
     async def join(self) -> RegisteredEnv:
-        """Wait for the trainer, and join; under its earlier name where it was there before."""
-        logger.info("%s joins %s, once its trainer has asked for a batch.", self._name, self.client.url)
+        """Wait for the trainer and register. An environment that was registered before keeps its name."""
+        logger.info("%s registers with %s when the trainer has requested a batch.", self._name, self.client.url)
         config = self._config
         self._env = await self.client.register_env(
             desired_name=self._name,
@@ -230,7 +234,7 @@ class Membership:
             max_token_length=config.max_token_length,
             weight=config.inference_weight,
             min_batch_allocation=config.min_batch_allocation,
-            # One that the service does not know (it was started afresh, or its trainer registered anew) means nothing.
+            # The service ignores an unknown token, for example after it was reset or the trainer registered again.
             resume_token=self._env.resume_token if self._env is not None else self._saved_token(),
             wait=config.service_timeout,
         )
@@ -239,38 +243,38 @@ class Membership:
         return self._env
 
     async def status(self) -> EnvStatus | None:
-        """Return the service's status, or None if it does not know this environment any more."""
+        """Return the service's status, or None if the service does not have this environment any more."""
         assert self._env is not None
         try:
             return await self.client.env_status(self._env.env_id)
         except UsageError as error:
-            logger.warning("%s joins again: %s", self._name, error)
+            logger.warning("%s registers again: %s", self._name, error)
             return None
 
     async def post(self, groups: Sequence[Group]) -> int:
-        """Send them in one request, and return how many are kept: these outlive a crash of the service from then on.
+        """Send groups in one request. Return the number of accepted groups, which survive a crash of the service.
 
-        Those that are too old for the trainer are not. While the service answers that it cannot take them now (it is
-        full, say), they wait, as all collecting does.
+        Groups that are too old for the trainer are dropped. While the service refuses groups, for example because it is
+        full, the call waits, and so do all attempts.
         """
         key, kept = new_key(), 0
         while True:
             try:
                 kept = (await self.client.post(list(groups) if len(groups) > 1 else groups[0], key=key)).groups
             except StaleGroupError as error:
-                logger.info("What was collected is not sent: %s", error)
+                logger.info("Collected groups are dropped: %s", error)
             except UnavailableError as error:
-                logger.warning("What was collected waits: %s", error)
+                logger.warning("Collected groups wait for the service: %s", error)
                 await asyncio.sleep(_PAUSE)
                 continue
             self.posted += kept
             return kept
 
     async def leave(self) -> None:
-        """Say goodbye if the service is there, and close the connections."""
+        """Disconnect from the service if it is reachable, and close the connections."""
         if self._env is not None:
             with contextlib.suppress(RlframeError):
-                await self.client.disconnect_env(self._env.env_id, timeout=_LEAVE)
+                await self.client.disconnect_env(self._env.env_id, timeout=_LEAVE_TIMEOUT)
         await self.client.close()
 
     def _saved_token(self) -> str | None:
@@ -279,4 +283,6 @@ class Membership:
         try:
             return json.loads(self._resume_file.read_text())["resume_token"]
         except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"resume_file {self._resume_file} is none that an environment wrote: {error}.") from error
+            raise UsageError(
+                f"The resume_file {self._resume_file} was not written by an environment: {error}."
+            ) from error

@@ -1,12 +1,12 @@
-"""The transformer, its published weights, and tokenizers. A conversation becomes logits like this:
+"""The transformer, its published weights, and tokenizers. From a conversation to logits:
 
-    config = ModelConfig(...)                           # config.py: sizes, as fields of a published config.json
-    config, params = weights.load("runs/qwen")          # weights.py: published safetensors become a tree of arrays
+    config = ModelConfig(...)                           # config.py: sizes, named as in a published config.json
+    config, params = weights.load("runs/qwen")          # weights.py: published safetensors as a tree of arrays
     tokenizer = load_tokenizer("runs/qwen")             # tokenizers.py: bytes; published_tokenizer.py: tokenizer.json
-    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True)    # chat_messages.py: their forms
+    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True)    # chat_messages.py: messages
     logits = transformer.apply(params, config, tokens)  # transformer.py: pure functions
 
-`sampling.decode` in `rlframe.language.decoding` chooses tokens from them.
+`sampling.decode` in `rlframe.language.decoding` samples tokens from the logits.
 """
 
 from rlframe.language.model.config import ModelConfig, RopeScaling

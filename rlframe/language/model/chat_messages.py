@@ -9,12 +9,12 @@ from rlframe.errors import UsageError
 
 
 def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return messages as dicts. Fields of an object that are null are left out, but for `content`.
+    """Convert messages to dicts. Drop null fields of objects, except `content`.
 
-    A message that calls tools may come without `content`: it is null then.
+    A message with tool calls may have no `content`. Its `content` becomes None.
 
     Raises:
-        UsageError: a message is neither, or has no role.
+        UsageError: A message has another type, or no role.
     """
     return [_plain(i, message) for i, message in enumerate(messages)]
 
@@ -32,19 +32,19 @@ def _plain(index: int, message: Any) -> dict[str, Any]:
             f"answer.choices[0].message; got {type(message).__name__}."
         )
     if "role" not in fields:
-        raise UsageError(f"messages[{index}] has no role: it has {', '.join(fields) or 'no fields'}.")
+        raise UsageError(f"messages[{index}] has no role. Its fields: {', '.join(fields) or 'none'}.")
     return fields
 
 
 def _parts(value: Any) -> Any:
-    """The value of a field; in a list, such as tool_calls, objects become dicts."""
+    """Convert the objects in a list, such as tool_calls, to dicts. Return other values unchanged."""
     if not isinstance(value, list):
         return value
     return [one.model_dump(exclude_none=True) if hasattr(one, "model_dump") else one for one in value]
 
 
 def join_text_parts(content: Any) -> Any:
-    """Join a list of text parts, as the policy server does. Return anything else as it is."""
+    """Join a list of text parts, as the policy server does. Return other values unchanged."""
     if not isinstance(content, list) or not all(
         isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
     ):

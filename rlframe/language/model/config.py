@@ -1,4 +1,4 @@
-"""Architecture of a decoder-only transformer of the Llama family, in the names of the published `config.json`."""
+"""Architecture of a decoder-only transformer of the Llama family, with the field names of a published `config.json`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ARCHITECTURES = {  # model_type -> architecture
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Stretch rotary embeddings to longer texts, as Llama 3.1 does (`"rope_type": "llama3"`)."""
+    """Scaling of rotary embeddings for longer contexts, as in Llama 3.1 (`"rope_type": "llama3"`)."""
 
-    factor: float  # by which low frequencies are lowered
+    factor: float  # divisor of low frequencies
     low_freq_factor: float
     high_freq_factor: float
-    original_max_position_embeddings: int  # tokens, of the model before it was stretched
+    original_max_position_embeddings: int  # context length before the scaling, in tokens
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "factor", "original_max_position_embeddings")
@@ -37,9 +37,9 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The architecture. The defaults are a model over bytes that two cores train in minutes.
+    """The architecture. The defaults are a byte-level model that two CPU cores train in minutes.
 
-    Hashable, so it may be a static argument of a jitted function.
+    Hashable, so a ModelConfig may be a static argument of a jitted function.
     """
 
     vocab_size: int = 264  # `rlframe.language.model.tokenizers.ByteTokenizer` has 263
@@ -47,16 +47,16 @@ class ModelConfig:
     intermediate_size: int = 384
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
-    num_key_value_heads: int = 2  # each is shared by heads / key_value_heads queries (Ainslie et al. 2023)
+    num_key_value_heads: int = 2  # each serves num_attention_heads / num_key_value_heads queries (Ainslie et al. 2023)
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True  # the head is the embedding's transpose
-    attention_bias: bool = False  # of queries, keys and values; unless model_type is qwen2, of the output as well
+    attention_bias: bool = False  # bias of queries, keys and values; also of the output unless model_type is qwen2
     max_position_embeddings: int = 2048  # tokens
     model_type: str = "llama"  # or qwen2, qwen3
-    dtype: str = "float32"  # of weights and of most arithmetic; or bfloat16 (norms, softmax, logits stay float32)
+    dtype: str = "float32"  # or bfloat16; norms, softmax and logits are always computed in float32
 
     def __post_init__(self) -> None:
         check_at_least(
@@ -74,85 +74,87 @@ class ModelConfig:
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise UsageError(
                 f"ModelConfig.hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "
-                f"({self.num_attention_heads}) where head_dim is not given."
+                f"({self.num_attention_heads}) if head_dim is not given."
             )
         if self.head_size < 2 or self.head_size % 2:
-            raise UsageError(f"ModelConfig.head_dim must be even: rotary embeddings turn pairs; got {self.head_size}.")
+            raise UsageError(
+                f"ModelConfig.head_dim must be even, since rotary embeddings rotate pairs; got {self.head_size}."
+            )
         if self.model_type not in ARCHITECTURES:
             raise UsageError(
-                f"ModelConfig.model_type {self.model_type!r} is not known; there are {', '.join(ARCHITECTURES)}."
+                f"ModelConfig.model_type must be one of {', '.join(ARCHITECTURES)}, got {self.model_type!r}."
             )
         if self.dtype not in DTYPES:
             raise UsageError(f"ModelConfig.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
 
     @property
     def array_dtype(self) -> Any:
-        """`dtype`, for arrays. By its name numpy would take TensorFlow's bfloat16, where that is imported."""
+        """`dtype` for arrays. By name, numpy would choose TensorFlow's bfloat16 if TensorFlow is imported."""
         return jnp.bfloat16 if self.dtype == "bfloat16" else jnp.float32
 
     @property
     def head_size(self) -> int:
-        """`head_dim`, or what None stands for."""
+        """`head_dim`, or its default."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def output_bias(self) -> bool:
-        """Whether the attention's output has a bias: Qwen2 has them on queries, keys and values only."""
+        """True if the attention's output has a bias. Qwen2 has biases only for queries, keys and values."""
         return self.attention_bias and self.model_type != "qwen2"
 
     @property
     def normalizes_queries(self) -> bool:
-        """Whether queries and keys are normed, head by head, before they are turned, as in Qwen3."""
+        """True if queries and keys are normalized per head before the rotation, as in Qwen3."""
         return self.model_type == "qwen3"
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> ModelConfig:
-        """Read what `config.json` holds, of transformers 4 or 5.
+        """Make a config from the content of a `config.json` of transformers 4 or 5.
 
         Raises:
-            UsageError: another architecture, or a variant of this one that is not implemented. Names it.
+            UsageError: The file names an unsupported architecture, or an unsupported variant of a supported one.
         """
         model_type = fields.get("model_type")
         if model_type not in ARCHITECTURES:
             raise UsageError(
-                f"config.json: model_type {model_type!r} is not implemented; there are {', '.join(ARCHITECTURES)}."
+                f"config.json: model_type {model_type!r} is not supported. Supported: {', '.join(ARCHITECTURES)}."
                 + suggest(str(model_type), ARCHITECTURES)
             )
         architectures = fields.get("architectures") or [ARCHITECTURES[model_type]]
         if architectures != [ARCHITECTURES[model_type]]:
             raise UsageError(
-                f"config.json: architectures {architectures} are not implemented for model_type {model_type!r}, only "
+                f"config.json: architectures {architectures} are not supported for model_type {model_type!r}, only "
                 f"{ARCHITECTURES[model_type]}."
             )
         _refuse_variants(fields)
-        theta, scaling = _rope(fields)
+        theta, scaling = _rope_fields(fields)
         known = {
             **{name: fields[name] for name in _PLAIN if fields.get(name) is not None},
-            **dict(model_type=model_type, rope_theta=theta, rope_scaling=scaling, dtype=_dtype(fields)),
+            **dict(model_type=model_type, rope_theta=theta, rope_scaling=scaling, dtype=_read_dtype(fields)),
         }
         missing = [name for name in _NEEDED if name not in known]
         if missing:
             raise UsageError(f"config.json lacks {', '.join(missing)}.")
         if model_type == "qwen3":
-            known.setdefault("head_dim", 128)  # what transformers takes where the file is silent
+            known.setdefault("head_dim", 128)  # transformers' default
         if known.get("head_dim", 0) * known["num_attention_heads"] == known["hidden_size"]:
-            del known["head_dim"]  # it says nothing
+            del known["head_dim"]  # same as the default
         known.setdefault("num_key_value_heads", known["num_attention_heads"])
-        known.setdefault("tie_word_embeddings", False)  # what transformers takes where the file is silent
+        known.setdefault("tie_word_embeddings", False)  # transformers' default
         known.setdefault("attention_bias", model_type == "qwen2")
         if model_type == "qwen2":
-            known["attention_bias"] = True  # always, and the file does not say so
+            known["attention_bias"] = True  # always true, but not in the file
         return cls(**known)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of `config.json`, for transformers and for `from_json`."""
+        """Return the content of a `config.json` for transformers and `from_json`."""
         fields = {**dataclasses.asdict(self), "head_dim": self.head_size}
         if self.rope_scaling is not None:
             fields["rope_scaling"]["rope_type"] = "llama3"
         if self.model_type == "qwen2":
             if not self.attention_bias:
-                raise UsageError("A published qwen2 model has attention_bias; save this one as model_type llama.")
-            del fields["attention_bias"]  # no field of Qwen2's config.json
+                raise UsageError("A published qwen2 model has attention_bias. Save this model as model_type llama.")
+            del fields["attention_bias"]  # Qwen2's config.json does not have this field
         dtype = fields.pop("dtype")
         return {
             "architectures": [ARCHITECTURES[self.model_type]],
@@ -172,13 +174,13 @@ _PLAIN = (*_NEEDED, "num_key_value_heads", "head_dim", "tie_word_embeddings", "a
 
 def _refuse_variants(fields: dict[str, Any]) -> None:
     if fields.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise UsageError(f"config.json: hidden_act {fields['hidden_act']!r} is not implemented, only silu.")
+        raise UsageError(f"config.json: hidden_act {fields['hidden_act']!r} is not supported, only silu.")
     for name in ("mlp_bias", "use_sliding_window", "quantization_config"):
         if fields.get(name):
-            raise UsageError(f"config.json: {name} = {fields[name]!r} is not implemented.")
+            raise UsageError(f"config.json: {name} = {fields[name]!r} is not supported.")
 
 
-def _rope(fields: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+def _rope_fields(fields: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     # transformers 5 writes rope_theta and the scaling into one field, rope_parameters.
     scaling = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     theta = float(scaling.get("rope_theta", fields.get("rope_theta", 10_000.0)))
@@ -186,14 +188,14 @@ def _rope(fields: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise UsageError(f"config.json: rope scaling {kind!r} is not implemented, only llama3.")
+        raise UsageError(f"config.json: rope scaling {kind!r} is not supported, only llama3.")
     names = [field.name for field in dataclasses.fields(RopeScaling)]
     missing = [name for name in names if name not in scaling]
     if missing:
-        raise UsageError(f"config.json: the rope scaling lacks {', '.join(missing)}.")
+        raise UsageError(f"config.json: The rope scaling lacks {', '.join(missing)}.")
     return theta, RopeScaling(**{name: scaling[name] for name in names})
 
 
-def _dtype(fields: dict[str, Any]) -> str:
+def _read_dtype(fields: dict[str, Any]) -> str:
     published = fields.get("dtype") or fields.get("torch_dtype") or "float32"
-    return "bfloat16" if published == "float16" else published  # float16 overflows where bfloat16 does not
+    return "bfloat16" if published == "float16" else published  # float16 has a smaller range and may overflow

@@ -1,4 +1,4 @@
-"""Published tokenizers: `tokenizer.json`, with the special tokens and the chat template beside it."""
+"""Published tokenizers: `tokenizer.json`, with special tokens and a chat template in other files."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from rlframe.language.model.chat_messages import join_text_parts, plain_messages
 _VISIBLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
 _HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
 
-# GPT-2's alphabet: a visible byte stands for itself, the others for characters from 256 on.
+# GPT-2's alphabet: visible bytes map to themselves, other bytes to characters from 256 on.
 BYTE_LEVEL = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(_HIDDEN)}
 
 
 class TokenBytes:
-    """Bytes of each token of a published tokenizer.
+    """The bytes of each token of a published tokenizer.
 
     Args:
-        tokenizer: a `tokenizers.Tokenizer`.
+        tokenizer: A `tokenizers.Tokenizer`.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        decoder = b"" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()  # JSON
+        decoder = b"" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()  # as JSON
         self._byte_level = b'"ByteLevel"' in decoder
         ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         falls_back = b'"ByteFallback"' in decoder and None not in ids
-        self._ids = ids if falls_back else []  # of single bytes
+        self._ids = ids if falls_back else []  # token ids of single bytes
         self._single = {token: byte for byte, token in enumerate(self._ids)}
         added = tokenizer.get_added_tokens_decoder()
         self._special = {token for token, content in added.items() if content.special}
         self.of = functools.lru_cache(maxsize=1 << 16)(self._bytes_of)
 
     def repair_bytes(self, tokens: Sequence[int], skip_special_tokens: bool) -> list[int]:
-        """Replace only the malformed bytes of a run of single bytes by U+FFFD.
+        """Replace malformed bytes in runs of single-byte tokens by U+FFFD.
 
-        The package's decoder replaces every byte of such a run, valid characters too, so that a text would change long
-        after it was streamed.
+        The decoder of the `tokenizers` package replaces every byte of a malformed run, also valid characters. Without
+        this repair, text that was already streamed would change later.
         """
         if self._single.keys().isdisjoint(tokens):
             return list(tokens)
         if skip_special_tokens:
             tokens = [token for token in tokens if token not in self._special]
-        return [token for run in self._runs(tokens) for token in self._repaired(run)]
+        return [token for run in self._runs(tokens) for token in self._repair_run(run)]
 
     def _runs(self, tokens: Sequence[int]) -> Iterator[list[int]]:
-        """Parts of `tokens`: runs of single bytes, and other tokens one by one."""
+        """Split `tokens` into runs of single-byte tokens and single other tokens."""
         run: list[int] = []
         for token in tokens:
             if token in self._single:
@@ -63,7 +63,7 @@ class TokenBytes:
             run = []
         yield run
 
-    def _repaired(self, run: list[int]) -> list[int]:
+    def _repair_run(self, run: list[int]) -> list[int]:
         if not run or run[0] not in self._single:
             return run
         text = bytes(self._single[token] for token in run).decode(errors="replace")
@@ -77,7 +77,7 @@ class TokenBytes:
             return bytes([self._single[token]])
         if self._byte_level and all(character in BYTE_LEVEL for character in name):
             return bytes(BYTE_LEVEL[character] for character in name)
-        # A tokenizer may strip the space of a text's first token, so look at the second.
+        # A tokenizer may strip the space of a text's first token, so decode the token twice and use the second part.
         once, twice = (self._tokenizer.decode([token] * count, skip_special_tokens=False) for count in (1, 2))
         return twice[len(once) :].encode()
 
@@ -92,10 +92,10 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 
 
 class PublishedTokenizer:
-    """A folder's tokenizer; see `rlframe.language.model.tokenizers.Tokenizer`.
+    """The tokenizer in a folder. See `rlframe.language.model.tokenizers.Tokenizer`.
 
-    Reads `tokenizer.json`; where they are there `tokenizer_config.json` (special tokens, chat template),
-    `chat_template.jinja`, which comes first, and `generation_config.json` (more tokens that end an answer).
+    Reads `tokenizer.json` and, if they exist, `tokenizer_config.json` (special tokens, chat template),
+    `chat_template.jinja` (takes precedence) and `generation_config.json` (additional stop tokens).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -103,7 +103,7 @@ class PublishedTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the package raises bare Exceptions
             raise UsageError(f"The file {folder / 'tokenizer.json'} cannot be read: {error}.") from error
-        self._tokenizer.no_truncation()  # which a file may ask for, and transformers does not heed
+        self._tokenizer.no_truncation()  # transformers also ignores truncation and padding in the file
         self._tokenizer.no_padding()
         self._bytes = TokenBytes(self._tokenizer)
         config = _read(folder / "tokenizer_config.json")
@@ -111,7 +111,7 @@ class PublishedTokenizer:
         named = {name: config[name] for name in SPECIAL if config.get(name)}
         self._special = {name: one["content"] if isinstance(one, dict) else one for name, one in named.items()}
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        self.vocab_size = 1 + max(ids, default=-1)  # they may have gaps
+        self.vocab_size = 1 + max(ids, default=-1)  # ids may have gaps
         self.bos_token_id, self.eos_token_id, self.pad_token_id = map(self._id, ("bos_token", "eos_token", "pad_token"))
         more = _read(folder / "generation_config.json").get("eos_token_id")
         ends = (self.eos_token_id, *(more if isinstance(more, list) else [more]))
@@ -124,10 +124,10 @@ class PublishedTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """See `Tokenizer`. Malformed bytes become U+FFFD, and leave their neighbors as they are."""
+        """See `Tokenizer`. Malformed bytes become U+FFFD and do not affect adjacent characters."""
         known = [token for token in tokens if 0 <= token < self.vocab_size]
-        repair_bytes = self._bytes.repair_bytes(known, skip_special_tokens)
-        return self._tokenizer.decode(repair_bytes, skip_special_tokens=skip_special_tokens)
+        repaired = self._bytes.repair_bytes(known, skip_special_tokens)
+        return self._tokenizer.decode(repaired, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token: int) -> bytes:
         """See `Tokenizer`."""
@@ -136,15 +136,15 @@ class PublishedTokenizer:
     def apply_chat_template(
         self, messages: Sequence[Any], *, tokenize: bool = True, add_generation_prompt: bool = False
     ) -> Any:
-        """See `Tokenizer`. The text is what transformers makes of it."""
+        """See `Tokenizer`. The text is equal to that of transformers."""
         if self._template is None:
-            raise UsageError(f"The tokenizer in {self._folder} has no chat template: it takes plain text only.")
+            raise UsageError(f"The tokenizer in {self._folder} has no chat template, so it accepts only plain text.")
         plain = plain_messages(messages)
         render = functools.partial(self._render, add_generation_prompt=add_generation_prompt)
         text = render(plain)
-        if lost := _lost(plain, text, render):
+        if omitted := _omitted_fields(plain, text, render):
             raise UsageError(
-                f"The chat template in {self._folder} does not write all of the messages as text{_hint(lost)}"
+                f"The chat template in {self._folder} does not write all of the messages as text{_hint(omitted)}"
             )
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
@@ -153,7 +153,7 @@ class PublishedTokenizer:
         try:
             return self._template.render(
                 messages=messages,
-                tools=None,  # templates ask whether they are None
+                tools=None,  # templates compare them with None
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special,
@@ -161,16 +161,18 @@ class PublishedTokenizer:
         except (jinja2.TemplateError, TypeError, AttributeError) as error:
             plain_text = isinstance(error, (jinja2.UndefinedError, TypeError, AttributeError))
             hint = _hint(_not_text(messages)) if plain_text else ""
-            raise UsageError(f"The chat template in {self._folder} refuses the messages: {error}{hint}") from error
+            raise UsageError(
+                f"The chat template in {self._folder} cannot render the messages: {error}{hint}"
+            ) from error
 
     def _id(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(self._special[name]) if name in self._special else None
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, with which templates mark what the assistant said. It changes no text."""
+    """The tag `{% generation %}`, which marks the assistant's text in templates. It does not change the text."""
 
-    tags = {"generation"}  # noqa: RUF012  as jinja2 has it
+    tags = {"generation"}  # noqa: RUF012  as in jinja2
 
     def parse(self, parser: Any) -> Any:
         next(parser.stream)
@@ -180,11 +182,11 @@ class _Generation(jinja2.ext.Extension):
 def _hint(fields: Collection[str]) -> str:
     if not fields:
         return ""
-    return f". A template for plain text cannot take {', '.join(fields)}: write each as text, in the content."
+    return f". The template is for plain text, so write {', '.join(fields)} as text in the content."
 
 
 def _not_text(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the fields that a template for plain text cannot take, by name."""
+    """Return the fields that are not plain text, by name."""
     fields = {}
     for i, message in enumerate(messages):
         if message.get("tool_calls"):
@@ -194,8 +196,8 @@ def _not_text(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _lost(messages: Sequence[dict[str, Any]], text: str, render: Callable[[Any], str]) -> list[str]:
-    """Return the fields that are not text and that `text` leaves out, or shows as Python does (`None`)."""
+def _omitted_fields(messages: Sequence[dict[str, Any]], text: str, render: Callable[[Any], str]) -> list[str]:
+    """Return the fields that are not text and that `text` omits, or contains as Python objects (`None`)."""
     fields = _not_text(messages)
     if not fields:
         return []
@@ -203,27 +205,27 @@ def _lost(messages: Sequence[dict[str, Any]], text: str, render: Callable[[Any],
     no_calls = [{**one, "tool_calls": []} if one.get("tool_calls") else one for one in no_content]
     try:
         without_content, without_calls = render(no_content), render(no_calls)
-    except UsageError:  # the template tells such messages apart by itself
+    except UsageError:  # the template handles these messages explicitly
         return []
-    lost = []
+    omitted = []
     for name, value in fields.items():
         pair = (without_content, without_calls) if name.endswith("tool_calls") else (text, without_content)
         written = [str(one) for one in (value, *(value if isinstance(value, list) else ())) if not isinstance(one, str)]
         missing = join_text_parts(value) and pair[0] == pair[1]
         if missing or any(pair[0].count(words) > pair[1].count(words) for words in written):
-            lost.append(name)
-    return lost
+            omitted.append(name)
+    return omitted
 
 
 def _compile(text: str | None, folder: Path) -> jinja2.Template | None:
-    """The template in a sandbox, as it is somebody else's program, with what transformers offers to it."""
+    """Compile the template in a sandbox, since it is untrusted code. Add the functions that transformers adds."""
     if text is None:
         return None
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(value: Any, **options: Any) -> str:  # jinja2's own escapes for HTML
+    def tojson(value: Any, **options: Any) -> str:  # jinja2's version escapes for HTML
         return json.dumps(value, **{"ensure_ascii": False, **options})
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -242,7 +244,7 @@ def _template(folder: Path, config: dict[str, Any]) -> str | None:
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     found = config.get("chat_template")
-    if isinstance(found, list):  # several, by name
+    if isinstance(found, list):  # several templates, by name
         return {entry["name"]: entry["template"] for entry in found}.get("default")
     return found
 
@@ -257,7 +259,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def save_bytes(folder: Path, marks: Sequence[str], special: dict[str, str], chat_template: str) -> None:
-    """Write a tokenizer of the 256 bytes, followed by `marks`, with the `special` ones' names."""
+    """Write a tokenizer of the 256 bytes, followed by the tokens `marks`. `special` has the names of special tokens."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=BYTE_LEVEL, merges=[]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Text as token ids: bytes, or a published `tokenizer.json`."""
+"""Convert text to token ids: by bytes, or by a published `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -15,48 +15,51 @@ Message = Any  # a dict with "role" and "content", or a message of the `openai` 
 
 
 class Tokenizer(Protocol):
-    """Tokenizer as the policy server and environments use it. Names and defaults are those of transformers."""
+    """A tokenizer for the policy server and environments. Names and defaults are those of transformers."""
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest token; a model may have room for more."""
+        """Highest token id plus one. The model's vocabulary may be larger."""
 
     @property
     def bos_token_id(self) -> int | None:
-        """The token that texts begin with."""
+        """Token at the beginning of a text."""
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that texts, or turns of a conversation, end with."""
+        """Token at the end of a text or of a turn."""
 
     @property
     def pad_token_id(self) -> int | None:
-        """The token that fills rows."""
+        """Token for padding."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer."""
+        """Tokens that end an answer."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text; if so asked with those that this tokenizer puts around a text, bos say.
+        """Encode a text. With `add_special_tokens`, add special tokens around the text, for example bos.
 
-        A special token within the text is that token; what is no Unicode (half a surrogate pair) is a question mark.
+        The text of a special token becomes this token. Invalid Unicode (half a surrogate pair) becomes a question mark.
         """
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of tokens. Ids that the tokenizer does not have are none, malformed bytes are U+FFFD."""
+        """Decode tokens. Unknown ids are dropped. Malformed bytes become U+FFFD."""
 
     def token_bytes(self, token: int) -> bytes:
-        """Return what a token adds to a text, as UTF-8; it may be a part of a character. Marks are their text."""
+        """Return the UTF-8 bytes that a token adds to a text; they may be a part of a character."""
 
     def apply_chat_template(
         self, messages: Sequence[Message], *, tokenize: bool = True, add_generation_prompt: bool = False
     ) -> Any:
-        """A conversation as tokens (else as text), if so asked with what an answer of the assistant begins with.
+        """Convert a conversation to tokens, or to text if `tokenize` is False.
 
-        Messages are dicts, or objects of the `openai` package.
+        Args:
+            messages: Dicts, or objects of the `openai` package.
+            add_generation_prompt: Whether to append the beginning of an assistant's turn.
 
-        Raises `UsageError` where the template refuses the messages, or there is none.
+        Raises:
+            UsageError: The template cannot render the messages, or there is no template.
         """
 
 
@@ -73,9 +76,9 @@ _TEMPLATE = (
 
 
 class ByteTokenizer:
-    """UTF-8 bytes, and marks: each message of a conversation is its role's mark, its text, and `<|eos|>`.
+    """A tokenizer of UTF-8 bytes and special tokens. A message is its role's token, its text, and `<|eos|>`.
 
-    A text begins with no mark of its own accord; `<|bos|>` is there for whoever has nothing else to begin with.
+    `encode` adds no special tokens. `<|bos|>` exists for callers that need a first token.
     """
 
     vocab_size = 256 + len(_MARKS)
@@ -90,7 +93,7 @@ class ByteTokenizer:
         return tokens
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """See `Tokenizer`. Bytes that are no UTF-8 become U+FFFD."""
+        """See `Tokenizer`. Invalid UTF-8 bytes become U+FFFD."""
         end = 256 if skip_special_tokens else self.vocab_size
         return b"".join(_BYTES[token] for token in tokens if 0 <= token < end).decode(errors="replace")
 
@@ -108,17 +111,19 @@ class ByteTokenizer:
             if role not in ROLES:
                 raise UsageError(f"The role must be one of {', '.join(ROLES)}, got {role!r}.")
             if message.get("tool_calls"):
-                raise UsageError(f"messages[{i}].tool_calls has no form in bytes: write the calls into its content.")
+                raise UsageError(
+                    f"messages[{i}].tool_calls is not supported by the byte tokenizer. Write the calls as text."
+                )
             if not isinstance(content, str):
                 raise UsageError(
-                    f"messages[{i}].content must be text, or a list of text parts, got {content!r}: write it as text."
+                    f"messages[{i}].content must be text or a list of text parts, got {content!r}. Write it as text."
                 )
             text += f"<|{role}|>{content}<|eos|>"
         text += "<|assistant|>" * add_generation_prompt
         return self.encode(text) if tokenize else text
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the same tokenizer in the published format, beside a model's weights, say."""
+        """Write this tokenizer in the published format, for example next to a model's weights."""
         from rlframe.language.model.published_tokenizer import save_bytes
 
         special = dict(pad_token="<|pad|>", bos_token="<|bos|>", eos_token="<|eos|>")
@@ -126,10 +131,10 @@ class ByteTokenizer:
 
 
 def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer called `byte`, or that of a folder with a published `tokenizer.json` (or the file itself).
+    """Return the tokenizer `byte`, or the tokenizer of a published `tokenizer.json` (the file or its folder).
 
     Raises:
-        UsageError: there is none, it cannot be read, or the packages tokenizers or jinja2 are missing.
+        UsageError: The tokenizer does not exist or cannot be read, or the packages tokenizers or jinja2 are missing.
     """
     if name == "byte":
         return ByteTokenizer()
@@ -138,7 +143,7 @@ def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
         folder = folder.parent
     if not (folder / "tokenizer.json").is_file():
         raise UsageError(
-            f"There is no tokenizer {str(name)!r}: it is 'byte', or a folder with a tokenizer.json. "
+            f"There is no tokenizer {str(name)!r}. Give 'byte' or a folder with a tokenizer.json. "
             "Nothing is downloaded."
         )
     from rlframe.language.model.published_tokenizer import PublishedTokenizer

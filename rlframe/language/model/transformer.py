@@ -1,14 +1,16 @@
-"""A decoder-only transformer of the Llama family (Touvron et al. 2023, arXiv:2302.13971; Qwen2,
-arXiv:2407.10671; Qwen3, arXiv:2505.09388).
+"""A decoder-only transformer of the Llama family, as pure functions on a tree of parameters.
 
-RMSNorm before each part (Zhang and Sennrich 2019), rotary embeddings (Su et al. 2021, in halves as the published
-weights have them), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020). Pure functions on a tree of
-parameters, which is, with D the hidden size, H and K heads of queries and of keys and values, and matrices `[in, out]`:
+Llama (Touvron et al. 2023, arXiv:2302.13971), Qwen2 (arXiv:2407.10671) and Qwen3 (arXiv:2505.09388). RMSNorm before
+each part (Zhang and Sennrich 2019), rotary embeddings (Su et al. 2021; in halves, as in the published weights),
+grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020).
+
+The parameters, with D the hidden size, H the number of query heads, K the number of key-value heads, and matrices `[in,
+out]`:
 
     embed_tokens [V, D]    norm [D]    lm_head [D, V], unless it is tied to embed_tokens
     layers: a tuple of dicts: input_layernorm, post_attention_layernorm [D]
-        q_proj [D, H * head]  k_proj, v_proj [D, K * head]  o_proj [H * head, D]  (with *_bias where the config says so)
-        q_norm, k_norm [head]  (where the config says so)
+        q_proj [D, H * head]  k_proj, v_proj [D, K * head]  o_proj [H * head, D]  (with *_bias if the config has biases)
+        q_norm, k_norm [head]  (if the config normalizes queries and keys)
         gate_proj, up_proj [D, F]  down_proj [F, D]
 """
 
@@ -25,10 +27,10 @@ from rlframe.types import Params
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens so far, one array for each layer: `[B, K, length, head]`.
+    """Keys and values of the tokens so far, one array per layer: `[B, K, length, head]`.
 
-    How many of a row's positions hold something is the caller's to know (`lengths`). With the positions before the
-    heads attention would first transpose all of it, at each step.
+    The caller keeps the number of valid positions of each row (`lengths`). The heads come before the positions:
+    otherwise attention would transpose the whole cache in each step.
     """
 
     keys: tuple[jax.Array, ...]
@@ -36,10 +38,10 @@ class Cache(NamedTuple):
 
 
 def init(rng: jax.Array, config: ModelConfig) -> Params:
-    """Random parameters, of which a small model learns from nothing.
+    """Return random parameters for training a small model from scratch.
 
-    Normal with variance 1 / fan-in; what is added to the residual stream is smaller by the square root of the number
-    of such additions (Radford et al. 2019), embeddings have the published standard deviation of 0.02.
+    Normal with variance 1 / fan-in. Projections into the residual stream are scaled down by the square root of their
+    number (Radford et al. 2019). Embeddings have the published standard deviation of 0.02.
     """
     D, F, head = config.hidden_size, config.intermediate_size, config.head_size
     q_size, kv_size = config.num_attention_heads * head, config.num_key_value_heads * head
@@ -91,17 +93,17 @@ def apply(
     positions: jax.Array | None = None,
     mask: jax.Array | None = None,
 ) -> jax.Array:
-    """Logits of the token that follows each.
+    """Return the logits of the next token at each position.
 
     Args:
-        params: of `init` or `rlframe.language.model.weights.load`.
-        config: static.
+        params: Parameters from `init` or `rlframe.language.model.weights.load`.
+        config: Static.
         tokens: `[B, T]` int32.
-        positions: `[B, T]` int32, for the rotary embeddings; None counts the real tokens of each row from 0.
-        mask: `[B, T]` bool: which tokens are real. Padding may be on either side; nothing real attends to it.
+        positions: `[B, T]` int32 for the rotary embeddings. None counts the real tokens of each row from 0.
+        mask: `[B, T]` bool: True for real tokens. Padding may be on either side; real tokens do not attend to it.
 
     Returns:
-        `[B, T, V]` float32. What is at padding means nothing.
+        `[B, T, V]` float32. Values at padding are meaningless.
     """
     return logits_of(params, config, hidden(params, config, tokens, positions, mask))
 
@@ -115,9 +117,9 @@ def hidden(
     *,
     remat: bool = False,
 ) -> jax.Array:
-    """Return the input of the head, `[B, T, D]`; the arguments are `apply`'s.
+    """Return the input of the head, `[B, T, D]`. The arguments are those of `apply`.
 
-    With `remat`, a gradient computes each layer a second time in place of keeping what is inside it.
+    With `remat`, the gradient recomputes the activations inside each layer, to save memory.
     """
     if positions is None:
         positions = jnp.arange(tokens.shape[1])[None] if mask is None else jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
@@ -125,10 +127,10 @@ def hidden(
     visible = jnp.tril(jnp.ones((T, T), bool))[None]
     if mask is not None:
         visible = visible & mask[:, None, :]
-    turn = _rotation(config, positions)
+    rotation = _rotation(config, positions)
 
     def block(x: jax.Array, layer: dict[str, jax.Array]) -> jax.Array:
-        q, k, v = _qkv(config, layer, x, turn)
+        q, k, v = _qkv(config, layer, x, rotation)
         return _finish(config, layer, x, _attend(q, k, v, visible))
 
     if remat:
@@ -140,7 +142,7 @@ def hidden(
 
 
 def logits_of(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
-    """The head: `[..., D]` to `[..., V]` float32."""
+    """Apply the head: `[..., D]` to `[..., V]` float32."""
     if config.tie_word_embeddings:
         return jnp.einsum("...d,vd->...v", hidden, params["embed_tokens"], preferred_element_type=jnp.float32)
     return jnp.einsum("...d,dv->...v", hidden, params["lm_head"], preferred_element_type=jnp.float32)
@@ -157,18 +159,18 @@ def token_log_probs(
     remat: bool = False,
     chunk: int | None = None,
 ) -> jax.Array:
-    """Log-probability of each token but the first, given those before it.
+    """Return the log-probability of each token except the first, given the tokens before it.
 
     Args:
-        params, config, tokens, positions, mask: as for `apply`.
-        temperature: `[B]` float32, divides the logits of each row; where it is 0 or less it counts as 1. None: 1.
-        remat: see `hidden`.
-        chunk: positions whose logits are there at once, and again for the gradient: `[B, chunk, V]` float32 is what
-            the head takes of memory. None: all of them.
+        params, config, tokens, positions, mask: See `apply`.
+        temperature: `[B]` float32: divisor of the logits of each row. Values of 0 or less count as 1. None means 1.
+        remat: See `hidden`.
+        chunk: Number of positions whose logits, `[B, chunk, V]` float32, are in memory at once, also in the gradient.
+            None means all.
 
     Returns:
-        `[B, T - 1]` float32: at t that of `tokens[:, t + 1]`. Where that or the token before is padding it means
-        nothing.
+        `[B, T - 1]` float32: value t belongs to `tokens[:, t + 1]`. Values are meaningless if this token or the token
+        before it is padding.
     """
     x = hidden(params, config, tokens, positions, mask, remat=remat)[:, :-1]
     targets = tokens[:, 1:]
@@ -192,7 +194,7 @@ def _log_probs(
 
 
 def init_cache(config: ModelConfig, batch: int, length: int) -> Cache:
-    """An empty cache for `batch` rows of at most `length` tokens."""
+    """Return an empty cache for `batch` rows of at most `length` tokens."""
     shape = (batch, config.num_key_value_heads, length, config.head_size)
     empty = lambda: tuple(jnp.zeros(shape, config.array_dtype) for _ in range(config.num_hidden_layers))  # noqa: E731
     return Cache(keys=empty(), values=empty())
@@ -201,20 +203,21 @@ def init_cache(config: ModelConfig, batch: int, length: int) -> Cache:
 def apply_cached(
     params: Params, config: ModelConfig, tokens: jax.Array, cache: Cache, lengths: jax.Array, *, span: int | None = None
 ) -> tuple[jax.Array, Cache]:
-    """Logits of the tokens that follow those in the cache, which they are added to: prefill, and decoding.
+    """Append tokens to the cache and return the logits of the next token at each position. For prefill and decoding.
 
-    Tokens on the right of a row's real ones do no harm: what they leave in the cache lies beyond the row's length,
-    where nothing attends to it before it is overwritten.
+    Padding to the right of a row's real tokens is harmless: its cache entries are beyond the row's length, and real
+    tokens overwrite them before any token attends to them.
 
     Args:
-        params, config: as for `apply`.
-        tokens: `[B, T]` int32, each row's at the positions `lengths[b] + arange(T)`.
-        cache: of `init_cache`. Donate it to the jitted function, or it is copied.
-        lengths: `[B]` int32: tokens that the cache holds of each row. The caller advances them.
-        span: static: how many of the cache's positions can be in use after this call; fewer cost less. None: all.
+        params, config: See `apply`.
+        tokens: `[B, T]` int32, at the positions `lengths[b] + arange(T)` of each row.
+        cache: A cache from `init_cache`. Donate it to the jitted function to avoid a copy.
+        lengths: `[B]` int32: number of cached tokens of each row. The caller advances them.
+        span: Static. Number of cache positions that are in use after this call. Fewer positions cost less. None means
+            all.
 
     Returns:
-        (`[B, T, V]` float32, the cache with the tokens in it). What does not fit into the cache is dropped.
+        (`[B, T, V]` float32, the cache with the tokens). Tokens that do not fit into the cache are dropped.
     """
     x, cache = hidden_cached(params, config, tokens, cache, lengths, span=span)
     return logits_of(params, config, x), cache
@@ -223,17 +226,17 @@ def apply_cached(
 def hidden_cached(
     params: Params, config: ModelConfig, tokens: jax.Array, cache: Cache, lengths: jax.Array, *, span: int | None = None
 ) -> tuple[jax.Array, Cache]:
-    """As `apply_cached`, but return the input of the head, `[B, T, D]`."""
+    """Do the same as `apply_cached`, but return the input of the head, `[B, T, D]`."""
     B, T = tokens.shape
     span = span or cache.keys[0].shape[2]
     positions = lengths[:, None] + jnp.arange(T)
     at = jnp.arange(B)[:, None, None], jnp.arange(config.num_key_value_heads)[:, None], positions[:, None]
     visible = jnp.arange(span) <= positions[..., None]  # [B, T, span]
-    turn = _rotation(config, positions)
+    rotation = _rotation(config, positions)
     x = params["embed_tokens"][tokens]
     keys, values = [], []
     for layer, cached_keys, cached_values in zip(params["layers"], cache.keys, cache.values):
-        q, k, v = _qkv(config, layer, x, turn)
+        q, k, v = _qkv(config, layer, x, rotation)
         keys.append(cached_keys.at[at].set(k, mode="drop"))
         values.append(cached_values.at[at].set(v, mode="drop"))
         x = _finish(config, layer, x, _attend(q, keys[-1][:, :, :span], values[-1][:, :, :span], visible))
@@ -247,7 +250,7 @@ def _rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 
 
 def _rotation(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of the angles at `positions` `[B, T]`: `[B, 1, T, head / 2]` float32."""
+    """Return cosine and sine of the rotation angles at `positions` `[B, T]`, each `[B, 1, T, head / 2]` float32."""
     head = config.head_size
     frequencies = config.rope_theta ** -(jnp.arange(0, head, 2, dtype=jnp.float32) / head)
     if config.rope_scaling is not None:
@@ -257,16 +260,16 @@ def _rotation(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax
 
 
 def _stretch(frequencies: jax.Array, scaling: Any) -> jax.Array:
-    """Llama 3.1's: wavelengths beyond the old context are lengthened, short ones kept, those between interpolated."""
+    """Scale frequencies as Llama 3.1: lengthen long wavelengths, keep short ones, and interpolate between them."""
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # within the old context
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = jnp.clip(kept, 0.0, 1.0)
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
-def _rotate(x: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turn each pair (i, i + head / 2) of `[B, heads, T, head]`."""
-    cosine, sine = turn
+def _rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotate each pair (i, i + head / 2) of `[B, heads, T, head]`."""
+    cosine, sine = rotation
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
     return turned.astype(x.dtype)
@@ -278,9 +281,9 @@ def _linear(layer: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
 
 
 def _qkv(
-    config: ModelConfig, layer: dict[str, jax.Array], x: jax.Array, turn: tuple[jax.Array, jax.Array]
+    config: ModelConfig, layer: dict[str, jax.Array], x: jax.Array, rotation: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries `[B, H, T, head]`, keys and values `[B, K, T, head]`."""
+    """Return queries `[B, H, T, head]`, and keys and values `[B, K, T, head]`."""
     x = _rms_norm(x, layer["input_layernorm"], config.rms_norm_eps)
     q, k, v = (
         jnp.swapaxes(_linear(layer, name, x).reshape(*x.shape[:-1], -1, config.head_size), 1, 2)
@@ -288,23 +291,27 @@ def _qkv(
     )
     if config.normalizes_queries:
         q, k = (_rms_norm(x, layer[name], config.rms_norm_eps) for x, name in ((q, "q_norm"), (k, "k_norm")))
-    return _rotate(q, turn), _rotate(k, turn), v
+    return _rotate(q, rotation), _rotate(k, rotation), v
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
-    """Softmax attention of `q` `[B, H, T, head]` to `k`, `v` `[B, K, S, head]` where `visible` `[B, T, S]`."""
+    """Compute softmax attention of `q` `[B, H, T, head]` to `k`, `v` `[B, K, S, head]`.
+
+    Args:
+        visible: `[B, T, S]` bool: True where query t may attend to key s.
+    """
     B, H, T, head = q.shape
     K = k.shape[1]
     q = q.reshape(B, K, H // K, T, head)
     scores = jnp.einsum("bkgtd,bksd->bkgts", q, k, preferred_element_type=jnp.float32) / math.sqrt(head)
-    scores = jnp.where(visible[:, None, None], scores, -1e30)  # finite: a row of padding sees nothing, and is not NaN
+    scores = jnp.where(visible[:, None, None], scores, -1e30)  # finite, so that rows of padding are not NaN
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     attended = jnp.einsum("bkgts,bksd->bkgtd", weights, v).reshape(B, H, T, head)
     return jnp.swapaxes(attended, 1, 2).reshape(B, T, H * head)
 
 
 def _finish(config: ModelConfig, layer: dict[str, jax.Array], x: jax.Array, attended: jax.Array) -> jax.Array:
-    """The rest of a layer: what was attended to is added, then the SwiGLU."""
+    """Compute the rest of a layer: add the attention's output, then the SwiGLU."""
     x = x + _linear(layer, "o_proj", attended)
     h = _rms_norm(x, layer["post_attention_layernorm"], config.rms_norm_eps)
     return x + (jax.nn.silu(h @ layer["gate_proj"]) * (h @ layer["up_proj"])) @ layer["down_proj"]

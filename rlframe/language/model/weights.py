@@ -1,4 +1,4 @@
-"""Weights in the published format: a folder with `config.json` and `model.safetensors`, or shards and their index."""
+"""Weights in the published format: a folder with `config.json`, and `model.safetensors` or shards and their index."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ from rlframe.language.model.config import ModelConfig
 from rlframe.types import Params
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_NAMED = 5  # tensors that a message names; more are counted
+_NAMED = 5  # most tensors that a message lists
 
 
 def load(folder: str | os.PathLike[str], *, dtype: str | None = None) -> tuple[ModelConfig, Params]:
-    """Read a published model.
+    """Load a published model.
 
     Args:
-        folder: with `config.json` and the weights.
-        dtype: float32 or bfloat16, in place of what `config.json` says.
+        folder: Folder with `config.json` and the weights.
+        dtype: float32 or bfloat16. None means the dtype in `config.json`.
 
     Returns:
-        (the configuration, parameters as `rlframe.language.model.transformer.init` gives them, on the default device).
+        (the config, parameters as from `rlframe.language.model.transformer.init`, on the default device).
 
     Raises:
-        UsageError: an architecture that is not implemented, or the package safetensors is missing.
-        CheckpointError: a file is missing or damaged; tensors are missing, unknown, or not of the shapes that the
-            configuration says. Names them.
+        UsageError: The architecture is not supported, or the package safetensors is missing.
+        CheckpointError: A file is missing or damaged; or tensors are missing, unexpected, or have wrong shapes.
     """
     folder = Path(folder)
     config = read_config(folder, dtype=dtype)
@@ -58,41 +57,41 @@ def load(folder: str | os.PathLike[str], *, dtype: str | None = None) -> tuple[M
 
 
 def read_config(folder: str | os.PathLike[str], *, dtype: str | None = None) -> ModelConfig:
-    """The configuration that `load` returns, without the weights. Raises what that does."""
+    """Return the config that `load` returns, without loading weights. Raise the same errors."""
     fields = _read_json(Path(folder) / CONFIG)
     return ModelConfig.from_json({**fields, "dtype": dtype} if dtype else fields)
 
 
 def save(folder: str | os.PathLike[str], config: ModelConfig, params: Params) -> None:
-    """Write a folder that `load` and transformers read: `config.json` and `model.safetensors`.
+    """Write a folder for `load` and transformers: `config.json` and `model.safetensors`.
 
-    What was there under these names is replaced, each file at once.
+    Existing files with these names are replaced, each atomically.
     """
     save_file = _safetensors().numpy.save_file
     folder = Path(folder)
     fields = json.dumps(config.to_json(), indent=2) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / WEIGHTS) as new:
-        save_file(published(config, params), new, metadata={"format": "pt"})  # transformers refuses a file without it
-    (folder / INDEX).unlink(missing_ok=True)  # of shards that were there before
+        save_file(published(config, params), new, metadata={"format": "pt"})  # required by transformers
+    (folder / INDEX).unlink(missing_ok=True)  # index of a previous model's shards
     write_atomically(folder / CONFIG, fields)
 
 
 def published(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
-    """The parameters under their published names, numpy; matrices are `[out, in]` there."""
+    """Return the parameters as numpy arrays under their published names. Published matrices are `[out, in]`."""
     expected, treedef = _expected(config)
     if jax.tree.structure(params) != treedef:
-        raise UsageError(f"The parameters are not those of the configuration: expected {treedef}.")
+        raise UsageError(f"The parameters do not match the configuration. Expected: {treedef}.")
     tensors = {}
     for name, leaf in zip(expected, jax.tree.leaves(params)):
         array = np.asarray(leaf)
-        # safetensors writes memory as it lies: of a transposed view it would save the wrong numbers, without a word.
+        # safetensors writes memory in its layout, so a transposed view would silently be saved wrongly.
         tensors[name] = np.ascontiguousarray(array.T if _is_transposed(name) else array)
     return tensors
 
 
 def _expected(config: ModelConfig) -> tuple[dict[str, jax.ShapeDtypeStruct], Any]:
-    """(the leaves of the parameters by their published names, in the tree's order; the tree)."""
+    """Return (dict of published name to array shape, in the tree's order; the tree's structure)."""
     shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config))
     leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     return {_published_name(path): leaf for path, leaf in leaves}, treedef
@@ -116,7 +115,7 @@ def _is_transposed(name: str) -> bool:
 
 
 def _is_superfluous(name: str, config: ModelConfig) -> bool:
-    # Older files have a table of frequencies in each layer, and some with a tied head have the head as well.
+    # Older files have rotary frequencies in each layer. Some files with a tied head also contain the head.
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
 
 
@@ -124,11 +123,11 @@ def _convert(name: str, tensor: np.ndarray, expected: jax.ShapeDtypeStruct, fold
     shape = expected.shape[::-1] if _is_transposed(name) else expected.shape
     if tensor.shape != shape:
         raise CheckpointError(
-            f"The model in {folder}: {name} has the shape {list(tensor.shape)}; its {CONFIG} makes that {list(shape)}."
+            f"The model in {folder}: {name} has the shape {list(tensor.shape)}; its {CONFIG} requires {list(shape)}."
         )
-    if tensor.dtype.name == "bfloat16":  # TensorFlow's, where that is imported, which JAX does not take
+    if tensor.dtype.name == "bfloat16":  # if TensorFlow is imported, this is its bfloat16, which JAX refuses
         tensor = tensor.view(np.uint16).view(jnp.bfloat16)
-    array = jnp.asarray(tensor, expected.dtype)  # narrowed before it is turned, on the device
+    array = jnp.asarray(tensor, expected.dtype)  # convert before transposing, on the device
     return array.T if _is_transposed(name) else array
 
 
@@ -137,7 +136,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
     for file in _files(folder):
         try:
             with safetensors.safe_open(file, framework="numpy") as opened:
-                for name in opened.keys():  # noqa: SIM118  not a dict: it cannot be iterated
+                for name in opened.keys():  # noqa: SIM118  not iterable
                     yield name, opened.get_tensor(name)
         except FileNotFoundError as error:
             raise CheckpointError(f"The model in {folder} lacks the file {file.name}.") from error
@@ -160,11 +159,11 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         fields = json.loads(file.read_bytes())
     except FileNotFoundError as error:
-        raise CheckpointError(f"There is no file {file}: a published model has one.") from error
+        raise CheckpointError(f"The file {file} does not exist. A published model needs it.") from error
     except (ValueError, OSError) as error:
         raise CheckpointError(f"The file {file} cannot be read: {error}") from error
     if not isinstance(fields, dict):
-        raise CheckpointError(f"The file {file} holds no JSON object.")
+        raise CheckpointError(f"The file {file} does not contain a JSON object.")
     return fields
 
 

@@ -1,13 +1,14 @@
-"""The policy server: the decode engine behind the OpenAI API, with the learner's newest parameters.
+"""The policy server, which serves the OpenAI API with the decode engine and the learner's newest parameters.
 
 A chat request, `POST /v1/chat/completions`:
 
-1. `app.py` has `requests.py: ChatRequest` read and check the body; `asked` makes tokens of it.
-2. `generation.py: Generation` submits it to the `DecodeEngine`, and makes text of the tokens (`TextDecoder`).
-3. `replies.py: ChatReplies` makes the answer, whole or as events. A refusal is in OpenAI's format (`errors.py`).
+1. `app.py` gets the body as a checked `requests.py: ChatRequest`, and `parse` encodes its messages to tokens.
+2. `generation.py: Generation` submits the request to the `DecodeEngine` and decodes the tokens to text (`TextDecoder`).
+3. `replies.py: ChatReplies` makes the response, as one object or as events. Errors are in OpenAI's format
+   (`errors.py`).
 
-`native.py` has `/generate` in the two forms of vLLM and SGLang. `server.py: PolicyServer` holds the engine, and follows
-the learner's parameters.
+`native.py` implements `/generate` with the formats of vLLM and SGLang. `server.py: PolicyServer` owns the engine, and
+follows the learner's parameters.
 """
 
 from rlframe import extras

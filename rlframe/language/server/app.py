@@ -28,36 +28,40 @@ from rlframe.language.server.requests import ChatRequest, CompletionRequest, Par
 if TYPE_CHECKING:
     from rlframe.language.server.server import PolicyServer
 
-_IN_THREAD = 16 << 10  # bytes of a request from which on it is encoded beside the event loop: 1 MB may take seconds
-_LINE_ENDS = "\x85\u2028\u2029"  # clients that split by Unicode's lines would cut an event there; JSON may escape them
-_DESCRIPTION = """A language model that learns meanwhile, behind the OpenAI API.
+_IN_THREAD = 16 << 10  # bytes; larger requests are encoded in a thread, since 1 MB may take seconds
+_LINE_ENDS = "\x85\u2028\u2029"  # Unicode line ends, escaped in events: some clients split lines at them
+_DESCRIPTION = """A language model in training, with the OpenAI API.
 
-Every answer names its `policy_version`: that of the parameters which its last token was sampled with."""
+Every response has a `policy_version`: the version of the parameters that sampled its last token."""
 
-_PREFIX = "rlframe_policy_"  # of metrics
-# Name, help, and what it is called in `PolicyServer.stats`.
+_PREFIX = "rlframe_policy_"  # prefix of the metrics' names
+# Name, help text, and key in `PolicyServer.stats`.
 _COUNTERS = (
-    ("completions", "Completions that were asked for.", "requests"),
-    ("tokens", "Tokens that were sampled.", "tokens"),
-    ("prompt_tokens", "Tokens of prompts that were read.", "prompt_tokens"),
+    ("completions", "Requested completions.", "requests"),
+    ("tokens", "Sampled tokens.", "tokens"),
+    ("prompt_tokens", "Prefilled prompt tokens.", "prompt_tokens"),
     ("engine_calls", "Calls of the decode engine.", "calls"),
-    ("refreshes", "Versions of the parameters that were taken over.", "refreshes"),
+    ("refreshes", "Updates of the parameters from the learner.", "refreshes"),
 )
 _GAUGES = (
-    ("running", "Completions that are decoded.", "running"),
-    ("waiting", "Completions that wait for a slot.", "waiting"),
-    ("version", "Of the parameters.", "version"),
-    ("learner_version", "The newest that was heard of; -1: none.", "learner_version"),
-    ("versions_behind", "Versions by which the parameters are older than the newest heard of.", "versions_behind"),
-    ("since_refresh_seconds", "Since the parameters were taken over.", "since_refresh"),
-    ("since_learner_seconds", "Since the learner was heard of.", "since_learner"),
+    ("running", "Completions being decoded.", "running"),
+    ("waiting", "Completions waiting for a slot.", "waiting"),
+    ("version", "Version of the parameters.", "version"),
+    ("learner_version", "Newest known version of the learner; -1: none.", "learner_version"),
+    (
+        "versions_behind",
+        "Versions by which the parameters are behind the learner's newest known version.",
+        "versions_behind",
+    ),
+    ("since_refresh_seconds", "Seconds since the last update of the parameters.", "since_refresh"),
+    ("since_learner_seconds", "Seconds since the learner last answered.", "since_learner"),
 )
 
 T = TypeVar("T")
 
 
 def make_app(server: PolicyServer) -> FastAPI:
-    """The application. Raises `UsageError` where the token file cannot be read."""
+    """Make the application. Raise `UsageError` if the token file cannot be read."""
     cfg = server.cfg
     requests = (CompletionRequest, ChatRequest, VllmRequest, SglangRequest, SglangSampling)
     known = sorted({name for kind in requests for name in kind.model_fields})
@@ -90,23 +94,23 @@ def make_app(server: PolicyServer) -> FastAPI:
 
     @app.get("/health", tags=["server"])
     async def health() -> Response:
-        """200 once it can answer."""
+        """Return 200 if the server has parameters."""
         return answer({"status": "ok", "policy_version": server.live_engine().version})
 
     @app.get("/v1/models", tags=["OpenAI"])
     async def models() -> Response:
-        """The one model that there is."""
+        """List the served model."""
         return answer({"object": "list", "data": [card]})
 
     @app.get("/v1/models/{model:path}", tags=["OpenAI"])
     async def one_model(model: str) -> Response:
-        """Return that model."""
+        """Return the served model."""
         _check_model(model, cfg.model_name)
         return answer(card)
 
     @app.get("/v1/policy", tags=["server"])
     async def policy() -> Response:
-        """The version that answers, and how far it is behind the learner's; `problem` says why it is not followed."""
+        """Return the parameters' version and its distance to the learner's version. `problem`: why updates stopped."""
         return answer({"model": cfg.model_name, **server.stats()})
 
     @app.post("/v1/completions", tags=["OpenAI"])
@@ -121,10 +125,10 @@ def make_app(server: PolicyServer) -> FastAPI:
 
     @app.post("/generate", tags=["vLLM and SGLang"])
     async def generate(body: GenerateRequest, request: Request) -> Response:
-        """Continue token ids, as vLLM's own `/generate` does; with `sampling_params` or `input_ids` as SGLang's."""
-        generation, asked = await _begin(server, body, request)
+        """Continue token ids like vLLM's `/generate` or, with `sampling_params` or `input_ids`, like SGLang's."""
+        generation, parsed = await _start_generation(server, body, request)
         pieces = await _result_or_disconnect(request.receive, generation.whole())
-        return _client_closed_request() if pieces is None else answer(body.reply(asked, pieces, server.tokenizer))
+        return _client_closed_request() if pieces is None else answer(body.reply(parsed, pieces, server.tokenizer))
 
     return app
 
@@ -133,8 +137,8 @@ async def _reply(
     server: PolicyServer, body: CompletionRequest | ChatRequest, request: Request, form: type[Replies]
 ) -> Response:
     _check_model(body.model, server.cfg.model_name)
-    generation, asked = await _begin(server, body, request, body.stream)
-    replies = form(body, asked, server.tokenizer)
+    generation, parsed = await _start_generation(server, body, request, body.stream)
+    replies = form(body, parsed, server.tokenizer)
     if body.stream:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return StreamingResponse(_events(generation, replies), headers=headers, media_type="text/event-stream")
@@ -142,28 +146,28 @@ async def _reply(
     return _client_closed_request() if pieces is None else answer(replies.whole(pieces))
 
 
-async def _begin(
+async def _start_generation(
     server: PolicyServer, body: Any, request: Request, streams: bool = False
 ) -> tuple[Generation, ParsedRequest]:
-    """Send what a body asks for to the engine."""
+    """Submit the request to the engine."""
     engine, tokenizer = server.live_engine(), server.tokenizer
     long = int(request.headers.get("content-length", 0)) > _IN_THREAD
-    asked = await asyncio.to_thread(body.asked, tokenizer) if long else body.asked(tokenizer)
-    return Generation(engine, asked, tokenizer, streams=streams, timeout=server.cfg.request_timeout), asked
+    parsed = await asyncio.to_thread(body.parse, tokenizer) if long else body.parse(tokenizer)
+    return Generation(engine, parsed, tokenizer, streams=streams, timeout=server.cfg.request_timeout), parsed
 
 
 def _client_closed_request() -> Response:
-    return Response(status_code=499)  # as nginx notes it: nobody sees it
+    return Response(status_code=499)  # nginx's status for logs; the client does not receive it
 
 
 async def _result_or_disconnect(receive: Receive, work: Coroutine[None, None, T]) -> T | None:
-    """Return what `work` gives, or None if the client leaves before; the work is cancelled then."""
+    """Return the result of `work`. If the client disconnects first, cancel the work and return None."""
 
-    async def left() -> None:
+    async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
@@ -171,13 +175,13 @@ async def _result_or_disconnect(receive: Receive, work: Coroutine[None, None, T]
         working.cancel()
         leaving.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):
-            await working  # it frees its slots
+            await working  # frees its slots
 
 
 async def _events(generation: Generation, replies: Replies) -> AsyncIterator[bytes]:
-    """Server-sent events, each a JSON object; at the end `[DONE]`. An error is an event too.
+    """Yield server-sent events, each a JSON object, and finally `[DONE]`. An error is an event, too.
 
-    Starlette cancels it where the client leaves.
+    If the client disconnects, Starlette cancels this generator.
     """
     try:
         async for piece in generation.pieces():
@@ -199,7 +203,7 @@ def _event(content: object) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def _check_model(asked: str, name: str) -> None:
-    if asked != name:
-        message = f"There is no model {asked!r}; this server has {name!r}."
+def _check_model(model: str, name: str) -> None:
+    if model != name:
+        message = f"There is no model {model!r}. This server has {name!r}."
         raise RefusedError(message, 404, param="model", code="model_not_found")

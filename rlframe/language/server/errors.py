@@ -1,4 +1,4 @@
-"""Refusals in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-RETRY = {"Retry-After": "1"}  # header of a refusal: the same request may be sent again
-_NO_FIELDS = ("body", "vllm", "sglang")  # places in a body that a client does not know by these names
+RETRY = {"Retry-After": "1"}  # header of errors after which the client may retry the request
+_NO_FIELDS = ("body", "vllm", "sglang")  # pydantic's names for parts of the body, which are not field names
 
 
 class RefusedError(RlframeError):
-    """A request that is answered with an HTTP status and a sentence."""
+    """An error that becomes the response to a request, with an HTTP status and a message."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class RefusedError(RlframeError):
 
 
 def refused(error: RlframeError) -> RefusedError:
-    """Return the refusal that answers a request which raised this."""
+    """Convert an error of the engine or of the configuration to a `RefusedError`."""
     if isinstance(error, RefusedError):
         return error
     status, headers = (503, RETRY) if isinstance(error, UnavailableError) else (400, None)
@@ -56,17 +56,17 @@ def refused(error: RlframeError) -> RefusedError:
 
 
 def refusal(error: str, status: int, headers: dict[str, str] | None = None) -> Response:
-    """As `rlframe.http.bodies.Refusal`."""
+    """Make an error response; see `rlframe.http.bodies.Refusal`."""
     return RefusedError(error, status, headers=headers).response
 
 
 def invalid(error: RequestValidationError, known: list[str]) -> RefusedError:
-    """Say in one sentence what is wrong with a body."""
+    """Convert a validation error of a body to one sentence."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part not in _NO_FIELDS)
     if first["type"] == "extra_forbidden":
         name = str(first["loc"][-1])
         return RefusedError(f"There is no option {name!r}.{suggest(name, known)}", 400, param=where)
     if first["type"] == "json_invalid":
-        return RefusedError(f"The body is no valid JSON: {first['ctx']['error']}.", 400)
+        return RefusedError(f"The body is not valid JSON: {first['ctx']['error']}.", 400)
     return RefusedError(f"{where}: {first['msg']}." if where else first["msg"], 400, param=where or None)

@@ -1,4 +1,4 @@
-"""Decode a request's answers as text: asyncio on one side, the engine's thread on the other."""
+"""Decode a request's answers to text. The tokens come from the engine's thread; asyncio code reads the text."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from rlframe.language.model.tokenizers import Tokenizer
 from rlframe.language.server.errors import RETRY, RefusedError
 from rlframe.language.server.requests import ParsedRequest
 
-_UNKNOWN = "\ufffd"  # an unfinished character is decoded as this
-_WINDOW = 16  # tokens that are decoded again with each new token; more while they do not end a character
-_DISTINCT = 3  # characters: a character has at most four bytes, so a window with more begins where a character may
+_UNKNOWN = "\ufffd"  # decoded text of an incomplete character
+_WINDOW = 16  # most tokens to decode again with each new token; more while a character is incomplete
+_DISTINCT = 3  # a window with more characters begins at a character's start, since a character has at most 4 bytes
 
 
 class TextDecoder:
-    """Decodes one answer. Its pieces together are the text of all its tokens, however they are cut.
+    """An incremental decoder of one answer. For every split of the tokens, the joined pieces are the complete text.
 
     Args:
-        tokenizer: of the tokens.
-        stops: strings that end the answer, which are no part of its text.
-        skip_special_tokens: leave them out of the text.
-        with_offsets: fill `offsets`.
+        tokenizer: Tokenizer of the model.
+        stops: Strings that end the answer. They are not part of its text.
+        skip_special_tokens: Whether to omit special tokens from the text.
+        with_offsets: Whether to fill `offsets`.
 
     Attributes:
-        stopped_by: the string that ended it.
-        offsets: of each token the place in the text (before any stop string is cut off) where it begins. The tokens of
-            one character have the same.
+        stopped_by: Stop string that ended the answer, or None.
+        offsets: Start of each token in the text, including a stop string. All tokens of one character have the same
+            start.
     """
 
     def __init__(
@@ -48,27 +48,29 @@ class TextDecoder:
         self._with_offsets = with_offsets
         self.stopped_by: str | None = None
         self.offsets: list[int] = []
-        # Tokenizers treat the first token of a text in their own way (they strip its space), and a character may have
-        # several tokens: so each token is decoded behind those that came last.
+        # Tokenizers may decode the first token of a text differently (strip its space), and a character may have
+        # several tokens. So decode each token together with the tokens before it.
         self._window: list[int] = []
-        self._text = ""  # of the window
-        self._certain = 0  # characters of `_text` that no later token changes; they were handed on
-        self._before = 0  # characters of the text before the window's
-        self._held = ""  # may be the beginning of a stop string
+        self._text = ""  # text of the window
+        self._certain = 0  # characters of `_text` that later tokens cannot change; they were passed on
+        self._before = 0  # characters of the text before the window
+        self._held = ""  # text that was not returned yet, since it may begin a stop string
 
     @property
     def length(self) -> int:
-        """Characters of the text so far, with an unfinished one."""
+        """Number of characters so far, including an incomplete character."""
         return self._before + len(self._text)
 
     def add(self, tokens: Sequence[int], last: bool) -> tuple[str, int]:
-        """Take tokens that follow.
+        """Add tokens.
 
         Args:
-            last: there are no more.
+            tokens: The next tokens of the answer.
+            last: Whether these are the last tokens.
 
         Returns:
-            (text that is certain now, tokens that are of the answer: all, or those up to the end of a stop string).
+            (text that later tokens cannot change, number of the tokens that belong to the answer: all, or those up to
+            the end of a stop string).
         """
         if not (last and not self._stops and self._take_all(tokens)):
             for count, token in enumerate(tokens, start=1):
@@ -80,33 +82,33 @@ class TextDecoder:
             self._certain = len(self._text)
         if (found := self._find()) is not None:
             return found, len(tokens)
-        free = len(self._held) - (0 if last else self._begun())
+        free = len(self._held) - (0 if last else self._stop_prefix_length())
         text, self._held = self._held[:free], self._held[free:]
         return text, len(tokens)
 
     def _take_all(self, tokens: Sequence[int]) -> bool:
-        """Take the rest of an answer at once. False if that does not give the offsets."""
+        """Decode the rest of an answer at once. Return False if this does not give the offsets."""
         text = self._decode([*self._window, *tokens])
         if self._with_offsets:
             parts = [self._decode([token]) for token in tokens]
             if "".join(parts) != text[len(self._text) :] or not text.startswith(self._text):
-                return False  # a character of several tokens, or a space that is stripped
-            places = itertools.accumulate(map(len, parts), initial=self.length)
-            self.offsets += itertools.islice(places, len(tokens))
+                return False  # a character has several tokens, or a space was stripped
+            starts = itertools.accumulate(map(len, parts), initial=self.length)
+            self.offsets += itertools.islice(starts, len(tokens))
         self._window += tokens
         self._text = text
         return True
 
     def _take(self, token: int) -> str:
-        """Return the text that is certain with this token."""
+        """Add one token. Return the new text that later tokens cannot change."""
         before, text = self._text, self._decode([*self._window, token])
         if self._with_offsets:
             self.offsets.append(self.length - self._continues(token, text))
         if text == before and not self._decode([token, token]):
-            return ""  # a special token, say, which need not be decoded again with those that follow
+            return ""  # for example a special token, which later tokens do not need
         self._window.append(token)
         certain, self._text = self._certain, text
-        # Bytes that begin a character are decoded as one U+FFFD, as is what can be none.
+        # An incomplete character is decoded as U+FFFD, and so are invalid bytes.
         self._certain = max(certain, len(text) - text.endswith(_UNKNOWN))
         new = text[certain : self._certain]
         if len(self._window) % _WINDOW == 0:
@@ -114,35 +116,35 @@ class TextDecoder:
         return new
 
     def _continues(self, token: int, text: str) -> bool:
-        """Return if a token continues the unfinished character at the end. `text` includes the token."""
+        """Return True if a token continues the incomplete character at the end. `text` includes the token."""
         if self._certain == len(self._text):
             return False
-        # A character in two parts is shorter than its parts, each of which would be a U+FFFD.
+        # A joined character is shorter than its parts, each of which would be decoded as U+FFFD.
         return len(text) < len(self._text) + max(1, len(self._decode([token])))
 
     def _shorten(self) -> None:
-        """Forget about half of the window, up to where a character ends."""
+        """Drop about half of the window, up to the end of a character."""
         for start in range(len(self._window) // 2, 0, -1):
             text = self._decode(self._window[start:])
-            forgotten = len(self._text) - len(text)
-            if self._certain - forgotten >= _DISTINCT and self._text.endswith(text):
+            dropped = len(self._text) - len(text)
+            if self._certain - dropped >= _DISTINCT and self._text.endswith(text):
                 self._window = self._window[start:]
-                self._text, self._certain, self._before = text, self._certain - forgotten, self._before + forgotten
+                self._text, self._certain, self._before = text, self._certain - dropped, self._before + dropped
                 return
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
 
     def _find(self) -> str | None:
-        """The text before the first stop string, where there is one."""
-        places = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
-        if not places:
+        """Return the text before the first stop string, or None if there is no stop string."""
+        matches = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
+        if not matches:
             return None
-        place, self.stopped_by = min(places)
-        return self._held[:place]
+        position, self.stopped_by = min(matches)
+        return self._held[:position]
 
-    def _begun(self) -> int:
-        """Count the characters at the end that may be the beginning of a stop string."""
+    def _stop_prefix_length(self) -> int:
+        """Return the number of characters at the end that may be the beginning of a stop string."""
         held = self._held
         sizes = [
             size
@@ -155,80 +157,82 @@ class TextDecoder:
 
 @dataclasses.dataclass(frozen=True)
 class AnswerPiece:
-    """The next piece of one of the answers, or all of it."""
+    """The next piece of one of a request's answers, or a complete answer."""
 
-    index: int  # of the answer
+    index: int  # index of the answer
     text: str
-    tokens: list[int]  # with the one that ended it, which is no text
-    offsets: list[int]  # of each token the place in the answer's text; empty: not asked for
+    tokens: list[int]  # including a stop token, which has no text
+    offsets: list[int]  # start of each token in the answer's text; empty if not requested
     log_probs: list[float]
     versions: list[int]
-    finish_reason: str | None  # None: more follows
-    stop_reason: str | int | None  # the string or the token that ended it
-    likeliest: list[dict[int, float]]  # as `Answer`'s
+    finish_reason: str | None  # None if more pieces follow
+    stop_reason: str | int | None  # stop string or stop token that ended the answer
+    top_tokens: list[dict[int, float]]  # see `Answer`
     prompt_scores: PromptScores | None
 
     @property
     def version(self) -> int | None:
-        """Version of the parameters of the last token, or of the prompt's scores if none was sampled."""
+        """Version of the parameters for the last token; for the prompt's scores if there are no tokens."""
         if self.versions:
             return self.versions[-1]
         return None if self.prompt_scores is None else self.prompt_scores.version
 
 
 class Generation:
-    """The answers to one request, which is sent to the engine at once.
+    """The answers to one request. The constructor submits the request to the engine.
 
     Args:
-        streams: whether they are wanted piece by piece.
-        timeout: seconds for all of it.
+        engine: The decode engine.
+        parsed: The request.
+        tokenizer: Tokenizer of the model.
+        streams: Whether the caller reads the answers with `pieces`.
+        timeout: Seconds for all answers.
 
     Raises:
-        UsageError: the engine cannot do that.
-        RefusedError: too much waits (429), or is asked for at once.
-        UnavailableError: the engine is closed.
+        UsageError: The engine cannot process the request.
+        RefusedError: Too many requests wait (429), or this request has too many answers.
+        UnavailableError: The engine is closed.
     """
 
     def __init__(
         self,
         engine: DecodeEngine,
-        asked: ParsedRequest,
+        parsed: ParsedRequest,
         tokenizer: Tokenizer,
         *,
         streams: bool,
         timeout: float,
     ) -> None:
-        wanted, most = len(asked.prompts) * asked.fields.n, engine.config.max_waiting
+        wanted, most = len(parsed.prompts) * parsed.fields.n, engine.config.max_waiting
         if wanted > most:
-            raise RefusedError(f"{wanted} answers are asked for at once, of which there may be {most}.", 400)
-        self._stop_tokens = asked.sampling.stop_tokens
+            raise RefusedError(f"The request has {wanted} answers, but at most {most} are allowed.", 400)
+        self._stop_tokens = parsed.sampling.stop_tokens
         self._timeout = timeout
-        prompts = [prompt for prompt in asked.prompts for _ in range(asked.fields.n)]
+        prompts = [prompt for prompt in parsed.prompts for _ in range(parsed.fields.n)]
         self._texts = [
-            TextDecoder(tokenizer, asked.fields.stops, asked.fields.skip_special_tokens, asked.offsets) for _ in prompts
+            TextDecoder(tokenizer, parsed.fields.stops, parsed.fields.skip_special_tokens, parsed.offsets)
+            for _ in prompts
         ]
-        # Without this each answer costs the event loop once, with it each piece does.
-        self._arrived: asyncio.Queue[tuple[int, Any]] | None = (
-            asyncio.Queue() if streams or asked.fields.stops else None
-        )
+        # A queue of pieces, only if pieces are needed: it wakes the event loop for each piece, not once per answer.
+        self._queue: asyncio.Queue[tuple[int, Any]] | None = asyncio.Queue() if streams or parsed.fields.stops else None
         self._loop = asyncio.get_running_loop()
         on_tokens = None
-        if self._arrived is not None:
-            on_tokens = [functools.partial(self._arrive, index) for index in range(len(prompts))]
+        if self._queue is not None:
+            on_tokens = [functools.partial(self._put, index) for index in range(len(prompts))]
         try:
-            self._handles = engine.submit_many(prompts, asked.sampling, on_tokens)
+            self._handles = engine.submit_many(prompts, parsed.sampling, on_tokens)
         except UnavailableError as error:
             if engine.closed:
                 raise
             raise RefusedError(str(error), 429, code="queue_full", headers=RETRY) from error
 
     async def whole(self) -> list[AnswerPiece]:
-        """All answers, in their order. Raises as `pieces`."""
-        if self._arrived is not None:
+        """Return all answers, in their order. Raise the errors of `pieces`."""
+        if self._queue is not None:
             parts: list[list[AnswerPiece]] = [[] for _ in self._handles]
             async for piece in self.pieces():
                 parts[piece.index].append(piece)
-            return [_joined(of_one) for of_one in parts]
+            return [_joined(answer_parts) for answer_parts in parts]
         futures = [asyncio.wrap_future(handle.future) for handle in self._handles]
         try:
             await asyncio.wait(futures, timeout=self._timeout, return_when=asyncio.FIRST_EXCEPTION)
@@ -242,70 +246,72 @@ class Generation:
         return [self._piece(index, future.result()) for index, future in enumerate(futures)]
 
     async def pieces(self) -> AsyncIterator[AnswerPiece]:
-        """The answers as they grow; each has a last piece with a `finish_reason`.
+        """Yield pieces of the answers as they are decoded. The last piece of each answer has a `finish_reason`.
 
         Raises:
-            UnavailableError: the engine was closed, or failed.
-            RefusedError: it took longer than it may.
+            UnavailableError: The engine was closed or failed.
+            RefusedError: The timeout was exceeded.
         """
-        assert self._arrived is not None
-        timer = self._loop.call_later(self._timeout, self._arrived.put_nowait, (-1, self._timeout_error))
+        assert self._queue is not None
+        timer = self._loop.call_later(self._timeout, self._queue.put_nowait, (-1, self._timeout_error))
         for index, handle in enumerate(self._handles):
             handle.future.add_done_callback(functools.partial(self._end, index))
-        left = set(range(len(self._handles)))
+        pending = set(range(len(self._handles)))
         try:
-            while left:
-                index, answer = await self._arrived.get()
+            while pending:
+                index, answer = await self._queue.get()
                 if isinstance(answer, Exception):
                     raise answer
-                if index not in left:  # decoded before the engine knew that it has ended
+                if index not in pending:  # decoded before the answer was cancelled
                     continue
                 piece = self._piece(index, answer)
                 if piece.finish_reason is not None:
-                    left.remove(index)
-                    self._handles[index].cancel()  # frees its slot, where a string ended it
+                    pending.remove(index)
+                    self._handles[index].cancel()  # frees the slot if a stop string ended the answer
                 yield piece
         finally:
             timer.cancel()
             self.cancel()
 
     def cancel(self) -> None:
-        """Free the slots of what is not done."""
+        """Free the slots of pending answers."""
         for handle in self._handles:
             handle.cancel()
 
     @property
     def _timeout_error(self) -> RefusedError:
-        return RefusedError(f"The answer was not complete within {self._timeout:g} s. Ask for less, or later.", 504)
+        return RefusedError(
+            f"The answer was not complete within {self._timeout:g} s. Request fewer tokens, or retry later.", 504
+        )
 
-    def _arrive(self, index: int, answer: Answer | Exception) -> None:
-        # In the engine's thread.
-        assert self._arrived is not None
-        with contextlib.suppress(RuntimeError):  # the event loop has ended: nobody waits
-            self._loop.call_soon_threadsafe(self._arrived.put_nowait, (index, answer))
+    def _put(self, index: int, answer: Answer | Exception) -> None:
+        # Called in the engine's thread.
+        assert self._queue is not None
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, answer))
 
     def _end(self, index: int, future: Any) -> None:
         if not future.cancelled() and (error := future.exception()) is not None:
-            self._arrive(index, error)
+            self._put(index, error)
 
     def _piece(self, index: int, answer: Answer) -> AnswerPiece:
         text, tokens = self._texts[index], answer.tokens
         ended_by = tokens[-1] if answer.finish_reason == "stop" and tokens[-1] in self._stop_tokens else None
-        begun = len(text.offsets)
-        said, count = text.add(tokens if ended_by is None else tokens[:-1], answer.finish_reason is not None)
-        offsets = text.offsets[begun:] + [text.length] * (ended_by is not None)
+        offsets_before = len(text.offsets)
+        piece_text, count = text.add(tokens if ended_by is None else tokens[:-1], answer.finish_reason is not None)
+        offsets = text.offsets[offsets_before:] + [text.length] * (ended_by is not None)
         stopped = text.stopped_by is not None
         count = count if stopped else len(tokens)
         return AnswerPiece(
             index=index,
-            text=said,
+            text=piece_text,
             tokens=tokens[:count],
             offsets=offsets[:count],
             log_probs=answer.log_probs[:count],
             versions=answer.versions[:count],
             finish_reason="stop" if stopped else answer.finish_reason,
             stop_reason=text.stopped_by if stopped else ended_by,
-            likeliest=answer.likeliest[:count],
+            top_tokens=answer.top_tokens[:count],
             prompt_scores=answer.prompt_scores,
         )
 
@@ -318,6 +324,6 @@ def _joined(pieces: list[AnswerPiece]) -> AnswerPiece:
         offsets=[offset for piece in pieces for offset in piece.offsets],
         log_probs=[log_prob for piece in pieces for log_prob in piece.log_probs],
         versions=[version for piece in pieces for version in piece.versions],
-        likeliest=[one for piece in pieces for one in piece.likeliest],
+        top_tokens=[one for piece in pieces for one in piece.top_tokens],
         prompt_scores=pieces[0].prompt_scores,
     )

@@ -1,6 +1,7 @@
-"""`/generate`, in the two dialects that environments ask for token ids in: vLLM's and SGLang's.
+"""`/generate` with token ids, in the formats of vLLM and SGLang.
 
-vLLM's is that of `example_trainer/vllm_api_server.py` of NousResearch/atropos, SGLang's its own.
+The vLLM format is that of `example_trainer/vllm_api_server.py` in NousResearch/atropos. The SGLang format is that of
+SGLang's server.
 """
 
 from __future__ import annotations
@@ -25,87 +26,95 @@ class VllmPrompt(BaseModel):
 
 
 class VllmRequest(SamplingFields):
-    """`/generate` as vLLM has it: one prompt, and the fields of its `SamplingParams`."""
+    """The body of `/generate` in vLLM's format: one prompt, and the fields of vLLM's `SamplingParams`."""
 
     prompt: Union[str, VllmPrompt]
-    max_tokens: int = Field(default=16, description="of each answer")
+    max_tokens: int = Field(default=16, description="most tokens of each answer")
     stream: Literal[False] = False
     logprobs: int | None = Field(
-        default=None, ge=0, le=MAX_TOP_TOKENS, description="of the tokens that were sampled, and of so many likeliest"
+        default=None,
+        ge=0,
+        le=MAX_TOP_TOKENS,
+        description="log-probabilities of the sampled tokens and of this number of top tokens",
     )
     prompt_logprobs: int | None = Field(
-        default=None, ge=0, le=MAX_TOP_TOKENS, description="of the prompt's tokens, and of so many likeliest"
+        default=None,
+        ge=0,
+        le=MAX_TOP_TOKENS,
+        description="log-probabilities of the prompt's tokens and of this number of top tokens",
     )
 
-    def asked(self, tokenizer: Tokenizer) -> ParsedRequest:
-        """Return the request with texts as tokens."""
+    def parse(self, tokenizer: Tokenizer) -> ParsedRequest:
+        """Encode the text as tokens."""
         given = self.prompt if isinstance(self.prompt, str) else self.prompt.prompt_token_ids
         prompts = encode_prompts(given, tokenizer, "prompt")
-        sampling = self.sampled(tokenizer, self.max_tokens, self.logprobs or 0, self.prompt_logprobs)
+        sampling = self.to_sampling_params(tokenizer, self.max_tokens, self.logprobs or 0, self.prompt_logprobs)
         return ParsedRequest(prompts, sampling, self, [""], self.logprobs is not None)
 
-    def reply(self, asked: ParsedRequest, pieces: list[AnswerPiece], tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return the answer: lists with an entry for each of the `n` answers."""
-        (prompt,) = asked.prompts
+    def reply(self, parsed: ParsedRequest, pieces: list[AnswerPiece], tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return the response: lists with an entry for each of the `n` answers."""
+        (prompt,) = parsed.prompts
         answer: dict[str, Any] = {
             "text": [piece.text for piece in pieces],
             "prompt": self.prompt if isinstance(self.prompt, str) else tokenizer.decode(prompt),
             "finish_reasons": [piece.finish_reason for piece in pieces],
             "policy_versions": [piece.versions for piece in pieces],
         }
-        if asked.log_probs:
+        if parsed.log_probs:
             answer["logprobs"] = [
-                [*map(_listed, piece.tokens, piece.log_probs, piece.likeliest or [{}] * len(piece.tokens))]
+                [*map(_listed, piece.tokens, piece.log_probs, piece.top_tokens or [{}] * len(piece.tokens))]
                 for piece in pieces
             ]
             answer |= {"prompt_token_ids": prompt, "token_ids": [piece.tokens for piece in pieces]}
         if (scores := pieces[0].prompt_scores) is not None:
-            places = scores.places(prompt, self.prompt_logprobs or 0)
+            positions = scores.positions(prompt, self.prompt_logprobs or 0)
             answer["prompt_logprobs"] = [
-                None if place is None else {str(token): log_prob for token, (log_prob, _) in place.items()}
-                for place in places
+                None if position is None else {str(token): log_prob for token, (log_prob, _) in position.items()}
+                for position in positions
             ]
         return answer
 
 
-def _listed(token: int, log_prob: float, likeliest: dict[int, float]) -> list[dict[str, float]]:
-    """A place as vLLM has it: by token id, the one that was sampled first."""
-    return [{str(one): value for one, value in {token: log_prob, **likeliest}.items()}]
+def _listed(token: int, log_prob: float, top_tokens: dict[int, float]) -> list[dict[str, float]]:
+    """Return vLLM's entry for one position: log-probabilities by token id, with the sampled token first."""
+    return [{str(one): value for one, value in {token: log_prob, **top_tokens}.items()}]
 
 
 class SglangSampling(SamplingFields):
-    """`sampling_params` of SGLang's `/generate`."""
+    """The field `sampling_params` of SGLang's `/generate`."""
 
-    max_new_tokens: int = Field(default=128, description="of each answer")
+    max_new_tokens: int = Field(default=128, description="most tokens of each answer")
 
 
 class SglangRequest(StrictRequest):
-    """`/generate` as SGLang has it: one prompt or a list of them, as text or as `input_ids`."""
+    """The body of `/generate` in SGLang's format: one prompt or a list, as text or as `input_ids`."""
 
     text: Union[str, list[str], None] = None
     input_ids: Union[list[int], list[list[int]], None] = None
     sampling_params: SglangSampling = Field(default_factory=SglangSampling)
-    return_logprob: bool = Field(default=False, description="output_token_logprobs: (log-probability, id, text)")
+    return_logprob: bool = Field(default=False, description="return output_token_logprobs: (log-probability, id, text)")
     stream: Literal[False] = False
-    return_text_in_logprobs: bool = Field(default=False, description="else the text is null")
+    return_text_in_logprobs: bool = Field(
+        default=False, description="return texts in output_token_logprobs, instead of null"
+    )
 
-    def asked(self, tokenizer: Tokenizer) -> ParsedRequest:
-        """Return the request with texts as tokens. Raise `RefusedError` without just one of `text`, `input_ids`."""
+    def parse(self, tokenizer: Tokenizer) -> ParsedRequest:
+        """Encode the texts as tokens. Raise `RefusedError` unless exactly one of `text` and `input_ids` is given."""
         if (self.text is None) == (self.input_ids is None):
-            raise RefusedError("Give either text or input_ids.", 400, param="input_ids")
+            raise RefusedError("Give either text or input_ids, not both.", 400, param="input_ids")
         given, name = (self.text, "text") if self.input_ids is None else (self.input_ids, "input_ids")
         prompts, params = encode_prompts(given, tokenizer, name), self.sampling_params
-        sampling = params.sampled(tokenizer, params.max_new_tokens)
+        sampling = params.to_sampling_params(tokenizer, params.max_new_tokens)
         texts = [""] * len(prompts)
         return ParsedRequest(prompts, sampling, params, texts, self.return_logprob)
 
-    def reply(self, asked: ParsedRequest, pieces: list[AnswerPiece], tokenizer: Tokenizer) -> Any:
-        """Return the answer: an object, or a list of them where there is more than one answer."""
-        several = isinstance(self.text if self.input_ids is None else self.input_ids[0], list) or asked.fields.n > 1
-        answers = [self._answer(asked, piece, tokenizer) for piece in pieces]
+    def reply(self, parsed: ParsedRequest, pieces: list[AnswerPiece], tokenizer: Tokenizer) -> Any:
+        """Return the response: an object, or a list if there are several answers."""
+        several = isinstance(self.text if self.input_ids is None else self.input_ids[0], list) or parsed.fields.n > 1
+        answers = [self._answer(parsed, piece, tokenizer) for piece in pieces]
         return answers if several else answers[0]
 
-    def _answer(self, asked: ParsedRequest, piece: AnswerPiece, tokenizer: Tokenizer) -> dict[str, Any]:
+    def _answer(self, parsed: ParsedRequest, piece: AnswerPiece, tokenizer: Tokenizer) -> dict[str, Any]:
         reason: dict[str, Any] = {"type": piece.finish_reason}
         if piece.finish_reason == "length":
             reason["length"] = len(piece.tokens)
@@ -114,11 +123,11 @@ class SglangRequest(StrictRequest):
         info: dict[str, Any] = {
             "id": uuid.uuid4().hex,
             "finish_reason": reason,
-            "prompt_tokens": len(asked.prompts[piece.index // asked.fields.n]),
+            "prompt_tokens": len(parsed.prompts[piece.index // parsed.fields.n]),
             "completion_tokens": len(piece.tokens),
             "policy_versions": piece.versions,
         }
-        if asked.log_probs:
+        if parsed.log_probs:
             info["output_token_logprobs"] = [
                 (log_prob, token, tokenizer.decode([token]) if self.return_text_in_logprobs else None)
                 for token, log_prob in zip(piece.tokens, piece.log_probs)
@@ -126,11 +135,11 @@ class SglangRequest(StrictRequest):
         return {"text": piece.text, "output_ids": piece.tokens, "meta_info": info}
 
 
-def _dialect(body: Any) -> str:
+def _request_format(body: Any) -> str:
     sglang = isinstance(body, dict) and not body.keys().isdisjoint(("input_ids", "text", "sampling_params"))
     return "sglang" if sglang else "vllm"
 
 
 GenerateRequest = Annotated[
-    Union[Annotated[VllmRequest, Tag("vllm")], Annotated[SglangRequest, Tag("sglang")]], Discriminator(_dialect)
+    Union[Annotated[VllmRequest, Tag("vllm")], Annotated[SglangRequest, Tag("sglang")]], Discriminator(_request_format)
 ]

@@ -1,4 +1,4 @@
-"""Answers: OpenAI's completions and chats, whole or as events, with the fields that vLLM and rlframe add."""
+"""Responses in OpenAI's formats for completions and chats, complete or streamed, with fields of vLLM and rlframe."""
 
 from __future__ import annotations
 
@@ -13,34 +13,36 @@ from rlframe.language.server.requests import ChatRequest, CompletionRequest, Par
 
 
 class Replies:
-    """The replies to one request.
+    """The response to one request, complete or as events.
 
-    Beside OpenAI's fields there are `policy_version`, of the last token (of several choices the newest), in each choice
-    too; there `policy_versions`, of each token, where it is of several; `stop_reason`; and `token_ids` and
-    `prompt_token_ids` where they were asked for.
+    Additional fields: `policy_version` of the last token, in each choice and, as the newest of all choices, at the top;
+    `policy_versions` of each token in a choice, if there are several; `stop_reason`; and, if requested, `token_ids` and
+    `prompt_token_ids`.
     """
 
-    prefix = ""  # of the id
-    kinds = ("", "")  # of a whole answer and of an event
-    partial = ""  # before the bytes that name a part of a character
-    _content: Callable[[AnswerPiece, bool, bool], dict[str, Any]]  # of a piece: streamed or not, the first or not
+    prefix = ""  # prefix of the id
+    kinds = ("", "")  # `object` of a complete response and of an event
+    partial = ""  # prefix of the name of a token that is a part of a character
+    _content: Callable[
+        [AnswerPiece, bool, bool], dict[str, Any]
+    ]  # arguments: piece, streamed, first piece of the answer
     _log_probs: Callable[[AnswerPiece], dict[str, Any]]
 
-    def __init__(self, request: CompletionRequest | ChatRequest, asked: ParsedRequest, tokenizer: Tokenizer) -> None:
-        self._request, self._asked, self._tokenizer = request, asked, tokenizer
+    def __init__(self, request: CompletionRequest | ChatRequest, parsed: ParsedRequest, tokenizer: Tokenizer) -> None:
+        self._request, self._parsed, self._tokenizer = request, parsed, tokenizer
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": request.model}
-        self._begun: set[int] = set()  # answers of which there were events
+        self._begun: set[int] = set()  # indices of answers that have had a piece
         self._sampled, self._version = 0, -1
 
     def whole(self, pieces: list[AnswerPiece]) -> dict[str, Any]:
-        """The answer in one."""
+        """Return the complete response."""
         choices = [self._choice(piece, streamed=False) for piece in pieces]
         return {**self._frame(0), "choices": choices, "usage": self._usage()}
 
     def event(self, piece: AnswerPiece) -> dict[str, Any] | None:
-        """Return the event for a piece; None: nothing is sent."""
+        """Return the event for a piece, or None if the piece needs no event."""
         wanted = (
-            piece.text or piece.finish_reason is not None or self._asked.log_probs or self._request.return_token_ids
+            piece.text or piece.finish_reason is not None or self._parsed.log_probs or self._request.return_token_ids
         )
         if not wanted:
             self._count(piece)
@@ -49,14 +51,14 @@ class Replies:
         return {**self._frame(1), "choices": [choice], **({"usage": None} if self._request.include_usage else {})}
 
     def last_event(self) -> dict[str, Any] | None:
-        """Return the event at the end; None: nothing is sent."""
+        """Return the final event with the usage, or None if the request does not need it."""
         return {**self._frame(1), "choices": [], "usage": self._usage()} if self._request.include_usage else None
 
     def _frame(self, kind: int) -> dict[str, Any]:
         return {**self._head, "object": self.kinds[kind], "policy_version": self._version}
 
     def _usage(self) -> dict[str, int]:
-        prompt = sum(map(len, self._asked.prompts))
+        prompt = sum(map(len, self._parsed.prompts))
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self._sampled,
@@ -74,7 +76,7 @@ class Replies:
         choice = {
             "index": piece.index,
             **self._content(piece, streamed, first),
-            "logprobs": self._log_probs(piece) if self._asked.log_probs else None,
+            "logprobs": self._log_probs(piece) if self._parsed.log_probs else None,
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
@@ -85,24 +87,24 @@ class Replies:
         if self._request.return_token_ids:
             choice["token_ids"] = piece.tokens
             if first:
-                choice["prompt_token_ids"] = self._asked.prompts[piece.index // self._asked.fields.n]
+                choice["prompt_token_ids"] = self._parsed.prompts[piece.index // self._parsed.fields.n]
         return choice
 
     def _prompt_log_probs(self, piece: AnswerPiece) -> list[Any]:
-        """As vLLM has them: by token id; null for the first token."""
+        """Return vLLM's prompt_logprobs: by token id; None for the first token."""
         assert piece.prompt_scores is not None
-        prompt = self._asked.prompts[piece.index // self._asked.fields.n]
-        places = piece.prompt_scores.places(prompt, self._request.prompt_logprobs or 0)
+        prompt = self._parsed.prompts[piece.index // self._parsed.fields.n]
+        positions = piece.prompt_scores.positions(prompt, self._request.prompt_logprobs or 0)
         return [
-            None if place is None else {str(token): self._ranked(token, *place[token]) for token in place}
-            for place in places
+            None if position is None else {str(token): self._ranked(token, *position[token]) for token in position}
+            for position in positions
         ]
 
     def _ranked(self, token: int, log_prob: float, rank: int) -> dict[str, Any]:
         return {"logprob": log_prob, "rank": rank, "decoded_token": self._tokenizer.decode([token])}
 
     def _name(self, token: int) -> str:
-        """Return a token's name in log-probabilities: its text, or the bytes of a part of a character, as OpenAI."""
+        """Return a token's name for log-probabilities: its text, or escaped bytes for a partial character."""
         if self._request.return_tokens_as_token_ids:
             return f"token_id:{token}"
         content = self._tokenizer.token_bytes(token)
@@ -113,14 +115,14 @@ class Replies:
 
 
 class CompletionReplies(Replies):
-    """To `/v1/completions`."""
+    """Responses of `/v1/completions`."""
 
     prefix = "cmpl"
     kinds = ("text_completion", "text_completion")
     partial = "bytes:"
 
     def _content(self, piece: AnswerPiece, streamed: bool, first: bool) -> dict[str, Any]:
-        return {"text": self._asked.texts[piece.index // self._asked.fields.n] + piece.text if first else piece.text}
+        return {"text": self._parsed.texts[piece.index // self._parsed.fields.n] + piece.text if first else piece.text}
 
     def _choice(self, piece: AnswerPiece, streamed: bool) -> dict[str, Any]:
         choice = super()._choice(piece, streamed)
@@ -130,40 +132,40 @@ class CompletionReplies(Replies):
 
     def _log_probs(self, piece: AnswerPiece) -> dict[str, Any]:
         assert isinstance(self._request, CompletionRequest)
-        count, scores = self._request.likeliest, piece.prompt_scores
-        tokens, log_probs, likeliest = piece.tokens, list[Any](piece.log_probs), list[Any](piece.likeliest)
-        text = self._asked.texts[piece.index // self._asked.fields.n]
+        count, scores = self._request.top_tokens, piece.prompt_scores
+        tokens, log_probs, top_tokens = piece.tokens, list[Any](piece.log_probs), list[Any](piece.top_tokens)
+        text = self._parsed.texts[piece.index // self._parsed.fields.n]
         offsets = [len(text) + offset for offset in piece.offsets]
         if self._request.echo and scores is not None:
-            prompt = self._asked.prompts[piece.index // self._asked.fields.n]
+            prompt = self._parsed.prompts[piece.index // self._parsed.fields.n]
             tokens, offsets = prompt + tokens, self._offsets(prompt, text) + offsets
             log_probs = [None, *scores.log_probs, *log_probs]
-            likeliest = [None, *scores.likeliest, *likeliest]
+            top_tokens = [None, *scores.top_tokens, *top_tokens]
         return {
             "tokens": [self._name(token) for token in tokens],
             "token_logprobs": log_probs,
-            "top_logprobs": [*map(self._top, tokens, log_probs, likeliest)] if count else None,
+            "top_logprobs": [*map(self._top, tokens, log_probs, top_tokens)] if count else None,
             "text_offset": offsets,
         }
 
     def _offsets(self, prompt: list[int], text: str) -> list[int]:
-        """Return where each token of a prompt begins in its text."""
-        for skips in (False, True):  # marks may be of the text, or put around it by the tokenizer
+        """Return the start of each token of a prompt in its text."""
+        for skips in (False, True):  # special tokens may be in the text, or added by the tokenizer
             decoder = TextDecoder(self._tokenizer, skip_special_tokens=skips, with_offsets=True)
             if decoder.add(prompt, last=True)[0] == text:
                 break
         return [min(offset, len(text)) for offset in decoder.offsets]
 
-    def _top(self, token: int, log_prob: float, likeliest: dict[int, float] | None) -> dict[str, float] | None:
-        """The likeliest tokens at one place, and the one that is there."""
-        if likeliest is None:
+    def _top(self, token: int, log_prob: float, top_tokens: dict[int, float] | None) -> dict[str, float] | None:
+        """Return the top tokens at one position, including the actual token."""
+        if top_tokens is None:
             return None
-        kept = dict([*likeliest.items()][: self._request.likeliest])  # type: ignore[union-attr]
+        kept = dict([*top_tokens.items()][: self._request.top_tokens])  # type: ignore[union-attr]
         return {self._name(one): value for one, value in {**kept, token: log_prob}.items()}
 
 
 class ChatReplies(Replies):
-    """To `/v1/chat/completions`."""
+    """Responses of `/v1/chat/completions`."""
 
     prefix = "chatcmpl"
     kinds = ("chat.completion", "chat.completion.chunk")
@@ -172,22 +174,22 @@ class ChatReplies(Replies):
         """See `Replies`."""
         answer = super().whole(pieces)
         if self._request.return_token_ids:
-            answer["prompt_token_ids"] = self._asked.prompts[0]
+            answer["prompt_token_ids"] = self._parsed.prompts[0]
         if self._request.prompt_logprobs is not None:
             answer["prompt_logprobs"] = self._prompt_log_probs(pieces[0])
         return answer
 
     def _content(self, piece: AnswerPiece, streamed: bool, first: bool) -> dict[str, Any]:
-        said = {"role": "assistant", "content": piece.text}
+        message = {"role": "assistant", "content": piece.text}
         if not streamed:
-            return {"message": {**said, "refusal": None}}
-        return {"delta": said if first else {"content": piece.text}}
+            return {"message": {**message, "refusal": None}}
+        return {"delta": message if first else {"content": piece.text}}
 
     def _log_probs(self, piece: AnswerPiece) -> dict[str, Any]:
-        places = piece.likeliest or [{}] * len(piece.tokens)
+        positions = piece.top_tokens or [{}] * len(piece.tokens)
         content = [
-            {**self._entry(token, log_prob), "top_logprobs": [self._entry(*one) for one in likeliest.items()]}
-            for token, log_prob, likeliest in zip(piece.tokens, piece.log_probs, places)
+            {**self._entry(token, log_prob), "top_logprobs": [self._entry(*one) for one in top_tokens.items()]}
+            for token, log_prob, top_tokens in zip(piece.tokens, piece.log_probs, positions)
         ]
         return {"content": content, "refusal": None}
 

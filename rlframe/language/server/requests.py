@@ -1,6 +1,6 @@
-"""Requests: the fields of OpenAI's completions and chats, and of vLLM's where those say nothing.
+"""Requests: the fields of OpenAI's completions and chats, and additional fields of vLLM.
 
-A field that the engine cannot do is refused with a sentence, unless its value asks for nothing.
+Unsupported fields are refused with a message, unless their value has no effect.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from rlframe.language.decoding.sampling import MAX_TOP_TOKENS, SamplingParams
 from rlframe.language.model.tokenizers import Tokenizer
 from rlframe.language.server.errors import RefusedError
 
-_MAX_STOPS = 16  # strings
+_MAX_STOPS = 16  # most stop strings
 
-# What is not offered, and the values with which it asks for nothing.
+# Unsupported fields -> their values that have no effect, which are accepted.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "detokenize": (True,),
@@ -43,14 +43,14 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "top_logprobs_num": (0,),
     "use_beam_search": (False,),
 }
-_LABELS = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")  # that change no answer
+_LABELS = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")  # fields that do not affect answers
 
 
-def _replace_surrogates(said: Any) -> Any:
-    """Replace what is no Unicode in a text, or a list of texts, by question marks: only JSON may have it."""
-    if isinstance(said, list):
-        return [_replace_surrogates(one) if isinstance(one, str) else one for one in said]
-    return said.encode(errors="replace").decode() if isinstance(said, str) else said
+def _replace_surrogates(text_or_list: Any) -> Any:
+    """Replace invalid Unicode, which JSON may contain, by question marks in a text or a list of texts."""
+    if isinstance(text_or_list, list):
+        return [_replace_surrogates(one) if isinstance(one, str) else one for one in text_or_list]
+    return text_or_list.encode(errors="replace").decode() if isinstance(text_or_list, str) else text_or_list
 
 
 _Text = Annotated[str, AfterValidator(_replace_surrogates)]
@@ -59,7 +59,12 @@ _Text = Annotated[str, AfterValidator(_replace_surrogates)]
 def encode_prompts(
     given: Any, tokenizer: Tokenizer, name: str = "prompt", add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Return prompts as tokens: `given` is a text, token ids, or a list of either. `name` is the field's, in errors."""
+    """Encode prompts as tokens.
+
+    Args:
+        given: A text, token ids, or a list of either.
+        name: Name of the field, for errors.
+    """
     if isinstance(given, str) or (isinstance(given, list) and given and all(type(one) is int for one in given)):
         given = [given]
     if isinstance(given, list) and given:
@@ -73,25 +78,25 @@ def encode_prompts(
 
 
 class ParsedRequest(NamedTuple):
-    """A request, with texts as tokens."""
+    """A request whose texts are encoded as tokens."""
 
     prompts: list[list[int]]
     sampling: SamplingParams
-    fields: SamplingFields  # of the request
-    texts: list[str]  # that answers begin with: those of the prompts, where they are to be echoed
-    log_probs: bool
-    offsets: bool = False  # whether the places of tokens in the text are asked for
+    fields: SamplingFields  # fields of the request
+    texts: list[str]  # prefix of the answers to each prompt: its text with echo, otherwise ""
+    log_probs: bool  # whether log-probabilities are requested
+    offsets: bool = False  # whether the starts of tokens in the text are requested
 
 
 class StrictRequest(BaseModel):
-    """Fields of a request. One that asks for what is not offered is refused; one that asks for nothing is left out."""
+    """Base class of request bodies. Refuses unsupported fields, and drops fields that have no effect."""
 
     model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, fields: Any) -> Any:
-        """Leave out fields that ask for nothing. Raise `RefusedError` for a field that this server does not offer."""
+        """Drop fields without effect. Raise `RefusedError` for an unsupported field."""
         if not isinstance(fields, dict):
             return fields
         kept = {}
@@ -100,10 +105,10 @@ class StrictRequest(BaseModel):
                 continue
             if name in _UNSUPPORTED:
                 if value not in _UNSUPPORTED[name]:
-                    raise RefusedError(f"{name} is not offered by this server.", 400, param=name)
+                    raise RefusedError(f"{name} is not supported by this server.", 400, param=name)
             elif name == "best_of":
                 if value != (fields.get("n") or 1):
-                    message = "best_of is not offered by this server: ask for n, and choose."
+                    message = "best_of is not supported by this server. Request n answers and choose the best one."
                     raise RefusedError(message, 400, param="best_of")
             else:
                 kept[name] = value
@@ -114,32 +119,34 @@ class StreamOptions(BaseModel):
     """Options of a streamed answer."""
 
     model_config = ConfigDict(extra="forbid")
-    include_usage: bool = Field(default=False, description="a last event with the number of tokens")
+    include_usage: bool = Field(default=False, description="send a final event with the number of tokens")
 
 
 class SamplingFields(StrictRequest):
-    """The fields with which every endpoint is told how to sample."""
+    """Sampling options that all endpoints share."""
 
-    n: int = Field(default=1, ge=1, description="answers to each prompt")
+    n: int = Field(default=1, ge=1, description="number of answers to each prompt")
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = Field(default=0, description="0 or -1: all tokens")
     seed: int | None = None
-    stop: Union[str, list[str]] = Field(default=[], description="strings that end an answer, and are no part of it")
+    stop: Union[str, list[str]] = Field(
+        default=[], description="strings that end an answer; they are not part of the answer"
+    )
     stop_token_ids: list[int] = []
-    ignore_eos: bool = Field(default=False, description="go on after the tokenizer's end of text")
+    ignore_eos: bool = Field(default=False, description="do not stop at the tokenizer's end-of-text tokens")
     skip_special_tokens: bool = True
 
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
-    def sampled(
-        self, tokenizer: Tokenizer, max_tokens: int | None, likeliest: int = 0, score_prompt: int | None = None
+    def to_sampling_params(
+        self, tokenizer: Tokenizer, max_tokens: int | None, top_tokens: int = 0, score_prompt: int | None = None
     ) -> SamplingParams:
-        """Return how to sample. Raise `RefusedError` or `UsageError` for what cannot be."""
+        """Convert the fields to `SamplingParams`. Raise `RefusedError` or `UsageError` for invalid values."""
         if len(self.stops) > _MAX_STOPS or not all(self.stops):
-            raise RefusedError(f"stop has at most {_MAX_STOPS} strings, of which none is empty.", 400, param="stop")
+            raise RefusedError(f"stop may have at most {_MAX_STOPS} strings, and none may be empty.", 400, param="stop")
         ends = () if self.ignore_eos else tokenizer.stop_token_ids
         return SamplingParams(
             max_tokens=max_tokens,
@@ -148,7 +155,7 @@ class SamplingFields(StrictRequest):
             top_k=max(self.top_k, 0) if self.top_k >= -1 else self.top_k,
             stop_tokens=tuple(dict.fromkeys((*ends, *self.stop_token_ids))),
             seed=self.seed,
-            likeliest=likeliest,
+            top_tokens=top_tokens,
             score_prompt=score_prompt,
         )
 
@@ -157,16 +164,19 @@ class _Request(SamplingFields):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    return_token_ids: bool = Field(default=False, description="token_ids and prompt_token_ids, as they were sampled")
-    return_tokens_as_token_ids: bool = Field(default=False, description="in logprobs tokens are called token_id:N")
+    return_token_ids: bool = Field(default=False, description="return token_ids and prompt_token_ids")
+    return_tokens_as_token_ids: bool = Field(default=False, description="name tokens in logprobs as token_id:N")
     prompt_logprobs: int | None = Field(
-        default=None, ge=0, le=MAX_TOP_TOKENS, description="of the prompt's tokens, and of so many likeliest; no stream"
+        default=None,
+        ge=0,
+        le=MAX_TOP_TOKENS,
+        description="log-probabilities of the prompt's tokens and of this number of top tokens; not with stream",
     )
 
     @model_validator(mode="after")
-    def _prompt_logprobs_come_whole(self) -> Self:
+    def _check_prompt_logprobs(self) -> Self:
         if self.stream and self.prompt_logprobs is not None:
-            message = "prompt_logprobs with stream is not offered: ask for one of them."
+            message = "prompt_logprobs is not supported with stream. Request only one of them."
             raise RefusedError(message, 400, param="prompt_logprobs")
         return self
 
@@ -176,29 +186,29 @@ class _Request(SamplingFields):
 
 
 class CompletionRequest(_Request):
-    """`/v1/completions`."""
+    """The body of `/v1/completions`."""
 
     prompt: Annotated[Any, AfterValidator(_replace_surrogates)] = Field(
-        description="a text, a list of texts, token ids, or a list of lists of them"
+        description="a text, a list of texts, a list of token ids, or a list of such lists"
     )
     max_tokens: int = Field(
-        default=16, description="of each answer; 0, with echo or prompt_logprobs: only score the prompt"
+        default=16, description="most tokens of each answer; 0 with echo or prompt_logprobs: only score the prompt"
     )
     logprobs: int | None = Field(
         default=None,
         ge=0,
         le=MAX_TOP_TOKENS,
-        description="0 or 1: of the tokens that were sampled; more: of so many likeliest as well",
+        description="return log-probabilities of the sampled tokens and, if above 1, of this number of top tokens",
     )
-    echo: bool = Field(default=False, description="texts begin with that of the prompt")
-    add_special_tokens: bool = Field(default=True, description="those that the tokenizer puts around a text")
+    echo: bool = Field(default=False, description="return the prompt's text before the answer")
+    add_special_tokens: bool = Field(default=True, description="add the tokenizer's special tokens to the prompt")
 
-    def asked(self, tokenizer: Tokenizer) -> ParsedRequest:
-        """Return the request with texts as tokens. Raise `RefusedError` or `UsageError` for what cannot be."""
+    def parse(self, tokenizer: Tokenizer) -> ParsedRequest:
+        """Encode the texts as tokens. Raise `RefusedError` or `UsageError` for invalid values."""
         prompts = encode_prompts(self.prompt, tokenizer, add_special_tokens=self.add_special_tokens)
         return ParsedRequest(
             prompts=prompts,
-            sampling=self.sampled(tokenizer, self.max_tokens, self.likeliest, self._scored),
+            sampling=self.to_sampling_params(tokenizer, self.max_tokens, self.top_tokens, self._prompt_top_tokens),
             fields=self,
             texts=[self._text(i, tokens, tokenizer) if self.echo else "" for i, tokens in enumerate(prompts)],
             log_probs=self.logprobs is not None,
@@ -206,13 +216,13 @@ class CompletionRequest(_Request):
         )
 
     @property
-    def likeliest(self) -> int:
-        """Tokens beside each one whose log-probabilities are wanted."""
+    def top_tokens(self) -> int:
+        """Number of top tokens to return for each token."""
         return self.logprobs if self.logprobs is not None and self.logprobs > 1 else 0
 
     @property
-    def _scored(self) -> int | None:
-        echoed = self.likeliest if self.echo and self.logprobs is not None else None
+    def _prompt_top_tokens(self) -> int | None:
+        echoed = self.top_tokens if self.echo and self.logprobs is not None else None
         alone = 0 if self.echo and self.max_tokens == 0 else None  # nothing is sampled
         wanted = [count for count in (self.prompt_logprobs, echoed, alone) if count is not None]
         return max(wanted, default=None)
@@ -225,14 +235,14 @@ class CompletionRequest(_Request):
 
 
 def _check_messages(messages: Any) -> Any:
-    """Raise `RefusedError` for a message that calls tools, or whose content is no text."""
+    """Raise `RefusedError` for a message with tool calls, or with a content that is not text."""
     for i, message in enumerate(messages if isinstance(messages, list) else []):
         if not isinstance(message, dict):
             continue
         for name in ("tool_calls", "function_call"):
             if message.get(name):
                 raise RefusedError(
-                    f"messages[{i}].{name} is not offered by this server: it answers in text alone. Write the tools "
+                    f"messages[{i}].{name} is not supported by this server, which answers only in text. Write tools "
                     "into the prompt and the calls into the content.",
                     400,
                     param=f"messages[{i}].{name}",
@@ -249,21 +259,21 @@ def _check_content(name: str, content: Any) -> None:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             raise RefusedError(
-                f"{name}[{j}] is of type {kind!r}: this model reads text alone, so a part must be "
+                f"{name}[{j}] has the type {kind!r}, but this model reads only text, so a part must be "
                 '{"type": "text", "text": "..."}.',
                 400,
                 param=f"{name}[{j}]",
             )
         if more := [key for key, value in part.items() if key not in ("type", "text") and value is not None]:
             raise RefusedError(
-                f"{name}[{j}].{more[0]} is not offered by this server.", 400, param=f"{name}[{j}].{more[0]}"
+                f"{name}[{j}].{more[0]} is not supported by this server.", 400, param=f"{name}[{j}].{more[0]}"
             )
 
 
 class TextPart(BaseModel):
-    """A part of a message."""
+    """A text part of a message."""
 
-    model_config = ConfigDict(extra="ignore")  # fields that are null
+    model_config = ConfigDict(extra="ignore")  # null fields
     type: Literal["text"]
     text: _Text
 
@@ -279,41 +289,47 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _said(cls, fields: Any) -> Any:
-        # Answers come back as the client's package has them, with fields that say nothing.
+    def _drop_empty_fields(cls, fields: Any) -> Any:
+        # Clients send answers back as messages, with null and empty fields.
         if isinstance(fields, dict):
-            said = {name: value for name, value in fields.items() if value is not None and value != []}
-            return {**said, "content": fields["content"]} if fields.get("content") == [] else said
+            filled = {name: value for name, value in fields.items() if value is not None and value != []}
+            return {**filled, "content": fields["content"]} if fields.get("content") == [] else filled
         return fields
 
     @property
-    def plain(self) -> dict[str, str]:
-        """The message as chat templates take it."""
+    def as_dict(self) -> dict[str, str]:
+        """The message as a dict for chat templates."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         named = {"name": self.name, "tool_call_id": self.tool_call_id}
         return {"role": self.role, "content": text, **{name: value for name, value in named.items() if value}}
 
 
 class ChatRequest(_Request):
-    """`/v1/chat/completions`."""
+    """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], BeforeValidator(_check_messages)] = Field(min_length=1)
-    max_tokens: int | None = Field(default=None, description="of each answer; else as many as there is room for")
-    max_completion_tokens: int | None = Field(default=None, description="the same")
-    logprobs: bool = Field(default=False, description="of the tokens that were sampled")
-    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_TOKENS, description="of so many likeliest as well")
-    add_generation_prompt: bool = Field(default=True, description="end with how an assistant begins")
+    max_tokens: int | None = Field(
+        default=None, description="most tokens of each answer; default: up to the server's maximum length"
+    )
+    max_completion_tokens: int | None = Field(default=None, description="same as max_tokens; takes precedence")
+    logprobs: bool = Field(default=False, description="return log-probabilities of the sampled tokens")
+    top_logprobs: int = Field(
+        default=0, ge=0, le=MAX_TOP_TOKENS, description="also return log-probabilities of this number of top tokens"
+    )
+    add_generation_prompt: bool = Field(
+        default=True, description="append the beginning of an assistant's turn to the prompt"
+    )
 
-    def asked(self, tokenizer: Tokenizer) -> ParsedRequest:
-        """Return the request with texts as tokens. Raise `RefusedError` or `UsageError` for what cannot be."""
+    def parse(self, tokenizer: Tokenizer) -> ParsedRequest:
+        """Encode the messages as tokens. Raise `RefusedError` or `UsageError` for invalid values."""
         if self.top_logprobs and not self.logprobs:
             raise RefusedError("top_logprobs needs logprobs: true.", 400, param="top_logprobs")
-        messages = [message.plain for message in self.messages]
+        messages = [message.as_dict for message in self.messages]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=self.add_generation_prompt)
         both = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         return ParsedRequest(
             prompts=[list(prompt)],
-            sampling=self.sampled(tokenizer, both, self.top_logprobs, self.prompt_logprobs),
+            sampling=self.to_sampling_params(tokenizer, both, self.top_logprobs, self.prompt_logprobs),
             fields=self,
             texts=[""],
             log_probs=self.logprobs,

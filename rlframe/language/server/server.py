@@ -1,4 +1,4 @@
-"""The policy server: an engine that decodes, parameters that follow a learner's, and HTTP in front of them."""
+"""The policy server: a decode engine, the learner's parameters, and an HTTP server."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from rlframe.types import Params
 
 _log = logging.getLogger(__name__)
 
-_READY = 60.0  # seconds for it to begin
+_READY = 60.0  # seconds for the server to start
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyServerConfig(ServiceConfig):
-    """Address and limits of a policy server, and how it follows its learner."""
+    """Address and limits of a policy server, and intervals for following its learner."""
 
-    can: ClassVar[str] = "have the model answer"
+    can: ClassVar[str] = "use the model"
 
-    port: int = 8001  # 0: one that is free
-    model_name: str = "policy"  # that requests have to ask for
-    request_timeout: float = 600.0  # seconds for an answer
-    refresh_interval: float = 0.02  # seconds between two looks at the learner's parameters
-    learner_deadline: float = handles.DEADLINE  # seconds that a learner in another process may be out of reach
-    seed: int = 0  # of the requests that name none
-    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)  # how much is decoded at once
+    port: int = 8001  # 0: any free port
+    model_name: str = "policy"  # model name that requests must have
+    request_timeout: float = 600.0  # seconds for the answers to a request
+    refresh_interval: float = 0.02  # seconds between two requests for the learner's parameters
+    learner_deadline: float = handles.DEADLINE  # seconds for which a remote learner may be unreachable
+    seed: int = 0  # seed for requests without a seed
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)  # sizes of the decode engine
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,20 +46,20 @@ class PolicyServerConfig(ServiceConfig):
 
 
 class PolicyServer:
-    """Answers completions over HTTP by a learner's newest parameters, while `run()` goes on.
+    """A server of completions over HTTP with a learner's newest parameters. `run()` serves until `stop()`.
 
-    An Inferencer of token sequences: parameters come by the same path, and change without a request being dropped. A
-    learner that is gone stops no answers.
+    The policy server gets parameters in the same way as an Inferencer. New parameters do not interrupt requests. If the
+    learner dies, the server continues with its last parameters.
 
     Args:
-        cfg: see `PolicyServerConfig`.
-        model_config: the model.
-        tokenizer: or what `load_tokenizer` takes; by name it may go to another process.
-        learner: as the Inferencer's: a learner of such models, or a handle to one; None: `params` stay.
-        params: what answers, as version 0, until the learner has said what it has.
+        cfg: See `PolicyServerConfig`.
+        model_config: Architecture of the model.
+        tokenizer: A tokenizer, or a name for `load_tokenizer`. A name can be sent to another process.
+        learner: A learner of this model, or a handle to a learner. None means that `params` never change.
+        params: Parameters to use, as version 0, until the learner answers.
 
     Raises:
-        UsageError: there is neither a learner nor parameters, or the tokenizer cannot be.
+        UsageError: Both the learner and the parameters are None, or the tokenizer does not match the model.
     """
 
     def __init__(
@@ -71,22 +71,22 @@ class PolicyServer:
         params: Params | None = None,
     ) -> None:
         if learner is None and params is None:
-            raise UsageError("A PolicyServer needs a learner, or parameters.")
+            raise UsageError("A PolicyServer needs a learner or parameters.")
         self.cfg, self.model_config = cfg, model_config
         self.tokenizer: Tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         if self.tokenizer.vocab_size > model_config.vocab_size:
             raise UsageError(
-                f"The tokenizer has {self.tokenizer.vocab_size} tokens, the model {model_config.vocab_size}: they do "
-                "not belong to each other."
+                f"The tokenizer has {self.tokenizer.vocab_size} tokens, but the model has only "
+                f"{model_config.vocab_size}. Use the model's tokenizer."
             )
         self._stop, self._ready = threading.Event(), threading.Event()
         self._engine: DecodeEngine | None = None
-        self._seen, self._refreshes, self._taken_at = -1, 0, 0.0  # of the learner's versions
+        self._learner_version, self._refreshes, self._params_set_at = -1, 0, 0.0
         self._learner, self._params = learner, params
         self._refresher = Refresher(
             learner,
-            lambda: self._seen,
-            lambda version, packed: self._take(version, packed.unpack_numpy()),
+            lambda: self._learner_version,
+            lambda version, packed: self._set_params(version, packed.unpack_numpy()),
             cfg.learner_deadline,
             self._stop,
         )
@@ -94,28 +94,28 @@ class PolicyServer:
         self._url = ""
 
     def run(self) -> None:
-        """Serve until `stop()`, or the end of the program whose node this is; then drain.
+        """Serve until `stop()` or until the program of this node stops. Then finish the running requests.
 
         Raises:
-            UsageError: it cannot listen there; the learner's parameters are not the model's.
-            PeerError: no learner answered within `learner_deadline`, and there are no parameters to answer by.
-            UnavailableError: the engine failed.
+            UsageError: The server cannot listen, or the learner's parameters do not fit the model.
+            PeerError: No learner answered within `learner_deadline`, and there are no parameters.
+            UnavailableError: The engine failed.
         """
         if self._url:
-            raise UsageError("This PolicyServer runs already, or did: make another.")
+            raise UsageError("A PolicyServer can run only once. Make a new one.")
         from rlframe.language.server.app import make_app
 
         try:
             if self._params is not None:
-                self._take(0, self._params)
+                self._set_params(0, self._params)
                 self._params = None  # the engine has a copy
-                self._seen = -1  # a learner's version 0 may be of others
+                self._learner_version = -1  # the learner's version 0 may have other parameters
             cfg, app = self.cfg, make_app(self)
             with (
                 ServerThread(app, cfg.host, cfg.port, cfg.max_connections, ended=self.stop) as serving,
                 handles.stop_with_program(self.stop),
             ):
-                self._greet(serving.url)
+                self._announce(serving.url)
                 if self._learner is not None:
                     self._refresher.follow(cfg.refresh_interval, required=self._engine is None)
                 else:
@@ -128,72 +128,72 @@ class PolicyServer:
             raise failure
 
     def stop(self) -> None:
-        """End `run()`: what is under way has seconds to be answered. Any thread may call it."""
+        """End `run()`. Running requests have several seconds to finish. Any thread may call this method."""
         self._stop.set()
 
     def url(self, timeout: float = _READY) -> str:
-        """Return its URL for clients of the OpenAI API, once it answers there.
+        """Wait until the server listens, and return its URL for clients of the OpenAI API.
 
         Raises:
-            PeerError: it did not within `timeout` seconds.
+            PeerError: The server did not listen within `timeout` seconds.
         """
         if not self._ready.wait(timeout):
             raise PeerError(f"The policy server did not listen within {timeout:g} s.")
         return self._url
 
     def live_engine(self) -> DecodeEngine:
-        """Return the engine. Raise `UnavailableError` if there are no parameters yet, or if it failed."""
-        # No property: a server would read it before there are.
+        """Return the engine. Raise `UnavailableError` if there are no parameters yet, or if the engine failed."""
+        # Not a property: serving this object reads its properties, and would raise before there are parameters.
         if self._engine is None:
             raise UnavailableError("The policy server has no parameters yet: its learner has not answered.")
         if self._engine.closed:
             error = UnavailableError(self._engine.closed)
-            self._fail(error)  # who watches over the process can start it again
+            self._fail(error)  # ends the process, so that its supervisor can restart it
             raise error
         return self._engine
 
     def stats(self) -> dict[str, Any]:
-        """The engine's counts, and how far the parameters are behind the learner's.
+        """Return the engine's counts and the distance to the learner's version.
 
-        Beside those of `DecodeEngine.stats`: learner_version (-1: not known), versions_behind, refreshes, and in
-        seconds since_refresh (the parameters are that old here) and since_learner (since it was heard of); None: never.
-        And problem: why the learner is not followed just now; None while it is.
+        In addition to `DecodeEngine.stats`: learner_version (-1 if unknown), versions_behind, refreshes, since_refresh
+        (seconds since the last update of the parameters; None if never), since_learner (seconds since the learner's
+        last answer; None if never), and problem (why the learner cannot be followed; None if it is followed).
         """
         now, engine, heard = time.monotonic(), self._engine, self._refresher.last_answer_at
         counts = engine.stats() if engine is not None else {"version": -1}
         return {
             **counts,
-            "learner_version": self._seen if self._learner is not None else -1,
-            "versions_behind": max(0, self._seen - counts["version"]),
+            "learner_version": self._learner_version if self._learner is not None else -1,
+            "versions_behind": max(0, self._learner_version - counts["version"]),
             "refreshes": self._refreshes,
-            "since_refresh": None if engine is None else now - self._taken_at,
+            "since_refresh": None if engine is None else now - self._params_set_at,
             "since_learner": None if heard is None else now - heard,
             "problem": self._refresher.problem or None,
         }
 
-    def _take(self, version: int, params: Params) -> None:
-        known, self._seen = self._seen, version
+    def _set_params(self, version: int, params: Params) -> None:
+        known, self._learner_version = self._learner_version, version
         if self._engine is None:
             self._check(params)
             self._engine = DecodeEngine(self.model_config, params, self.cfg.engine, version=version, seed=self.cfg.seed)
         elif version < self._engine.version:
             _log.warning(
-                "The learner's version %d follows %d: it began anew. The policy server goes on with version %d until "
-                "the learner has passed that; start it again to have the new one's.",
+                "The learner restarted: its version is %d after %d. The policy server continues with version %d until "
+                "the learner has a newer version. To use the learner's parameters now, restart the policy server.",
                 *(version, known, self._engine.version),
             )
             return
         else:
             self._engine.set_params(version, params)
         self._refreshes += 1
-        self._taken_at = time.monotonic()
+        self._params_set_at = time.monotonic()
 
     def _check(self, params: Params) -> None:
         expected = jax.eval_shape(lambda: transformer.init(jax.random.key(0), self.model_config))
         if jax.tree.map(jnp.shape, params) != jax.tree.map(jnp.shape, expected):
-            raise UsageError("The parameters are not those of the policy server's model: another model is learned.")
+            raise UsageError("The parameters do not fit the policy server's model. The learner trains another model.")
 
-    def _greet(self, url: str) -> None:
+    def _announce(self, url: str) -> None:
         self._url = f"{url}/v1"
         warn_no_token(self.cfg.no_token, self.cfg.can)
         print(f"Policy at {self._url}  (model {self.cfg.model_name!r}, endpoints: {url}/docs)", flush=True)

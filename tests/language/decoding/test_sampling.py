@@ -1,4 +1,4 @@
-"""Choosing tokens, and answering a batch of prompts."""
+"""Sampling, and `generate`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlframe.errors import UsageError
 from rlframe.language import SamplingParams, generate
 from rlframe.language.decoding import sampling
 from rlframe.language.model import transformer
-from tests.language.decoding.small import CONFIG, learners_log_probs, weights
+from tests.language.decoding.small import CONFIG, learner_log_probs, weights
 
 LOGITS = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], np.float32))
 draw = jax.jit(sampling.sample)
@@ -19,9 +19,9 @@ draw = jax.jit(sampling.sample)
 
 def frequencies(params: SamplingParams, count: int = 4000) -> np.ndarray:
     rows = sampling.make_rows(np.stack([sampling.row_key(5, i) for i in range(count)]), [params] * count, 1)
-    logits = LOGITS[::-1] + 20  # the first token, which a mistake would choose, is the unlikeliest
+    logits = LOGITS[::-1] + 20  # token 0, which a bug would often sample, is the least likely
     tokens, log_probs = draw(np.tile(logits, (count, 1)), rows, np.zeros(count, np.int32))
-    np.testing.assert_allclose(log_probs, LOGITS[4 - tokens], atol=1e-5)  # the model's own, whatever the sampling is
+    np.testing.assert_allclose(log_probs, LOGITS[4 - tokens], atol=1e-5)  # log-probabilities ignore the options
     return np.bincount(4 - tokens, minlength=5) / count
 
 
@@ -38,15 +38,15 @@ def frequencies(params: SamplingParams, count: int = 4000) -> np.ndarray:
         (SamplingParams(top_k=9), [0.4, 0.3, 0.15, 0.1, 0.05]),
         (SamplingParams(top_k=10**20), [0.4, 0.3, 0.15, 0.1, 0.05]),
         (SamplingParams(top_p=1e-50), [1, 0, 0, 0, 0]),  # 0 in float32
-        (SamplingParams(temperature=2e-38), [1, 0, 0, 0, 0]),  # a logit over it is more than float32 has
+        (SamplingParams(temperature=2e-38), [1, 0, 0, 0, 0]),  # a logit divided by it overflows float32
     ],
 )
-def test_tokens_are_as_frequent_as_they_should_be(params, expected):
+def test_token_frequencies_match_the_probabilities(params, expected):
     np.testing.assert_allclose(frequencies(params), expected, atol=0.025)
     assert (frequencies(params)[np.asarray(expected) == 0] == 0).all()
 
 
-def test_noise_differs_between_keys_and_places_and_repeats():
+def test_noise_depends_on_key_and_position_only():
     flat = np.zeros((64, 40), np.float32)
     keys = np.stack([sampling.row_key(1, i) for i in range(64)])
     rows = sampling.make_rows(keys, [SamplingParams()] * 64, 1)
@@ -58,16 +58,16 @@ def test_noise_differs_between_keys_and_places_and_repeats():
     assert not np.array_equal(sampling.row_key(-1), sampling.row_key(1))
 
 
-def test_generated_tokens_have_the_log_probs_that_a_learner_computes():
+def test_generated_log_probs_equal_those_of_a_learner():
     prompts = [[1, 2, 3], list(range(20)), [7]]
     answers = generate(weights(), CONFIG, prompts, 3, SamplingParams(max_tokens=9, temperature=1.3, top_p=0.9))
     for prompt, answer in zip(prompts, answers):
         assert len(answer.tokens) == 9 and answer.finish_reason == "length"
-        np.testing.assert_allclose(answer.log_probs, learners_log_probs(prompt, answer.tokens), atol=1e-4)
+        np.testing.assert_allclose(answer.log_probs, learner_log_probs(prompt, answer.tokens), atol=1e-4)
     assert len({tuple(answer.tokens) for answer in answers}) == 3
 
 
-def test_greedy_answers_are_the_likeliest_tokens_one_by_one():
+def test_temperature_0_gives_the_most_likely_tokens():
     prompt = [4, 5, 6]
     tokens = generate(weights(), CONFIG, [prompt], 0, SamplingParams(max_tokens=6, temperature=0.0))[0].tokens
     logits = transformer.apply(weights(), CONFIG, jnp.array([prompt + tokens]))[0, 2:-1]
@@ -75,18 +75,18 @@ def test_greedy_answers_are_the_likeliest_tokens_one_by_one():
 
 
 @pytest.mark.system
-def test_an_answer_ends_with_its_stop_token():
+def test_stop_token_ends_only_its_own_answer():
     whole = generate(weights(), CONFIG, [[1], [2]], 3, SamplingParams(max_tokens=12))
     stop = whole[0].tokens[4]
     first, second = generate(weights(), CONFIG, [[1], [2]], 3, SamplingParams(max_tokens=12, stop_tokens=(39, stop)))
     end = whole[0].tokens.index(stop) + 1
     assert (first.tokens, first.log_probs) == (whole[0].tokens[:end], whole[0].log_probs[:end])
     assert first.finish_reason == "stop"
-    assert second.tokens == whole[1].tokens[: len(second.tokens)]  # its own end is its own affair
+    assert second.tokens == whole[1].tokens[: len(second.tokens)]  # the other answer is the same up to its own end
     assert generate(weights(), CONFIG, [[1]], 3, SamplingParams(max_tokens=1))[0].tokens == whole[0].tokens[:1]
 
 
-def test_answers_without_a_limit_fill_the_room_that_there_is():
+def test_answers_without_max_tokens_fill_the_context():
     assert generate(weights(), CONFIG, [], 0, SamplingParams()) == []
     answers = generate(weights(), CONFIG, [[1] * 60, [2] * 58], 0, SamplingParams())
     assert [len(answer.tokens) for answer in answers] == [4, 6]
@@ -96,12 +96,12 @@ def test_answers_without_a_limit_fill_the_room_that_there_is():
     ("prompt", "max_tokens", "message"),
     [
         ([], 1, "prompt is empty"),
-        ([1, 40], 1, "has the token 40; the model's vocabulary is 0 to 39"),
+        ([1, 40], 1, "has the token 40, but the model's token ids are 0 to 39"),
         ([-1], 1, "has the token -1"),
-        ([1] * 60, 5, "has 60 tokens; with max_tokens 5 that is more than the 64"),
+        ([1] * 60, 5, "has 60 tokens and max_tokens is 5. Together, at most 64"),
     ],
 )
-def test_prompts_that_cannot_be_answered_are_refused(prompt, max_tokens, message):
+def test_invalid_prompts_are_refused(prompt, max_tokens, message):
     with pytest.raises(UsageError, match=message):
         generate(weights(), CONFIG, [[1], prompt], 0, SamplingParams(max_tokens=max_tokens))
 
@@ -110,6 +110,6 @@ def test_prompts_that_cannot_be_answered_are_refused(prompt, max_tokens, message
     "fields", [dict(temperature=-1.0), dict(temperature=float("nan")), dict(top_p=0.0), dict(top_p=1.1), dict(top_k=-1),
                dict(max_tokens=0), dict(stop_tokens=(-1,)), dict(stop_tokens=(2**31,))]
 )  # fmt: skip
-def test_sampling_that_cannot_be_is_refused_by_name(fields):
+def test_error_names_the_invalid_sampling_option(fields):
     with pytest.raises(UsageError, match=next(iter(fields))):
         SamplingParams(**fields)

@@ -1,4 +1,4 @@
-"""An environment with a command line, for processes of its own."""
+"""An environment with a command line, for tests that run it in a process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.language.environments.running import Letters
 
 
 class LettersConfig(BaseEnvConfig):
-    words: list[str] = Field(default=["a"], description="what is asked")
+    words: list[str] = Field(default=["a"], description="prompts of the evaluation")
     weight: float | None = None
-    fruitless: bool = Field(default=False, description="whether no item gives a group")
+    gives_no_group: bool = Field(default=False, description="whether items give no groups")
 
 
 class CommandLine(Letters):
@@ -24,7 +24,7 @@ class CommandLine(Letters):
         return LettersConfig(group_size=2, max_token_length=64, use_wandb=True), [APIServerConfig(model_name="m")]
 
     async def collect_trajectories(self, item):
-        return (None, []) if self.config.fruitless else await super().collect_trajectories(item)
+        return (None, []) if self.config.gives_no_group else await super().collect_trajectories(item)
 
     async def evaluate(self, *args, **kwargs):
         answers = await self.gather_eval(

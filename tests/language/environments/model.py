@@ -1,4 +1,4 @@
-"""A model server over HTTP whose answers a test decides: the OpenAI API, with token ids as vLLM adds them."""
+"""A fake model server with the OpenAI API. Tests control its answers, which have token ids as vLLM's do."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ Reply = Callable[[list[int], int], list[int]]  # (tokens of the prompt, the requ
 
 @dataclasses.dataclass
 class Model:
-    """What it answers, and what it was asked.
+    """Settings of the fake server, and the requests it has received.
 
     Attributes:
-        reply: tokens for a prompt.
-        say: text of a chat's answer.
-        open: while cleared, requests wait.
-        failures: so many of the next requests are answered with 503.
-        ids: whether completions have token ids; else `tokens` names them, as older vLLM does.
-        policy_version: of the answers; None: not said.
-        n_ignored: whether it answers with one completion, whatever n is.
+        reply: Returns the sampled tokens for a prompt.
+        say: Returns the text of a chat's answer.
+        open: While cleared, requests wait.
+        failures: Number of next requests that get a 503 response.
+        ids: Whether completions have token ids. Otherwise `tokens` names them, as in older vLLM.
+        policy_version: Version in the answers; None omits it.
+        n_ignored: Whether the server always returns one completion.
+        requests: Received requests, with their path.
     """
 
     reply: Reply = lambda prompt, number: [65 + number % 26]
@@ -44,7 +45,7 @@ class Model:
         self.open.set()
 
     def logprob(self, token: int) -> float:
-        """Of a token, wherever it was sampled."""
+        """Return the log-probability of a token, which is the same everywhere."""
         return -(token + 1) / 64
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -93,7 +94,7 @@ class Model:
 
 @contextlib.contextmanager
 def serving(model: Model, port: int = 0) -> Iterator[Model]:
-    """Has it answer at `model.url` for the time of the `with`."""
+    """Serve the model at `model.url` within the `with` block."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -107,7 +108,7 @@ def serving(model: Model, port: int = 0) -> Iterator[Model]:
 
         def _send(self, status: int, content: Any) -> None:
             data = json.dumps(content).encode()
-            with contextlib.suppress(ConnectionError):  # whoever asked has left
+            with contextlib.suppress(ConnectionError):  # the client has disconnected
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(data)))
@@ -122,7 +123,7 @@ def serving(model: Model, port: int = 0) -> Iterator[Model]:
         request_queue_size = 128
 
         def handle_error(self, *_: object) -> None:
-            if not isinstance(sys.exc_info()[1], ConnectionError):  # who asked may be killed in the middle of it
+            if not isinstance(sys.exc_info()[1], ConnectionError):  # a test may kill the client during a request
                 super().handle_error(*_)  # type: ignore[arg-type]
 
     with Server(("127.0.0.1", port), Handler) as server:

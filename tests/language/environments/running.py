@@ -1,4 +1,4 @@
-"""Environments that run for the time of a test, and a trainer that waits for what they send."""
+"""Environments that run within a test, and a trainer that receives their groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEADLINE = 60.0
 
 
 class Letters(BaseEnv):
-    """Asks for a letter: a group is `group_size` of them, and each scores its place among the group."""
+    """An environment that requests one letter per sequence. The score of a sequence is its index in the group."""
 
     name = "letters"
 
@@ -48,15 +48,15 @@ def settings(url: str, **options: Any) -> dict[str, Any]:
     return {"rollout_server_url": url, "service_timeout": DEADLINE, **defaults, **options}
 
 
-def made(env_cls: type[BaseEnv], model: Model, config: BaseEnvConfig | None = None, **options: Any) -> BaseEnv:
-    """With a model; `options` as in `settings` where there is no config."""
+def make_env(env_cls: type[BaseEnv], model: Model, config: BaseEnvConfig | None = None, **options: Any) -> BaseEnv:
+    """Make an environment with a model. `options` are those of `settings`; they are ignored if there is a config."""
     if config is None:
         config = env_cls.env_config_cls(**settings(options.pop("url", "http://127.0.0.1:1"), **options))
     return env_cls(config, [APIServerConfig(base_url=model.url, model_name="m", timeout=int(DEADLINE))])
 
 
 class Running:
-    """An environment's `env_manager` in a thread."""
+    """A thread that runs an environment's `env_manager`."""
 
     def __init__(self, make: Callable[[], BaseEnv]) -> None:
         self.error: BaseException | None = None
@@ -81,9 +81,9 @@ class Running:
             self.error = error
 
     def join(self) -> None:
-        """Waits for its end, and raises what ended it."""
+        """Wait for the end, and raise the environment's error."""
         self._thread.join(DEADLINE)
-        assert not self._thread.is_alive(), "it does not end"
+        assert not self._thread.is_alive(), "the environment does not end"
         if self.error is not None:
             raise self.error
 
@@ -96,7 +96,7 @@ class Running:
 
 @contextlib.contextmanager
 def serving_env(make: Callable[[], BaseEnv]) -> Iterator[Running]:
-    """`env_manager` for the time of the `with`, or until it ends."""
+    """Run `env_manager` within the `with` block, or until it ends."""
     running = Running(make)
     try:
         yield running
@@ -106,27 +106,27 @@ def serving_env(make: Callable[[], BaseEnv]) -> Iterator[Running]:
 
 
 @contextlib.contextmanager
-def trainer(url: str, once: bool = True, **options: Any) -> Iterator[TrajectoryClient]:
-    """A client that has registered, and asked for a batch `once`."""
+def trainer(url: str, requests_batch: bool = True, **options: Any) -> Iterator[TrajectoryClient]:
+    """Yield a client that has registered and, if `requests_batch`, has requested a batch."""
     with TrajectoryClient(url, timeout=DEADLINE) as client:
         client.register(**{"batch_size": 2, "max_token_len": 64, "num_steps": 1000, **options})
-        if once:
+        if requests_batch:
             assert client.batch() is None
         yield client
 
 
 def pull(client: TrajectoryClient) -> list[Group]:
-    """The groups of the next batch."""
+    """Return the groups of the next batch."""
     batch = client.batch(wait=DEADLINE)
     assert batch is not None, "no batch came"
     return batch.groups
 
 
 def text_of(tokens: Any) -> str:
-    """Without special tokens."""
+    """Decode tokens without the special tokens."""
     return bytes(int(token) for token in tokens if token < 256).decode()
 
 
-def asked(group: Group) -> str:
-    """The prompt of its first sequence."""
+def prompt_of(group: Group) -> str:
+    """Return the prompt of the group's first sequence."""
     return text_of(group.tokens[0][group.masks[0] == -100])

@@ -1,4 +1,4 @@
-"""`python my_env.py serve|process|evaluate`, in processes of their own, and the options that they take."""
+"""The command line `python my_env.py serve|process|evaluate` in a process, and its options."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def finish(process: subprocess.Popen, code: int = 0) -> str:
 
 
 @pytest.mark.system
-def test_process_writes_groups_and_a_page_and_needs_no_service(tmp_path, model):
+def test_process_writes_groups_and_a_page_without_a_service(tmp_path, model):
     model.reply = lambda prompt, number: list(b"<b>&")
     options = ("--env.total_steps", "3", "--env.group_size=2", "--env.data_path_to_save_groups", "out/groups.jsonl")
     printed = finish(start(model, tmp_path, "process", *options, "--slurm", "false"))
@@ -67,9 +67,8 @@ def test_process_writes_groups_and_a_page_and_needs_no_service(tmp_path, model):
     assert (tmp_path / "out/groups_1.jsonl").exists() and (tmp_path / "out/groups_1.html").exists()
 
 
-def test_process_ends_where_no_item_gives_a_group(tmp_path, model):
-    """And says why, in a few lines."""
-    printed = finish(start(model, tmp_path, "process", "--env.total_steps", "1", "--env.fruitless", "true"), 1)
+def test_process_ends_if_items_give_no_group(tmp_path, model):
+    printed = finish(start(model, tmp_path, "process", "--env.total_steps", "1", "--env.gives_no_group", "true"), 1)
     assert f"EnvError: {MAX_ITEMS_WITHOUT_GROUP} items in a row gave no group" in printed
     assert "0 of 1 groups" not in printed and not (tmp_path / "data").exists()
 
@@ -98,12 +97,12 @@ def service(tmp_path_factory):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.system)]
 )
-def test_a_signal_ends_it_and_it_says_goodbye(service, tmp_path, model, number, code):
+def test_environment_disconnects_on_a_signal(service, tmp_path, model, number, code):
     url = f"{service.url}/runs/signal-{code}"
     with trainer(url) as client:
         process = start(model, tmp_path, "serve", "--env.rollout_server_url", url, "--env.use_wandb", "false")
         pull(client)
-        model.open.clear()  # it is stopped in the middle of a request
+        model.open.clear()  # the signal comes during a request
         process.send_signal(number)
         finish(process, code)
         with urllib.request.urlopen(f"{url}/report", timeout=DEADLINE) as answer:
@@ -135,7 +134,7 @@ def test_serve_logs_to_wandb_offline(service, tmp_path, model):
 
 
 @pytest.mark.system
-def test_without_a_login_wandb_says_what_to_do(tmp_path, model):
+def test_error_without_wandb_login_suggests_offline_mode(tmp_path, model):
     folder = {"HOME": str(tmp_path), "WANDB_CONFIG_DIR": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
     online = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "WANDB_ERROR_REPORTING": "false", **folder}
     printed = finish(start(model, tmp_path, "evaluate", "--env.use_wandb", "true", **online), 2)
@@ -143,14 +142,14 @@ def test_without_a_login_wandb_says_what_to_do(tmp_path, model):
     assert "Traceback" not in printed
 
 
-# Options.
+# --- options
 
 
 def parsed(*arguments: str, command: str = "serve"):
     return cli.parse(CommandLine, command, arguments)
 
 
-def test_options_come_from_the_class_then_the_file_then_the_command_line(tmp_path):
+def test_command_line_overrides_file_and_file_overrides_class(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(
         "env: {group_size: 16, max_num_workers: 3, words: [b, c]}\n"
@@ -164,13 +163,13 @@ def test_options_come_from_the_class_then_the_file_then_the_command_line(tmp_pat
     assert (server.base_url, server.model_name, server.num_requests_for_eval) == ("http://file/v1", "x", 9)
 
 
-def test_a_section_of_a_file_may_be_empty(tmp_path):
+def test_empty_section_of_a_file_is_allowed(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("env:\nopenai:\n")
     assert parsed("--config", str(file)).model_dump() == parsed().model_dump()
 
 
-def test_values_are_those_of_their_fields():
+def test_flags_are_parsed_by_the_type_of_their_field():
     env = parsed(
         *("--env.words", "one", "--env.weight", "None", "--env.eval_handling", "LIMIT_TRAIN"),
         *("--env.max_num_workers", "-1", "--env.use_wandb=no", "--env.include_messages", "--env.wandb_name", "12"),
@@ -180,7 +179,7 @@ def test_values_are_those_of_their_fields():
     assert parsed("--env.words", "[x, y]").env.words == ["x", "y"]
 
 
-def test_each_command_has_defaults_that_suit_it():
+def test_defaults_depend_on_the_command():
     serve, processed = parsed().env, parsed(command="process").env
     assert (serve.use_wandb, serve.ensure_scores_are_not_same, serve.wandb_name) == (True, True, "letters")
     assert (processed.use_wandb, processed.ensure_scores_are_not_same, processed.include_messages) == (
@@ -192,27 +191,27 @@ def test_each_command_has_defaults_that_suit_it():
     assert parsed(command="evaluate").env.use_wandb is False
 
 
-def test_several_servers_come_from_the_file(tmp_path):
+def test_file_may_contain_several_servers(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("openai: [{base_url: 'http://a/v1'}, {base_url: 'http://b/v1', model_name: n}]")
     assert [one.base_url for one in parsed("--config", str(file)).openai] == ["http://a/v1", "http://b/v1"]
-    with pytest.raises(UsageError, match="for one model server, and there are several"):
+    with pytest.raises(UsageError, match="applies to one model server, but there are several"):
         parsed("--config", str(file), "--openai.model_name", "x")
 
 
-def test_servers_of_this_machine_stay_unless_one_is_told():
+def test_openai_flags_replace_local_servers():
     class Local(CommandLine):
         @classmethod
         def config_init(cls):
             return BaseEnvConfig(), ServerBaseline(model_name="m")
 
     assert cli.parse(Local, "serve", []).openai == ServerBaseline(model_name="m")
-    told = cli.parse(Local, "serve", ["--openai.base_url", "http://a/v1"]).openai
-    assert told == [APIServerConfig(base_url="http://a/v1", model_name="m")]
+    servers = cli.parse(Local, "serve", ["--openai.base_url", "http://a/v1"]).openai
+    assert servers == [APIServerConfig(base_url="http://a/v1", model_name="m")]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("--env.gruop_size", "8"), r"no option --env.gruop_size. Did you mean '--env.group_size'"),
         (("--openai.modelname", "8"), r"Did you mean '--openai.model_name'"),
@@ -220,38 +219,38 @@ def test_servers_of_this_machine_stay_unless_one_is_told():
         (("--env.group_size", "many"), r"--env.group_size: .*integer.*'many'"),
         (("--env.eval_limit_ratio", "2"), r"--env.eval_limit_ratio: .*less than or equal to 1.*2"),
         (("--env.eval_handling", "stop"), r"--env.eval_handling: .*STOP_TRAIN"),
-        (("group_size", "8"), r"'group_size' is no option"),
+        (("group_size", "8"), r"'group_size' is not an option"),
         (("--env.group_size", "8", "9"), r"--env.group_size does not take 2 values; got 8 9"),
         (("--config", "none.yaml"), r"none.yaml cannot be read"),
-        (("--testing", "true"), r"made-up answers.*not offered"),
-        (("--port", "8001"), r"--port and --openai.base_url both say where the model server is"),
+        (("--testing", "true"), r"made-up answers.*not supported"),
+        (("--port", "8001"), r"--port and --openai.base_url both set the address of the model server"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_a_sentence(arguments, told):
-    with pytest.raises(UsageError, match=told):
-        parsed(*arguments, "--openai.base_url", "http://a/v1").make()
+def test_invalid_options_are_refused(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        parsed(*arguments, "--openai.base_url", "http://a/v1").make_env()
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ("env: {gruop_size: 8}", "no option 'gruop_size'. Did you mean 'group_size'"),
-        ("evn: {}", "has no use for 'evn'. Did you mean 'env'"),
-        ("[1]", "to hold names and values; got list"),
-        ("env: 3", "env is to hold names and values; got 3"),
+        ("evn: {}", "has an unknown option 'evn'. Did you mean 'env'"),
+        ("[1]", "must contain a mapping of option names to values; got list"),
+        ("env: 3", "env must be a mapping of option names to values; got 3"),
         ("a: [", "cannot be read"),
     ],
 )
-def test_what_does_not_fit_in_a_file_is_refused(tmp_path, content, told):
+def test_invalid_config_files_are_refused(tmp_path, content, message):
     file = tmp_path / "config.yaml"
     file.write_text(content)
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         parsed("--config", str(file))
 
 
-def test_errors_and_help_are_printed_with_their_codes(capsys):
+def test_errors_and_help_return_exit_codes(capsys):
     assert cli.run(CommandLine, ["serv"]) == 2
-    assert "no command 'serv': serve, process, evaluate. Did you mean 'serve'" in capsys.readouterr().err
+    assert "no command 'serv'. Commands: serve, process, evaluate. Did you mean 'serve'" in capsys.readouterr().err
     assert cli.run(CommandLine, ["serve", "--env.gruop_size", "1"]) == 2
     assert capsys.readouterr().err.startswith("UsageError: There is no option --env.gruop_size.")
     assert cli.run(CommandLine, ["serve", "--help"]) == 0
@@ -260,7 +259,7 @@ def test_errors_and_help_are_printed_with_their_codes(capsys):
     assert cli.run(CommandLine, []) == 2
 
 
-def test_help_is_printed_with_escapes_where_text_is_ascii(monkeypatch):
+def test_help_is_escaped_if_stdout_is_ascii(monkeypatch):
     class Backwards(CommandLine):
         name = "rückwärts"
 
@@ -269,6 +268,6 @@ def test_help_is_printed_with_escapes_where_text_is_ascii(monkeypatch):
     assert b"r\\xfcckw\\xe4rts" in printed.getvalue()
 
 
-def test_the_config_of_a_class_refuses_what_nothing_reads():
+def test_config_refuses_unknown_options():
     with pytest.raises(ValueError, match="no option 'steps_per_evl'. Did you mean 'steps_per_eval'"):
         BaseEnvConfig(steps_per_evl=3)

@@ -1,4 +1,4 @@
-"""Chats as tokens for a trainer: only what a model writes is trained on."""
+"""Chats as tokens and masks for a trainer: only tokens of the model are trained on."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ CHAT = [
     {"role": "assistant", "content": "中 two"},
 ]
 END = "<|im_end|>"
-# Templates whose turns of the assistant are CHAT's, and what is around a content.
+# Templates that write contents unchanged. They differ in the tokens around the contents.
 TEMPLATES = {
     "ChatML": published.CHATML,
-    "without a line behind": published.CHATML.replace("<|im_end|>\n", "<|im_end|>"),
-    "several marks": published.CHATML.replace("<|im_end|>\n", " <|im_end|>\n\n<|im_end|>\n"),
+    "no line end after a turn": published.CHATML.replace("<|im_end|>\n", "<|im_end|>"),
+    "two end tokens": published.CHATML.replace("<|im_end|>\n", " <|im_end|>\n\n<|im_end|>\n"),
     "empty thought": published.CHATML.replace(
         "message.content", "('<think>\n\n</think>\n\n' if message.role == 'assistant' else '') + message.content"
     ),
@@ -36,7 +36,7 @@ TEMPLATES = {
     "Mistral": "{% for message in messages %}{{ '[INST]' + message.content + '[/INST]' if message.role == 'user' else "
     "message.content + '<|im_end|>' }}{% endfor %}",
 }
-# Templates that strip contents.
+# Templates that strip white space around contents.
 STRIPPING = {
     "Llama 3": published.CHATML.replace("role + '\n'", "role + '\n\n'")
     .replace("assistant\n", "assistant\n\n")
@@ -54,7 +54,7 @@ def tokenizer(request, tmp_path_factory):
 
 
 def trained(tokenizer, chat, **options):
-    """(text of the trained tokens, whether tokens end with them); the masks fit the tokens."""
+    """Return (text of the trained tokens, whether the last token is trained on). Check the masks."""
     found = tokenize_for_trainer(tokenizer, chat, **options)
     tokens, masks = found["tokens"], found["masks"]
     assert all(mask in (-100, token) for token, mask in zip(tokens, masks)) and len(tokens) == len(masks)
@@ -62,14 +62,14 @@ def trained(tokenizer, chat, **options):
     return tokenizer.decode([mask for mask in masks if mask != -100]), masks[-1] != -100
 
 
-def test_an_answer_that_was_cut_off_ends_with_its_content(tokenizer):
+def test_cut_off_answer_ends_with_its_content(tokenizer):
     assert trained(tokenizer, CHAT, finish_reason="length") == ("中 two", True)
     every = trained(tokenizer, CHAT, finish_reason="length", train_on_all_assistant_turns=True)
     assert every == (f"one, “eins”{END}中 two", True)
 
 
 @pytest.mark.parametrize("reason", ["", "stop"])
-def test_of_the_template_only_the_end_of_the_turn_is_trained_on(tokenizer, reason):
+def test_mask_is_the_content_and_the_end_of_the_turn(tokenizer, reason):
     text, _ = trained(tokenizer, CHAT, finish_reason=reason)
     assert text == f"中 two{END}"
     text, _ = trained(tokenizer, CHAT, finish_reason=reason, train_on_all_assistant_turns=True)
@@ -77,24 +77,24 @@ def test_of_the_template_only_the_end_of_the_turn_is_trained_on(tokenizer, reaso
 
 
 @pytest.mark.parametrize("content", ["a", "b", "ab", "ba", "a\n", "<think>why</think>so", "c "])
-def test_the_content_may_be_anything(tokenizer, content):
+def test_any_content_is_trained_on(tokenizer, content):
     chat = [CHAT[0], {"role": "assistant", "content": content}]
     assert trained(tokenizer, chat, finish_reason="length")[0] == content
     assert trained(tokenizer, chat)[0] == content + END
 
 
-def test_every_turn_is_trained_on_without_what_the_template_removes_from_earlier_ones(tmp_path):
+def test_thoughts_that_the_template_removes_are_not_trained_on(tmp_path):
     tokenizer = load_tokenizer(published.byte_level(tmp_path, chat_template=TEMPLATES["Qwen3"]))
     answers = [{"role": "assistant", "content": content} for content in ("<think>a</think>b", "c", "<think>d</think>e")]
     chat = [message for answer in answers for message in (CHAT[0], answer)]
     every = f"b{END}c{END}<think>d</think>e{END}"
     assert trained(tokenizer, chat, train_on_all_assistant_turns=True)[0] == every
-    every = f"b{END}c{END}e{END}"  # of a chat that ends with the user, no thought stays
+    every = f"b{END}c{END}e{END}"  # if the user has the last turn, the template removes all thoughts
     assert trained(tokenizer, [*chat, CHAT[2]], train_on_all_assistant_turns=True)[0] == every
 
 
 @pytest.mark.parametrize("family", STRIPPING)
-def test_a_content_that_the_template_strips_is_trained_on_as_the_template_writes_it(family, tmp_path):
+def test_stripped_content_is_trained_on_as_written(family, tmp_path):
     tokenizer = load_tokenizer(published.byte_level(tmp_path, chat_template=STRIPPING[family]))
     answers = [{"role": "assistant", "content": content} for content in ("  a \n", " \n", "", "b")]
     chat = [message for answer in answers for message in (CHAT[0], answer)]
@@ -102,14 +102,14 @@ def test_a_content_that_the_template_strips_is_trained_on_as_the_template_writes
     assert trained(tokenizer, chat[:4], finish_reason="length")[0] == ""
 
 
-def test_an_empty_answer_has_only_its_end(tokenizer):
+def test_only_the_end_of_an_empty_answer_is_trained_on(tokenizer):
     chat = [CHAT[0], {"role": "assistant", "content": ""}]
     assert trained(tokenizer, [*chat, *chat], train_on_all_assistant_turns=True)[0] == END + END
     assert trained(tokenizer, chat)[0] == END
     assert trained(tokenizer, chat, finish_reason="length")[0] == ""
 
 
-def test_a_content_that_is_no_text_is_trained_on_up_to_the_end_of_its_turn(tmp_path):
+def test_tool_calls_are_trained_on_up_to_the_end_of_the_turn(tmp_path):
     template = published.CHATML.replace(
         "message.content", "(message.content or '') + (message.tool_calls | tojson if message.tool_calls else '')"
     )
@@ -122,19 +122,19 @@ def test_a_content_that_is_no_text_is_trained_on_up_to_the_end_of_its_turn(tmp_p
     assert every[0] == 2 * (json.dumps(calls) + END)
 
 
-def test_the_byte_tokenizer_s_turns_are_trained_on_with_their_end():
+def test_turns_of_the_byte_tokenizer_are_trained_on_with_their_end():
     tokenizer = ByteTokenizer()
     assert trained(tokenizer, CHAT) == ("中 two<|eos|>", True)
     assert trained(tokenizer, CHAT, finish_reason="length") == ("中 two", True)
 
 
-def test_an_end_of_turn_that_the_tokenizer_does_not_name_is_trained_on(tmp_path):
+def test_unknown_end_of_turn_is_trained_on(tmp_path):
     tokenizer = load_tokenizer(published.byte_level(tmp_path, eos_token=None))
     assert trained(tokenizer, CHAT, train_on_all_assistant_turns=True)[0] == f"one, “eins”{END}\n中 two{END}\n"
     assert trained(tokenizer, CHAT, finish_reason="length")[0] == "中 two"
 
 
-def test_messages_of_the_openai_package_are_turns(tokenizer):
+def test_messages_of_the_openai_package_are_accepted(tokenizer):
     chat = [CHAT[0], ChatCompletionMessage(role="assistant", content="one", tool_calls=None)]
     found = tokenize_for_trainer(tokenizer, chat, include_messages=True)
     assert found["messages"] == [CHAT[0], {"role": "assistant", "content": "one"}]
@@ -143,5 +143,5 @@ def test_messages_of_the_openai_package_are_turns(tokenizer):
         UsageError, match=r"messages\[1\] must be a dict .* or a message of the openai package.*got str"
     ):
         tokenize_for_trainer(tokenizer, [CHAT[0], "one"])
-    with pytest.raises(UsageError, match=r"messages\[0\] has no role: it has content"):
+    with pytest.raises(UsageError, match=r"messages\[0\] has no role. Its fields: content"):
         tokenizer.apply_chat_template([{"content": "one"}])

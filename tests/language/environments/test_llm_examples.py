@@ -1,4 +1,4 @@
-"""The pages in `examples/llm`, with a model that knows the answers, or does not."""
+"""The examples in `examples/llm`, with a fake model that gives correct or wrong answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENIZER = load_tokenizer("byte")
 END = [TOKENIZER.eos_token_id]
 
 
-def page(name: str):
+def load_example(name: str):
     spec = importlib.util.spec_from_file_location(f"examples_llm_{name}", ROOT / f"examples/llm/{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -35,7 +35,7 @@ def model():
 
 
 def with_env(cls, model: Model, use, **options):
-    """What a coroutine makes of an environment that is set up."""
+    """Set up an environment, and return the result of the coroutine `use(env)`."""
     config, _ = cls.config_init()
     config = type(config)(**{**config.model_dump(), "group_size": 4, **options})
 
@@ -54,19 +54,19 @@ def text_of(prompt: list[int]) -> str:
     return TOKENIZER.decode(prompt, skip_special_tokens=True)
 
 
-def said(text: str) -> list[int]:
+def encoded(text: str) -> list[int]:
     return [*TOKENIZER.encode(text, add_special_tokens=False), *END]
 
 
-def test_reverse(model):
-    Reverse = page("reverse").Reverse
-    held_out = page("reverse").held_out
+def test_reverse_example(model):
+    Reverse = load_example("reverse").Reverse
+    held_out = load_example("reverse").held_out
 
     async def use(env):
         items = [await env.get_next_item() for _ in range(200)]
-        model.reply = lambda prompt, number: said(text_of(prompt)[-2::-1] if number % 2 else "zz")
+        model.reply = lambda prompt, number: encoded(text_of(prompt)[-2::-1] if number % 2 else "zz")
         group, _ = await env.collect_trajectories("abcd")
-        model.reply = lambda prompt, number: said(text_of(prompt)[-2::-1])
+        model.reply = lambda prompt, number: encoded(text_of(prompt)[-2::-1])
         await env.evaluate()
         return items, env.exam, group, env.metrics
 
@@ -77,22 +77,22 @@ def test_reverse(model):
     assert sorted(group["scores"]) == [0, 0, 1, 1]
     right = group["scores"].index(1)
     prompt = TOKENIZER.encode("abcd>")
-    assert group["tokens"][right] == [*prompt, *said("dcba")]
-    assert group["masks"][right] == [-100] * len(prompt) + said("dcba")
+    assert group["tokens"][right] == [*prompt, *encoded("dcba")]
+    assert group["masks"][right] == [-100] * len(prompt) + encoded("dcba")
     assert metrics == {"train/exact_match": 0.5, "eval/exact_match": 1.0}
 
 
 def test_reverse_scores_parts():
-    Reverse = page("reverse").Reverse
+    Reverse = load_example("reverse").Reverse
     assert [Reverse.score("abc", text) for text in ("cba", "cb", "cbx", "cbaa", "")] == [
         *(1.0, pytest.approx(1 / 3), pytest.approx(1 / 3), pytest.approx(3 / 8), 0.0)
     ]
 
 
-def test_add(model):
+def test_add_example(model):
     def answer(prompt, number):
         left, _, right = text_of(prompt).rstrip("=").partition("+")
-        return said(str(int(left) + int(right)))
+        return encoded(str(int(left) + int(right)))
 
     async def use(env):
         model.reply = answer
@@ -101,25 +101,25 @@ def test_add(model):
         await env.evaluate()
         return group, env.metrics
 
-    group, metrics = with_env(page("add").Add, model, use)
+    group, metrics = with_env(load_example("add").Add, model, use)
     assert group["scores"] == [1.0] * 4 and metrics == {"train/exact_match": 1.0, "eval/exact_match": 1.0}
 
 
-def test_why_groups_are_not_sent_is_said_once(model, caplog):
+def test_reason_for_unsent_groups_is_logged_once(model, caplog):
     caplog.set_level("INFO", "rlframe.language")
 
     async def use(env):
-        model.reply = lambda prompt, number: said(page("add").Add.answer((2, 3)))
+        model.reply = lambda prompt, number: encoded(load_example("add").Add.answer((2, 3)))
         group, _ = await env.collect_trajectories((2, 3))
         return [await env.handle_send_to_api(group) for _ in range(3)]
 
-    assert with_env(page("add").Add, model, use) == [False] * 3
-    (told,) = [record.getMessage() for record in caplog.records if "not sent" in record.getMessage()]
-    assert "its scores are all 1." in told
+    assert with_env(load_example("add").Add, model, use) == [False] * 3
+    (message,) = [record.getMessage() for record in caplog.records if "not sent" in record.getMessage()]
+    assert "all its scores are 1." in message
 
 
 def halving(prompt, number):
-    """Guesses in the middle of what is left."""
+    """Guess the middle of the remaining numbers."""
     range_, _, turns = text_of(prompt).partition(":")
     low, high, guess = 1, int(range_.partition("-")[2]), ""
     for letter in turns:
@@ -129,81 +129,81 @@ def halving(prompt, number):
             low, guess = int(guess) + 1, ""
         else:
             guess += letter
-    return said(str((low + high) // 2))
+    return encoded(str((low + high) // 2))
 
 
-def test_guess(model):
+def test_guess_example(model):
     async def use(env):
         model.reply = halving
         node, score, found = await env.play(10, temperature=1.0)
         await env.evaluate()
         exam = dict(env.metrics)
-        model.reply = lambda prompt, number: said("1")
+        model.reply = lambda prompt, number: encoded("1")
         repeated = await env.play(2, temperature=1.0)
-        model.reply = lambda prompt, number: said("x")
+        model.reply = lambda prompt, number: encoded("x")
         group, _ = await env.collect_trajectories(3)
         return node, score, found, exam, repeated[1:], group
 
-    node, score, found, exam, repeated, group = with_env(page("guess").Guess, model, use)
-    # 8 is too small, 12 too large, 10 is right; each of the model's turns has its end, and is not encoded again
-    turns = [said("8"), said("12"), said("10")]
-    env_says = [TOKENIZER.encode("1-15:"), list(b">"), list(b"<")]
-    pairs = list(zip(env_says, turns))
-    assert node.tokens == [token for told, turn in pairs for token in [*told, *turn]]
-    assert node.masked_tokens == [token for told, turn in pairs for token in [*[-100] * len(told), *turn]]
-    # ruled out: 8 of 15 numbers, then 12, then all, for four of the six turns
+    node, score, found, exam, repeated, group = with_env(load_example("guess").Guess, model, use)
+    # 8 is too small, 12 is too large, 10 is correct. Each turn of the model has its end token and is not re-encoded.
+    turns = [encoded("8"), encoded("12"), encoded("10")]
+    hints = [TOKENIZER.encode("1-15:"), list(b">"), list(b"<")]
+    pairs = list(zip(hints, turns))
+    assert node.tokens == [token for hint, turn in pairs for token in [*hint, *turn]]
+    assert node.masked_tokens == [token for hint, turn in pairs for token in [*[-100] * len(hint), *turn]]
+    # excluded numbers: 8 of 15 after turn 1, 12 after turn 2, all after each of the other four turns
     assert found and score == pytest.approx((8 / 15 + 12 / 15 + 4) / 6)
     assert exam["eval/found"] == 1.0 and 0.85 < exam["eval/score"] < 1
     assert repeated == (pytest.approx(1 / 15), False)
     assert group["scores"] == [0.0] * 4 and len(group["tokens"]) == 4 == len(group["inference_logprobs"])
 
 
-def test_guess_demonstrates_games_as_they_are_played():
-    cls = page("guess").Guess
+def test_demonstrations_of_guess_are_valid_games():
+    cls = load_example("guess").Guess
     config, servers = cls.config_init()
     demonstrations = cls(config, servers).demonstrations(random.Random(0), 200)
     games = [re.fullmatch(r"1-15:((?:\d+<\|eos\|>[<>])*)", prompt)[1] for prompt, _ in demonstrations]
     for game, (_, guess) in zip(games, demonstrations):
         turns = re.findall(r"(\d+)<\|eos\|>(.)", game)
         assert all(1 <= int(number) <= 15 for number, _ in [*turns, (guess, "")])
-        low, high = [int(number) for number, told in turns if told == ">"], [int(n) for n, told in turns if told == "<"]
-        assert max(low, default=0) + 1 < min(high, default=17)  # a number is left
+        low, high = [int(number) for number, hint in turns if hint == ">"], [int(n) for n, hint in turns if hint == "<"]
+        assert max(low, default=0) + 1 < min(high, default=17)  # at least one number remains
     assert max(game.count("|eos|") for game in games) == 5 and {guess for _, guess in demonstrations} == {
         str(number) for number in range(1, 16)
     }
 
 
-def test_calculator(model):
+def test_calculator_example(model):
     def careful(prompt, number):
-        """Calls once for each operation, and gives the last result as its answer."""
+        """Call the tool once for each operation, and answer with the last result."""
         lines = text_of(prompt).splitlines()
         product, rest = lines[0].rstrip("?").split("+")
         results = [line[1:] for line in lines if line.startswith("=")]
         if not results:
-            return said(f"calc {product}")
-        return said(f"calc {results[0]}+{rest}" if len(results) == 1 else results[1])
+            return encoded(f"calc {product}")
+        return encoded(f"calc {results[0]}+{rest}" if len(results) == 1 else results[1])
 
     async def use(env):
         model.reply = careful
         node, score, calls = await env.solve((17, 23, 4), temperature=1.0)
         await env.evaluate()
         exam = dict(env.metrics)
-        model.reply = lambda prompt, number: said("calc 1/0")
+        model.reply = lambda prompt, number: encoded("calc 1/0")
         wrong = await env.solve((1, 1, 1), temperature=1.0)
-        model.reply = lambda prompt, number: said("calc 1+1")
+        model.reply = lambda prompt, number: encoded("calc 1+1")
         endless = await env.solve((1, 1, 1), temperature=1.0)
         return node, score, calls, exam, wrong[1:], endless[1:]
 
-    node, score, calls, exam, wrong, endless = with_env(page("calculator").Calculator, model, use)
+    node, score, calls, exam, wrong, endless = with_env(load_example("calculator").Calculator, model, use)
     assert (score, calls) == (pytest.approx(1.1), 2)
     assert text_of(node.tokens) == "17*23+4?\ncalc 17*23\n=391\ncalc 391+4\n=395\n395"
     own = [token for token in node.masked_tokens if token != -100]
-    assert own == [*said("calc 17*23"), *said("calc 391+4"), *said("395")]
+    assert own == [*encoded("calc 17*23"), *encoded("calc 391+4"), *encoded("395")]
     assert exam == {"eval/right": 1.0, "eval/calls": 2.0}
     assert wrong == (0.0, 0) and endless == (pytest.approx(0.1), 3)
 
 
-def test_the_page_of_the_docs_processes_more_items_than_its_file_has_words(tmp_path, monkeypatch, model):
+def test_environment_in_the_docs_repeats_its_words(tmp_path, monkeypatch, model):
     (tmp_path / "words.txt").write_text("one\ntwo\n")
     text = (ROOT / "docs/llm.md").read_text()
     (source,) = re.findall(r"```python\n((?:(?!```).)*class Shout.*?)```", text, re.DOTALL)
@@ -212,7 +212,7 @@ def test_the_page_of_the_docs_processes_more_items_than_its_file_has_words(tmp_p
 
     names = {"__name__": "shout"}
     exec(source, names)
-    model.reply = lambda prompt, number: said(["ONE", "two"][number % 2])
+    model.reply = lambda prompt, number: encoded(["ONE", "two"][number % 2])
     command = ["process", "--openai.base_url", model.url, "--env.total_steps", "5"]
     assert cli.run(names["Shout"], command) == 0
     groups = [json.loads(line) for line in (tmp_path / "data/shout.jsonl").read_text().splitlines()]
@@ -220,13 +220,16 @@ def test_the_page_of_the_docs_processes_more_items_than_its_file_has_words(tmp_p
 
 
 @pytest.mark.parametrize(("name", "cls"), [("reverse", "Reverse"), ("guess", "Guess"), ("calculator", "Calculator")])
-def test_each_page_processes(tmp_path, monkeypatch, model, name, cls):
+def test_each_example_runs_the_process_command(tmp_path, monkeypatch, model, name, cls):
     source = random.Random(0)
-    model.reply = lambda prompt, number: said(str(source.randrange(1, 16)))
+    model.reply = lambda prompt, number: encoded(str(source.randrange(1, 16)))
     monkeypatch.chdir(tmp_path)
     from rlframe.language.environments import cli
 
-    assert cli.run(getattr(page(name), cls), ["process", "--openai.base_url", model.url, "--env.total_steps", "2"]) == 0
+    assert (
+        cli.run(getattr(load_example(name), cls), ["process", "--openai.base_url", model.url, "--env.total_steps", "2"])
+        == 0
+    )
     groups = [json.loads(line) for line in (tmp_path / f"data/{name}.jsonl").read_text().splitlines()]
     assert [len(group["tokens"]) for group in groups] == [16, 16]
     assert (tmp_path / f"data/{name}.html").exists()

@@ -1,4 +1,4 @@
-"""Environments that were written for `atroposlib`, with nothing but their imports changed."""
+"""Environments that were written for `atroposlib`, with only their imports changed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def service(tmp_path_factory):
         yield service
 
 
-def moved(file: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """A copy with its imports changed, beside what it imports from its own folder."""
+def copy_with_new_imports(file: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """Copy a file and the other modules of its folder, with their imports changed. Return the copy."""
     for other in file.parent.glob("*.py"):
         text, changed = _IMPORT.subn("from rlframe.language import", other.read_text())
         assert changed or other != file
@@ -33,8 +33,8 @@ def moved(file: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     return folder / file.name
 
 
-def served(url, folder, model, command, steps: int = 3):
-    """The groups of so many batches, while the environment runs and until it ends."""
+def run_environment(url, folder, model, command, steps: int = 3):
+    """Run an environment until it ends. Return the groups of `steps` batches."""
     flags = {"--env.rollout_server_url": url, "--env.total_steps": "-1", "--env.group_size": "4"}
     flags |= {"--openai.base_url": model.url, "--slurm": "false", "--env.use_wandb": "false"}
     flags |= {"--env.tokenizer_name": "byte", "--env.max_token_length": "20000"}
@@ -55,10 +55,10 @@ def served(url, folder, model, command, steps: int = 3):
 
 @pytest.mark.system
 @pytest.mark.parametrize("name", ["sums", "pairs"])
-def test_a_small_environment_runs(service, tmp_path, name):
-    file = moved(ROOT / "tests/compat/environment.py", tmp_path)
+def test_small_environment_runs(service, tmp_path, name):
+    file = copy_with_new_imports(ROOT / "tests/compat/environment.py", tmp_path)
     with serving(Model(say=lambda messages, number: str(number % 19))) as model:
-        groups = served(f"{service.url}/runs/{name}", tmp_path, model, [str(file), name])
+        groups = run_environment(f"{service.url}/runs/{name}", tmp_path, model, [str(file), name])
     for group in groups:
         assert all((row == tokens)[row != -100].all() for row, tokens in zip(group.masks, group.tokens))
         if name == "sums":
@@ -69,21 +69,25 @@ def test_a_small_environment_runs(service, tmp_path, name):
 
 
 @pytest.mark.compat
-@pytest.mark.skipif(CHECKOUT is None, reason="RLFRAME_ATROPOS_CHECKOUT names no checkout of the published environments")
-def test_a_published_environment_runs(service, tmp_path):
-    file = moved(pathlib.Path(CHECKOUT, "environments/community/regex_generation/regex_env.py"), tmp_path)
+@pytest.mark.skipif(
+    CHECKOUT is None, reason="RLFRAME_ATROPOS_CHECKOUT is not set to a checkout of the published environments"
+)
+def test_published_environment_runs(service, tmp_path):
+    file = copy_with_new_imports(
+        pathlib.Path(CHECKOUT, "environments/community/regex_generation/regex_env.py"), tmp_path
+    )
     patterns = ["[a-z]+", "[0-9]+", "hello.*", ".*", "[A-Z]{3}"]
 
     def reply(prompt, number):
         return list(f"<think>hm</think><answer>{patterns[number % 5]}</answer>".encode())
 
     with serving(Model(reply=reply, policy_version=4)) as model:
-        groups = served(f"{service.url}/runs/regex", tmp_path, model, [str(file)])
+        groups = run_environment(f"{service.url}/runs/regex", tmp_path, model, [str(file)])
     for group in groups:
         assert len(set(group.scores.tolist())) > 1 and group.policy_version == 4
         for tokens, mask in zip(group.tokens, group.masks):
-            said = bytes(tokens[mask != -100].tolist()).decode()
-            assert said.startswith("<think>hm</think><answer>")
+            answer = bytes(tokens[mask != -100].tolist()).decode()
+            assert answer.startswith("<think>hm</think><answer>")
             assert b"Strings that SHOULD match" in bytes(
                 token for token in tokens[mask == -100].tolist() if token < 256
             )

@@ -16,7 +16,7 @@ from rlframe.language.environments.metrics import CollectStatistics, length_metr
 from rlframe.language.environments.serving import Membership
 
 
-def test_where_one_raises_the_others_end_first():
+def test_gather_or_cancel_cancels_the_other_coroutines():
     ended = []
 
     async def long(name):
@@ -30,13 +30,13 @@ def test_where_one_raises_the_others_end_first():
 
     async def run():
         with pytest.raises(RuntimeError, match="no"):
-            await collecting.together([long("a"), fails(), long("b")])
+            await collecting.gather_or_cancel([long("a"), fails(), long("b")])
         return list(ended)
 
     assert asyncio.run(run()) == ["a", "b"]
 
 
-def test_work_does_not_count_pauses(monkeypatch):
+def test_attempt_seconds_exclude_pauses(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(collecting.time, "monotonic", lambda: now[0])
     gate = Gate()
@@ -54,14 +54,14 @@ def test_work_does_not_count_pauses(monkeypatch):
     assert one.seconds == 3.0
 
 
-def test_work_knows_the_oldest_version():
+def test_attempt_records_the_oldest_version():
     one = CollectAttempt("item", Gate())
     for version in (None, 5, 3, None, 4):
-        one.answered(version)
+        one.record_version(version)
     assert one.policy_version == 3
 
 
-def test_what_only_some_sequences_have_is_left_out():
+def test_fields_that_some_sequences_lack_are_dropped():
     items = [
         {"tokens": [1], "masks": [1], "scores": 1.0, "advantages": [0.5], "group_overrides": {"a": 1}},
         {"tokens": [2], "masks": [2], "scores": 0.0, "advantages": None, "group_overrides": {"b": 2}},
@@ -87,17 +87,17 @@ def test_overrides_of_some_sequences_are_kept():
     assert sent.overrides == [{}, zero, {}] and sent.scores.tolist() == [1.0, 0.0, 0.0]
 
 
-def test_a_message_that_calls_tools_may_come_without_content():
+def test_message_with_tool_calls_may_have_no_content():
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     chat = [{"role": "assistant", "tool_calls": calls}, {"role": "tool", "tool_call_id": "1", "content": "4"}]
     sent = to_trajectory_group({"tokens": [[1]], "masks": [[1]], "scores": [1.0], "messages": [chat]}, 0, None).messages
     assert sent == [[{"role": "assistant", "tool_calls": calls, "content": None}, chat[1]]]
 
 
-def test_statistics_begin_afresh_once_reported():
+def test_report_resets_the_statistics():
     statistics = CollectStatistics()
     for seconds, sent in ((1.0, True), (3.0, True), (5.0, False)):
-        statistics.ended(seconds, sent=sent)
+        statistics.record(seconds, sent=sent)
     metrics = statistics.report({"mine": 1})
     assert metrics["train/items_sent_to_api"] == 2 and metrics["train/items_rejected"] == 1 and metrics["mine"] == 1
     assert metrics["train_perf/task_duration_mean"] == 3.0
@@ -106,7 +106,7 @@ def test_statistics_begin_afresh_once_reported():
     assert statistics.report({}) == {}
 
 
-def test_lengths_of_completions():
+def test_completion_lengths_are_summarized():
     assert length_metrics([], 10) == {}
     assert length_metrics([2, 4, 9, 10], 10) == {
         "train/completion_lengths": 6.25,
@@ -117,7 +117,7 @@ def test_lengths_of_completions():
     }
 
 
-def test_checkpoints_are_the_newest_up_to_a_step(tmp_path):
+def test_newest_checkpoint_up_to_a_step_is_loaded(tmp_path):
     for step in (2, 10, 4):
         files.save_checkpoint(str(tmp_path), "env_0", step, {"at": np.int64(step), "row": np.arange(2)})
     found = {step: files.load_checkpoint(str(tmp_path), "env_0", step) for step in (1, 2, 9, 10, 11)}
@@ -129,7 +129,7 @@ def test_checkpoints_are_the_newest_up_to_a_step(tmp_path):
         files.load_checkpoint(str(tmp_path), "env_0", 10)
 
 
-def test_groups_never_go_into_a_file_that_is_there(tmp_path):
+def test_existing_files_of_groups_are_never_overwritten(tmp_path):
     for expected in ("groups.jsonl", "groups_1.jsonl", "groups_2.jsonl"):
         file = files.GroupsFile(str(tmp_path / "groups.jsonl"))
         file.write({"scores": np.ones(2)})
@@ -143,7 +143,7 @@ def test_groups_never_go_into_a_file_that_is_there(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_resume_file_of_another_kind_is_named(tmp_path):
+def test_invalid_resume_file_is_refused(tmp_path):
     file = tmp_path / "resume"
     file.write_text("hello")
 
@@ -154,11 +154,11 @@ def test_a_resume_file_of_another_kind_is_named(tmp_path):
         finally:
             await member.leave()
 
-    with pytest.raises(UsageError, match="resume_file .* is none that an environment wrote"):
+    with pytest.raises(UsageError, match="resume_file .* was not written by an environment"):
         asyncio.run(run())
 
 
-def test_effort_and_limits_are_checked():
+def test_invalid_option_values_are_refused():
     for wrong in (
         {"reasoning_effort": "much"},
         {"max_reasoning_tokens": 5},

@@ -1,4 +1,4 @@
-"""Seeded requests for several completions."""
+"""Seeds of requests for several completions."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ async def dedicated(manager, **options):
         return await completion(one, **options)
 
 
-WAYS = (chat, completion, tokens, managed_chat, managed_completion, dedicated)
+METHODS = (chat, completion, tokens, managed_chat, managed_completion, dedicated)
 
 
-def ask(configs, way, **options):
+def ask(configs, method, **options):
     async def run():
         manager = ServerManager(configs)
         try:
-            return await asyncio.wait_for(way(manager, n=16, max_tokens=8, **options), DEADLINE)
+            return await asyncio.wait_for(method(manager, n=16, max_tokens=8, **options), DEADLINE)
         finally:
             await manager.close()
 
@@ -65,30 +65,30 @@ def ask(configs, way, **options):
 
 
 @pytest.mark.parametrize("server_type", ["openai", pytest.param("sglang", marks=pytest.mark.system)])
-@pytest.mark.parametrize("way", WAYS)
-def test_sixteen_seeded_answers_differ_and_are_repeated_by_their_seed(server, way, server_type):
+@pytest.mark.parametrize("method", METHODS)
+def test_completions_with_a_seed_differ_and_are_reproducible(server, method, server_type):
     config = APIServerConfig(base_url=server.url(), model_name="policy", server_type=server_type)
-    answers = ask([config], way, seed=3)
+    answers = ask([config], method, seed=3)
     assert len(set(answers)) == 16
-    assert ask([config, config], way, seed=3) == answers  # two servers share the requests
-    assert not set(answers) & set(ask([config], way, seed=11))  # 11 = 3 + 8
-    assert not set(answers) & set(ask([config], way))
+    assert ask([config, config], method, seed=3) == answers  # two servers share the requests
+    assert not set(answers) & set(ask([config], method, seed=11))  # 11 = 3 + 8
+    assert not set(answers) & set(ask([config], method))
 
 
-@pytest.mark.parametrize("ignored", [True, False], ids=["n ignored", "n taken"])
-@pytest.mark.parametrize("way", WAYS)
-def test_requests_for_the_same_question_have_seeds_of_their_own(way, ignored):
+@pytest.mark.parametrize("ignored", [True, False], ids=["n ignored", "n used"])
+@pytest.mark.parametrize("method", METHODS)
+def test_parts_of_a_request_have_different_seeds(method, ignored):
     for options in ({"seed": 3}, {"extra_body": {"seed": 3}}):
         with serving(Model(n_ignored=ignored)) as model:
-            answers = ask([APIServerConfig(base_url=model.url, model_name="m")], way, **options)
+            answers = ask([APIServerConfig(base_url=model.url, model_name="m")], method, **options)
         assert len(answers) == 16
-        asked = [(request["seed"], request.get("n", 1)) for request in model.requests]
-        # As vLLM, which counts on from a request's seed; a request whose n was ignored has one answer.
-        streams = [seed + i for seed, n in asked for i in range(1 if ignored else n)]
-        assert len(set(streams)) == len(streams) and min(asked)[0] == 3
+        sent = [(request["seed"], request.get("n", 1)) for request in model.requests]
+        # vLLM uses consecutive seeds, from the request's seed on. If n was ignored, there is one completion.
+        streams = [seed + i for seed, n in sent for i in range(1 if ignored else n)]
+        assert len(set(streams)) == len(streams) and min(sent)[0] == 3
 
 
-def test_requests_without_a_seed_get_none():
+def test_requests_without_a_seed_stay_without_a_seed():
     assert options_with_derived_seed({"n": 4}, 8) == {"n": 4}
     assert options_with_derived_seed({"seed": None, "extra_body": {"top_k": 1}}, 8) == {
         "seed": None,

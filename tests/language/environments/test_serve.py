@@ -1,4 +1,4 @@
-"""Environments at the real trajectory service, with a model over HTTP."""
+"""Environments with the real trajectory service and a fake model server."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.language.environments.model import Model, serving
 from tests.language.environments.running import (
     DEADLINE,
     Letters,
-    asked,
-    made,
+    make_env,
+    prompt_of,
     pull,
     serving_env,
     text_of,
@@ -44,7 +44,7 @@ def service(tmp_path_factory):
 
 @pytest.fixture()
 def url(service):
-    """Of a run of the test's own."""
+    """URL of a run that only this test uses."""
     return f"{service.url}/runs/{uuid.uuid4().hex}"
 
 
@@ -55,25 +55,25 @@ def model():
 
 
 def report_of(url: str) -> dict:
-    """What the service knows."""
+    """Return the service's report."""
     with urllib.request.urlopen(f"{url}/report", timeout=DEADLINE) as answer:
         return json.load(answer)
 
 
 def envs_of(url: str) -> dict[str, dict]:
-    """What the service says about environments, by name."""
+    """Return the service's environments by name."""
     return {env["wandb_name"]: env for env in report_of(url)["envs"]}
 
 
-def test_groups_arrive_as_they_were_sampled(url, model):
+def test_trainer_receives_groups_as_sampled(url, model):
     model.reply, model.policy_version = lambda prompt, number: [65 + number % 2], 7
-    with trainer(url, num_steps=2) as client, serving_env(lambda: made(Letters, model, url=url)) as running:
+    with trainer(url, num_steps=2) as client, serving_env(lambda: make_env(Letters, model, url=url)) as running:
         groups = [pull(client)[0] for _ in range(2)]
         running.join()
-    first, second = map(asked, groups)  # several are collected at once, and the quicker ones are there first
+    first, second = map(prompt_of, groups)  # in any order, since groups are collected concurrently
     assert first != second
     for group in groups:
-        length = len(asked(group))
+        length = len(prompt_of(group))
         assert [row.tolist()[length:] for row in group.tokens] == [[65], [66]]
         assert [row.tolist() for row in group.masks] == [[-100] * length + [65], [-100] * length + [66]]
         expected = [[1.0] * length + [model.logprob(token)] for token in (65, 66)]
@@ -83,7 +83,7 @@ def test_groups_arrive_as_they_were_sampled(url, model):
 
 
 class Turns(Letters):
-    """Two turns, with an item between them that a test can look at."""
+    """An environment with two turns per sequence, which counts completed first turns."""
 
     async def setup(self):
         await super().setup()
@@ -101,22 +101,22 @@ class Turns(Letters):
         return ScoredDataGroup(tokens=tokens, masks=masks, scores=[0.0, 1.0]), []
 
 
-def test_a_pause_keeps_what_is_there(url, model):
-    """The queue fills while trajectories are between their turns: they go on where they were."""
+def test_paused_trajectories_continue_where_they_stopped(url, model):
+    """The queue fills while trajectories are between their two turns."""
     model.open.clear()
     other = Group([[1, 1]] * 2, [[1, 1]] * 2, [0, 1])
-    make = lambda: made(Turns, model, url=url, max_batches_offpolicy=2)  # noqa: E731
+    make = lambda: make_env(Turns, model, url=url, max_batches_offpolicy=2)  # noqa: E731
     with trainer(url) as client, serving_env(make) as running:
-        wait_until(lambda: len(model.requests) == 2, "two groups are collected at once")
+        wait_until(lambda: len(model.requests) == 2, "two groups are collected concurrently")
         client.post([other, other])
         wait_until(lambda: running.env.status_dict["queue_size"] == 2, "the environment sees that the queue is full")
         gate = next(iter(running.env.workers)).gate
-        wait_until(lambda: gate.closed, "it pauses")
+        wait_until(lambda: gate.closed, "collecting pauses")
         model.open.set()
-        wait_until(lambda: running.env.first_done == 2, "what was asked is answered")
-        looks = running.env.statistics.mainloop_timings
-        seen = len(looks)
-        wait_until(lambda: len(looks) >= seen + 3, "it goes on looking at the service")
+        wait_until(lambda: running.env.first_done == 2, "pending requests are answered")
+        polls = running.env.statistics.mainloop_timings
+        seen = len(polls)
+        wait_until(lambda: len(polls) >= seen + 3, "the environment continues to poll the service")
         assert len(model.requests) == 2 and client.status().queue_size == 2
         while not gate.closed or client.status().queue_size:
             if gate.closed:
@@ -135,7 +135,7 @@ def test_a_pause_keeps_what_is_there(url, model):
             assert between and first[-1].isalpha() and len(second) == 1
 
 
-def test_a_sent_group_knows_the_oldest_version_of_its_turns(url, model):
+def test_group_has_the_oldest_version_of_its_turns(url, model):
     model.policy_version = 3
     versions = iter([5, 4, 9, 9])
     answer = model.answer
@@ -145,13 +145,13 @@ def test_a_sent_group_knows_the_oldest_version_of_its_turns(url, model):
         return answer(path, body)
 
     model.answer = changing
-    make = lambda: made(Turns, model, url=url, max_num_workers=1)  # noqa: E731
+    make = lambda: make_env(Turns, model, url=url, max_num_workers=1)  # noqa: E731
     with trainer(url, num_steps=2) as client, serving_env(make):
         assert [pull(client)[0].policy_version for _ in range(2)] == [4, 9]
 
 
 def test_collecting_stays_within_max_batches_offpolicy(url, model, monkeypatch):
-    """Though groups arrive after the service has answered, and before the environment hears of it."""
+    """Groups arrive between the service's response and the time at which the environment reads the response."""
     ask = Membership.status
 
     async def slowly(self):
@@ -159,40 +159,40 @@ def test_collecting_stays_within_max_batches_offpolicy(url, model, monkeypatch):
         await asyncio.sleep(0.1)
         return status
 
-    def reply(prompt, number):  # the first group is there before the status is asked for, the others after it
+    def reply(prompt, number):  # only the first group completes before the status request
         time.sleep(0 if number < 2 else 0.05)
         return [65]
 
     monkeypatch.setattr(Membership, "status", slowly)
     model.reply = reply
-    make = lambda: made(Letters, model, url=url, max_num_workers=8, max_batches_offpolicy=3)  # noqa: E731
+    make = lambda: make_env(Letters, model, url=url, max_num_workers=8, max_batches_offpolicy=3)  # noqa: E731
     with trainer(url) as client, serving_env(make) as running:
         wait_until(lambda: client.status().queue_size == 3, "the queue fills")
-        looks = running.env.statistics.mainloop_timings
-        seen = len(looks)
-        wait_until(lambda: len(looks) >= seen + 3, "it goes on looking at the service")
+        polls = running.env.statistics.mainloop_timings
+        seen = len(polls)
+        wait_until(lambda: len(polls) >= seen + 3, "the environment continues to poll the service")
         assert client.status().queue_size == 3 and len(model.requests) == 3
 
 
-class Examined(Letters):
-    """An evaluation that asks the model, as training does."""
+class WithEvaluation(Letters):
+    """An environment that evaluates with requests to the model, after a signal from the test."""
 
     async def setup(self):
         await super().setup()
-        self.evaluated, self.go_on = [], threading.Event()
+        self.evaluated, self.finish_evaluation = [], threading.Event()
 
     async def evaluate(self, *args, **kwargs):
         self.evaluated.append(self.curr_step)
-        while not self.go_on.is_set():
+        while not self.finish_evaluation.is_set():
             await asyncio.sleep(0.01)
         answers = await self.gather_eval(self.server.completion(prompt="exam", split="eval") for _ in range(3))
         self.evaluated.append([answer.choices[0].text for answer in answers])
 
 
 @pytest.mark.parametrize("handling", list(EvalHandlingEnum), ids=lambda handling: handling.name)
-def test_an_evaluation_pauses_or_limits_collecting(url, model, handling):
+def test_evaluation_pauses_or_limits_collecting(url, model, handling):
     options = {"steps_per_eval": 2, "eval_handling": handling, "eval_limit_ratio": 0.5, "max_num_workers": 2}
-    make = lambda: made(Examined, model, url=url, max_batches_offpolicy=500, **options)  # noqa: E731
+    make = lambda: make_env(WithEvaluation, model, url=url, max_batches_offpolicy=500, **options)  # noqa: E731
     with trainer(url) as client, serving_env(make) as running:
         for _ in range(2):
             pull(client)
@@ -202,29 +202,29 @@ def test_an_evaluation_pauses_or_limits_collecting(url, model, handling):
         model.open.clear()
         if handling is EvalHandlingEnum.STOP_TRAIN:
             model.open.set()
-            wait_until(lambda: not env.workers, "what is asked is answered")
+            wait_until(lambda: not env.workers, "pending requests are answered")
         at_once = {"STOP_TRAIN": 0, "LIMIT_TRAIN": 1, "NONE": 2}[handling.name]
-        wait_until(lambda: len(env.workers) == at_once, "so many go on")
-        asked, looks = len(model.requests), env.statistics.mainloop_timings
-        seen = len(looks)
-        wait_until(lambda: len(looks) >= seen + 3, "it goes on looking at the service")
-        assert len(env.workers) == at_once and len(model.requests) - asked <= at_once
+        wait_until(lambda: len(env.workers) == at_once, "this number of workers continues")
+        sent, polls = len(model.requests), env.statistics.mainloop_timings
+        seen = len(polls)
+        wait_until(lambda: len(polls) >= seen + 3, "the environment continues to poll the service")
+        assert len(env.workers) == at_once and len(model.requests) - sent <= at_once
         model.open.set()
-        env.go_on.set()
+        env.finish_evaluation.set()
         wait_until(lambda: len(env.evaluated) == 2, "the evaluation ends")
         before = env.number
-        wait_until(lambda: env.number > before + 2, "collecting goes on")
+        wait_until(lambda: env.number > before + 2, "collecting continues")
     assert len(env.evaluated[1]) == 3 and all(env.evaluated[1])
     assert len([request for request in model.requests if request["prompt"] == "exam"]) == 3
 
 
-def test_an_evaluation_that_fails_leaves_no_task_unawaited(model):
+def test_failed_evaluation_leaves_no_unawaited_task(model):
     async def task(number):
         await asyncio.sleep(0)
         assert number, "the first fails"
 
     async def run():
-        env = made(Letters, model, max_eval_workers=1)
+        env = make_env(Letters, model, max_eval_workers=1)
         try:
             await env.gather_eval(map(task, range(9)))
         finally:
@@ -243,48 +243,50 @@ class Counting(Letters):
         super().save_checkpoint(step, {**(data or {}), "number": self.number})
 
 
-def test_checkpoints_are_saved_at_the_interval_and_loaded_by_the_next(url, model, tmp_path):
+def test_restarted_environment_loads_the_checkpoint(url, model, tmp_path):
     options = {"resume_file": str(tmp_path / "resume.json")}
-    told = {"checkpoint_dir": str(tmp_path), "save_checkpoint_interval": 2}
+    checkpoints = {"checkpoint_dir": str(tmp_path), "save_checkpoint_interval": 2}
     folder = tmp_path / "env_checkpoints" / "letters_0"
-    with trainer(url, **told) as client:
-        with serving_env(lambda: made(Counting, model, url=url, **options)) as running:
+    with trainer(url, **checkpoints) as client:
+        with serving_env(lambda: make_env(Counting, model, url=url, **options)) as running:
             for _ in range(3):
                 pull(client)
             wait_until((folder / "step-2.json").exists, "the checkpoint is written")
-            wait_until(lambda: running.env.curr_step == 3, "it is at step 3")
+            wait_until(lambda: running.env.curr_step == 3, "the environment reaches step 3")
             running.stop()
         saved = json.loads((folder / "step-2.json").read_text())["number"]
         assert saved >= 2 and [path.name for path in folder.iterdir()] == ["step-2.json"]
-        with serving_env(lambda: made(Counting, model, url=url, **options)) as running:
-            wait_until(lambda: len(envs_of(url)) and running.env.wandb_prepend, "it is back")
+        with serving_env(lambda: make_env(Counting, model, url=url, **options)) as running:
+            wait_until(lambda: len(envs_of(url)) and running.env.wandb_prepend, "the environment has registered again")
             assert running.env.wandb_prepend == "letters_0" and list(envs_of(url)) == ["letters_0"]
-            wait_until(lambda: getattr(running.env, "number", 0) > saved, "it goes on behind the checkpoint")
+            wait_until(
+                lambda: getattr(running.env, "number", 0) > saved, "the environment continues after the checkpoint"
+            )
 
 
-def test_a_service_that_is_killed_and_started_again_loses_nothing(tmp_path, model):
+def test_killed_and_restarted_service_loses_no_group(tmp_path, model):
     with contextlib.ExitStack() as stack:
         service = stack.enter_context(running_service(tmp_path))
         client = stack.enter_context(trainer(service.url, num_steps=6))
-        make = lambda: made(Letters, model, url=service.url, max_batches_offpolicy=8)  # noqa: E731
+        make = lambda: make_env(Letters, model, url=service.url, max_batches_offpolicy=8)  # noqa: E731
         running = stack.enter_context(serving_env(make))
         first = [pull(client)[0] for _ in range(2)]
         wait_until(lambda: client.status().queue_size >= 3, "groups wait")
         service.restart()
         groups = [*first, *(pull(client)[0] for _ in range(4))]
         running.join()
-    prompts = list(map(asked, groups))
+    prompts = list(map(prompt_of, groups))
     assert len(set(prompts)) == 6
     assert {group.env_id for group in groups} == {0}
 
 
-def test_a_run_that_starts_afresh_is_joined_again(url, model):
-    with trainer(url) as client, serving_env(lambda: made(Letters, model, url=url)) as running:
+def test_environment_registers_again_after_a_reset(url, model):
+    with trainer(url) as client, serving_env(lambda: make_env(Letters, model, url=url)) as running:
         pull(client)
         client.register(batch_size=4, max_token_len=64, num_steps=10)
-        client.batch()  # before which nobody can join; groups that were on their way may make one
+        client.batch()  # environments can register only after this request
         assert sum(map(len, pull(client))) == 4
-        wait_until(lambda: running.env.config.batch_size == 4, "it knows the new batch size")
+        wait_until(lambda: running.env.config.batch_size == 4, "the environment has the new batch size")
         assert envs_of(url)["letters_0"]["connected"]
 
 
@@ -298,29 +300,29 @@ class Failing(Letters):
     fails_before = ATTEMPTS
 
 
-def test_an_item_that_fails_is_tried_again(url, model):
-    make = lambda: made(Failing, model, url=url, max_num_workers=1)  # noqa: E731
+def test_failed_item_is_retried(url, model):
+    make = lambda: make_env(Failing, model, url=url, max_num_workers=1)  # noqa: E731
     with trainer(url, num_steps=1) as client, serving_env(make) as running:
         (group,) = pull(client)
-    assert asked(group) == "item 1"
+    assert prompt_of(group) == "item 1"
     assert running.env.tried[:ATTEMPTS] == ["item 1"] * ATTEMPTS
 
 
-def test_cleanup_follows_each_item_also_one_that_failed(url, model):
+def test_cleanup_is_called_after_each_attempt(url, model):
     class Tidy(Failing):
         cleaned = 0
 
         async def cleanup(self):
             self.cleaned += 1
 
-    with trainer(url) as client, serving_env(lambda: made(Tidy, model, url=url, max_num_workers=1)) as running:
+    with trainer(url) as client, serving_env(lambda: make_env(Tidy, model, url=url, max_num_workers=1)) as running:
         pull(client)
         running.stop()
     env = running.env
     assert env.tried[:ATTEMPTS] == ["item 1"] * ATTEMPTS and env.cleaned == len(env.tried)
 
 
-def test_environments_share_the_model_servers_by_weight_but_for_one_that_takes_all(url, model):
+def test_environments_share_model_servers_by_weight(url, model):
     class Others(Letters):
         name = "others"
 
@@ -329,28 +331,31 @@ def test_environments_share_the_model_servers_by_weight_but_for_one_that_takes_a
         stack.enter_context(trainer(url))
         three, one, all_ = (
             stack.enter_context(
-                serving_env(lambda weight=weight: made(Others, model, url=url, inference_weight=weight))
+                serving_env(lambda weight=weight: make_env(Others, model, url=url, inference_weight=weight))
             )
             for weight in (3.0, 1.0, -1.0)
         )
-        wait_until(lambda: (slots(three), slots(one)) == (384, 128), "they have three and one of four parts")
-        wait_until(lambda: all_.env.status_dict, "the third has looked")
+        wait_until(
+            lambda: (slots(three), slots(one)) == (384, 128),
+            "the environments have three quarters and one quarter of the requests",
+        )
+        wait_until(lambda: all_.env.status_dict, "the third environment has the status")
         assert slots(all_) == 512
 
 
-def test_so_many_groups_are_collected_at_once_per_model_server(model):
+def test_number_of_workers_depends_on_the_model_servers(model):
     config = Letters.env_config_cls(max_num_workers_per_node=3, use_wandb=False)
     server = APIServerConfig(base_url=model.url)
     for servers, at_once in ((1, 3), (2, 6)):
         assert Letters(config, [server] * servers).max_num_workers == at_once
-    assert made(Letters, model, max_num_workers=5).max_num_workers == 5
+    assert make_env(Letters, model, max_num_workers=5).max_num_workers == 5
 
 
-def test_so_many_tasks_of_an_evaluation_run_at_once(model):
+def test_max_eval_workers_limits_concurrent_tasks(model):
     at_once = []
 
     async def run():
-        env, under_way = made(Letters, model, max_eval_workers=3), 0
+        env, under_way = make_env(Letters, model, max_eval_workers=3), 0
 
         async def task(number):
             nonlocal under_way
@@ -369,7 +374,7 @@ def test_so_many_tasks_of_an_evaluation_run_at_once(model):
 
 
 class Table:
-    """Where rollouts go, in place of Weights & Biases."""
+    """A tracker that returns the rows of a table."""
 
     def table(self, columns, rows):
         return rows
@@ -379,11 +384,11 @@ class Table:
 
 
 @pytest.mark.parametrize(("per_group", "texts"), [(1, ["c", "e"]), (-1, ["c", "d", "e", "f"])])
-def test_the_table_of_rollouts_has_the_newest_groups(model, per_group, texts):
+def test_table_of_rollouts_has_the_newest_groups(model, per_group, texts):
     options = {"num_rollouts_to_keep": 2, "num_rollouts_per_group_for_logging": per_group}
 
     async def run():
-        env = made(Letters, model, **options)
+        env = make_env(Letters, model, **options)
         env.tracker = Table()
         for pair in ("ab", "cd", "ef"):
             group = ScoredDataGroup(tokens=[[ord(letter)] for letter in pair], masks=[[1], [1]], scores=[0.0, 1.0])
@@ -395,47 +400,51 @@ def test_the_table_of_rollouts_has_the_newest_groups(model, per_group, texts):
     assert [text for text, _ in asyncio.run(run())] == texts
 
 
-def test_an_environment_that_always_fails_ends(url, model):
+def test_environment_ends_after_many_failures_in_a_row(url, model):
     class Hopeless(Failing):
         fails_before = 10**9
 
-    told = pytest.raises(EnvError, match=r"failed \d+ times in a row.*no luck with item")
+    expected_error = pytest.raises(EnvError, match=r"failed \d+ times in a row.*no luck with item")
     with (
         trainer(url),
-        serving_env(lambda: made(Hopeless, model, url=url, max_num_workers=16)) as running,
-        told as error,
+        serving_env(lambda: make_env(Hopeless, model, url=url, max_num_workers=16)) as running,
+        expected_error as error,
     ):
         running.join()
     times = int(re.findall(r"failed (\d+) times", str(error.value))[0])
-    assert FAILURES_IN_A_ROW <= times < FAILURES_IN_A_ROW + 16  # others fail before the last one is seen
+    assert FAILURES_IN_A_ROW <= times < FAILURES_IN_A_ROW + 16  # more attempts fail before the error is raised
     assert envs_of(url)["letters_0"]["connected"] is False
 
 
-def test_a_group_whose_rows_do_not_fit_is_an_error(url, model):
+def test_group_with_mismatched_rows_is_an_error(url, model):
     class Ragged(Letters):
         async def collect_trajectories(self, item):
             return ScoredDataGroup(tokens=[[1], [2]], masks=[[1], [2, 3]], scores=[0.0, 1.0]), []
 
-    told = pytest.raises(EnvError, match="Sequence 1 has 1 tokens, but 2 masks")
-    with trainer(url), serving_env(lambda: made(Ragged, model, url=url, max_num_workers=16)) as running, told:
+    expected_error = pytest.raises(EnvError, match="Sequence 1 has 1 tokens, but 2 masks")
+    with (
+        trainer(url),
+        serving_env(lambda: make_env(Ragged, model, url=url, max_num_workers=16)) as running,
+        expected_error,
+    ):
         running.join()
 
 
-def test_an_item_that_takes_too_long_is_given_up(url, model):
+def test_worker_timeout_cancels_slow_items(url, model):
     class Slow(Letters):
         async def collect_trajectories(self, item):
             if item == "item 1":
                 await asyncio.sleep(DEADLINE)
             return await super().collect_trajectories(item)
 
-    make = lambda: made(Slow, model, url=url, max_num_workers=1, worker_timeout=3.0)  # noqa: E731
+    make = lambda: make_env(Slow, model, url=url, max_num_workers=1, worker_timeout=3.0)  # noqa: E731
     with trainer(url) as client, serving_env(make):
         (group,) = pull(client)
-    assert asked(group) != "item 1"
+    assert prompt_of(group) != "item 1"
 
 
-def test_groups_that_teach_nothing_are_not_sent(url, model):
-    class Odd(Letters):
+def test_unusable_groups_are_not_sent(url, model):
+    class WithUnusableGroups(Letters):
         async def collect_trajectories(self, item):
             group, _ = await super().collect_trajectories(item)
             if item == "item 1":
@@ -447,12 +456,12 @@ def test_groups_that_teach_nothing_are_not_sent(url, model):
                 group["inference_logprobs"] = None
             return None if item == "item 4" else group, []
 
-    with trainer(url) as client, serving_env(lambda: made(Odd, model, url=url, max_num_workers=1)):
-        assert asked(pull(client)[0]) == "item 5"
+    with trainer(url) as client, serving_env(lambda: make_env(WithUnusableGroups, model, url=url, max_num_workers=1)):
+        assert prompt_of(pull(client)[0]) == "item 5"
 
 
 class Singles(Letters):
-    """One trajectory at a time, the first of which has more to do."""
+    """An environment that collects single trajectories. The first item adds an item to the backlog."""
 
     async def collect_trajectory(self, item):
         answer = await self.server.completion(prompt=item, max_tokens=1)
@@ -465,8 +474,8 @@ class Singles(Letters):
     collect_trajectories = Letters.__mro__[1].collect_trajectories
 
 
-def test_trajectories_are_put_together_and_items_may_have_followers(url, model):
-    make = lambda: made(Singles, model, url=url, max_num_workers=1, include_messages=True)  # noqa: E731
+def test_single_trajectories_become_a_group(url, model):
+    make = lambda: make_env(Singles, model, url=url, max_num_workers=1, include_messages=True)  # noqa: E731
     with trainer(url) as client, serving_env(make) as running:
         groups = [pull(client)[0] for _ in range(2)]
         wait_until(lambda: any(request["prompt"] == "further" for request in model.requests), "the backlog goes first")
@@ -477,43 +486,43 @@ def test_trajectories_are_put_together_and_items_may_have_followers(url, model):
     assert groups[0].messages[0][0]["role"] == "user"
 
 
-def test_groups_that_the_trainer_has_left_behind_are_collected_anew(url, model):
-    """What is too old when it comes ends neither the environment nor its worker: a fresh one is sent."""
+def test_stale_groups_are_replaced_by_new_groups(url, model):
+    """A stale group does not end the environment or its worker."""
     model.policy_version = 1
-    make = lambda: made(Letters, model, url=url, max_num_workers=1)  # noqa: E731
+    make = lambda: make_env(Letters, model, url=url, max_num_workers=1)  # noqa: E731
     with trainer(url, max_staleness=1) as client:
         client.set_policy_version(1)
         model.open.clear()
         with serving_env(make):
-            wait_until(lambda: model.requests, "a group is under way")
+            wait_until(lambda: model.requests, "a group is being collected")
             client.set_policy_version(9)
             answer = model.answer
             model.answer = lambda path, body: (setattr(model, "policy_version", 9), answer(path, body))[1]
             model.open.set()
             (group,) = pull(client)
-    assert (asked(group), group.policy_version) == ("item 2", 9)
+    assert (prompt_of(group), group.policy_version) == ("item 2", 9)
 
 
-def test_what_the_service_cannot_take_now_waits(url, model):
-    """However long: it is there once the trainer takes what is before it."""
+def test_refused_group_is_sent_again_until_accepted(url, model):
+    """The environment retries for longer than `service_timeout`, until the trainer takes the earlier batch."""
     model.policy_version = 1
     other = Group([[1, 1]] * 2, [[1, 1]] * 2, [0, 1])
-    make = lambda: made(Letters, model, url=url, max_num_workers=1, service_timeout=3.0)  # noqa: E731
+    make = lambda: make_env(Letters, model, url=url, max_num_workers=1, service_timeout=3.0)  # noqa: E731
     with trainer(url, max_staleness=0, num_steps=2) as client:
         client.set_policy_version(1)
         model.open.clear()
         with serving_env(make) as running:
-            wait_until(lambda: model.requests, "a group is under way")
-            client.post(other)  # a batch that comes before it: by its turn it would be too old
+            wait_until(lambda: model.requests, "a group is being collected")
+            client.post(other)  # an earlier batch: after it, the environment's group would be too old
             model.open.set()
-            wait_until(lambda: report_of(url)["refused"] >= 4, "it is refused again and again, beyond service_timeout")
+            wait_until(lambda: report_of(url)["refused"] >= 4, "the group is refused for longer than service_timeout")
             pull(client)
             (group,) = pull(client)
-            assert asked(group) == "item 1"
+            assert prompt_of(group) == "item 1"
             running.join()
 
 
-def test_several_groups_of_one_item_are_sent_together(url, model):
+def test_several_groups_of_one_item_are_sent(url, model):
     class Pairs(Letters):
         async def collect_trajectories(self, item):
             group, _ = await super().collect_trajectories(item)
@@ -524,47 +533,51 @@ def test_several_groups_of_one_item_are_sent_together(url, model):
             first = trajectories[0]
             return [first, {**first, "scores": [5.0, 6.0]}]
 
-    with trainer(url) as client, serving_env(lambda: made(Pairs, model, url=url, max_num_workers=1)):
+    with trainer(url) as client, serving_env(lambda: make_env(Pairs, model, url=url, max_num_workers=1)):
         groups = [pull(client)[0] for _ in range(2)]
     assert [group.scores.tolist() for group in groups] == [[0, 1], [5, 6]]
 
 
 @pytest.mark.system
-def test_without_a_trainer_or_with_too_small_a_batch_it_ends(url, model):
-    told = pytest.raises(UnavailableError, match="'letters' waited 0.3 s to register")
-    with trainer(url, once=False), serving_env(lambda: made(Letters, model, url=url, service_timeout=0.3)) as env, told:
+def test_environment_ends_without_a_trainer_or_with_too_small_batches(url, model):
+    expected_error = pytest.raises(UnavailableError, match="'letters' waited 0.3 s to join")
+    with (
+        trainer(url, requests_batch=False),
+        serving_env(lambda: make_env(Letters, model, url=url, service_timeout=0.3)) as env,
+        expected_error,
+    ):
         env.join()
-    told = pytest.raises(UsageError, match="group_size=4 sequences fits into no batch of 2")
-    with trainer(url), serving_env(lambda: made(Letters, model, url=url, group_size=4)) as env, told:
+    expected_error = pytest.raises(UsageError, match="group_size=4 sequences does not fit into a batch of 2")
+    with trainer(url), serving_env(lambda: make_env(Letters, model, url=url, group_size=4)) as env, expected_error:
         env.join()
 
 
 @pytest.mark.system
-def test_what_others_sent_does_not_stop_one_with_a_minimum(url, model):
+def test_environment_with_a_minimum_collects_despite_a_full_queue(url, model):
     other = Group([[1, 1]] * 2, [[1, 1]] * 2, [0, 1])
-    make = lambda: made(Letters, model, url=url, max_batches_offpolicy=2, min_batch_allocation=0.5)  # noqa: E731
+    make = lambda: make_env(Letters, model, url=url, max_batches_offpolicy=2, min_batch_allocation=0.5)  # noqa: E731
     with trainer(url, batch_size=4) as client:
         client.post([other] * 8)
         with serving_env(make) as running:
             wait_until(
-                lambda: running.env.status_dict.get("self_queue_size") == 2, "its own part of the batches is filled"
+                lambda: running.env.status_dict.get("self_queue_size") == 2, "the environment's minimum is filled"
             )
-            looks = running.env.statistics.mainloop_timings
-            seen = len(looks)
-            wait_until(lambda: len(looks) >= seen + 3, "it goes on looking at the service")
+            polls = running.env.statistics.mainloop_timings
+            seen = len(polls)
+            wait_until(lambda: len(polls) >= seen + 3, "the environment continues to poll the service")
             assert running.env.status_dict["self_queue_size"] == 2 and len(model.requests) == 2
 
 
 @pytest.mark.system
-def test_two_environments_share_and_a_minimum_is_kept(url, model):
+def test_minimum_of_an_environment_is_kept_in_each_batch(url, model):
     class Others(Letters):
         name = "others"
 
     both = {"max_batches_offpolicy": 2, "url": url}
-    first = lambda: made(Letters, model, min_batch_allocation=0.5, **both)  # noqa: E731
-    second = lambda: made(Others, model, **both)  # noqa: E731
+    first = lambda: make_env(Letters, model, min_batch_allocation=0.5, **both)  # noqa: E731
+    second = lambda: make_env(Others, model, **both)  # noqa: E731
     with trainer(url, batch_size=4) as client, serving_env(first) as one:
-        wait_until(lambda: one.env.status_dict.get("unallocated_fraction") == 0.5, "it knows what is its own")
+        wait_until(lambda: one.env.status_dict.get("unallocated_fraction") == 0.5, "the environment has its minimum")
         with serving_env(second):
             batches = [pull(client) for _ in range(4)]
         assert one.env.derived_batch_size == 4

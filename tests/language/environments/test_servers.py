@@ -1,4 +1,4 @@
-"""Model servers as environments ask them, over HTTP."""
+"""Model servers and their clients, over HTTP."""
 
 from __future__ import annotations
 
@@ -42,63 +42,63 @@ def config_of(model: Model, **options) -> APIServerConfig:
     return APIServerConfig(base_url=model.url, model_name="m", timeout=DEADLINE, **options)
 
 
-def ask(configs, question, **options):
-    """What a coroutine makes of a manager."""
+def ask(configs, use, **options):
+    """Return the result of the coroutine `use(manager)`."""
 
     async def run():
         manager = ServerManager(configs, **options)
         try:
-            return await asyncio.wait_for(question(manager), DEADLINE)
+            return await asyncio.wait_for(use(manager), DEADLINE)
         finally:
             await manager.close()
 
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("ids", [True, False], ids=["token_ids", "names"])
-def test_tokens_are_those_that_were_sampled(model, ids):
+@pytest.mark.parametrize("ids", [True, False], ids=["token_ids", "token names"])
+def test_sampled_tokens_are_returned(model, ids):
     model.ids = ids
     model.reply = lambda prompt, number: [200 + number, 7]
 
-    async def question(manager):
+    async def use(manager):
         return await manager.tokens_and_logprobs_completion(input_ids=[1, 2], n=2, max_tokens=4)
 
-    prompt, tokens, logprobs, reasons = ask([config_of(model)], question)
+    prompt, tokens, logprobs, reasons = ask([config_of(model)], use)
     assert (prompt, tokens, reasons) == ([1, 2], [[200, 7], [201, 7]], ["stop", "stop"])
     assert logprobs == [[model.logprob(200), model.logprob(7)], [model.logprob(201), model.logprob(7)]]
     assert model.requests[0]["prompt"] == [1, 2] and model.requests[0]["return_token_ids"] is True
 
 
 @pytest.mark.parametrize("chats", [False, True], ids=["tokens", "chat"])
-@pytest.mark.parametrize("said", [{"policy_versions": [7, 9]}, {"policy_version": 7}], ids=str)
-def test_the_version_of_an_answer_is_that_of_its_oldest_token(model, said, chats):
+@pytest.mark.parametrize("versions", [{"policy_versions": [7, 9]}, {"policy_version": 7}], ids=str)
+def test_version_of_an_answer_is_that_of_its_oldest_token(model, versions, chats):
     answer = model.answer
     model.policy_version = 9
 
     def with_versions(path, body):
         status, content = answer(path, body)
-        content["choices"][1].update(said)
+        content["choices"][1].update(versions)
         return status, content
 
     model.answer = with_versions
-    doing = CollectAttempt("item", Gate())
+    attempt = CollectAttempt("item", Gate())
 
-    async def question(manager):
-        current_attempt.set(doing)
+    async def use(manager):
+        current_attempt.set(attempt)
         if chats:
             await manager.chat_completion(messages=[{"role": "user", "content": "hi"}], n=2)
         else:
             await manager.tokens_and_logprobs_completion(input_ids=[1], n=2)
 
-    ask([config_of(model)], question)
-    assert doing.policy_version == 7
+    ask([config_of(model)], use)
+    assert attempt.policy_version == 7
 
 
-def test_sglang_is_asked_in_its_own_way(model):
-    async def question(manager):
+def test_sglang_requests_have_its_own_format(model):
+    async def use(manager):
         return await manager.tokens_and_logprobs_completion(input_ids=[1], n=2, max_tokens=4, temperature=0.5)
 
-    prompt, tokens, logprobs, reasons = ask([config_of(model, server_type="sglang")], question)
+    prompt, tokens, logprobs, reasons = ask([config_of(model, server_type="sglang")], use)
     assert (prompt, tokens, reasons) == ([1], [[65], [66]], ["stop", "stop"])
     assert logprobs == [[model.logprob(65)], [model.logprob(66)]]
     assert model.requests == [
@@ -111,7 +111,7 @@ def test_sglang_is_asked_in_its_own_way(model):
     ]
 
 
-def test_a_server_without_token_ids_is_named(model):
+def test_server_without_token_ids_is_refused(model):
     model.ids = False
     answer = model.answer
 
@@ -126,7 +126,7 @@ def test_a_server_without_token_ids_is_named(model):
         ask([config_of(model)], lambda manager: manager.tokens_and_logprobs_completion(input_ids=[1]))
 
 
-def test_many_completions_are_divided_and_numbered(model):
+def test_large_requests_are_split_and_choices_renumbered(model):
     answer = ask(
         [config_of(model)],
         lambda manager: manager.chat_completion(messages=[{"role": "user", "content": "?"}], n=7),
@@ -137,20 +137,20 @@ def test_many_completions_are_divided_and_numbered(model):
     assert [choice.index for choice in answer.choices] == list(range(7))
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_server_that_ignores_n_is_asked_often_enough(model, told):
+@pytest.mark.parametrize("configured", [True, False])
+def test_requests_are_repeated_if_the_server_ignores_n(model, configured):
     model.n_ignored = True
 
-    async def question(manager):
+    async def use(manager):
         return [await manager.completion(prompt="x", n=3) for _ in range(2)]
 
-    for answer in ask([config_of(model, n_kwarg_is_ignored=told)], question):
+    for answer in ask([config_of(model, n_kwarg_is_ignored=configured)], use):
         assert len(answer.choices) == 3
     several = [request for request in model.requests if request.get("n", 1) > 1]
-    assert (len(model.requests), len(several)) == (6, 0 if told else 1)
+    assert (len(model.requests), len(several)) == (6, 0 if configured else 1)
 
 
-def test_requests_go_on_when_the_server_comes_back(caplog):
+def test_requests_succeed_when_the_server_returns(caplog):
     caplog.set_level("INFO", "rlframe.language")
     port = free_port()
     with contextlib.ExitStack() as stack:
@@ -165,7 +165,7 @@ def test_requests_go_on_when_the_server_comes_back(caplog):
         starter = threading.Thread(target=start)
         starter.start()
 
-        async def question(manager):
+        async def use(manager):
             asking = asyncio.create_task(manager.completion(prompt="x"))
             while manager.servers[0].server_healthy:
                 await asyncio.sleep(0.01)
@@ -173,46 +173,46 @@ def test_requests_go_on_when_the_server_comes_back(caplog):
             answer = await asking
             return answer, manager.servers[0].server_healthy, list(manager.servers[0].attempts_list)
 
-        answer, healthy, attempts = ask([config_of(model)], question)
+        answer, healthy, attempts = ask([config_of(model)], use)
         starter.join()
         assert answer.choices[0].text == "A" and healthy and attempts[0] >= 2
-        told = [record.getMessage() for record in caplog.records if "model server" in record.getMessage()]
-        assert ["does not answer yet" in told[0], told[1]] == [True, f"The model server {model.url} answers."]
-        assert len(told) == 2  # however often it was asked
+        messages = [record.getMessage() for record in caplog.records if "model server" in record.getMessage()]
+        assert ["does not answer yet" in messages[0], messages[1]] == [True, f"The model server {model.url} answers."]
+        assert len(messages) == 2  # one message per change, not per request
 
 
-def test_what_fails_is_repeated_until_the_timeout(model):
+def test_failed_requests_are_retried_until_the_timeout(model):
     model.failures = 10**9
     config = config_of(model).model_copy(update={"timeout": 1, "health_check": False})
     with pytest.raises(PeerError, match=r"did not answer within 1 s and \d+ attempts.*(not now|timed out)"):
         ask([config], lambda manager: manager.completion(prompt="x"))
 
 
-@pytest.mark.parametrize("behind", ["pause", "others"])
-def test_what_is_waited_for_before_a_request_is_not_of_its_time(model, monkeypatch, behind):
-    """After a pause, or others' requests, that took longer than `timeout`, it has all of that and is repeated still."""
+@pytest.mark.parametrize("blocked_by", ["pause", "others"])
+def test_timeout_excludes_pauses_and_waiting_for_a_slot(model, monkeypatch, blocked_by):
+    """After a wait that is longer than `timeout`, a failed request is still retried."""
     late, clock = [0.0], time.monotonic
     monkeypatch.setattr(model_server, "time", types.SimpleNamespace(monotonic=lambda: clock() + late[0]))
     model.failures = 1
-    doing = CollectAttempt("item", Gate())
+    attempt = CollectAttempt("item", Gate())
 
-    async def question(manager):
+    async def use(manager):
         slots = manager.servers[0].sem
-        current_attempt.set(doing)
-        doing.gate.set(closed=behind == "pause")
-        async with slots if behind == "others" else contextlib.nullcontext():
+        current_attempt.set(attempt)
+        attempt.gate.set(closed=blocked_by == "pause")
+        async with slots if blocked_by == "others" else contextlib.nullcontext():
             asking = asyncio.create_task(manager.completion(prompt="x"))
-            while not (slots.statistics().tasks_waiting or doing.gate._opened._waiters):
+            while not (slots.statistics().tasks_waiting or attempt.gate._opened._waiters):
                 await asyncio.sleep(0)
             late[0] = 10.0 * DEADLINE
-        doing.gate.set(closed=False)
+        attempt.gate.set(closed=False)
         return await asking
 
-    assert ask([config_of(model, num_max_requests_at_once=1)], question).choices[0].text == "A"
+    assert ask([config_of(model, num_max_requests_at_once=1)], use).choices[0].text == "A"
     assert len(model.requests) == 2
 
 
-def test_what_is_refused_is_not_repeated(model):
+def test_refused_requests_are_not_retried(model):
     answer = model.answer
     model.answer = lambda path, body: (answer(path, body), (400, {"error": {"message": "too long"}}))[1]
     with pytest.raises(openai.BadRequestError, match="too long"):
@@ -220,26 +220,26 @@ def test_what_is_refused_is_not_repeated(model):
     assert len(model.requests) == 1
 
 
-def test_a_server_that_failed_is_avoided(model, monkeypatch):
+def test_failed_server_is_avoided(model, monkeypatch):
     monkeypatch.setattr(model_server, "_AVOIDED", DEADLINE)
     dead = f"http://127.0.0.1:{free_port()}/v1"
 
-    async def question(manager):
+    async def use(manager):
         manager.servers[0].server_healthy, manager.servers[0]._failed_at = False, time.monotonic()
         return [await manager.completion(prompt="x") for _ in range(3)]
 
-    assert len(ask([config_of(model).model_copy(update={"base_url": dead}), config_of(model)], question)) == 3
+    assert len(ask([config_of(model).model_copy(update={"base_url": dead}), config_of(model)], use)) == 3
 
 
-def test_reasoning_is_asked_for_in_the_words_of_the_provider(model):
+def test_reasoning_options_depend_on_the_provider(model):
     reasoning = ReasoningConfig(effort="low")
     chat = [{"role": "user", "content": "?"}]
 
-    async def question(manager):
+    async def use(manager):
         await manager.chat_completion(messages=chat)
         await manager.chat_completion(messages=chat, skip_reasoning=True)
 
-    ask([config_of(model)], question, reasoning_config=reasoning)
+    ask([config_of(model)], use, reasoning_config=reasoning)
     assert [request.get("reasoning") for request in model.requests] == [{"enabled": True, "effort": "low"}, None]
     assert reasoning.extra_body(None) == {"reasoning_effort": "low"}
     assert ReasoningConfig().extra_body("http://x") == {}
@@ -248,7 +248,7 @@ def test_reasoning_is_asked_for_in_the_words_of_the_provider(model):
     }
 
 
-def test_so_many_requests_are_under_way_and_less_with_a_weight():
+def test_weight_limits_concurrent_requests():
     async def run():
         server, most = model_server.APIServer(APIServerConfig(base_url="http://x/v1", num_max_requests_at_once=4)), 0
         slots = server.sem
@@ -276,22 +276,22 @@ def test_so_many_requests_are_under_way_and_less_with_a_weight():
 
 
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "cut off"])
-def test_turns_of_a_chat_are_never_encoded_again(model, ended):
+def test_sampled_turns_are_never_re_encoded(model, ended):
     tokenizer = load_tokenizer("byte")
     chat = [{"role": "user", "content": "hi"}]
-    end = tokenizer.apply_chat_template(chat)[-1]  # the mark that the template puts behind a message
-    # Tokens that no text gives back: what is sampled is not what its text is encoded as.
+    end = tokenizer.apply_chat_template(chat)[-1]  # the token that the template writes after a message
+    # Encoding the text of these tokens gives other tokens.
     first = [0xFF, *b"ok ", *([end] if ended else [])]
     model.reply = lambda prompt, number: first if number == 0 else [*b"bye"]
 
-    async def question(manager):
+    async def use(manager):
         async with manager.managed_server(tokenizer=tokenizer) as managed:
             answer = await managed.chat_completion(messages=chat, n=1, max_tokens=5)
-            said = {"role": "assistant", "content": answer.choices[0].message.content.strip()}
-            await managed.chat_completion(messages=[*chat, said, {"role": "user", "content": "so?"}], max_tokens=5)
+            reply = {"role": "assistant", "content": answer.choices[0].message.content.strip()}
+            await managed.chat_completion(messages=[*chat, reply, {"role": "user", "content": "so?"}], max_tokens=5)
             return managed.get_state()["nodes"]
 
-    (node,) = ask([config_of(model)], question)
+    (node,) = ask([config_of(model)], use)
     start = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
     assert model.requests[0]["prompt"] == start
     two = [{"role": "user", "content": "hi"}, {"role": "user", "content": "so?"}]
@@ -306,10 +306,10 @@ def test_turns_of_a_chat_are_never_encoded_again(model, ended):
     assert node.logprobs == [1.0 if mask == -100 else model.logprob(mask) for mask in masks]
 
 
-def test_a_message_of_an_answer_is_a_turn_of_the_next_question(model):
+def test_message_of_an_answer_can_be_sent_back(model):
     tokenizer = load_tokenizer("byte")
 
-    async def question(manager):
+    async def use(manager):
         messages = [{"role": "user", "content": "hi"}]
         async with manager.managed_server(tokenizer=tokenizer) as managed:
             for _ in range(2):
@@ -319,7 +319,7 @@ def test_a_message_of_an_answer_is_a_turn_of_the_next_question(model):
         plain = await manager.chat_completion(messages=messages)
         return node, [*messages, plain.choices[0].message]
 
-    node, chat = ask([config_of(model)], question)
+    node, chat = ask([config_of(model)], use)
     assert [message["content"] for message in node.messages] == ["hi", "A", "so?", "B"]
     assert [mask for mask in node.masked_tokens if mask != -100] == [65, 66]
     assert [message["content"] for message in model.requests[-1]["messages"]] == ["hi", "A", "so?", "B", "so?"]
@@ -329,74 +329,74 @@ def test_a_message_of_an_answer_is_a_turn_of_the_next_question(model):
     assert json.loads(to_json(group))["messages"][0][1]["content"] == "A"
 
 
-def test_calls_of_tools_are_refused_by_their_name(model):
+def test_tool_calls_are_refused_by_name(model):
     calls = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": calls}]
 
-    async def question(manager):
+    async def use(manager):
         async with manager.managed_server(tokenizer=load_tokenizer("byte")) as managed:
             await managed.chat_completion(messages=messages)
 
-    with pytest.raises(UsageError, match=r"messages\[1\].tool_calls has no form in bytes"):
-        ask([config_of(model)], question)
+    with pytest.raises(UsageError, match=r"messages\[1\].tool_calls is not supported by the byte tokenizer"):
+        ask([config_of(model)], use)
 
 
-def test_a_chat_that_is_no_next_turn_is_a_sequence_of_its_own(model):
+def test_unrelated_chat_becomes_a_new_sequence(model):
     tokenizer = load_tokenizer("byte")
     other = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "else"}]
 
-    async def question(manager):
+    async def use(manager):
         async with manager.managed_server(tokenizer=tokenizer) as managed:
             await managed.chat_completion(messages=other[:1], n=2, max_tokens=5)
             await managed.chat_completion(messages=[*other, other[0]], max_tokens=5)
-            said = {"role": "assistant", "content": "B"}
-            await managed.chat_completion(messages=[other[0], said, other[0]], max_tokens=5)
+            reply = {"role": "assistant", "content": "B"}
+            await managed.chat_completion(messages=[other[0], reply, other[0]], max_tokens=5)
             return managed.get_state()["nodes"]
 
-    nodes = ask([config_of(model)], question)
-    assert [node.tokens[-1] for node in nodes] == [65, 68, 67]  # the second one went on
+    nodes = ask([config_of(model)], use)
+    assert [node.tokens[-1] for node in nodes] == [65, 68, 67]  # the second sequence was continued
     assert nodes[1].tokens[: len(model.requests[0]["prompt"]) + 1] == [*model.requests[0]["prompt"], 66]
     assert model.requests[1]["prompt"] == tokenizer.apply_chat_template([*other, other[0]], add_generation_prompt=True)
 
 
-def test_completions_are_kept_in_the_order_of_the_choices(model):
-    async def question(manager):
+def test_nodes_are_in_the_order_of_the_choices(model):
+    async def use(manager):
         async with manager.managed_server(tokenizer=load_tokenizer("byte")) as managed:
             answer = await managed.completion(prompt="ab", n=3, max_tokens=1)
             nodes = managed.get_state()["nodes"]
             managed.reset()
             return answer, nodes, managed.get_state()["nodes"]
 
-    answer, nodes, left = ask([config_of(model)], question)
+    answer, nodes, left = ask([config_of(model)], use)
     assert [choice.text for choice in answer.choices] == ["A", "B", "C"]
     assert [node.tokens[-1] for node in nodes] == [65, 66, 67]
     assert [node.full_text for node in nodes] == ["abA", "abB", "abC"]
     assert nodes[0].metadata == {"finish_reason": "stop"} and left == []
 
 
-def test_a_managed_server_refuses_tools(model):
-    async def question(manager):
+def test_managed_server_refuses_tools(model):
+    async def use(manager):
         async with manager.managed_server(tokenizer=load_tokenizer("byte")) as managed:
             await managed.chat_completion(messages=[], tools=[{}])
 
-    with pytest.raises(UsageError, match="knows no tools"):
-        ask([config_of(model)], question)
+    with pytest.raises(UsageError, match="does not support tools"):
+        ask([config_of(model)], use)
 
 
 @pytest.mark.parametrize("is_managed", [False, True])
-def test_a_list_of_prompts_is_refused(model, is_managed):
-    async def question(manager):
+def test_list_of_prompts_is_refused(model, is_managed):
+    async def use(manager):
         if not is_managed:
             return await manager.completion(prompt=["x", "y"], n=2)
         async with manager.managed_server(tokenizer=load_tokenizer("byte")) as managed:
             await managed.completion(prompt=["x", "y"], n=2)
 
-    with pytest.raises(UsageError, match="completion takes one prompt, got a list of 2: call it once for each"):
-        ask([config_of(model)], question)
+    with pytest.raises(UsageError, match="completion takes one prompt, got a list of 2. Call it once for each prompt"):
+        ask([config_of(model)], use)
     assert not model.requests
 
 
-def test_masks_of_a_chat(model):
+def test_masks_cover_the_last_or_all_assistant_turns(model):
     tokenizer = load_tokenizer("byte")
     chat = [
         {"role": "user", "content": "1"},
@@ -417,7 +417,7 @@ def test_masks_of_a_chat(model):
     assert "3" not in trained(every["masks"])
 
 
-def test_servers_of_this_machine_and_of_a_slurm_job(tmp_path, monkeypatch):
+def test_servers_are_local_or_on_slurm_nodes(tmp_path, monkeypatch):
     urls = [config.base_url for config in resolve_servers(ServerBaseline(), slurm=False)]
     assert urls == [f"http://localhost:{port}/v1" for port in (9004, 9005, 9006, 9007)]
     one = APIServerConfig(base_url="http://x/v1", model_name="m")
@@ -435,8 +435,8 @@ def test_servers_of_this_machine_and_of_a_slurm_job(tmp_path, monkeypatch):
     assert {config.model_name for config in found} == {"m"}
 
 
-def test_what_no_server_can_be_is_refused():
-    with pytest.raises(UsageError, match="made-up answers.*not offered"):
+def test_invalid_server_configs_are_refused():
+    with pytest.raises(UsageError, match="made-up answers.*not supported"):
         ServerManager([APIServerConfig(base_url="http://x/v1")], testing=True)
     with pytest.raises(UsageError, match="needs a base_url"):
         ServerManager([APIServerConfig()])

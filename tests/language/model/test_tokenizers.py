@@ -33,7 +33,7 @@ def write_config(folder, **fields):
     (folder / "tokenizer_config.json").write_text(json.dumps(fields))
 
 
-def test_bytes_are_their_own_tokens_and_survive():
+def test_bytes_are_token_ids():
     tokenizer = ByteTokenizer()
     assert tokenizer.encode("añ") == tokenizer.encode("añ", add_special_tokens=False) == [97, 0xC3, 0xB1]
     assert tokenizer.decode(tokenizer.encode("añ😀\n")) == "añ😀\n"
@@ -46,7 +46,7 @@ def test_bytes_are_their_own_tokens_and_survive():
     assert tokenizer.vocab_size == 263 <= ModelConfig().vocab_size
 
 
-def test_a_conversation_in_bytes_marks_roles_and_the_ends_of_turns():
+def test_byte_chat_template_marks_roles_and_ends_of_turns():
     tokenizer = ByteTokenizer()
     tokens = [260, *"añ😀".encode(), 258, 261, *b"no", 258]
     assert tokenizer.apply_chat_template(CHAT) == tokens
@@ -55,33 +55,33 @@ def test_a_conversation_in_bytes_marks_roles_and_the_ends_of_turns():
     with pytest.raises(UsageError, match="role must be one of system, user, assistant, tool, got 'god'"):
         tokenizer.apply_chat_template([{"role": "god", "content": ""}])
     with pytest.raises(
-        UsageError, match=r"messages\[0\].content must be text, or a list of text parts, got None: write it as text"
+        UsageError, match=r"messages\[0\].content must be text or a list of text parts, got None. Write it as text"
     ):
         tokenizer.apply_chat_template([{"role": "user", "content": None}])
 
 
-def test_saved_bytes_are_a_published_tokenizer_with_the_same_tokens(tmp_path):
-    ours = ByteTokenizer()
-    ours.save(tmp_path / "folder")
-    theirs = load_tokenizer(tmp_path / "folder")
+def test_saved_byte_tokenizer_encodes_the_same_tokens(tmp_path):
+    original = ByteTokenizer()
+    original.save(tmp_path / "folder")
+    loaded = load_tokenizer(tmp_path / "folder")
     for text in ("", "añ😀\n x  y", "".join(map(chr, range(300))), "a<|eos|><|user|> <|"):
         for special in (True, False):
-            tokens = ours.encode(text, add_special_tokens=special)
-            assert theirs.encode(text, add_special_tokens=special) == tokens
-            assert theirs.decode(tokens, skip_special_tokens=special) == ours.decode(
+            tokens = original.encode(text, add_special_tokens=special)
+            assert loaded.encode(text, add_special_tokens=special) == tokens
+            assert loaded.decode(tokens, skip_special_tokens=special) == original.decode(
                 tokens, skip_special_tokens=special
             )
     chat = [{"role": "system", "content": "Be brief."}, CHAT[0], {"role": "tool", "content": "{}"}]
     for prompt in (True, False):
-        expected = ours.apply_chat_template(chat, add_generation_prompt=prompt)
-        assert theirs.apply_chat_template(chat, add_generation_prompt=prompt) == expected
+        expected = original.apply_chat_template(chat, add_generation_prompt=prompt)
+        assert loaded.apply_chat_template(chat, add_generation_prompt=prompt) == expected
     for name in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "stop_token_ids"):
-        assert getattr(theirs, name) == getattr(ours, name)
+        assert getattr(loaded, name) == getattr(original, name)
     with pytest.raises(UsageError, match="role must be one of system, user, assistant, tool, got god"):
-        theirs.apply_chat_template([{"role": "god", "content": ""}])
+        loaded.apply_chat_template([{"role": "god", "content": ""}])
 
 
-def test_a_published_tokenizer_is_read_with_its_special_tokens(folder):
+def test_published_tokenizer_has_its_special_tokens(folder):
     tokenizer = load_tokenizer(folder)
     assert tokenizer.encode("hello there you") == [1, 3, 4, 0]
     assert tokenizer.encode("hello</s>", add_special_tokens=False) == [3, 2]
@@ -93,7 +93,7 @@ def test_a_published_tokenizer_is_read_with_its_special_tokens(folder):
     assert tokenizer.stop_token_ids == (2,)
 
 
-def test_no_text_is_cut_or_filled_up_whatever_the_file_says(folder):
+def test_truncation_and_padding_in_the_file_are_ignored(folder):
     file = str(folder / "tokenizer.json")
     tokenizer = Tokenizer.from_file(file)
     tokenizer.enable_truncation(2)
@@ -102,7 +102,7 @@ def test_no_text_is_cut_or_filled_up_whatever_the_file_says(folder):
     assert load_tokenizer(folder).encode("hello there hello") == [1, 3, 4, 3]
 
 
-def test_tokens_above_a_gap_are_tokens(folder):
+def test_token_ids_may_have_gaps(folder):
     fields = json.loads((folder / "tokenizer.json").read_text())
     fields["model"]["vocab"]["far"] = 9
     (folder / "tokenizer.json").write_text(json.dumps(fields))
@@ -112,13 +112,13 @@ def test_tokens_above_a_gap_are_tokens(folder):
 
 
 @pytest.mark.parametrize(("listed", "stops"), [([2, 5], (2, 5)), (5, (2, 5)), ([], (2,))])
-def test_more_tokens_may_end_an_answer(folder, listed, stops):
+def test_generation_config_adds_stop_tokens(folder, listed, stops):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
     assert load_tokenizer(folder).stop_token_ids == stops
 
 
 @pytest.mark.parametrize("case", CHATS)
-def test_conversations_are_rendered_as_transformers_renders_them(folder, case):
+def test_chat_templates_render_as_in_transformers(folder, case):
     write_config(folder, bos_token="<s>", eos_token="</s>", chat_template=case["template"])
     text = load_tokenizer(folder).apply_chat_template(
         case["messages"], tokenize=False, add_generation_prompt=case["add_generation_prompt"]
@@ -126,12 +126,12 @@ def test_conversations_are_rendered_as_transformers_renders_them(folder, case):
     assert text == case["text"]
 
 
-def test_a_template_is_told_that_there_are_no_tools_and_no_documents(folder):
+def test_template_gets_none_for_tools_and_documents(folder):
     write_config(folder, chat_template="{{ tools is none }} {{ documents is none }}")
     assert load_tokenizer(folder).apply_chat_template([], tokenize=False) == "True True"
 
 
-def test_a_template_of_its_own_file_comes_first_and_its_tokens_are_special(folder):
+def test_chat_template_file_takes_precedence(folder):
     templates = [{"name": "default", "template": "never"}, {"name": "tools", "template": "never"}]
     write_config(folder, bos_token="<s>", eos_token="</s>", chat_template=templates)
     assert load_tokenizer(folder / "tokenizer.json").apply_chat_template([], tokenize=False) == "never"
@@ -141,22 +141,22 @@ def test_a_template_of_its_own_file_comes_first_and_its_tokens_are_special(folde
     assert load_tokenizer(folder).apply_chat_template([{"role": "user", "content": "hello"}]) == [5, 3]
 
 
-def test_a_template_is_another_ones_program_and_runs_in_a_sandbox(folder):
+def test_template_runs_in_a_sandbox(folder):
     escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     write_config(folder, chat_template=escape)
-    with pytest.raises(UsageError, match="refuses the messages: .*unsafe"):
+    with pytest.raises(UsageError, match="cannot render the messages: .*unsafe"):
         load_tokenizer(folder).apply_chat_template([])
     write_config(folder, chat_template="{{ messages.append(1) }}")
-    with pytest.raises(UsageError, match="refuses the messages"):
+    with pytest.raises(UsageError, match="cannot render the messages"):
         load_tokenizer(folder).apply_chat_template([])
 
 
-def test_a_template_for_plain_text_names_the_message_that_calls_tools(folder):
+def test_plain_text_template_refuses_tool_calls_by_name(folder):
     write_config(folder, chat_template="{% for message in messages %}{{ '<turn>' + message.content }}{% endfor %}")
     tokenizer, calls = load_tokenizer(folder), [{"id": "1", "type": "function", "function": {"name": "f"}}]
-    with pytest.raises(UsageError, match=r"cannot take messages\[1\].tool_calls, messages\[1\].content: write"):
+    with pytest.raises(UsageError, match=r"so write messages\[1\].tool_calls, messages\[1\].content as text"):
         tokenizer.apply_chat_template([*CHAT[:1], {"role": "assistant", "tool_calls": calls}])
-    with pytest.raises(UsageError, match=r"cannot take messages\[0\].content: write"):
+    with pytest.raises(UsageError, match=r"so write messages\[0\].content as text"):
         tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "text", "text": "hello"}]}])
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hello"}]) == [5, 3]
 
@@ -164,7 +164,7 @@ def test_a_template_for_plain_text_names_the_message_that_calls_tools(folder):
 @pytest.mark.parametrize(
     "write", ["{{ message.content }}", "{{ message.content | trim }}", "{{ 'x' ~ message.content }}"]
 )
-def test_a_template_that_writes_what_is_no_text_as_python_does_is_refused_by_the_field(write, folder):
+def test_python_objects_in_rendered_text_are_refused_by_name(write, folder):
     write_config(folder, chat_template="{% for message in messages %}<turn>" + write + "{% endfor %}")
     tokenizer, calls = load_tokenizer(folder), [{"id": "1", "type": "function", "function": {"name": "f"}}]
     for message, fields in (
@@ -175,11 +175,11 @@ def test_a_template_that_writes_what_is_no_text_as_python_does_is_refused_by_the
         ({"content": 7}, ["content"]),
     ):
         named = ", ".join(rf"messages\[1\].{field}" for field in fields)
-        with pytest.raises(UsageError, match=rf"does not write .*cannot take {named}: write each as text"):
+        with pytest.raises(UsageError, match=rf"does not write .*so write {named} as text"):
             tokenizer.apply_chat_template([{"role": "user", "content": "None"}, {"role": "assistant", **message}])
 
 
-def test_a_template_that_writes_calls_and_parts_takes_them(folder):
+def test_template_may_render_tool_calls_and_parts(folder):
     write_config(
         folder,
         chat_template="{% for message in messages %}<turn>{% if message.content is string %}{{ message.content }}"
@@ -190,15 +190,15 @@ def test_a_template_that_writes_calls_and_parts_takes_them(folder):
     assert render([{"role": "assistant", "tool_calls": [{"id": None}]}]) == '<turn>{"id": null}'
     assert render([{"role": "user", "content": [{"type": "text", "text": "None"}]}]) == "<turn>None"
     assert render([{"role": "user", "content": [{"type": "text", "text": ""}]}, {"role": "user"}]) == "<turn><turn>"
-    with pytest.raises(UsageError, match=r"cannot take messages\[0\].content"):
+    with pytest.raises(UsageError, match=r"so write messages\[0\].content as text"):
         render([{"role": "user", "content": [{"type": "image", "url": "x"}]}])
 
 
-def test_what_cannot_be_is_said(folder, tmp_path):
-    with pytest.raises(UsageError, match="no chat template: it takes plain text only"):
+def test_errors_of_tokenizers_are_clear(folder, tmp_path):
+    with pytest.raises(UsageError, match="no chat template, so it accepts only plain text"):
         load_tokenizer(folder).apply_chat_template(CHAT)
     write_config(folder, chat_template="{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(UsageError, match="refuses the messages: roles must alternate"):
+    with pytest.raises(UsageError, match="cannot render the messages: roles must alternate"):
         load_tokenizer(folder).apply_chat_template(CHAT)
     write_config(folder, chat_template="{% for %}")
     with pytest.raises(UsageError, match="chat template in .* cannot be read"):

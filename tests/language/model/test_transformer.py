@@ -1,4 +1,4 @@
-"""The transformer, against the logits of transformers (`golden/make.py`) and against itself."""
+"""The transformer, compared with the logits of transformers (`golden/make.py`) and with itself."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def some_tokens(rows: int, length: int, vocab_size: int = SMALL.vocab_size) -> j
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers_padded_on_either_side_too(name, tmp_path):
+def test_logits_equal_those_of_transformers_with_padding(name, tmp_path):
     write_published(name, tmp_path)
     config, params = weights.load(tmp_path)
     arrays = golden(name)
@@ -61,12 +61,12 @@ def test_logits_are_those_of_transformers_padded_on_either_side_too(name, tmp_pa
 
 @pytest.mark.system
 @pytest.mark.parametrize("name", MODELS)
-def test_prefill_and_decoding_with_a_cache_give_the_logits_of_transformers(name, tmp_path):
+def test_cached_logits_equal_those_of_transformers(name, tmp_path):
     write_published(name, tmp_path)
     config, params = weights.load(tmp_path)
     tokens, expected = golden(name)["tokens"], golden(name)["logits"]
-    # Row 0 is decoded from 8 tokens on; row 2, whose 13 real tokens are on the left, from 5 on. What is right of them
-    # at the prefill is padding.
+    # Row 0 is decoded from token 8 on. Row 2 has 13 real tokens on the left and is decoded from token 5 on, so its
+    # prefill has padding on the right.
     tokens, expected = tokens[[0, 2]], expected[[0, 2]]
     step = jax.jit(transformer.apply_cached, static_argnums=1, static_argnames="span")
     lengths = np.array([8, 5])
@@ -82,7 +82,7 @@ def test_prefill_and_decoding_with_a_cache_give_the_logits_of_transformers(name,
 
 
 @pytest.mark.system
-def test_what_does_not_fit_into_the_cache_leaves_it_as_it_was():
+def test_tokens_beyond_the_cache_do_not_change_it():
     cache = transformer.init_cache(SMALL, 1, 4)
     _, full = transformer.apply_cached(small(), SMALL, some_tokens(1, 4), cache, jnp.zeros(1, jnp.int32))
     _, after = transformer.apply_cached(small(), SMALL, some_tokens(1, 1), full, jnp.full(1, 4))
@@ -90,7 +90,7 @@ def test_what_does_not_fit_into_the_cache_leaves_it_as_it_was():
     assert np.abs(full.keys[0]).min() > 0
 
 
-def test_a_token_sees_those_before_it_only():
+def test_tokens_do_not_attend_to_later_tokens():
     tokens = some_tokens(1, 9)
     other = tokens.at[0, 5].set((tokens[0, 5] + 1) % SMALL.vocab_size)
     before, after = transformer.apply(small(), SMALL, tokens), transformer.apply(small(), SMALL, other)
@@ -100,7 +100,7 @@ def test_a_token_sees_those_before_it_only():
 
 @pytest.mark.system
 @pytest.mark.parametrize("chunk", [None, 1, 4, 100])
-def test_token_log_probs_and_their_gradient_do_not_depend_on_how_they_are_computed(chunk):
+def test_token_log_probs_are_independent_of_chunk_and_remat(chunk):
     tokens = some_tokens(3, 11)
 
     def loss(params, remat, chunk):
@@ -116,7 +116,7 @@ def test_token_log_probs_and_their_gradient_do_not_depend_on_how_they_are_comput
 
 
 @pytest.mark.system
-def test_bfloat16_is_near_float32_and_its_logits_are_float32():
+def test_bfloat16_model_returns_float32_logits():
     half = dataclasses.replace(SMALL, dtype="bfloat16")
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), small())
     tokens = some_tokens(2, 9)
@@ -134,7 +134,7 @@ def test_bfloat16_is_near_float32_and_its_logits_are_float32():
 
 
 @pytest.mark.system
-def test_random_parameters_begin_near_uniform():
+def test_initial_predictions_are_nearly_uniform():
     log_probs = transformer.token_log_probs(small(), SMALL, some_tokens(8, 33))
     assert abs(float(log_probs.mean()) + np.log(SMALL.vocab_size)) < 0.2
 
@@ -142,16 +142,16 @@ def test_random_parameters_begin_near_uniform():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(num_attention_heads=6), "hidden_size .128. must be a multiple of num_attention_heads .6. where"),
+        (dict(num_attention_heads=6), "hidden_size .128. must be a multiple of num_attention_heads .6. if"),
         (dict(num_key_value_heads=3), "num_attention_heads .4. must be a multiple of num_key_value_heads .3."),
         (dict(vocab_size=0), "vocab_size must be at least 1, got 0"),
-        (dict(head_dim=7), "head_dim must be even: rotary embeddings turn pairs; got 7"),
+        (dict(head_dim=7), "head_dim must be even, since rotary embeddings rotate pairs; got 7"),
         (dict(dtype="float16"), "dtype must be one of float32, bfloat16, got 'float16'"),
-        (dict(model_type="gpt2"), "'gpt2' is not known; there are llama, qwen2, qwen3"),
+        (dict(model_type="gpt2"), "model_type must be one of llama, qwen2, qwen3, got 'gpt2'"),
         (dict(rms_norm_eps=0.0), "rms_norm_eps must be above 0"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused(fields, message):
+def test_invalid_config_is_refused(fields, message):
     with pytest.raises(UsageError, match=message):
         ModelConfig(**fields)
 
@@ -161,21 +161,21 @@ def test_a_config_that_cannot_be_is_refused(fields, message):
     [
         (
             dict(model_type="qwen4"),
-            "model_type 'qwen4' is not implemented; there are llama, qwen2, qwen3. Did you mean 'qwen3'",
+            "model_type 'qwen4' is not supported. Supported: llama, qwen2, qwen3. Did you mean 'qwen3'",
         ),
         (dict(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
         (
             dict(rope_scaling={"rope_type": "yarn", "factor": 2.0}),
-            "rope scaling 'yarn' is not implemented, only llama3",
+            "rope scaling 'yarn' is not supported, only llama3",
         ),
         (dict(rope_scaling={"type": "llama3", "factor": 2.0}), "scaling lacks low_freq_factor, high_freq_factor, orig"),
-        (dict(hidden_act="gelu"), "hidden_act 'gelu' is not implemented"),
-        (dict(mlp_bias=True), "mlp_bias = True is not implemented"),
+        (dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
+        (dict(mlp_bias=True), "mlp_bias = True is not supported"),
         (dict(quantization_config={"bits": 4}), "quantization_config"),
         (dict(vocab_size=None), "config.json lacks vocab_size"),
     ],
 )
-def test_what_config_json_may_ask_for_and_is_not_implemented_is_refused_by_name(changed, message):
+def test_unsupported_config_json_fields_are_refused_by_name(changed, message):
     with pytest.raises(UsageError, match=message):
         ModelConfig.from_json({**ModelConfig().to_json(), **changed})
 
@@ -188,17 +188,17 @@ def test_what_config_json_may_ask_for_and_is_not_implemented_is_refused_by_name(
         ModelConfig(rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192), head_dim=64, attention_bias=True),
     ],
 )
-def test_a_config_survives_json(config):
+def test_config_is_equal_after_a_json_round_trip(config):
     assert ModelConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
-def test_config_json_of_transformers_4_is_read():
+def test_config_json_of_transformers_4_is_supported():
     fields = ModelConfig(rope_theta=5e5).to_json() | {"torch_dtype": "float16", "rope_scaling": None}
     assert ModelConfig.from_json(fields) == ModelConfig(rope_theta=5e5, dtype="bfloat16")
 
 
 @pytest.mark.system
-def test_bfloat16_is_jax_s_where_tensorflow_has_registered_another():
+def test_bfloat16_is_that_of_jax_if_tensorflow_is_imported():
     needs("reverb")
     code = (
         "import tensorflow, jax; from rlframe.language.model import ModelConfig, transformer\n"

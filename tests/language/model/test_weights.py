@@ -1,4 +1,4 @@
-"""Folders in the published format."""
+"""Models in folders in the published format."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def rewrite(folder, change):
 
 
 @pytest.mark.parametrize("config", [CONFIG, QWEN, dataclasses.replace(QWEN, dtype="bfloat16")])
-def test_what_is_saved_is_loaded(config, tmp_path):
+def test_saved_model_is_loaded_unchanged(config, tmp_path):
     params = transformer.init(jax.random.key(1), config)
     weights.save(tmp_path / "new" / "folder", config, params)
     loaded_config, loaded = weights.load(tmp_path / "new" / "folder")
     assert loaded_config == config
     assert jax.tree.structure(loaded) == jax.tree.structure(params)
-    for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(loaded)):
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(ours, theirs)
+    for written, read in zip(jax.tree.leaves(params), jax.tree.leaves(loaded)):
+        assert written.dtype == read.dtype
+        np.testing.assert_array_equal(written, read)
     assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_matrices_are_stored_as_published_out_by_in(folder):
+def test_matrices_are_saved_as_out_by_in(folder):
     params = weights.load(folder)[1]
     tensors = load_file(folder / "model.safetensors")
     assert "lm_head.weight" not in tensors  # tied
@@ -55,13 +55,13 @@ def test_matrices_are_stored_as_published_out_by_in(folder):
     np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], np.asarray(params["embed_tokens"]))
 
 
-def test_another_dtype_may_be_asked_for(folder):
+def test_load_converts_to_another_dtype(folder):
     config, params = weights.load(folder, dtype="bfloat16")
     assert config.dtype == "bfloat16"
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
 
 
-def test_shards_are_read_through_their_index_and_a_save_replaces_them(folder):
+def test_shards_are_loaded_and_save_replaces_them(folder):
     params = weights.load(folder)[1]
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -81,7 +81,7 @@ def test_shards_are_read_through_their_index_and_a_save_replaces_them(folder):
         weights.load(folder)
 
 
-def test_superfluous_tensors_of_published_files_are_passed_over(folder):
+def test_superfluous_tensors_of_published_files_are_ignored(folder):
     params = weights.load(folder)[1]
 
     def change(tensors):
@@ -102,13 +102,13 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(folder):
         weights.load(folder)
     rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": tensor[:3]}))
     with pytest.raises(
-        CheckpointError, match=r"model.norm.weight has the shape \[3\]; its config.json makes that \[16\]"
+        CheckpointError, match=r"model.norm.weight has the shape \[3\]; its config.json requires \[16\]"
     ):
         weights.load(folder)
 
 
-def test_folders_that_hold_no_model_are_refused(folder, tmp_path):
-    with pytest.raises(CheckpointError, match="There is no file .*config.json"):
+def test_folders_without_a_model_are_refused(folder, tmp_path):
+    with pytest.raises(CheckpointError, match="The file .*config.json does not exist"):
         weights.load(tmp_path / "nowhere")
     (folder / "model.safetensors").write_bytes(b"nothing like it")
     with pytest.raises(CheckpointError, match="model.safetensors cannot be read"):
@@ -121,7 +121,7 @@ def test_folders_that_hold_no_model_are_refused(folder, tmp_path):
         weights.load(folder)
 
 
-def test_parameters_of_another_configuration_are_not_saved(tmp_path):
-    with pytest.raises(UsageError, match="not those of the configuration"):
+def test_parameters_of_another_config_are_not_saved(tmp_path):
+    with pytest.raises(UsageError, match="do not match the configuration"):
         weights.save(tmp_path, QWEN, transformer.init(jax.random.key(0), CONFIG))
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""A policy server, and a published client of it, for the tests of a module."""
+"""A policy server and a client for all tests of a module."""
 
 from __future__ import annotations
 

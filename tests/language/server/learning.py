@@ -1,4 +1,4 @@
-"""A GRPO learner in a process of its own, that updates on the same batch over and over."""
+"""A GRPO learner for a process of a test, which updates on the same batch repeatedly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.agents.token_batches import token_batch
 from tests.language.server.serving import TINY
 
 _PAUSE = 0.05  # seconds between two updates
-_SAVED = 5  # updates between two checkpoints
+_SAVE_INTERVAL = 5  # updates between two checkpoints
 
 
 class BusyLearner(Learner):
@@ -23,5 +23,5 @@ class BusyLearner(Learner):
         batch = token_batch(TINY.vocab_size, lengths=[9, 4, 6, 7], group=[0, 0, 1, 1])
         while not self._ended.wait(_PAUSE):
             self.step(batch)
-            if self.learner_steps % _SAVED == 0:
+            if self.learner_steps % _SAVE_INTERVAL == 0:
                 self.save()

@@ -1,4 +1,4 @@
-"""A policy server in a thread of the tests, with a tiny model of random weights."""
+"""A policy server in a thread, with a tiny model of random weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlframe.language.model import transformer
 from rlframe.language.server import PolicyServer, PolicyServerConfig
 from tests.waiting import wait_until
 
-DEADLINE = 120.0  # seconds, on a machine that is busy
+DEADLINE = 120.0  # seconds; long enough for a busy machine
 TINY = ModelConfig(
     hidden_size=16,
     intermediate_size=32,
@@ -26,17 +26,17 @@ TINY = ModelConfig(
     num_key_value_heads=1,
     max_position_embeddings=512,
 )
-LONG = dataclasses.replace(TINY, max_position_embeddings=1 << 15)  # whose answers take seconds
+LONG = dataclasses.replace(TINY, max_position_embeddings=1 << 15)  # with long answers that take seconds
 ENGINE = EngineConfig(slots=4, steps=2, length=512, max_waiting=64)
 
 
 def params_of(seed: int) -> Any:
-    """Random, numpy, as a learner publishes them."""
+    """Return random parameters as numpy arrays, as a learner publishes them."""
     return jax.tree.map(np.asarray, transformer.init(jax.random.key(seed), TINY))
 
 
 class Learner:
-    """Publishes what a test tells it to."""
+    """A fake learner, whose published parameters a test sets."""
 
     def __init__(self, version: int = 1) -> None:
         self.published = version, params_of(version)
@@ -58,7 +58,7 @@ def serving_policy(
     tokenizer: Any = "byte",
     **options: Any,
 ) -> Iterator[PolicyServer]:
-    """A server that runs; raises what `run()` raised."""
+    """Run a server within the `with` block. Raise the error of `run()`."""
     config = PolicyServerConfig(**{"port": 0, "engine": engine, **options})
     params = params_of(0) if learner is None else params
     server = PolicyServer(config, model_config, tokenizer, learner, params)
@@ -85,7 +85,7 @@ def serving_policy(
 
 
 def client_of(server: PolicyServer, **options: Any) -> openai.OpenAI:
-    """The client that everybody has."""
+    """Make a client of the `openai` package."""
     return openai.OpenAI(
         **{"base_url": server.url(), "api_key": "none", "timeout": DEADLINE, "max_retries": 0, **options}
     )

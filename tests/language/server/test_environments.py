@@ -1,4 +1,4 @@
-"""BaseEnv's model servers, and environments of `examples/llm`, with a policy server."""
+"""Environments of `examples/llm` with a real policy server."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from rlframe.language.environments import APIServerConfig
 from rlframe.language.model import transformer
 from rlframe.language.model.tokenizers import ByteTokenizer
-from tests.language.environments.test_llm_examples import page
+from tests.language.environments.test_llm_examples import load_example
 from tests.language.server.serving import DEADLINE, TINY, Learner, params_of, serving_policy
 
 TOKENIZER = ByteTokenizer()
 
 
 def with_env(server, cls, use, **options):
-    """What a coroutine makes of an environment that is set up."""
+    """Set up an environment, and return the result of the coroutine `use(env)`."""
     config, _ = cls.config_init()
     config = type(config)(**{**config.model_dump(), "group_size": 4, **options})
 
@@ -33,34 +33,34 @@ def with_env(server, cls, use, **options):
 
 
 def check_group(group, params):
-    """The log-probabilities are the model's, of the tokens that it wrote."""
+    """Check that the log-probabilities are the model's, for the tokens that it sampled."""
     rows = list(zip(group["tokens"], group["masks"], group["inference_logprobs"]))
     assert len(rows) == len(group["scores"]) == 4
     for tokens, masks, log_probs in rows:
         computed = transformer.token_log_probs(params, TINY, np.array([tokens]))[0].tolist()
-        written = [at for at, mask in enumerate(masks) if mask != -100]
-        assert written and all(masks[at] == tokens[at] for at in written)
-        assert [log_probs[at] for at in written] == pytest.approx([computed[at - 1] for at in written], abs=1e-4)
+        sampled = [at for at, mask in enumerate(masks) if mask != -100]
+        assert sampled and all(masks[at] == tokens[at] for at in sampled)
+        assert [log_probs[at] for at in sampled] == pytest.approx([computed[at - 1] for at in sampled], abs=1e-4)
 
 
-def test_an_environment_of_one_turn_gets_its_tokens_from_the_policy_server():
+def test_single_turn_environment_gets_tokens_and_log_probs():
     async def use(env):
         group, _ = await env.collect_trajectories("abc")
         await env.evaluate()
         return group, env.metrics
 
     with serving_policy(Learner(version=3)) as server:
-        group, metrics = with_env(server, page("reverse").Reverse, use, eval_size=8)
+        group, metrics = with_env(server, load_example("reverse").Reverse, use, eval_size=8)
     check_group(group, params_of(3))
     assert all(TOKENIZER.decode(tokens).startswith("abc>") for tokens in group["tokens"])
     assert metrics["eval/exact_match"] == 0.0
 
 
-def test_an_environment_of_several_turns_does_too():
+def test_multi_turn_environment_gets_tokens_and_log_probs():
     async def use(env):
         group, _ = await env.collect_trajectories(await env.get_next_item())
         return group
 
     with serving_policy(Learner(version=3)) as server:
-        group = with_env(server, page("guess").Guess, use)
+        group = with_env(server, load_example("guess").Guess, use)
     check_group(group, params_of(3))

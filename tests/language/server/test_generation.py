@@ -1,4 +1,4 @@
-"""Tokens that come piece by piece, as text."""
+"""TextDecoder: text of tokens that arrive in pieces."""
 # ruff: noqa: RUF001  quotation marks of other languages
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rlframe.language.server.generation import TextDecoder
 from tests.language import published
 
 TOKENIZER = ByteTokenizer()
-SAID = "añ→😀 end"
+TEXT = "añ→😀 end"
 
 
 @pytest.fixture(scope="module", params=["byte", "byte_level", "byte_fallback"])
@@ -27,8 +27,8 @@ def cut(tokens, size):
     return [tokens[at : at + size] for at in range(0, len(tokens), size)]
 
 
-def said(text, parts, tokenizer=TOKENIZER, **options):
-    """(texts that were handed out, tokens that were taken, what stopped it)."""
+def decode_parts(text, parts, tokenizer=TOKENIZER, **options):
+    """Return (pieces of text, number of used tokens, stop string or None)."""
     one = TextDecoder(tokenizer, **options)
     out, taken = [], 0
     for index, part in enumerate(parts):
@@ -41,11 +41,11 @@ def said(text, parts, tokenizer=TOKENIZER, **options):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
-def test_characters_are_handed_out_whole(size):
-    tokens = SAID.encode()
-    out, taken, _ = said(SAID, [tokens[at : at + size] for at in range(0, len(tokens), size)])
-    assert "".join(out) == SAID and "\ufffd" not in "".join(out) and taken == len(tokens)
-    assert all(piece in SAID for piece in out)
+def test_pieces_contain_complete_characters(size):
+    tokens = TEXT.encode()
+    out, taken, _ = decode_parts(TEXT, [tokens[at : at + size] for at in range(0, len(tokens), size)])
+    assert "".join(out) == TEXT and "\ufffd" not in "".join(out) and taken == len(tokens)
+    assert all(piece in TEXT for piece in out)
 
 
 SIZES = [1, 2, 3, 5, 7, 8, 16, 100]
@@ -53,31 +53,31 @@ SIZES = [1, 2, 3, 5, 7, 8, 16, 100]
 
 @pytest.mark.parametrize("stops", [(), ("\x00never", "quotes never")], ids=["plain", "stops"])
 @pytest.mark.parametrize("size", SIZES)
-def test_a_stream_of_any_language_is_the_whole_text(tokenizer, size, stops):
+def test_streamed_text_of_any_language_is_complete(tokenizer, size, stops):
     for text in (*published.TEXTS, "".join(published.TEXTS), published.TEXTS[3] * 9):
         tokens = tokenizer.encode(text, add_special_tokens=False)
         for with_offsets in (False, True):
-            out, taken, _ = said("", cut(tokens, size), tokenizer, stops=stops, with_offsets=with_offsets)
+            out, taken, _ = decode_parts("", cut(tokens, size), tokenizer, stops=stops, with_offsets=with_offsets)
             assert "".join(out) == tokenizer.decode(tokens) == text
             assert "\ufffd" not in "".join(out) and taken == len(tokens)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_stream_of_malformed_bytes_is_the_whole_text(tokenizer, size):
+def test_streamed_text_with_malformed_bytes_is_complete(tokenizer, size):
     source = random.Random(size)
     partial = [token for token in range(tokenizer.vocab_size) if tokenizer.token_bytes(token)[:1] >= b"\x80"]
     for i in range(60):
         tokens = tokenizer.encode("".join(published.TEXTS), add_special_tokens=False)[: source.randrange(60)]
-        for _ in range(8):  # special tokens among them
+        for _ in range(8):  # includes special tokens
             tokens.insert(source.randrange(len(tokens) + 1), source.randrange(tokenizer.vocab_size))
         tokens += source.choices(partial, k=source.randrange(60))
         for skip in (True, False):
             options = {"skip_special_tokens": skip, "with_offsets": i % 2 == 0}
-            out, _, _ = said("", cut(tokens, size), tokenizer, **options)
+            out, _, _ = decode_parts("", cut(tokens, size), tokenizer, **options)
             assert "".join(out) == tokenizer.decode(tokens, skip_special_tokens=skip)
 
 
-def test_a_character_is_handed_out_with_its_last_token(tokenizer):
+def test_character_is_returned_with_its_last_token(tokenizer):
     text = "é中" + "👩‍👩‍👧‍👦" * 3
     decoder, out = TextDecoder(tokenizer), ""
     tokens = tokenizer.encode(text, add_special_tokens=False)
@@ -87,15 +87,15 @@ def test_a_character_is_handed_out_with_its_last_token(tokenizer):
     assert out == text
 
 
-def test_a_stop_string_of_several_bytes_ends_the_text_before_it(tokenizer):
+def test_stop_string_of_several_bytes_is_removed(tokenizer):
     tokens = tokenizer.encode("日本語”、ありがとう", add_special_tokens=False)
     ends = next(i for i in range(len(tokens)) if "”" in tokenizer.decode(tokens[: i + 1]))
     for size in SIZES:
-        out, taken, stopped_by = said("", cut(tokens, size), tokenizer, stops=["’", "”"])
+        out, taken, stopped_by = decode_parts("", cut(tokens, size), tokenizer, stops=["’", "”"])
         assert ("".join(out), taken, stopped_by) == ("日本語", ends + 1, "”")
 
 
-def test_offsets_are_where_a_token_s_first_character_is(tokenizer):
+def test_offset_is_the_position_of_the_first_character(tokenizer):
     text = "añ中😀 “b”"
     tokens = tokenizer.encode(text, add_special_tokens=False)
     data, expected = b"", []
@@ -103,8 +103,8 @@ def test_offsets_are_where_a_token_s_first_character_is(tokenizer):
         content = tokenizer.token_bytes(token)
         expected.append(len((data + content[:1]).decode(errors="replace")) - 1)
         data += content
-    if data.decode() == " " + text:  # the decoder strips the space that texts begin with
-        expected = [max(0, place - 1) for place in expected]
+    if data.decode() == " " + text:  # the decoder strips the first space of a text
+        expected = [max(0, position - 1) for position in expected]
     for size in SIZES:
         decoder = TextDecoder(tokenizer, with_offsets=True)
         for part in cut(tokens, size):
@@ -114,53 +114,58 @@ def test_offsets_are_where_a_token_s_first_character_is(tokenizer):
         assert expected == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 5, 5, 5, 6, 7, 7, 7]
 
 
-def test_what_is_no_character_is_handed_out_at_the_end():
-    assert said("", [b"ab", b"\xf0\x9f"])[0] == ["ab", "\ufffd"]
-    assert said("", [b"\xf0"] * 4)[0] == ["", "\ufffd", "\ufffd", "\ufffd\ufffd"]  # the next shows that it is none
+def test_incomplete_character_is_returned_at_the_end():
+    assert decode_parts("", [b"ab", b"\xf0\x9f"])[0] == ["ab", "\ufffd"]
+    assert decode_parts("", [b"\xf0"] * 4)[0] == [
+        "",
+        "\ufffd",
+        "\ufffd",
+        "\ufffd\ufffd",
+    ]  # the next byte shows that the first is invalid
 
 
-@pytest.mark.parametrize("token", [258, 0xF0, 0x80], ids=["special", "begins", "continues"])
-def test_the_cost_of_a_token_does_not_grow_with_the_text(token):
+@pytest.mark.parametrize("token", [258, 0xF0, 0x80], ids=["special token", "first byte", "continuation byte"])
+def test_time_per_token_is_independent_of_the_text(token):
     def seconds(count):
         decoder, start = TextDecoder(TOKENIZER, stops=["x"]), time.process_time()
         decoder.add([token] * count, last=False)
         return time.process_time() - start
 
     few, many = min(seconds(2000) for _ in range(3)), seconds(20_000)
-    assert many < 40 * few  # 100 times, if each token decoded all
+    assert many < 40 * few  # the factor would be 100 if each token decoded the whole text
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
-def test_text_ends_before_a_stop_string_however_it_is_cut(size):
+def test_text_ends_before_a_stop_string_for_every_split(size):
     tokens = b"one two STOP three"
     parts = [tokens[at : at + size] for at in range(0, len(tokens), size)]
-    out, taken, stopped_by = said("", parts, stops=["STOP", "four"])
+    out, taken, stopped_by = decode_parts("", parts, stops=["STOP", "four"])
     assert ("".join(out), stopped_by, taken) == ("one two ", "STOP", len("one two STOP"))
 
 
-def test_what_may_be_the_beginning_of_a_stop_string_is_held_back():
-    assert said("", [b"a S", b"TO", b"P"], stops=["STOP"])[0] == ["a ", "", ""]
-    assert said("", [b"a S", b"TO", b"RE"], stops=["STOP"])[0] == ["a ", "", "STORE"]
-    assert said("", [b"a S", b"TO"], stops=["STOP"])[0] == ["a ", "STO"]
+def test_beginning_of_a_stop_string_is_held_back():
+    assert decode_parts("", [b"a S", b"TO", b"P"], stops=["STOP"])[0] == ["a ", "", ""]
+    assert decode_parts("", [b"a S", b"TO", b"RE"], stops=["STOP"])[0] == ["a ", "", "STORE"]
+    assert decode_parts("", [b"a S", b"TO"], stops=["STOP"])[0] == ["a ", "STO"]
 
 
-def test_a_stop_string_of_a_megabyte_costs_no_more_than_the_text():
-    stop = "x" * (1 << 20) + "y"  # its beginnings have half a terabyte
-    out, taken, stopped_by = said("", [b"x" * 8] * 8, stops=[stop])
+def test_long_stop_string_takes_little_time_and_memory():
+    stop = "x" * (1 << 20) + "y"  # all its prefixes together have half a terabyte
+    out, taken, stopped_by = decode_parts("", [b"x" * 8] * 8, stops=[stop])
     assert ("".join(out), taken, stopped_by) == ("x" * 64, 64, None)
 
 
-def test_the_first_of_several_stop_strings_counts():
-    assert said("", [b"abcd"], stops=["cd", "bc"]) == (["a"], 3, "bc")
+def test_first_stop_string_in_the_text_ends_it():
+    assert decode_parts("", [b"abcd"], stops=["cd", "bc"]) == (["a"], 3, "bc")
 
 
-def test_special_tokens_are_no_text_unless_asked_for():
+def test_special_tokens_are_skipped_by_default():
     tokens = [97, TOKENIZER.eos_token_id, 98]
-    assert said("", [tokens])[0] == ["ab"]
-    assert said("", [tokens], skip_special_tokens=False)[0] == ["a<|eos|>b"]
+    assert decode_parts("", [tokens])[0] == ["ab"]
+    assert decode_parts("", [tokens], skip_special_tokens=False)[0] == ["a<|eos|>b"]
 
 
-def test_offsets_of_a_whole_answer_are_those_of_its_pieces(tokenizer):
+def test_offsets_are_the_same_for_one_or_many_pieces(tokenizer):
     for text in ("plain words.", "", published.TEXTS[0], published.TEXTS[1]):
         tokens = tokenizer.encode(text, add_special_tokens=False)
         whole, pieces = (TextDecoder(tokenizer, with_offsets=True) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Log-probabilities of the likeliest tokens and of prompts, against the model's own forward pass."""
+"""Log-probabilities of top tokens and of prompts, compared with the model's forward pass."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ AS_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True, "ignore_
 
 
 def forward(tokens):
-    """Log-probabilities `[T, V]` of the token that follows each."""
+    """Return the log-probabilities `[T, V]` of the next token at each position."""
     return np.asarray(jax.nn.log_softmax(transformer.apply(params_of(0), TINY, np.array([tokens]))[0], axis=-1))
 
 
-def likeliest(row, count):
+def top_log_probs(row, count):
     return sorted(row, reverse=True)[:count]
 
 
 def ask(client, **options):
     body = {**AS_IDS, **options.pop("extra_body", {})}
-    told = {"model": "policy", "prompt": PROMPT, "max_tokens": 6, "seed": 3, "extra_body": body}
-    (choice,) = client.completions.create(**{**told, **options}).choices
+    defaults = {"model": "policy", "prompt": PROMPT, "max_tokens": 6, "seed": 3, "extra_body": body}
+    (choice,) = client.completions.create(**{**defaults, **options}).choices
     return choice
 
 
-def test_the_likeliest_tokens_are_the_forward_pass_s(client):
+def test_top_logprobs_equal_those_of_the_forward_pass(client):
     choice = ask(client, logprobs=4)
     rows = forward(PROMPT + choice.token_ids)[len(PROMPT) - 1 :]
     assert choice.logprobs.token_logprobs == pytest.approx([row[i] for row, i in zip(rows, choice.token_ids)], abs=1e-4)
     for token, row, top in zip(choice.token_ids, rows, choice.logprobs.top_logprobs):
         assert len(top) in (4, 5) and f"token_id:{token}" in top
-        assert sorted(top.values(), reverse=True)[:4] == pytest.approx(likeliest(row, 4), abs=1e-4)
+        assert sorted(top.values(), reverse=True)[:4] == pytest.approx(top_log_probs(row, 4), abs=1e-4)
         for name, value in top.items():
             assert value == pytest.approx(row[int(name.removeprefix("token_id:"))], abs=1e-4)
 
 
-def test_a_stream_has_the_same_likeliest_tokens(client):
+def test_streamed_top_logprobs_are_the_same(client):
     body = {**AS_IDS}
     options = {"model": "policy", "prompt": PROMPT, "max_tokens": 6, "seed": 3, "logprobs": 3, "extra_body": body}
     events = [event.choices[0].logprobs for event in client.completions.create(**options, stream=True)]
@@ -53,7 +53,7 @@ def test_a_stream_has_the_same_likeliest_tokens(client):
     assert [list(top) for top in streamed] == [list(top) for top in whole.top_logprobs]
 
 
-def test_echo_has_the_prompt_s_log_probabilities(client):
+def test_echo_returns_log_probs_of_the_prompt(client):
     choice = ask(client, logprobs=2, echo=True)
     tokens = PROMPT + choice.token_ids
     rows, found = forward(tokens), choice.logprobs
@@ -61,24 +61,27 @@ def test_echo_has_the_prompt_s_log_probabilities(client):
     assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
     assert found.token_logprobs[1:] == pytest.approx([row[i] for row, i in zip(rows, tokens[1:])], abs=1e-4)
     for row, top in zip(rows, found.top_logprobs[1:]):
-        assert sorted(top.values(), reverse=True)[:2] == pytest.approx(likeliest(row, 2), abs=1e-4)
+        assert sorted(top.values(), reverse=True)[:2] == pytest.approx(top_log_probs(row, 2), abs=1e-4)
     assert found.text_offset[: len(PROMPT) + 1] == [0, 1, 2, 3, 4, 5]
     plain = ask(client, logprobs=1, echo=True).logprobs
     assert plain.top_logprobs is None and plain.token_logprobs[1:] == pytest.approx(found.token_logprobs[1:], abs=1e-4)
 
 
-def test_offsets_of_a_prompt_are_places_in_its_text(client):
-    for prompt, places in (("<|user|>é中<|eos|>a", [0, 8, 8, 9, 9, 9, 10, 17]), ([260, 0xC3, 0xA9, 97], [0, 0, 0, 1])):
+def test_text_offsets_of_a_prompt_are_positions_in_its_text(client):
+    for prompt, positions in (
+        ("<|user|>é中<|eos|>a", [0, 8, 8, 9, 9, 9, 10, 17]),
+        ([260, 0xC3, 0xA9, 97], [0, 0, 0, 1]),
+    ):
         choice = ask(client, prompt=prompt, logprobs=1, echo=True, max_tokens=3)
-        count = len(places)
-        assert choice.logprobs.text_offset[: count + 1] == [*places, len(prompt) if isinstance(prompt, str) else 2]
+        count = len(positions)
+        assert choice.logprobs.text_offset[: count + 1] == [*positions, len(prompt) if isinstance(prompt, str) else 2]
         text = prompt if isinstance(prompt, str) else "éa"
         assert choice.text == text + ByteTokenizer().decode(choice.token_ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("prompt", [PROMPT, [7], [(7 * i) % 256 for i in range(512)]], ids=len)
-def test_no_tokens_with_echo_are_the_prompt_s_scores(client, prompt, stream):
+def test_max_tokens_0_with_echo_scores_the_prompt(client, prompt, stream):
     options = {"model": "policy", "prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 2, "stream": stream}
     answer = client.completions.create(**options, extra_body=AS_IDS)
     answer = next(iter(answer)) if stream else answer
@@ -92,7 +95,7 @@ def test_no_tokens_with_echo_are_the_prompt_s_scores(client, prompt, stream):
     assert len(choice.logprobs.text_offset) == len(choice.logprobs.top_logprobs) == len(prompt)
 
 
-def test_no_tokens_may_be_asked_for_wherever_the_prompt_is_scored(client, server):
+def test_max_tokens_0_needs_prompt_scores(client, server):
     texts = ["ab", "cd"]
     answer = client.completions.create(
         model="policy", prompt=texts, max_tokens=0, echo=True, n=2, stop=["a"], logprobs=1
@@ -110,30 +113,30 @@ def test_no_tokens_may_be_asked_for_wherever_the_prompt_is_scored(client, server
     body = {"prompt": {"prompt_token_ids": PROMPT}, "logprobs": 0, "prompt_logprobs": 0, "max_tokens": 0}
     vllm = httpx.post(url, json=body, timeout=DEADLINE).json()
     assert vllm["token_ids"] == [[]] and len(vllm["prompt_logprobs"]) == len(PROMPT)
-    for refused in ({}, {"logprobs": 1}, {"echo": True, "max_tokens": -1}):
+    for invalid in ({}, {"logprobs": 1}, {"echo": True, "max_tokens": -1}):
         with pytest.raises(openai.BadRequestError, match="max_tokens must be at least 1, got"):
-            client.completions.create(**{"model": "policy", "prompt": "ab", "max_tokens": 0, **refused})
+            client.completions.create(**{"model": "policy", "prompt": "ab", "max_tokens": 0, **invalid})
 
 
-def check_prompt(places, prompt, count):
+def check_prompt(positions, prompt, count):
     rows = forward(prompt)
-    assert places[0] is None and len(places) == len(prompt)
-    for token, row, place in zip(prompt[1:], rows, places[1:]):
-        assert next(iter(place)) == str(token) and len(place) in (count, count + 1)
-        for name, entry in place.items():
+    assert positions[0] is None and len(positions) == len(prompt)
+    for token, row, position in zip(prompt[1:], rows, positions[1:]):
+        assert next(iter(position)) == str(token) and len(position) in (count, count + 1)
+        for name, entry in position.items():
             assert entry["logprob"] == pytest.approx(row[int(name)], abs=1e-4)
             assert entry["rank"] == 1 + (row > row[int(name)]).sum()
-        assert place[str(token)]["decoded_token"] == ByteTokenizer().decode([token], skip_special_tokens=False)
+        assert position[str(token)]["decoded_token"] == ByteTokenizer().decode([token], skip_special_tokens=False)
 
 
-def test_prompt_logprobs_are_the_forward_pass_s(client):
+def test_prompt_logprobs_equal_those_of_the_forward_pass(client):
     check_prompt(ask(client, extra_body={"prompt_logprobs": 3}).prompt_logprobs, PROMPT, 3)
     check_prompt(ask(client, extra_body={"prompt_logprobs": 0}).prompt_logprobs, PROMPT, 0)
     long = [(7 * i) % 256 for i in range(150)]
     check_prompt(ask(client, prompt=long, extra_body={"prompt_logprobs": 2}).prompt_logprobs, long, 2)
 
 
-def test_a_chat_has_both(client):
+def test_chat_has_top_logprobs_and_prompt_logprobs(client):
     messages = [{"role": "user", "content": "hi"}]
     options = {"logprobs": True, "top_logprobs": 2, "max_tokens": 4, "extra_body": {**AS_IDS, "prompt_logprobs": 1}}
     answer = client.chat.completions.create(model="policy", messages=messages, **options)
@@ -142,17 +145,17 @@ def test_a_chat_has_both(client):
     rows = forward(answer.prompt_token_ids + choice.token_ids)[len(answer.prompt_token_ids) - 1 :]
     for token, row, entry in zip(choice.token_ids, rows, choice.logprobs.content):
         assert entry.logprob == pytest.approx(row[token], abs=1e-4)
-        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(likeliest(row, 2), abs=1e-4)
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(top_log_probs(row, 2), abs=1e-4)
 
 
-def test_vllm_s_dialect_has_both(server):
+def test_vllm_format_has_top_logprobs_and_prompt_logprobs(server):
     url = server.url().removesuffix("/v1") + "/generate"
     body = {"prompt": {"prompt_token_ids": PROMPT}, "logprobs": 2, "prompt_logprobs": 2, "max_tokens": 3}
     answer = httpx.post(url, json=body, timeout=DEADLINE).json()
     (tokens,) = answer["token_ids"]
     rows = forward(PROMPT + tokens)
     assert answer["prompt_logprobs"][0] is None
-    places = [*answer["prompt_logprobs"][1:], *(place for (place,) in answer["logprobs"][0])]
-    for token, row, place in zip((PROMPT + tokens)[1:], rows, places):
-        assert next(iter(place)) == str(token)
-        assert sorted(place.values(), reverse=True)[:2] == pytest.approx(likeliest(row, 2), abs=1e-4)
+    positions = [*answer["prompt_logprobs"][1:], *(position for (position,) in answer["logprobs"][0])]
+    for token, row, position in zip((PROMPT + tokens)[1:], rows, positions):
+        assert next(iter(position)) == str(token)
+        assert sorted(position.values(), reverse=True)[:2] == pytest.approx(top_log_probs(row, 2), abs=1e-4)

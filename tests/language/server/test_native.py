@@ -1,4 +1,4 @@
-"""`/generate`, as vLLM and SGLang have it, by literal bodies."""
+"""`/generate` in the formats of vLLM and SGLang, with literal bodies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_log_probs(tokens, log_probs):
 
 
 @pytest.mark.system
-def test_vllm_s_dialect_is_answered_in_its_form(server):
+def test_vllm_request_gets_a_vllm_response(server):
     body = {"prompt": {"prompt_token_ids": PROMPT}, "logprobs": 0, "max_tokens": 6, "temperature": 0.0, "top_p": 1.0}
     answer = ask(server, {**body, "n": 2, "ignore_eos": True})
     expected = greedy(6).tokens
@@ -55,7 +55,7 @@ def test_vllm_s_dialect_is_answered_in_its_form(server):
     assert answer["policy_versions"] == [[0] * 6] * 2
 
 
-def test_sglang_s_dialect_is_answered_in_its_form(server):
+def test_sglang_request_gets_an_sglang_response(server):
     params = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": PROMPT, "return_logprob": True, "return_text_in_logprobs": False}
     answer = ask(server, {**body, "sampling_params": params})
@@ -68,7 +68,7 @@ def test_sglang_s_dialect_is_answered_in_its_form(server):
     assert answer["text"] == TOKENIZER.decode(expected, skip_special_tokens=True)
 
 
-def test_sglang_s_answers_are_a_list_where_there_may_be_several(server):
+def test_several_sglang_answers_are_a_list(server):
     params = {"max_new_tokens": 4, "n": 3, "ignore_eos": True}
     answers = ask(server, {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True})
     assert len({tuple(answer["output_ids"]) for answer in answers}) == 3
@@ -77,35 +77,35 @@ def test_sglang_s_answers_are_a_list_where_there_may_be_several(server):
     assert ask(server, {"text": "a", "sampling_params": {"max_new_tokens": 1}})["meta_info"]["prompt_tokens"] == 1
 
 
-def test_what_ends_an_answer_is_named(server):
+def test_response_contains_the_stop_reason(server):
     stop = greedy(6).tokens[2]
     options = {"temperature": 0, "stop_token_ids": [stop], "ignore_eos": True}
-    place = greedy(6).tokens.index(stop) + 1
+    end = greedy(6).tokens.index(stop) + 1
     answer = ask(server, {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 6, **options}})
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
-    assert answer["output_ids"] == greedy(6).tokens[:place]
+    assert answer["output_ids"] == greedy(6).tokens[:end]
     answer = ask(server, {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": 6, "logprobs": 0, **options})
-    assert answer["finish_reasons"] == ["stop"] and answer["token_ids"] == [greedy(6).tokens[:place]]
+    assert answer["finish_reasons"] == ["stop"] and answer["token_ids"] == [greedy(6).tokens[:end]]
 
 
 @pytest.mark.parametrize(
-    ("body", "sentence"),
+    ("body", "message"),
     [
-        ({"prompt": "a", "presence_penalty": 1}, "presence_penalty is not offered"),
+        ({"prompt": "a", "presence_penalty": 1}, "presence_penalty is not supported"),
         ({"prompt": "a", "temprature": 1}, "no option 'temprature'. Did you mean 'temperature'"),
         ({"prompt": {"prompt_token_ids": [9999]}}, "The prompt has the token 9999"),
         ({"input_ids": [1], "sampling_params": {"max_new_token": 1}}, "'max_new_token'. Did you mean 'max_new_tokens'"),
-        ({"input_ids": [1], "sampling_params": {"min_p": 0.5}}, "min_p is not offered"),
+        ({"input_ids": [1], "sampling_params": {"min_p": 0.5}}, "min_p is not supported"),
         ({"sampling_params": {}}, "either text or input_ids"),
         ({"input_ids": [1], "stream": True}, "stream"),
     ],
 )
-def test_what_cannot_be_is_refused_with_a_sentence(server, body, sentence):
+def test_invalid_requests_are_refused_with_a_message(server, body, message):
     response = post(server, body)
-    assert response.status_code == 400 and sentence in response.json()["error"]["message"], response.text
+    assert response.status_code == 400 and message in response.json()["error"]["message"], response.text
 
 
-def test_what_asks_for_nothing_is_taken(server):
+def test_unsupported_fields_without_effect_are_accepted(server):
     neutral = {"presence_penalty": 0.0, "repetition_penalty": 1.0, "best_of": 1, "min_p": 0.0, "top_k": -1}
     assert ask(server, {"prompt": "a", "max_tokens": 1, "stream": False, "detokenize": True, **neutral})["text"]
     params = {"max_new_tokens": 1, "min_new_tokens": 0, "no_stop_trim": False, **neutral}

@@ -1,4 +1,4 @@
-"""`rlframe serve policy` as a process: what it prints, what it serves, how it ends."""
+"""The command `rlframe serve policy` in a process: output, responses and exit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEADLINE = 120.0
 
 @pytest.fixture()
 def folder(tmp_path):
-    """A published model of random weights."""
+    """A published model with random weights."""
     weights.save(tmp_path / "model", TINY, params_of(0))
     ByteTokenizer().save(tmp_path / "model")
     return tmp_path / "model"
@@ -48,7 +48,7 @@ def client_of(url):
 
 @contextlib.contextmanager
 def running(folder, *arguments):
-    """(process, url) for the time of the `with`."""
+    """Run the command within the `with` block. Yield (process, url)."""
     with open(folder.parent / "log", "wb") as log:
         process = subprocess.Popen(
             command(folder, "--port", 0, *arguments),
@@ -61,7 +61,7 @@ def running(folder, *arguments):
     try:
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
-            assert selector.select(DEADLINE), "it does not say where it listens"
+            assert selector.select(DEADLINE), "the command does not print its address"
         line = process.stdout.readline()
         assert line.startswith("Policy at http://"), (folder.parent / "log").read_text()
         yield process, line.split()[2]
@@ -72,7 +72,7 @@ def running(folder, *arguments):
 
 
 def refusal(folder, *arguments):
-    """The sentence with which the command ends at once."""
+    """Run the command, which must fail at once. Return its error message."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command(*arguments), cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE
@@ -83,12 +83,12 @@ def refusal(folder, *arguments):
 
 @pytest.mark.system
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_published_folder_is_served_until_a_signal_and_what_is_under_way_is_answered(folder, number):
+def test_running_request_is_completed_after_a_signal(folder, number):
     weights.save(folder, LONG, params_of(0))
     options = {"model": "mine", "prompt": "ab", "max_tokens": 3000, "extra_body": {"ignore_eos": True}}
     with running(folder, "--model-name", "mine", "--length", 4096) as (process, url):
         with client_of(url) as client:
-            first = client.completions.create(**options)  # which compiles
+            first = client.completions.create(**options)  # compiles
             assert (first.policy_version, first.usage.completion_tokens) == (0, 3000)
             stream = client.completions.create(**options, stream=True, stream_options={"include_usage": True})
             next(stream)
@@ -99,7 +99,7 @@ def test_a_published_folder_is_served_until_a_signal_and_what_is_under_way_is_an
 
 
 @pytest.mark.system
-def test_what_takes_too_long_does_not_hold_up_the_end(folder):
+def test_too_long_request_does_not_delay_the_exit(folder):
     weights.save(folder, LONG, params_of(0))
     with running(folder) as (process, url), client_of(url) as client:
         stream = client.completions.create(
@@ -114,7 +114,7 @@ def test_what_takes_too_long_does_not_hold_up_the_end(folder):
 
 
 @pytest.mark.system
-def test_a_learner_by_its_address_is_followed(folder):
+def test_server_follows_a_learner_by_its_address(folder):
     needs("launchpad")
     from tests import serving
     from tests.language.server.serving import Learner
@@ -131,7 +131,7 @@ def test_a_learner_by_its_address_is_followed(folder):
         assert client.completions.create(**options).policy_version == 5
 
 
-def test_bytes_are_not_guessed_where_a_model_has_thousands_of_tokens(tmp_path):
+def test_byte_tokenizer_is_not_the_default_for_large_vocabularies(tmp_path):
     published = dataclasses.replace(TINY, vocab_size=32_000)
     weights.save(tmp_path, published, transformer.init(jax.random.key(0), published))
     with pytest.raises(UsageError, match="has no tokenizer.json, and its model 32000 tokens"):
@@ -142,7 +142,7 @@ def test_bytes_are_not_guessed_where_a_model_has_thousands_of_tokens(tmp_path):
 
 
 @pytest.mark.system
-def test_input_that_cannot_be_is_one_sentence(tmp_path, folder):
+def test_invalid_input_prints_one_line(tmp_path, folder):
     assert "Name the folder of a model, or a run by --run-dir" in refusal(tmp_path)
     assert f"There is no run in {tmp_path / 'nothing'}" in refusal(tmp_path, "--run-dir", "nothing")
     assert "A learner is at HOST:PORT, got 'here'" in refusal(tmp_path, folder, "--learner", "here")

@@ -1,4 +1,4 @@
-"""The policy server while learners come and go, clients leave, and more is asked than it can do."""
+"""The policy server with learners that start and stop, clients that disconnect, and overload."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def ask(client, **options):
 
 
 def long_stream(client):
-    """One that has begun and goes on for seconds."""
+    """Return a started stream that takes seconds."""
     stream = ask(client, max_tokens=30_000, stream=True)
     next(stream)
     return stream
@@ -58,16 +58,16 @@ def long_stream(client):
 
 def test_concurrent_requests_are_decoded_together():
     with serving_policy(engine=dataclasses.replace(ENGINE, slots=8)) as server, client_of(server) as client:
-        ask(client, max_tokens=200)  # compiled
+        ask(client, max_tokens=200)  # compiles
         alone = server.stats()["calls"]
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda seed: ask(client, max_tokens=200, seed=seed), range(8)))
         assert len({tuple(answer.choices[0].token_ids) for answer in answers}) == 8
-        assert server.stats()["calls"] - alone < 6 * alone, "one after another"
+        assert server.stats()["calls"] - alone < 6 * alone, "the requests were decoded one after another"
 
 
 @pytest.mark.system
-def test_newer_parameters_come_in_the_middle_of_an_answer_and_drop_nothing():
+def test_running_answers_continue_with_new_parameters():
     learner = Learner(version=3)
     with serving_policy(learner, LONG_ENGINE, LONG) as server, client_of(server) as client:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -93,7 +93,7 @@ def test_newer_parameters_come_in_the_middle_of_an_answer_and_drop_nothing():
 
 
 @pytest.mark.system
-def test_each_of_several_choices_names_its_version():
+def test_each_choice_has_its_own_version():
     learner = Learner(version=3)
     one_by_one = dataclasses.replace(LONG_ENGINE, slots=1)
     with (
@@ -101,15 +101,15 @@ def test_each_of_several_choices_names_its_version():
         client_of(server) as client,
         concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
-        asked = pool.submit(ask, client, n=2, max_tokens=1000)
+        future = pool.submit(ask, client, n=2, max_tokens=1000)
         wait_until(lambda: server.stats()["tokens"] > 1000, "the first has not ended")
         learner.publish(7)
-        answer = asked.result(DEADLINE)
+        answer = future.result(DEADLINE)
     assert answer.policy_version == 7
     assert [choice.policy_version for choice in answer.choices] == [3, 7]
 
 
-def test_what_newer_parameters_answer_is_theirs():
+def test_answers_after_a_refresh_are_those_of_the_new_parameters():
     learner = Learner(version=1)
     with serving_policy(learner) as server, client_of(server) as client:
         before = ask(client, temperature=0).choices[0].token_ids
@@ -121,29 +121,29 @@ def test_what_newer_parameters_answer_is_theirs():
         assert ask(client, temperature=0).choices[0].token_ids == after.choices[0].token_ids
 
 
-def test_a_learner_s_first_parameters_take_the_place_of_the_server_s_own():
+def test_learner_version_0_replaces_the_initial_parameters():
     learner = Learner(version=0)
     learner.published = 0, params_of(9)
     with serving_policy(learner) as server, client_of(server) as client:
         expected = ask(client, temperature=0).choices[0].token_ids
     with serving_policy(learner, params=params_of(0)) as server, client_of(server) as client:
-        wait_until(lambda: policy(server)["learner_version"] == 0, "the learner was not asked")
+        wait_until(lambda: policy(server)["learner_version"] == 0, "the learner was not read")
         answer = ask(client, temperature=0)
         assert (answer.policy_version, answer.choices[0].token_ids) == (0, expected)
 
 
-def test_a_learner_that_begins_anew_is_not_followed_and_no_answer_is_lost(caplog):
+def test_restarted_learner_is_followed_when_its_version_is_newer(caplog):
     learner = Learner(version=5)
     with serving_policy(learner) as server, client_of(server) as client:
         learner.publish(1)
-        wait_until(lambda: "it began anew" in caplog.text, "no warning")
+        wait_until(lambda: "The learner restarted" in caplog.text, "no warning")
         assert ask(client).policy_version == 5
         learner.publish(6)
         wait_until(lambda: policy(server)["version"] == 6, "no refresh")
-    assert caplog.text.count("it began anew") == 1
+    assert caplog.text.count("The learner restarted") == 1
 
 
-def test_a_dead_learner_stops_no_answers_and_its_next_one_is_followed():
+def test_server_answers_without_its_learner_and_follows_the_next():
     needs("launchpad")
     from tests import serving
 
@@ -164,8 +164,8 @@ def test_a_dead_learner_stops_no_answers_and_its_next_one_is_followed():
         assert ask(client).policy_version == 9 and policy(server)["problem"] is None
 
 
-def of_nobody(learner_deadline):
-    """A server whose learner is not there, and the learner's address."""
+def make_server_without_learner(learner_deadline):
+    """Return a server whose learner does not run, and the learner's address."""
     needs("launchpad")
     from tests import serving
 
@@ -174,14 +174,17 @@ def of_nobody(learner_deadline):
     return PolicyServer(config, TINY, "byte", serving.client(address)), address
 
 
-def test_without_parameters_it_says_so():
-    server, _ = of_nobody(learner_deadline=2 * DEADLINE)
+def test_requests_get_503_until_there_are_parameters():
+    server, _ = make_server_without_learner(learner_deadline=2 * DEADLINE)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        with client_of(server) as client, pytest.raises(openai.InternalServerError, match="no parameters yet") as told:
+        with (
+            client_of(server) as client,
+            pytest.raises(openai.InternalServerError, match="no parameters yet") as caught,
+        ):
             ask(client)
-        assert told.value.status_code == 503 and told.value.response.headers["retry-after"] == "1"
+        assert caught.value.status_code == 503 and caught.value.response.headers["retry-after"] == "1"
         assert httpx.get(f"{root_of(server)}/health", timeout=DEADLINE).status_code == 503
     finally:
         server.stop()
@@ -189,29 +192,29 @@ def test_without_parameters_it_says_so():
     assert not thread.is_alive()
 
 
-def test_without_a_learner_it_fails():
-    server, address = of_nobody(learner_deadline=1.0)
+def test_server_ends_if_its_learner_does_not_answer():
+    server, address = make_server_without_learner(learner_deadline=1.0)
     with pytest.raises(PeerError, match=f"The learner at {address} did not answer"):
         server.run()
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("streams", [True, False], ids=["stream", "whole"])
-def test_a_client_that_leaves_frees_its_slot(streams, caplog):
+def test_disconnected_client_frees_its_slot(streams, caplog):
     with serving_policy(engine=LONG_ENGINE, model_config=LONG) as server, client_of(server) as client:
         if streams:
             long_stream(client).close()
         else:
             with pytest.raises(openai.APITimeoutError):
                 ask(client, max_tokens=30_000, n=2, timeout=2.0)
-        wait_until(lambda: server.stats()["running"] == 0, "the slot is still taken")
+        wait_until(lambda: server.stats()["running"] == 0, "the slot is still in use")
         assert 0 < server.stats()["tokens"] < 29_000
         assert ask(client).choices[0].finish_reason == "length"
     gc.collect()
-    assert caplog.text == ""  # of asyncio, say
+    assert caplog.text == ""  # for example, no warning from asyncio
 
 
-def test_too_much_waiting_is_refused_and_what_has_begun_goes_on():
+def test_full_queue_refuses_new_requests_only():
     with serving_policy(engine=LONG_ENGINE, model_config=LONG) as server, client_of(server) as client:
         streams = [long_stream(client) for _ in range(2)]
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -227,20 +230,20 @@ def test_too_much_waiting_is_refused_and_what_has_begun_goes_on():
 
 
 @pytest.mark.parametrize("streams", [True, pytest.param(False, marks=pytest.mark.system)], ids=["stream", "whole"])
-def test_an_answer_that_takes_too_long_is_given_up(streams):
+def test_request_timeout_ends_an_answer(streams):
     with serving_policy(engine=LONG_ENGINE, model_config=LONG, request_timeout=2.0) as server:
         with client_of(server) as client, pytest.raises(openai.APIError, match="not complete within 2 s"):
             list(ask(client, max_tokens=30_000, stream=streams))
-        wait_until(lambda: server.stats()["running"] == 0, "the slot is still taken")
+        wait_until(lambda: server.stats()["running"] == 0, "the slot is still in use")
 
 
-def test_a_long_text_holds_up_nobody_while_it_is_encoded():
-    begun, opened = threading.Event(), threading.Event()
+def test_encoding_a_long_text_does_not_block_other_requests():
+    encoding, released = threading.Event(), threading.Event()
 
     class Slow(ByteTokenizer):
         def encode(self, text, *, add_special_tokens=True):
-            begun.set()
-            assert opened.wait(DEADLINE)
+            encoding.set()
+            assert released.wait(DEADLINE)
             return super().encode(text, add_special_tokens=add_special_tokens)
 
     with (
@@ -248,17 +251,17 @@ def test_a_long_text_holds_up_nobody_while_it_is_encoded():
         client_of(server) as client,
         concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
-        asked = pool.submit(ask, client, prompt="x" * (1 << 20))
+        future = pool.submit(ask, client, prompt="x" * (1 << 20))
         try:
-            assert begun.wait(DEADLINE)
+            assert encoding.wait(DEADLINE)
             assert ask(client).choices
         finally:
-            opened.set()
+            released.set()
         with pytest.raises(openai.BadRequestError, match="The prompt has 1048576 tokens"):
-            asked.result(DEADLINE)
+            future.result(DEADLINE)
 
 
-def test_a_token_is_needed_where_there_is_one(tmp_path):
+def test_server_with_a_token_requires_it(tmp_path):
     (tmp_path / "token").write_text("secret\n")
     with serving_policy(token_file=str(tmp_path / "token")) as server:
         with client_of(server, api_key="secret") as client:
@@ -269,16 +272,16 @@ def test_a_token_is_needed_where_there_is_one(tmp_path):
             assert caught.value.body["type"] == "authentication_error"
 
 
-def test_a_body_is_bounded_and_must_be_json():
+def test_too_large_or_invalid_bodies_are_refused():
     with serving_policy(max_body_mb=1) as server:
         with client_of(server) as client, pytest.raises(openai.APIStatusError, match="at most 1 MB") as caught:
             ask(client, prompt="x" * (1 << 20))
         assert caught.value.status_code == 413
         answer = httpx.post(f"{server.url()}/completions", content=b"{", timeout=DEADLINE)
-        assert answer.status_code == 400 and "no valid JSON" in answer.json()["error"]["message"]
+        assert answer.status_code == 400 and "not valid JSON" in answer.json()["error"]["message"]
 
 
-def test_half_a_surrogate_pair_is_a_question_mark():
+def test_half_a_surrogate_pair_becomes_a_question_mark():
     with serving_policy() as server:
 
         def post(path, **body):
@@ -294,10 +297,10 @@ def test_half_a_surrogate_pair_is_a_question_mark():
         assert code == 400 and "got '?'" in answer["error"]["message"]
 
 
-def test_prometheus_is_told():
+def test_prometheus_metrics_count_tokens_and_requests():
     with serving_policy(Learner(version=3)) as server, client_of(server) as client:
         ask(client, n=2)
-        wait_until(lambda: server.stats()["running"] == 0)  # it answers, and then frees the slot
+        wait_until(lambda: server.stats()["running"] == 0)  # the slot is freed after the response
         lines = httpx.get(f"{root_of(server)}/metrics", timeout=DEADLINE).text.splitlines()
         values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         read = {name: float(values[f"rlframe_policy_{name}"]) for name in ("tokens_total", "version", "running")}
@@ -306,26 +309,26 @@ def test_prometheus_is_told():
         assert float(values[f"rlframe_policy_request_duration_seconds_count{{{labels}}}"]) == 1
 
 
-def test_parameters_of_another_model_end_it():
+def test_parameters_of_another_model_end_the_server():
     learner = Learner()
     other = dataclasses.replace(TINY, hidden_size=32)
     server = PolicyServer(PolicyServerConfig(port=0, engine=ENGINE), other, "byte", learner)
-    with pytest.raises(UsageError, match="not those of the policy server's model"):
+    with pytest.raises(UsageError, match="do not fit the policy server's model"):
         server.run()
 
 
-def test_a_server_that_cannot_be_is_refused():
+def test_invalid_server_options_are_refused():
     small = dataclasses.replace(TINY, vocab_size=100)
-    with pytest.raises(UsageError, match="The tokenizer has 263 tokens, the model 100"):
+    with pytest.raises(UsageError, match="The tokenizer has 263 tokens, but the model has only 100"):
         PolicyServer(PolicyServerConfig(), small, "byte", None, params_of(0))
-    with pytest.raises(UsageError, match="needs a learner, or parameters"):
+    with pytest.raises(UsageError, match="needs a learner or parameters"):
         PolicyServer(PolicyServerConfig(), TINY, "byte")
     with pytest.raises(UsageError, match="max_body_mb must be at least 1"):
         PolicyServerConfig(max_body_mb=0)
 
 
 @pytest.mark.system
-def test_a_learner_that_is_killed_and_resumed_is_followed_through_shared_memory(tmp_path):
+def test_server_follows_a_killed_and_resumed_learner(tmp_path):
     needs("launchpad")
     from tests import serving
     from tests.language.server.learning import BusyLearner
@@ -334,7 +337,7 @@ def test_a_learner_that_is_killed_and_resumed_is_followed_through_shared_memory(
     child = serving.Child(address, BusyLearner, str(tmp_path))
     answers, ended = [], threading.Event()
 
-    def ask_on(client):
+    def ask_repeatedly(client):
         while not ended.is_set():
             answers.append(ask(client, max_tokens=64).policy_version)
 
@@ -344,14 +347,14 @@ def test_a_learner_that_is_killed_and_resumed_is_followed_through_shared_memory(
             client_of(server) as client,
             concurrent.futures.ThreadPoolExecutor(1) as pool,
         ):
-            asking = pool.submit(ask_on, client)
+            asking = pool.submit(ask_repeatedly, client)
             try:
                 wait_until(lambda: policy(server)["version"] > 8, "no versions come")
                 assert server._refresher._learner._clients[address]._shared is not None
                 child.kill()
                 child.close()
                 last, count = policy(server)["version"], len(answers)
-                wait_until(lambda: len(answers) > count + 3, "a dead learner stops the answers")
+                wait_until(lambda: len(answers) > count + 3, "the answers stopped when the learner died")
                 assert policy(server)["since_learner"] > 0.01
                 child = serving.Child(address, BusyLearner, str(tmp_path))
                 wait_until(lambda: answers[-1] > last, "the resumed learner is not followed")
@@ -363,18 +366,18 @@ def test_a_learner_that_is_killed_and_resumed_is_followed_through_shared_memory(
         child.close()
 
 
-def test_an_engine_that_fails_ends_the_server_with_its_reason():
+def test_engine_failure_ends_the_server():
     def broken(*_):
         raise RuntimeError("out of memory")
 
-    def ask_in_vain():
+    def ask_failing_engine():
         with serving_policy() as server, client_of(server) as client:
             server.live_engine()._slots.fill = broken
             with pytest.raises(openai.InternalServerError, match="out of memory") as caught:
                 ask(client, n=3)
             assert caught.value.status_code == 503
             assert httpx.get(f"{root_of(server)}/health", timeout=DEADLINE).status_code == 503
-            wait_until(server._stop.is_set, "it goes on")
+            wait_until(server._stop.is_set, "the server did not stop")
 
     with pytest.raises(UnavailableError, match="The decode engine failed: RuntimeError: out of memory"):
-        ask_in_vain()
+        ask_failing_engine()

@@ -1,4 +1,4 @@
-"""Text that a server streams in pieces which end within characters."""
+"""A server streams text in pieces that end within characters."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from rlframe.language import EngineConfig, ModelConfig
 from rlframe.language.model import transformer
 from tests.language.server.serving import TINY, Learner, client_of, serving_policy
 
-SAID = "中é😀Я"  # 11 bytes, which all differ
+TEXT = "中é😀Я"  # 11 different bytes
 
 
-def that_says(text: str) -> tuple[ModelConfig, Any]:
-    """A model and parameters by which each byte of the text is followed by the next, and the last by the first."""
+def model_that_repeats(text: str) -> tuple[ModelConfig, Any]:
+    """Return a model whose most likely tokens repeat the bytes of the text."""
     model = dataclasses.replace(TINY, tie_word_embeddings=False)
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), transformer.init(jax.random.key(0), model))
-    said = text.encode()
-    for place, (byte, after) in enumerate(zip(said, said[1:] + said[:1])):
-        params["embed_tokens"][byte, place] = params["lm_head"][place, after] = 10.0
+    content = text.encode()
+    for position, (byte, after) in enumerate(zip(content, content[1:] + content[:1])):
+        params["embed_tokens"][byte, position] = params["lm_head"][position, after] = 10.0
     return model, {**params, "norm": np.ones_like(params["norm"])}
 
 
 @pytest.mark.system
-def test_a_stream_in_pieces_that_end_within_characters_is_the_whole_text():
+def test_stream_with_split_characters_is_the_complete_text():
     learner, engine = Learner(), EngineConfig(slots=1, length=128)
-    model, params = that_says(SAID)
+    model, params = model_that_repeats(TEXT)
     learner.published = 1, params
-    assert engine.steps == 8  # by default; so the pieces end at every place of the text
+    assert engine.steps == 8  # the default, so that pieces end at every position of the text
     with serving_policy(learner, engine, model) as server, client_of(server) as client:
         for stop in (None, ["never said"]):
-            options = {"model": "policy", "prompt": list(SAID.encode()), "max_tokens": 88, "stop": stop}
+            options = {"model": "policy", "prompt": list(TEXT.encode()), "max_tokens": 88, "stop": stop}
             options["temperature"] = 0
-            assert client.completions.create(**options).choices[0].text == SAID * 8
+            assert client.completions.create(**options).choices[0].text == TEXT * 8
             pieces = [event.choices[0].text for event in client.completions.create(**options, stream=True)]
-            assert "".join(pieces) == SAID * 8 and len(pieces) > 8
+            assert "".join(pieces) == TEXT * 8 and len(pieces) > 8

@@ -285,7 +285,7 @@ def test_classes_of_a_script_are_named_by_its_file(tmp_path):
     out = run_script(tmp_path, "go()")
     assert out.stdout.split() == ["4.0", "4.0"], out.stderr
     assert names_in(tmp_path / "run") == [f"{tmp_path}/script.py:{name}" for name in ("Mine", "Catch", "make_net")]
-    with pytest.raises(UsageError, match="script.py starts a run whenever it is loaded.*if __name__ =="):
+    with pytest.raises(UsageError, match="script.py starts a run when it is loaded.*if __name__ =="):
         rlframe.evaluate(tmp_path / "run")
     script = (tmp_path / "script.py").read_text()
     (tmp_path / "script.py").write_text(script.replace("\ngo()", f"\n{GUARD}go()"))
@@ -295,7 +295,7 @@ def test_classes_of_a_script_are_named_by_its_file(tmp_path):
 def test_a_script_that_would_start_its_run_in_other_processes_again_is_refused(tmp_path):
     out = run_script(tmp_path, "go(topology='heavy_env')")
     assert out.returncode != 0 and not (tmp_path / "run").exists()
-    assert f"UsageError: {tmp_path}/script.py starts a run whenever it is loaded" in out.stderr.splitlines()[-1]
+    assert f"UsageError: {tmp_path}/script.py starts a run when it is loaded" in out.stderr.splitlines()[-1]
 
 
 @pytest.mark.system

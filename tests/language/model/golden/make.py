@@ -1,6 +1,6 @@
-"""Makes the golden files here: what `transformers` computes, so that the tests need neither it nor torch.
+"""Make the golden files in this folder with `transformers`, so that the tests do not need transformers and torch.
 
-In an environment of its own: pip install torch transformers 'numpy<2'; python tests/language/model/golden/make.py
+In a separate environment: pip install torch transformers 'numpy<2'; python tests/language/model/golden/make.py
 """
 
 import json
@@ -68,7 +68,7 @@ CHATML = (
     "        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\n    {%- endif %}\n"
     "{%- endfor %}\n{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n"
 )
-# Blocks that only trim_blocks and lstrip_blocks make right, a non-ASCII tojson, a break, and special tokens.
+# Needs trim_blocks, lstrip_blocks, a tojson without ASCII escapes, break, and special tokens.
 STRICT = """{{ bos_token }}{% for message in messages %}
     {% if message.role not in ['user', 'assistant'] %}
         {{ raise_exception('no role ' + message.role) }}
@@ -94,10 +94,10 @@ CHATS = [
 def make_model(name, kind, config):
     torch.manual_seed(0)
     model = kind(config).eval()
-    for parameter in model.parameters():  # not the tiny ones of training's start: every part has to matter
+    for parameter in model.parameters():  # larger than initial weights, so that every part affects the logits
         parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.ndim == 1))
     tokens = torch.randint(0, config.vocab_size, (3, 20))
-    # Row 0 is whole, row 1 is padded on the left, row 2 on the right.
+    # Row 0 is complete, row 1 is padded on the left, row 2 on the right.
     mask = torch.ones_like(tokens)
     mask[1, :5], mask[2, -7:] = 0, 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
