@@ -181,8 +181,8 @@ def test_uvicorn_on_all_interfaces_requires_token_from_other_machines(tmp_path):
 
 def test_uvicorn_with_no_token_answers_other_machines(tmp_path):
     settings = {"store": "memory", "no_token": "true", "allowed_hosts": "rollouts.example"}
-    with under_uvicorn(tmp_path, "--host", "0.0.0.0", **settings) as (port, said):
-        assert "every client that reaches this service, from any machine, can read, send and erase experience" in said
+    with under_uvicorn(tmp_path, "--host", "0.0.0.0", **settings) as (port, output):
+        assert "every client that reaches this service, from any machine, can read, send and erase experience" in output
         url = f"http://{outer_address()}:{port}/status"
         for host, status in (("rollout-server", 200), ("rollouts.example", 200), ("evil.example", 403)):
             assert httpx.get(url, headers={"Host": host}, timeout=DEADLINE).status_code == status
@@ -221,5 +221,5 @@ def test_beyond_loopback_token_or_no_token_option_is_required(tmp_path):
         for host, status in (("a.b", 200), ("c.d:80", 200), ("e.f", 403)):
             assert httpx.get(f"{service.url}/status", headers={"Host": host}, timeout=DEADLINE).status_code == status
         assert service.stop() == 0
-        said = service.log.read_text()
-        assert "--no-token: every client that reaches this service" in said and said.count("\n") == 1
+        output = service.log.read_text()
+        assert "--no-token: every client that reaches this service" in output and output.count("\n") == 1
