@@ -82,5 +82,5 @@ def test_the_processes_of_a_program_are_not_started_on_a_damaged_checkpoint(tmp_
     with pytest.raises(UsageError, match=re.escape("--resume-from 1")):
         run_experiment(described, run_dir=directory.path, resume=True)
     damage(directory.path, 1)
-    with pytest.raises(UsageError, match="No other one is good"):
+    with pytest.raises(UsageError, match="No other checkpoint is good"):
         run_experiment(described, run_dir=directory.path, resume=True)
