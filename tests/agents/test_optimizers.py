@@ -9,13 +9,13 @@ import numpy as np
 import optax
 
 from rlframe.agents import IMPALAConfig
-from rlframe.agents.optimizers import annealed, clipped, interpolated, learning_rate, learning_rate_schedule
+from rlframe.agents.optimizers import annealed, clip_gradients, interpolated, learning_rate, learning_rate_schedule
 
 
 def test_gradients_are_clipped_before_the_optimizer_sees_them():
     grads = {"a": jnp.array([30.0]), "b": jnp.array([40.0])}
     for limit, expected in ((5.0, [-3.0, -4.0]), (100.0, [-30.0, -40.0]), (None, [-30.0, -40.0])):
-        optimizer = clipped(limit, optax.sgd(1.0))
+        optimizer = clip_gradients(limit, optax.sgd(1.0))
         updates, _ = optimizer.update(grads, optimizer.init(grads))
         np.testing.assert_allclose([updates["a"][0], updates["b"][0]], expected, rtol=1e-6)
 
