@@ -341,7 +341,7 @@ def last_good(checkpointer: Checkpointer | None) -> str:
     """Return a sentence that names the newest checkpoint, for an error message."""
     steps = checkpointer.steps() if checkpointer is not None else []
     if checkpointer is None or not steps:
-        return "No checkpoint was saved before."
+        return "Nothing was saved before."
     return f"The last good checkpoint is {checkpointer.directory / str(steps[-1])}."
 
 

@@ -28,7 +28,7 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_gone_on_from_by_name(t
     *_, good, bad = Checkpointer(run_dir / "checkpoints").steps()
     damage(run_dir, bad)
     before = sorted(path.name for path in run_dir.rglob("*"))
-    refusal = f"{run_dir}/checkpoints/{bad} is damaged: .* newest good one is {good}: --resume --resume-from {good} "
+    refusal = f"{run_dir}/checkpoints/{bad} is damaged: .* good checkpoint is {good}. Use .*--resume-from {good} "
     with pytest.raises(UsageError, match=refusal):
         run_experiment(described, run_dir=run_dir, resume=True)
     assert sorted(path.name for path in run_dir.rglob("*")) == before
