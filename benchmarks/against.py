@@ -51,7 +51,7 @@ def run(
         be compared.
 
     Raises:
-        UsageError: `against` is neither a checkout nor a revision.
+        UsageError: `against` is not a checkout and not a revision.
     """
     found: list[Comparison] = []
     missing: list[str] = []
@@ -98,7 +98,7 @@ def checkout(given: str) -> Iterator[Path]:
     except OSError as error:
         failure = str(error)
     if failure:
-        raise UsageError(f"--against {given}: this is neither a folder nor a revision of this repository ({failure}).")
+        raise UsageError(f"--against {given}: there is no folder and no revision with this name ({failure}).")
     with tempfile.TemporaryDirectory(prefix="rlframe-against-") as folder:
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
             archive.extractall(folder)

@@ -102,7 +102,7 @@ class Comparison:
 
     @property
     def is_slower(self) -> bool:
-        """True if the new code is worse in the row's figure, for any processor time."""
+        """True if the new code is worse in the row's figure. Processor time is not considered."""
         return self.value.is_worse
 
     @property

@@ -25,7 +25,7 @@ from rlframe.envs import AsyncEnv, SyncEnv
 
 WORKERS = 2
 Rate = dict[str, float]  # as returned by a Stopwatch
-Contender = tuple[str, Callable[[float], Rate]]  # (name, seconds -> steps per second)
+Contender = tuple[str, Callable[[float], Rate]]  # (name, function that measures for the given seconds)
 
 OURS = ("SyncEnv", "AsyncEnv")  # prefixes of the names of our rows
 ALONE = "two processes that do not communicate"

@@ -37,7 +37,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """Wall time so far."""
+        """Seconds of wall time so far."""
         return time.perf_counter() - self._wall
 
     def rate(self, steps: int) -> dict[str, float]:

@@ -87,7 +87,7 @@ def steps(shape: tuple[int, ...], dtype: Any, count: int, end: float) -> tuple[n
 
 
 class FilledReplay:
-    """A full `ReplayBuffer`, and calls to measure."""
+    """A full `ReplayBuffer` with the operations to measure."""
 
     def __init__(
         self, workload: Any, kind: str = "uniform", n_step: int = 1, single_frame: bool = False, count: int = 50
@@ -120,7 +120,7 @@ class FilledReplay:
 
 
 def contenders() -> dict[str, dict[str, Callable[[], Any]]]:
-    """Return row -> name -> call."""
+    """Return the calls to measure, by row and contender."""
     floor, pong_floor = NumpyRing(*CARTPOLE), NumpyRing(*PONG)
     one, three, prioritized = (
         FilledReplay(CARTPOLE),
@@ -162,7 +162,7 @@ def peers(python: Path | str, log: Callable[[str], None]) -> dict[str, dict[str,
 
 
 def run(context: Context, log: Callable[[str], None] = print) -> list[Table]:
-    """Measures; see `benchmarks.runner`."""
+    """Run the benchmark; see `benchmarks.runner`."""
     rows, seconds = contenders(), 0.05 if context.quick else 0.4
     best: dict[str, dict[str, float]] = {row: {} for row in rows}
     spent: dict[str, dict[str, float]] = {row: {} for row in rows}

@@ -1,7 +1,7 @@
 """Serve inference to clients in other processes, and count the rows. Print one JSON object.
 
-The same processes measure all ways in alternating turns, because the speed of a machine drifts: the jitted call alone,
-the service with remote clients, and the service with threads of its own process as clients.
+The same processes measure all ways in alternating turns, because the speed of a machine drifts. The ways are the jitted
+call alone, the service with remote clients, and the service with client threads in the same process.
 
 python -m benchmarks.ours.serve cnn --seconds 5
 """

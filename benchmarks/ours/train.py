@@ -38,7 +38,7 @@ def experiment(name: str, seed: int, steps: int, log_every: int, eval_every: int
         "schedule_steps": total,
     }
     if name == "ppo_cartpole":
-        # from rl-baselines3-zoo, as for the peers
+        # the value of rl-baselines3-zoo, also used for the peers
         return make_experiment("ppo", "CartPole-v1", gae_lambda=0.8, **common)
     if name == "ppo_pong":
         return make_experiment("ppo", "Pong-v5", **common)  # the preset is the same as CleanRL's

@@ -350,7 +350,7 @@ class NoisyParams(NamedTuple):
     """Parameters of a network, and the standard deviations of the noise on its dense layers."""
 
     mean: Params  # module -> name -> array, as in Haiku
-    deviation: Params  # the same for modules with a `w` [n, m] and a `b` [m]
+    deviation: Params  # standard deviations for modules with a `w` [n, m] and a `b` [m]
 
 
 def with_deviations(params: Params, scale: float) -> NoisyParams:

@@ -203,7 +203,7 @@ def test_reference_log_probabilities_of_the_batch_are_used():
 
 
 def test_on_policy_gradient_is_that_of_reinforce():
-    """Sampling log-probabilities may be correct or missing. Neither the clip nor the loss policy_gradient matters."""
+    """This holds with correct or missing sampling log-probabilities, for any clip, and for the loss policy_gradient."""
     params, state = started(make(kl_cost=0.0))
     log_probs = np.pad(log_probs_of(params, BATCH.data.tokens), ((0, 0), (1, 0))) * BATCH.data.mask
     with_log_probs = BATCH._replace(data=BATCH.data._replace(inference_logprobs=log_probs.astype(np.float32)))

@@ -284,7 +284,7 @@ def test_unknown_checkout_or_revision_is_rejected(tmp_path, capsys):
     with pytest.raises(UsageError, match=r"the folder is not a checkout of rlframe. It has no rlframe/__init__\.py"):
         against.checkout(str(tmp_path)).__enter__()
     assert main(["replay", "--against", "no-such-revision"]) == 2
-    assert "--against no-such-revision: this is neither a folder nor a revision" in capsys.readouterr().err
+    assert "--against no-such-revision: there is no folder and no revision" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
