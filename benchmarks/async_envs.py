@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.context import Context
-from benchmarks.envs import BusyEnv, Contender, Target, pool_rate, table
+from benchmarks.envs import BusyEnv, Contender, RowTarget, pool_rate, table
 from benchmarks.report import Table
 from rlframe.envs import AsyncEnv, SyncEnv
 
@@ -47,5 +47,5 @@ def run(context: Context, log: Callable[[str], None] = print) -> list[Table]:
     for kind, workers, least in (("thread", 16, 2.0), ("process", 16, 1.5), ("process", 4, 1.2)):
         ideal = workers * 1000.0 / MILLISECONDS
         title = f"{SIZE} environments of {MILLISECONDS:g} ms on average, {workers} workers ({kind}); ideal {ideal:,.0f}"
-        tables.append(table(title, rows(kind, workers), context, log, Target("AsyncEnv", {"SyncEnv": least})))
+        tables.append(table(title, rows(kind, workers), context, log, RowTarget("AsyncEnv", {"SyncEnv": least})))
     return tables

@@ -34,7 +34,7 @@ GYMNASIUM = "gymnasium AsyncVectorEnv"
 CHOSEN = "SyncEnv envpool, as it chooses"
 
 
-class Target(NamedTuple):
+class RowTarget(NamedTuple):
     """The name of our row, and its targets."""
 
     of: str
@@ -232,7 +232,7 @@ def envpool_rows(task: str, size: int, threads: int) -> list[Contender]:
     ]
 
 
-def table(title: str, rows: list[Contender], context: Context, log: Callable[[str], None], target: Target) -> Table:
+def table(title: str, rows: list[Contender], context: Context, log: Callable[[str], None], target: RowTarget) -> Table:
     """Measure steps per second of each row in alternating turns. `target` defines our row and its targets."""
     log(f"envs: {title}")
     rows = [row for row in rows if row[0].startswith(OURS) or not context.only_ours]
@@ -252,19 +252,19 @@ def table(title: str, rows: list[Contender], context: Context, log: Callable[[st
 def run(context: Context, log: Callable[[str], None] = print) -> list[Table]:
     """Run the benchmark; see `benchmarks.runner`."""
     warnings.simplefilter("ignore")
-    processes = Target(PROCESSES, {ALONE: 0.4, GYMNASIUM: 8.0})
+    processes = RowTarget(PROCESSES, {ALONE: 0.4, GYMNASIUM: 8.0})
     rows = process_rows(cart_pole, 64, "gymnasium:CartPole-v1")
     tables = [table("CartPole, 64 environments, 2 workers", rows, context, log, processes)]
     for milliseconds, make in ((1, busy_1ms), (5, busy_5ms)):
         ideal = WORKERS * 1000.0 / milliseconds
         title = f"A Python environment of {milliseconds} ms, 8 of them; ideal {ideal:,.0f}"
-        target = Target(PROCESSES, {}, 0.95 * ideal if milliseconds == 5 else None)
+        target = RowTarget(PROCESSES, {}, 0.95 * ideal if milliseconds == 5 else None)
         tables.append(table(title, process_rows(make, 8, make), context, log, target))
     for size in (1, 8, 64):
-        target = Target("SyncEnv loop, Box float32", {})
+        target = RowTarget("SyncEnv loop, Box float32", {})
         title = f"An environment whose step takes no time, {size} of them, by its observation space"
         tables.append(table(title, space_rows(size), context, log, target))
     for task, size in (("CartPole-v1", 8), ("CartPole-v1", 64), ("HalfCheetah-v4", 8), ("Pong-v5", 8)):
         rows = [*envpool_rows(task, size, 1), *envpool_rows(task, size, 2)]
-        tables.append(table(f"EnvPool {task}, {size} environments", rows, context, log, Target(CHOSEN, {})))
+        tables.append(table(f"EnvPool {task}, {size} environments", rows, context, log, RowTarget(CHOSEN, {})))
     return tables

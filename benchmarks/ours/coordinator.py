@@ -66,9 +66,9 @@ class Workers:
 
     # --- methods of a transport
 
-    def connect(self, address: str) -> Connection:
+    def connect(self, address: str) -> WorkerConnection:
         """Return a connection to the worker with this id."""
-        return Connection(self, address)
+        return WorkerConnection(self, address)
 
     def call(self, worker_id: str, method: str, args: tuple[Any, ...], response: queue.SimpleQueue) -> None:
         """Schedule the response to a call."""
@@ -118,7 +118,7 @@ class Workers:
         return Collected({**counts, "rank": index, "incarnation": 0.0}, self.version)
 
 
-class Connection:
+class WorkerConnection:
     """A connection to one worker: a client of the transport."""
 
     def __init__(self, workers: Workers, worker_id: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.ours.posts import Connection
+from benchmarks.ours.posts import PostConnection
 from benchmarks.processor import Stopwatch
 from benchmarks.report import median, processor
 
@@ -99,7 +99,7 @@ def send(url: str) -> None:
     rng = np.random.default_rng(0)
     stopped = threading.Event()
 
-    def work(connection: Connection) -> None:
+    def work(connection: PostConnection) -> None:
         while not stopped.is_set() and connection.post():
             pass
 
@@ -112,7 +112,7 @@ def send(url: str) -> None:
             "seed": seed,
             **dict(logprobs=1, return_token_ids=True, return_tokens_as_token_ids=True, ignore_eos=True),
         }
-        connections.append(Connection(f"{url}/completions", json.dumps(request).encode(), "application/json"))
+        connections.append(PostConnection(f"{url}/completions", json.dumps(request).encode(), "application/json"))
     for connection in connections:
         threading.Thread(target=work, args=(connection,), daemon=True).start()
     print("ready", flush=True)

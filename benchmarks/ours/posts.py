@@ -15,7 +15,7 @@ import time
 import urllib.parse
 
 
-class Connection:
+class PostConnection:
     """One connection that is kept open."""
 
     def __init__(self, url: str, body: bytes, content_type: str) -> None:
@@ -56,7 +56,7 @@ def main() -> None:
     args = parser.parse_args()
     with open(args.body, "rb") as file:
         body = file.read()
-    connections = [Connection(args.url, body, args.content_type) for _ in range(args.connections)]
+    connections = [PostConnection(args.url, body, args.content_type) for _ in range(args.connections)]
     print("ready", flush=True)
     sys.stdin.readline()
     start = time.perf_counter() + args.warm_up
